@@ -1,0 +1,50 @@
+# make demo | test | check | bench | setup | clean. Each sets up what it needs; `make setup` alone does only that.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/ready
+
+PYTEST_ARGUMENTS ?=
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+.PHONY: help setup demo check format test bench clean
+
+help:
+	@sed -n 1p Makefile
+
+setup: $(READY)
+
+# torch goes in first and alone, so that no other requirement chooses its version or build.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "millrace needs Python 3.11 or later; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: $(READY)
+	$(BIN)/python -m pytest $(PYTEST_ARGUMENTS)
+
+demo: $(READY)
+	$(BIN)/millrace --version
+
+bench: $(READY)
+	@for benchmark in benchmarks/*.py; do \
+		[ -e "$$benchmark" ] || { echo "no benchmarks yet"; break; }; \
+		echo "== $$benchmark"; $(BIN)/python "$$benchmark" || exit 1; \
+	done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,14 @@
+"""Which names does millrace export? A change here is a change for users: it belongs in the changelog."""
+
+import millrace
+
+PUBLIC_NAMES = ["__version__"]
+
+
+def test_the_public_names_are_these_and_no_others():
+    assert sorted(millrace.__all__) == sorted(PUBLIC_NAMES)
+
+
+def test_every_public_name_exists():
+    missing = [name for name in PUBLIC_NAMES if not hasattr(millrace, name)]
+    assert missing == []
