@@ -1,0 +1,57 @@
+#include "runtime.h"
+
+#include <sys/mman.h>
+
+#include <cstdio>
+#include <cstdlib>
+
+#include "fault_handler.h"
+
+namespace emu {
+
+// Sparse: only touched pages cost RAM. Wide, because the exact allocator never reuses an address.
+static size_t arena_bytes(size_t default_gib) {
+  const char* text = getenv("EMU_ARENA_GIB");
+  return (text ? strtoull(text, nullptr, 10) : default_gib) << 30;
+}
+
+Runtime& Runtime::get() {
+  // Never destroyed: worker threads and late tensors may use it until the process is gone.
+  static Runtime* runtime = new Runtime;
+  return *runtime;
+}
+
+Runtime::Runtime()
+    : device_arena_("emu-device", arena_bytes(4096), PROT_NONE),
+      pinned_arena_("emu-pinned", arena_bytes(1024), PROT_READ | PROT_WRITE),
+      scheduler(settings_, [this](uintptr_t begin, uintptr_t end) { return describe(begin, end); }),
+      memory(settings_, device_arena_, scheduler),
+      pinned(settings_, pinned_arena_, scheduler),
+      registered(settings_, scheduler, pinned) {
+  install_fault_handler(device_arena_, pinned_arena_);
+}
+
+void Runtime::configure(const Settings& settings) {
+  if (settings.allocator != settings_.allocator) memory.empty_cache();
+  scheduler.configure([&] { settings_ = settings; });
+}
+
+void* Runtime::backing(uintptr_t address) const {
+  if (device_arena_.contains(address)) return device_arena_.backing(address);
+  if (pinned_arena_.contains(address)) return pinned_arena_.backing(address);
+  return reinterpret_cast<void*>(address);
+}
+
+std::string Runtime::describe(uintptr_t begin, uintptr_t end) const {
+  const char* where = "host";
+  uintptr_t base = 0;
+  for (auto [arena, name] : {std::pair(&device_arena_, "device"), std::pair(&pinned_arena_, "pinned")})
+    if (arena->contains(begin)) where = name, base = arena->begin();
+  if (auto offset = registered.offset_of(begin)) where = "registered", base = begin - *offset;
+  char text[100];
+  snprintf(text, sizeof text, "%s bytes [0x%zx, 0x%zx)", where, size_t(begin - base),
+           size_t(end - base));
+  return text;
+}
+
+}  // namespace emu

@@ -1,0 +1,142 @@
+// copy_() between host and device and within the device.
+//
+// The rules of CUDA: asynchronous to the host only when non_blocking is asked for, the host side is
+// pinned, and neither a dtype nor a layout has to be converted on the host.
+#include <ATen/native/Resize.h>
+#include <torch/library.h>
+
+#include <cstring>
+
+#include "torch_common.h"
+
+namespace emu {
+namespace {
+
+bool is_pinned(const at::Tensor& tensor) {
+  Access range = access_of(tensor, false);
+  return runtime().is_pinned(range.begin, range.end);
+}
+
+at::Tensor empty_contiguous(at::IntArrayRef sizes, at::TensorOptions options) {
+  return at::empty(sizes, options.memory_format(at::MemoryFormat::Contiguous));
+}
+
+// One copy of dense memory between host and device, on the current stream.
+void enqueue_transfer(const at::Tensor& to, const at::Tensor& from, Engine engine,
+                      bool host_waits) {
+  const Settings& settings = runtime().settings();
+  bool onload = engine == Engine::h2d;
+  size_t bytes = to.nbytes();
+  Access read = access_of(from, false), write = access_of(to, true);
+  Access host_side = onload ? read : write;
+  bool pinned = is_pinned(onload ? from : to);
+  bool guarded = settings.guard_pinned && pinned && !host_waits;
+  bool registered = runtime().registered.owns(host_side.begin, host_side.end);
+
+  Operation copy;
+  copy.label = onload ? "copy H2D" : "copy D2H";
+  copy.engine = engine;
+  copy.seconds =
+      settings.copy_latency_seconds +
+      double(bytes) / (onload ? settings.h2d_bytes_per_second : settings.d2h_bytes_per_second);
+  copy.accesses = {read, write};
+  copy.body = [to = runtime().backing(write.begin), from = runtime().backing(read.begin), bytes,
+               guarded, registered, host_side] {
+    PinnedGuard& guard = runtime().pinned_guard;
+    if (guarded && registered) guard.open(host_side);
+    memcpy(to, from, bytes);
+    if (guarded) guard.unprotect(host_side);
+    if (guarded && registered) guard.close(host_side);
+  };
+  RecordingPtr done;
+  if (pinned && !host_waits) done = copy.records = std::make_shared<Recording>();
+  // A dry run runs no body, so nothing would lift the guard.
+  if (guarded && !settings.dry_run) runtime().pinned_guard.protect(host_side);
+  runtime().scheduler.count_transfer(engine, bytes);
+  runtime().scheduler.enqueue(current_stream(), std::move(copy));
+  if (done) runtime().note_copy(host_side.begin, done);
+  if (host_waits) synchronize_current_stream();
+}
+
+void enqueue_device_copy(const at::Tensor& to, const at::Tensor& from) {
+  const Settings& settings = runtime().settings();
+  Operation copy;
+  copy.label = "copy D2D";
+  copy.engine = Engine::compute;
+  copy.seconds = settings.op_latency_seconds +
+                 double(to.nbytes() + from.nbytes()) / settings.device_bytes_per_second;
+  copy.accesses = {access_of(from, false), access_of(to, true)};
+  copy.body = [to = cpu_alias(to), from = cpu_alias(from)]() mutable {
+    BelowAutograd guard;
+    to.copy_(from);
+  };
+  runtime().scheduler.enqueue(current_stream(), std::move(copy));
+}
+
+void copy_to_device(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
+  bool direct = from.dtype() == to.dtype() && has_same_dense_layout(from, to);
+  at::Tensor source = direct ? from : from.to(to.dtype()).contiguous();
+  // From pageable memory the call returns when the source has been read. A converted source is a
+  // temporary, which must live until then too.
+  bool host_waits = !(non_blocking && direct && is_pinned(source));
+  if (has_same_dense_layout(source, to)) {
+    enqueue_transfer(to, source, Engine::h2d, host_waits);
+    return;
+  }
+  at::Tensor staging = empty_contiguous(to.sizes(), to.options());
+  enqueue_transfer(staging, source, Engine::h2d, true);
+  enqueue_device_copy(to, staging);
+}
+
+void copy_to_host(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
+  at::Tensor source = from;
+  if (from.dtype() != to.dtype() || !has_same_dense_layout(from, to)) {  // converted on the device
+    source = empty_contiguous(to.sizes(), from.options().dtype(to.dtype()));
+    enqueue_device_copy(source, from);
+  }
+  if (has_same_dense_layout(source, to)) {
+    enqueue_transfer(to, source, Engine::d2h, !(non_blocking && is_pinned(to)));
+    return;
+  }
+  at::Tensor staging = empty_contiguous(to.sizes(), to.options());
+  enqueue_transfer(staging, source, Engine::d2h, true);
+  to.copy_(staging);
+}
+
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  at::Tensor source = from.sizes() == to.sizes() ? from : from.expand(to.sizes());
+  if (!to.numel()) return to;
+  if (is_emu(source)) check_live(source, "copy");
+  if (is_emu(to)) check_live(to, "copy");
+  if (is_emu(source) && is_emu(to))
+    enqueue_device_copy(to, source);
+  else if (is_emu(to))
+    copy_to_device(to, source, non_blocking);
+  else
+    copy_to_host(to, source, non_blocking);
+  return to;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
+  at::native::resize_(to, from.sizes(), std::nullopt);
+  return copy_from(from, to, false);
+}
+
+at::Scalar item(const at::Tensor& tensor) {
+  check_live(tensor, "item()");
+  synchronize_current_stream();
+  Access access = access_of(tensor, false);
+  runtime().scheduler.host_access(access, "item()");
+  if (runtime().settings().dry_run) return 0;  // there are no data
+  BelowAutograd guard;
+  return cpu_alias(tensor).item();
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_local_scalar_dense", item);
+}
+
+}  // namespace
+}  // namespace emu
