@@ -1,0 +1,24 @@
+"""What to load when, what to evict, what to keep: decided ahead, as frozen data, from plain numbers (no torch here)."""
+
+from millrace.planning.bounds import lower_bound
+from millrace.planning.errors import BudgetTooSmall
+from millrace.planning.plan import Plan, Prediction, Step
+from millrace.planning.planner import make_plan, make_run
+from millrace.planning.problem import Problem
+from millrace.planning.simulator import Simulation, simulate
+from millrace.planning.visit import Phase, Visit
+
+__all__ = [
+    "BudgetTooSmall",
+    "Phase",
+    "Plan",
+    "Prediction",
+    "Problem",
+    "Simulation",
+    "Step",
+    "Visit",
+    "lower_bound",
+    "make_plan",
+    "make_run",
+    "simulate",
+]

@@ -1,0 +1,22 @@
+"""What is one visit of the trace?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Phase(Enum):
+    """The pass of the model that a visit belongs to. The planner only carries it; texts and traces show it."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """One use of blocks on the device: all of `blocks` must be present while it computes for `compute_seconds`."""
+
+    blocks: tuple[int, ...]
+    phase: Phase = Phase.FORWARD
+    compute_seconds: float
