@@ -1,80 +1,105 @@
-"""What would Belady keep, if some bytes are reserved for loads in flight?
+"""What would Belady keep, if room must be left for the loads in flight?
 
 Belady's rule (evict what is used farthest in the future) moves the fewest bytes when nothing is loaded ahead. Loading
-ahead needs room: `reserve(slot)` bytes are left to it. Walked cycle after cycle until the content at a boundary comes
-back, the rule yields a steady state of one or several cycles (taking turns in what is kept, when that saves bytes).
+ahead needs room, which is left in one of two ways:
+
+- `reserve` bytes at every slot: newcomers with a far next use do not stay, so the same blocks stay every cycle;
+- room for what the next `lookahead` visits miss: then whatever is used farthest ahead gives way at that moment, the
+  newcomer stays, and what is kept may take turns from cycle to cycle. That saves bytes: a cycle of n equal blocks with
+  room for k misses n (n - k) / (n - 1) per cycle instead of n - k + 1.
+
+Walked cycle after cycle until the content at a boundary comes back, the rule yields a steady state of some cycles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from millrace.planning.tape import Tape
 
-Reserve = Callable[[int], int]
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much a sweep leaves to loads in flight, and which blocks it never gives up while it need not."""
+
+    reserve: int = 0
+    lookahead: int = 0
+    pinned: frozenset[int] = frozenset()
 
 
-def sweep(tape: Tape, reserve: Reserve, *, rounds: int, pinned: frozenset[int] = frozenset()) -> list[list[bool]]:
-    """What is kept in each round of a one-cycle tape, for the rounds of one period (the last round when none is found)."""
-    by_slot: list[list[int]] = [[] for _ in range(tape.slots)]
-    for index, gap in enumerate(tape.gaps):
-        by_slot[gap.end].append(index)
-    follower = _followers(tape)
-    held: dict[int, tuple[int, int]] = {}  # gap ahead -> (slot of its end, counted over all rounds; bytes)
+def sweep(tape: Tape, room: Room, *, rounds: int) -> list[list[bool]]:
+    """What is kept in each round of one period of a one-cycle tape (in the last round when no period is found)."""
+    walk = _Walk(tape, room)
     seen: dict[frozenset[int], int] = {}
     history: list[list[bool]] = []
     for turn in range(rounds):
-        key = frozenset(held)
-        if key in seen:
-            return history[seen[key] :]
-        seen[key] = turn
-        kept = [False] * len(tape.gaps)
-        offset = turn * tape.slots
-        for slot in range(tape.slots):
-            for index in by_slot[slot]:
-                kept[index] = held.pop(index, None) is not None or tape.gaps[index].free
-            for index in by_slot[slot]:
-                ahead = follower[index]
-                gap = tape.gaps[ahead]
-                if gap.keepable and not gap.free:
-                    turns = 1 if gap.end <= slot else 0
-                    held[ahead] = (offset + turns * tape.slots + gap.end, gap.size)
-            _evict(tape, held, slot, reserve(slot), pinned, {follower[index] for index in by_slot[slot]})
-        history.append(kept)
+        content = frozenset(walk.held)
+        if content in seen:
+            return history[seen[content] :]
+        seen[content] = turn
+        history.append(walk.round(turn))
     return history[-1:]
 
 
-def _evict(
-    tape: Tape, held: dict[int, tuple[int, int]], slot: int, reserved: int, pinned: frozenset[int], fresh: set[int]
-) -> None:
-    """Drop what is used farthest ahead until the rest, the blocks of this slot and the reserve fit."""
-    passing = sum(size for gap, (_, size) in held.items() if gap not in fresh)
-    while passing + tape.base[slot] > tape.budget:
-        passing -= held.pop(_victim(tape, held, frozenset(), fresh))[1]
-    total = passing + sum(held[gap][1] for gap in fresh if gap in held)
-    while held and total + reserved > tape.budget:
-        victim = _victim(tape, held, pinned, set())
-        if victim < 0:
-            return
-        total -= held.pop(victim)[1]
+class _Walk:
+    """The content of the device while the rule walks the slots."""
+
+    def __init__(self, tape: Tape, room: Room) -> None:
+        self.tape = tape
+        self.room = room
+        self.held: dict[int, int] = {}  # gap ahead -> slot of its end, counted over all rounds
+        self.bytes = 0
+        self.ending: list[list[int]] = [[] for _ in range(tape.slots)]
+        begins: dict[tuple[int, int], int] = {}
+        for index, gap in enumerate(tape.gaps):
+            self.ending[gap.end].append(index)
+            begins[gap.block, gap.begin % tape.slots if tape.ring else gap.begin] = index
+            if not tape.ring and gap.begin == 0 and gap.keepable and not gap.free:
+                self.held[index] = gap.end
+                self.bytes += gap.size
+        self.following = [begins.get((gap.block, gap.end)) for gap in tape.gaps]
+
+    def round(self, turn: int) -> list[bool]:
+        tape, gaps = self.tape, self.tape.gaps
+        kept = [False] * len(gaps)
+        base = turn * tape.slots
+        for slot in range(tape.slots):
+            for index in self.ending[slot]:
+                kept[index] = gaps[index].free
+                if self.held.pop(index, None) is not None:
+                    kept[index] = True
+                    self.bytes -= gaps[index].size
+            self._make_room(tape.budget - tape.base[slot] - self._missing(slot))
+            for index in self.ending[slot]:
+                ahead = self.following[index]
+                if ahead is not None and gaps[ahead].keepable and not gaps[ahead].free:
+                    passes = tape.slots if gaps[ahead].end <= slot else 0
+                    self.held[ahead] = base + passes + gaps[ahead].end
+                    self.bytes += gaps[ahead].size
+            self._make_room(tape.budget - self.room.reserve)
+        return kept
+
+    def _missing(self, slot: int) -> int:
+        """Bytes that the next visits need and that are not there."""
+        missing = 0
+        for ahead in range(slot + 1, slot + 1 + self.room.lookahead):
+            for index in self.ending[ahead % self.tape.slots]:
+                gap = self.tape.gaps[index]
+                if index not in self.held and not gap.free:
+                    missing += gap.size
+        return missing
+
+    def _make_room(self, limit: int) -> None:
+        """Give up what is used farthest ahead; pinned blocks last."""
+        while self.bytes > limit and self.held:
+            pinned = self.room.pinned
+            victim = max(self.held, key=lambda index: (self.tape.gaps[index].block not in pinned, self.held[index]))
+            if self.tape.gaps[victim].block in pinned and self.bytes <= self.tape.budget:
+                return
+            del self.held[victim]
+            self.bytes -= self.tape.gaps[victim].size
 
 
-def _victim(tape: Tape, held: dict[int, tuple[int, int]], pinned: frozenset[int], spared: set[int]) -> int:
-    farthest, victim = -1, -1
-    for gap, (end, _) in held.items():
-        if gap not in spared and end > farthest and tape.gaps[gap].block not in pinned:
-            farthest, victim = end, gap
-    return victim
-
-
-def _followers(tape: Tape) -> list[int]:
-    """For each gap, the gap that begins where it ends (on a ring; its own index when there is none)."""
-    begins: dict[tuple[int, int], int] = {}
-    for index, gap in enumerate(tape.gaps):
-        begins[gap.block, gap.begin % tape.slots if tape.ring else gap.begin] = index
-    return [begins.get((gap.block, gap.end), index) for index, gap in enumerate(tape.gaps)]
-
-
-def joined(rounds: Sequence[Sequence[bool]]) -> list[bool]:
+def joined(rounds: list[list[bool]]) -> list[bool]:
     """The choices for a tape of several cycles, from those of each of its cycles."""
     return [keep for one in rounds for keep in one]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from millrace.errors import BudgetError
 
-class BudgetTooSmall(ValueError):
+
+class BudgetTooSmall(BudgetError):  # noqa: N818 - the name says what is wrong; BudgetError is its family
     """A visit cannot be served within the budget: its blocks and the residents together are larger.
 
     Attributes are bytes: `needed_bytes` (blocks of the visit plus residents), `budget_bytes`; `visit` is its index.

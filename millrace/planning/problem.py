@@ -50,9 +50,7 @@ class Problem:
 
     def _check_numbers(self) -> None:
         if len(self.block_bytes) != len(self.load_seconds):
-            raise ValueError(
-                f"{len(self.block_bytes)} block sizes but {len(self.load_seconds)} load times: give one each"
-            )
+            raise ValueError(f"{len(self.block_bytes)} sizes but {len(self.load_seconds)} load times: give one each")
         for block, (size, seconds) in enumerate(zip(self.block_bytes, self.load_seconds, strict=True)):
             if size < 0 or not (seconds >= 0 and math.isfinite(seconds)):
                 raise ValueError(

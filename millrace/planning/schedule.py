@@ -1,36 +1,44 @@
 """When is each load issued and how long does a cycle take, once it is decided what is kept?
 
-Note "keeping decides all". Fix which gaps are kept. The remaining loads are served in the order of their uses: on one
-serial lane, serving a later use first only delays the earlier one (earliest deadline first). The memory profile is then
-known slot by slot, so each load is issued at the first slot from which it fits until its use. Issuing earlier is never
-later in time (every event is a maximum of earlier ones plus a constant) and takes memory only from loads that come
-behind it in the lane. So the search in `search.py` is over one bit per gap and nothing else.
+Note "choices decide all". Each gap of the tape gets one of three choices: KEEP the block, load it AHEAD, or load it LATE
+(at its own visit, behind whatever the lane already has). The loads ahead are served in the order of their uses: serving
+a later use first on one serial lane only delays the earlier one. The exception is why LATE exists: a short load whose
+bytes are worth more to a long one behind it. The memory profile is then known slot by slot, so each load ahead is
+issued at the first slot from which it fits until its use. Issuing earlier is never later in time (every event is a
+maximum of earlier ones plus a constant) and takes memory only from loads that come behind it in the lane. So the search
+in `search.py` is over one choice per gap and nothing else.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from millrace.planning.plan import Step
 from millrace.planning.tape import Gap, Tape
 
+AHEAD: Final = 0
+KEEP: Final = 1
+LATE: Final = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Loads in lane order with the slot that issues each (relative to the round of its use), and the time of one round."""
+    """Loads by the visits that need them, the slot that issues each (relative to the round of its use), and the time."""
 
-    kept: tuple[bool, ...]
+    choices: tuple[int, ...]
     loads: tuple[Gap, ...]
     issues: tuple[int, ...]
-    seconds: float
+    seconds: float  # of one settled round of a ring; of the whole run for a tape that is not one
     load_bytes: int
 
 
-def profile(tape: Tape, kept: list[bool]) -> list[int]:
+def profile(tape: Tape, choices: Sequence[int]) -> list[int]:
     """Bytes in use or kept at each slot."""
     held = list(tape.base)
-    for gap, keep in zip(tape.gaps, kept, strict=True):
-        if keep:
+    for gap, choice in zip(tape.gaps, choices, strict=True):
+        if choice == KEEP:
             add_gap(held, gap, gap.size)
     return held
 
@@ -42,24 +50,49 @@ def add_gap(held: list[int], gap: Gap, size: int) -> None:
         held[slot % slots] += size
 
 
-def issue_slots(tape: Tape, loads: list[Gap], held: list[int]) -> list[int] | None:
+def evaluate(tape: Tape, choices: Sequence[int], held: list[int]) -> Schedule | None:
+    """The schedule that follows from the choices (`held` is their profile); None when it does not fit or settle."""
+    if max(held) > tape.budget:
+        return None
+    chosen = [(gap, choice) for gap, choice in zip(tape.gaps, choices, strict=True) if choice != KEEP]
+    ahead = [gap for gap, choice in chosen if choice == AHEAD]
+    slots = _issue_slots(tape, ahead, held)
+    if slots is None:
+        return None
+    queue = iter(slots)
+    loads = tuple(gap for gap, _ in chosen)
+    issues = tuple(next(queue) if choice == AHEAD else gap.end for gap, choice in chosen)
+    return Schedule(
+        choices=tuple(choices),
+        loads=loads,
+        issues=issues,
+        seconds=_Lanes(tape, loads, issues).settle(),
+        load_bytes=sum(tape.problem.block_bytes[gap.block] for gap in loads),
+    )
+
+
+def make_schedule(tape: Tape, choices: Sequence[int]) -> Schedule | None:
+    """As `evaluate`, when the profile is not at hand."""
+    return evaluate(tape, choices, profile(tape, choices))
+
+
+def _issue_slots(tape: Tape, loads: list[Gap], held: list[int]) -> list[int] | None:
     """The first slot from which each load fits until its use, in lane order. None when a ring does not settle."""
     if not tape.carries:
-        return _issue_round(tape, loads, list(held), 0, [], 1)
-    rounds: list[int] = []
-    used = held * 3
-    _issue_round(tape, loads, used, 0, rounds, 3)
+        return _issue_rounds(tape, loads, list(held), 1)
     count = len(loads)
-    if rounds[count : 2 * count] != rounds[2 * count :]:
-        rounds = []
-        _issue_round(tape, loads, held * 8, 0, rounds, 8)
-        if rounds[-2 * count : -count] != rounds[-count:]:
-            return None
-    return rounds[len(rounds) - count :]
+    for rounds in (3, 8):
+        issues = _issue_rounds(tape, loads, held * rounds, rounds)
+        last = issues[(rounds - 1) * count :]
+        if issues[(rounds - 2) * count : (rounds - 1) * count] == last:
+            return last
+    return None
 
 
-def _issue_round(tape: Tape, loads: list[Gap], used: list[int], last: int, issues: list[int], rounds: int) -> list[int]:
+def _issue_rounds(tape: Tape, loads: list[Gap], used: list[int], rounds: int) -> list[int]:
+    issues: list[int] = []
     slots, budget = tape.slots, tape.budget
+    last = 0
     for offset in range(0, rounds * slots, slots):
         for gap in loads:
             size = gap.size
@@ -76,57 +109,70 @@ def _issue_round(tape: Tape, loads: list[Gap], used: list[int], last: int, issue
     return issues
 
 
-def round_seconds(tape: Tape, loads: list[Gap], issues: list[int]) -> float:
-    """Seconds of one settled round of a ring (of the whole run for a tape that is not one)."""
-    slots = tape.slots
-    pending: list[tuple[int, float]] | None
-    due: list[list[tuple[int, float]] | None] = [None] * slots
-    for gap, issue in zip(loads, issues, strict=True):
-        pending = due[gap.end]
-        if pending is None:
-            due[gap.end] = [(issue - 1, gap.seconds)]
-        else:
-            pending.append((issue - 1, gap.seconds))
-    ends = [0.0] * slots
-    now = lane = 0.0
-    started = 0.0
-    previous = (-1.0, -1.0)
-    for turn in range(1, 7):
-        offset = turn * slots
-        for slot in range(slots):
-            pending = due[slot]
-            if pending is not None:
-                for issued, seconds in pending:
-                    event = ends[offset + issued]
-                    lane = (event if event > lane else lane) + seconds
-                if lane > now:
-                    now = lane
-            now += tape.compute[slot]
-            ends.append(now)
-        state = (now - started, now - lane)
-        if not tape.carries or (abs(state[0] - previous[0]) + abs(state[1] - previous[1])) <= 1e-12 * now:
-            break
-        previous, started = state, now
-    return state[0]
+class _Lanes:
+    """The two lanes, walked slot by slot until a round takes as long as the one before."""
+
+    def __init__(self, tape: Tape, loads: Sequence[Gap], issues: Sequence[int]) -> None:
+        self.tape = tape
+        slots = tape.slots
+        issued: list[list[int]] = [[] for _ in range(slots)]
+        self.due: list[list[int]] = [[] for _ in range(slots)]  # loads that a slot waits for
+        for place, (gap, issue) in enumerate(zip(loads, issues, strict=True)):
+            issued[issue % slots].append(place)
+            self.due[gap.end].append(place)
+        for issue, places in enumerate(issued):
+            if len(places) > 1:  # a slot may issue for the rounds behind it: nearest use first
+                places.sort(key=lambda place: (loads[place].end - issue) % slots)
+        self.issued = [[(place, loads[place].seconds) for place in places] for places in issued]
+        self.arrival = [0.0] * len(loads)
+
+    def settle(self) -> float:
+        tape, arrival, compute = self.tape, self.arrival, self.tape.compute
+        issued, due = self.issued, self.due
+        now = lane = started = 0.0
+        previous = (-1.0, -1.0)
+        for _ in range(6):
+            for slot in range(tape.slots):
+                for place, seconds in issued[slot]:
+                    lane = (now if now > lane else lane) + seconds
+                    arrival[place] = lane
+                for place in due[slot]:
+                    if arrival[place] > now:
+                        now = arrival[place]
+                now += compute[slot]
+            state = (now - started, now - lane)
+            if not tape.carries or (abs(state[0] - previous[0]) + abs(state[1] - previous[1])) <= 1e-12 * now:
+                break
+            previous, started = state, now
+        return state[0]
+
+    def chains(self) -> list[list[int]]:
+        """The chains of loads that end in a stall, in a settled round; each from the one that began after a pause."""
+        tape, arrival = self.tape, self.arrival
+        now = lane = 0.0
+        chain: list[int] = []
+        upto: dict[int, list[int]] = {}
+        found: list[list[int]] = []
+        rounds = 3 if tape.carries else 1
+        for turn in range(rounds):
+            for slot in range(tape.slots):
+                for place, seconds in self.issued[slot]:
+                    chain = [*chain[-len(arrival) :], place] if chain and lane >= now else [place]
+                    lane = max(now, lane) + seconds
+                    arrival[place] = lane
+                    upto[place] = chain
+                for place in self.due[slot]:
+                    if arrival[place] > now:
+                        now = arrival[place]
+                        if turn == rounds - 1:
+                            found.append(upto[place])
+                now += tape.compute[slot]
+        return found
 
 
-def make_schedule(tape: Tape, kept: list[bool], held: list[int] | None = None) -> Schedule | None:
-    """The schedule that follows from what is kept; None when it does not fit the budget or does not settle."""
-    if held is None:
-        held = profile(tape, kept)
-    if max(held) > tape.budget:
-        return None
-    loads = [gap for gap, keep in zip(tape.gaps, kept, strict=True) if not keep]
-    issues = issue_slots(tape, loads, held)
-    if issues is None:
-        return None
-    return Schedule(
-        kept=tuple(kept),
-        loads=tuple(loads),
-        issues=tuple(issues),
-        seconds=round_seconds(tape, loads, issues),
-        load_bytes=sum(tape.problem.block_bytes[gap.block] for gap in loads),
-    )
+def stalled_chains(tape: Tape, schedule: Schedule) -> list[list[int]]:
+    """For each stall the places (in `schedule.loads`) of the loads that kept the lane busy up to it, first to last."""
+    return _Lanes(tape, schedule.loads, schedule.issues).chains()
 
 
 def steps_of(tape: Tape, schedule: Schedule) -> tuple[tuple[tuple[Step, ...], ...], frozenset[int]]:
@@ -136,19 +182,21 @@ def steps_of(tape: Tape, schedule: Schedule) -> tuple[tuple[tuple[Step, ...], ..
     loads: list[list[int]] = [[] for _ in range(slots + 1)]
     evictions: list[list[int]] = [[] for _ in range(slots + 1)]
     start = set(residents | tape.present)
-    for gap, issue in zip(schedule.loads, schedule.issues, strict=True):
+    order = sorted(range(len(schedule.loads)), key=lambda place: schedule.loads[place].end - schedule.issues[place])
+    for place in order:
+        gap, issue = schedule.loads[place], schedule.issues[place]
         loads[issue % slots].append(gap.block)
         if issue <= 0:
             start.add(gap.block)
         if gap.block not in residents and (tape.ring or gap.begin > 0 or gap.block in tape.present):
             evictions[(gap.begin + 1) % slots].append(gap.block)
-    for gap, keep in zip(tape.gaps, schedule.kept, strict=True):
-        if keep and gap.begin <= 0:
+    for gap, choice in zip(tape.gaps, schedule.choices, strict=True):
+        if choice == KEEP and gap.begin <= 0:
             start.add(gap.block)
     if not tape.ring:
         last = {gap.block: gap.end for gap in tape.gaps if gap.block not in residents}
         for block in sorted(last.keys() | tape.present):
             evictions[last.get(block, 0) + 1].append(block)
-    order = [*range(1, slots), 0 if tape.ring else slots]
-    steps = [Step(evictions=tuple(sorted(evictions[slot])), loads=tuple(loads[slot])) for slot in order]
+    walk = [*range(1, slots), 0 if tape.ring else slots]
+    steps = [Step(evictions=tuple(sorted(evictions[slot])), loads=tuple(loads[slot])) for slot in walk]
     return tuple(tuple(steps[c * period : (c + 1) * period]) for c in range(tape.cycles)), frozenset(start)

@@ -1,55 +1,67 @@
-"""What should be kept between which uses?"""
+"""What should be kept between which uses?
+
+First candidates: Belady's rule with different room for loads in flight, and sets of blocks that stay for good, spread
+evenly (`candidates.py`). Then a walk of small changes from the best of them (`climb.py`). Both end as soon as a
+candidate is within `CLOSE` of the lower bound.
+"""
 
 from __future__ import annotations
 
-from millrace.planning.belady import joined, sweep
+from millrace.planning.candidates import candidates
+from millrace.planning.climb import climb
 from millrace.planning.problem import Problem
 from millrace.planning.schedule import Schedule, make_schedule
 from millrace.planning.tape import Tape, make_tape
+
+CLOSE = 1.005  # over the lower bound: good enough to stop
+TURNS_MUST_SAVE = 0.995  # a plan of several cycles is taken only when its time is below this share of a one-cycle plan
+_CLIMBS = 2  # how many candidates (of different numbers of cycles) the walk begins from
+_MOVES = 2000  # evaluations of the walk on a tape of up to 100 slots; fewer on a longer one
 
 
 def best_ring(problem: Problem, bound: float) -> tuple[Tape, Schedule]:
     """The best steady state found."""
     single = make_tape(problem, cycles=1, ring=True)
-    best: tuple[Tape, Schedule] | None = None
-    for tape, kept in _sweeps(problem, single):
-        schedule = make_schedule(tape, kept)
-        if schedule is not None and (best is None or _score(tape, schedule) < _score(*best)):
-            best = (tape, schedule)
-    if best is None:
-        raise ValueError("no schedule fits: this is a defect of the planner")
-    return best
+    return _best(single, bound)
 
 
 def best_run(problem: Problem, cycles: int, present: frozenset[int]) -> tuple[Tape, Schedule]:
     """The best run found."""
     tape = make_tape(problem, cycles=cycles, ring=False, present=present)
-    best: Schedule | None = None
-    for reserve in _reserves(tape):
-        kept = sweep(tape, lambda slot, reserve=reserve: reserve, rounds=1)[0]  # type: ignore[misc]
-        schedule = make_schedule(tape, kept)
-        if schedule is not None and (best is None or _score(tape, schedule) < _score(tape, best)):
-            best = schedule
-    if best is None:
-        raise ValueError("no schedule fits: this is a defect of the planner")
-    return tape, best
+    return _best(tape, problem.compute_seconds)
+
+
+def _best(tape: Tape, bound: float) -> tuple[Tape, Schedule]:
+    goal = bound * CLOSE
+    leaders: dict[int, tuple[Tape, Schedule]] = {}  # cycles -> the best of that many
+    for shape, kept in candidates(tape):
+        schedule = make_schedule(shape, kept)
+        if schedule is None:
+            continue
+        leader = leaders.get(shape.cycles)
+        if leader is None or _score(shape, schedule) < _score(*leader):
+            leaders[shape.cycles] = (shape, schedule)
+        if shape.cycles == tape.cycles and schedule.seconds / _rounds(shape) <= goal:
+            return shape, schedule
+    if not leaders:
+        raise ValueError("no schedule fits the budget although every visit does: please report this problem")
+    order = sorted(leaders.values(), key=lambda pair: (_score(*pair), pair[0].cycles))
+    for shape, schedule in order[:_CLIMBS]:
+        leaders[shape.cycles] = (shape, climb(shape, schedule, goal * _rounds(shape), _moves(shape)))
+    order = sorted(leaders.values(), key=lambda pair: (_score(*pair), pair[0].cycles))
+    single = leaders.get(tape.cycles)
+    if single is not None and _score(*order[0])[0] >= TURNS_MUST_SAVE * _score(*single)[0]:
+        return single
+    return order[0]
+
+
+def _rounds(tape: Tape) -> int:
+    return tape.cycles if tape.ring else 1
+
+
+def _moves(tape: Tape) -> int:
+    return min(_MOVES, _MOVES * 100 // max(1, tape.slots))
 
 
 def _score(tape: Tape, schedule: Schedule) -> tuple[float, float]:
     return (schedule.seconds / tape.cycles, schedule.load_bytes / tape.cycles)
-
-
-def _reserves(tape: Tape) -> list[int]:
-    largest = max((gap.size for gap in tape.gaps), default=0)
-    return sorted({min(tape.budget, largest * halves // 2) for halves in range(12)})
-
-
-def _sweeps(problem: Problem, single: Tape) -> list[tuple[Tape, list[bool]]]:
-    found = []
-    for reserve in _reserves(single):
-        rounds = sweep(single, lambda slot, reserve=reserve: reserve, rounds=30)  # type: ignore[misc]
-        if len(rounds) == 1:
-            found.append((single, rounds[0]))
-        else:
-            found.append((make_tape(problem, cycles=len(rounds), ring=True), joined(rounds)))
-    return found

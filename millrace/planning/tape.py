@@ -16,7 +16,7 @@ from millrace.planning.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Between two uses of one block. Covers the slots begin + 1 to end - 1; negative slots are those of the last round."""
+    """Between two uses of one block; covers the slots begin + 1 to end - 1. Negative slots lie in the round before."""
 
     block: int
     begin: int
@@ -30,7 +30,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """Slots and gaps of `cycles` cycles. `base[s]` is the bytes in use at slot s, `budget` what non-residents may hold."""
+    """Slots and gaps of `cycles` cycles. `base[s]`: bytes in use at slot s; `budget`: what non-residents may hold."""
 
     problem: Problem
     cycles: int

@@ -1,0 +1,133 @@
+"""Which small changes of what is kept shorten the cycle?
+
+A stall is the end of a chain: loads that follow each other on the lane without a break, from one that memory held back.
+Two things help: keep one of the chain's blocks, so that its load falls away (something else may have to go for it), or
+drop what filled the memory when the chain's first load was held back. The walk tries such changes at random (from a
+fixed seed: the same problem gets the same plan) and takes what is no worse than a threshold that falls to zero.
+"""
+
+from __future__ import annotations
+
+import random
+
+from millrace.planning.schedule import AHEAD, KEEP, LATE, Schedule, add_gap, evaluate, profile, stalled_chains
+from millrace.planning.tape import Tape
+
+_TOLERANCE = 0.01  # first threshold: how much worse than the current cycle time a change may be
+
+
+def climb(tape: Tape, schedule: Schedule, goal: float, moves: int) -> Schedule:
+    """The best schedule met in a walk of `moves` changes; ends early at `goal` seconds."""
+    if schedule.seconds <= goal:
+        return schedule
+    walk = _Walk(tape, schedule)
+    for move in range(moves):
+        walk.tolerance = _TOLERANCE * (1 - (move + 1) / moves) ** 2
+        if walk.done or walk.best.seconds <= goal:
+            break
+        walk.change()
+    return walk.best
+
+
+class _Walk:
+    """The current choices, the best so far, and where the current ones stall."""
+
+    def __init__(self, tape: Tape, schedule: Schedule) -> None:
+        self.tape = tape
+        self.random = random.Random(0)
+        self.choices = list(schedule.choices)
+        self.held = profile(tape, self.choices)
+        self.current = schedule
+        self.best = schedule
+        self.tolerance = 0.0
+        self.done = False
+        self.index = {(gap.block, gap.end): index for index, gap in enumerate(tape.gaps)}
+        self.covering: list[list[int]] = [[] for _ in range(tape.slots)]
+        for index, gap in enumerate(tape.gaps):
+            if gap.keepable and not gap.free:
+                for slot in range(gap.begin + 1, gap.end):
+                    self.covering[slot % tape.slots].append(index)
+        self._look()
+
+    def change(self) -> None:
+        """Try one change; keep it when the time allows."""
+        before: dict[int, int] = {}
+        self._propose(before)
+        if not before:
+            return
+        schedule = evaluate(self.tape, self.choices, self.held)
+        if schedule is None or schedule.seconds > self.current.seconds * (1 + self.tolerance):
+            for index, choice in before.items():
+                self._set(index, choice)
+            return
+        self.current = schedule
+        if (schedule.seconds, schedule.load_bytes) < (self.best.seconds, self.best.load_bytes):
+            self.best = schedule
+        self._look()
+
+    def _look(self) -> None:
+        """Find the loads in stalled chains, and the slots in which memory held back the first of a chain."""
+        chains = stalled_chains(self.tape, self.current)
+        hot: dict[int, None] = {}
+        blocked: dict[int, None] = {}
+        for chain in chains:
+            for place in chain:
+                gap = self.current.loads[place]
+                hot[self.index[gap.block, gap.end]] = None
+            head = self.current.loads[chain[0]]
+            slot = self.current.issues[chain[0]]
+            for earlier in range(max(slot - 2, head.earliest), slot):
+                blocked[earlier % self.tape.slots] = None
+        self.hot, self.blocked = list(hot), list(blocked)
+        self.done = not chains
+
+    def _propose(self, before: dict[int, int]) -> None:
+        """Change some choices, and note what they were: keep or delay a hot load, or clear a blocked slot."""
+        draw = self.random.random()
+        if draw < 0.1:
+            index = self.random.randrange(len(self.choices))
+            if self.choices[index] == KEEP or self.random.random() < 0.5:
+                self._load(index, before)
+            else:
+                self._keep(index, before)
+        elif draw < 0.35 and self.blocked:
+            kept = [i for i in self.covering[self.random.choice(self.blocked)] if self.choices[i] == KEEP]
+            if kept:
+                self._load(self.random.choice(kept), before)
+                if self.random.random() < 0.5:
+                    self._keep(self.random.choice(self.hot), before)
+        elif draw < 0.5:
+            index = self.random.choice(self.hot)
+            self._choose(index, AHEAD if self.choices[index] == LATE else LATE, before)
+        else:
+            self._keep(self.random.choice(self.hot), before)
+
+    def _keep(self, index: int, before: dict[int, int]) -> None:
+        """Keep a block through a gap, and load others that are in the way (ahead, or now and then late)."""
+        gap = self.tape.gaps[index]
+        if not gap.keepable or gap.free:
+            return
+        self._choose(index, KEEP, before)
+        while (over := max(self.held)) > self.tape.budget:
+            there = self.covering[self.held.index(over)]
+            kept = [other for other in there if self.choices[other] == KEEP and other != index]
+            if not kept:
+                return
+            self._load(self.random.choice(kept), before)
+
+    def _load(self, index: int, before: dict[int, int]) -> None:
+        if not self.tape.gaps[index].free:
+            self._choose(index, LATE if self.random.random() < 0.4 else AHEAD, before)
+
+    def _choose(self, index: int, choice: int, before: dict[int, int]) -> None:
+        before.setdefault(index, self.choices[index])
+        self._set(index, choice)
+
+    def _set(self, index: int, choice: int) -> None:
+        gap = self.tape.gaps[index]
+        if self.choices[index] != choice:
+            if self.choices[index] == KEEP:
+                add_gap(self.held, gap, -gap.size)
+            elif choice == KEEP:
+                add_gap(self.held, gap, gap.size)
+            self.choices[index] = choice
