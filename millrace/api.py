@@ -1,0 +1,298 @@
+"""How is a model offloaded? `offload()` wires the layers together, and `Offloaded` is the handle on the result."""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from millrace.config import BlocksSpec, OffloadConfig, Size, format_bytes, parse_bytes
+from millrace.engine.attachment import Attachment
+from millrace.engine.block import Block, Member
+from millrace.engine.engine import Engine
+from millrace.engine.executor import Executor
+from millrace.engine.gradients import Gradients
+from millrace.engine.home import Home
+from millrace.engine.inventory import Inventory, take_inventory
+from millrace.engine.managed import site_of
+from millrace.engine.meter import Meter
+from millrace.engine.partition import Part, partition
+from millrace.engine.residency import Residency
+from millrace.errors import BudgetError, StateError
+from millrace.memory.ledger import Ledger, Tier
+from millrace.planning import Plan
+from millrace.report import Stats
+from millrace.runtime.device import free_device_bytes, is_accelerator, resolve_device
+from millrace.runtime.host import available_host_bytes
+from millrace.runtime.lanes import open_lanes
+
+__all__ = ["Offloaded", "offload"]
+
+_DEVICE_RESERVE = 0.1  # of what is free: workspaces and fragmentation, when no device_memory is given
+_HOST_RESERVE = 0.15  # of what is available: the rest of the process, when no host_memory is given
+
+
+def offload(
+    model: nn.Module,
+    *,
+    device: torch.device | str | int | None = None,
+    device_memory: Size | None = None,
+    host_memory: Size | None = None,
+    blocks: BlocksSpec = "auto",
+    resident: Sequence[nn.Module | str] = (),
+    prefetch: int | str = "auto",
+    param_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+) -> "Offloaded":
+    """Lets the weights of `model` visit `device` block by block while it computes. In place; training and inference.
+
+    The parameters stay the model's own `nn.Parameter` objects, on the host, so optimizers, `state_dict`, clipping and
+    saving work as on a CPU model. Inputs are moved to the device, outputs stay there. Results equal those of the plain
+    model bit for bit.
+
+    - `device`: where to compute; default the current accelerator, or the CPU where there is none.
+    - `device_memory`: ceiling in bytes for weights on the device (resident, visiting and arriving together) and for
+      buffers of modules. Gradients on their way out (of two blocks at most) and activations come on top. Default: what is
+      free now, less a tenth.
+    - `host_memory`: ceiling in bytes for what millrace holds in host memory. Default: what cgroup and machine leave, less
+      15%.
+    - `blocks`: what travels together: "auto" (repeated layers, then by size), a size such as "256MiB", or a list of
+      modules, ModuleLists and name patterns (fnmatch, such as "model.layers.*").
+    - `resident`: modules and name patterns that stay on the device. Adapters do so by default.
+    - `prefetch`: how many visits ahead a block is loaded at most; "auto": as the plan says.
+    - `param_dtype`: dtype in which floating-point weights travel and compute; homes keep theirs.
+    - `grad_dtype`: dtype of `home.grad`, in which micro-batches are summed up; default the parameter's own.
+
+    Raises BudgetError when a budget is too small, LayoutError for parameters that have no plain bytes (meta, sparse,
+    quantised), StateError for a model that is offloaded already or carries accelerate or diffusers hooks, and ValueError
+    or TypeError for settings that make no sense. Nothing is changed then.
+    """
+    config = OffloadConfig(
+        device=resolve_device(device),
+        device_memory_bytes=None if device_memory is None else parse_bytes(device_memory, name="device_memory"),
+        host_memory_bytes=None if host_memory is None else parse_bytes(host_memory, name="host_memory"),
+        blocks=blocks,
+        resident=tuple(resident),
+        prefetch_blocks=_prefetch_blocks(prefetch),
+        param_dtype=param_dtype,
+        grad_dtype=grad_dtype,
+    )
+    _refuse_foreign_hooks(model)
+    return Offloaded(model, config)
+
+
+class Offloaded:
+    """The handle on an offloaded model. As a context manager it calls `remove()` at the end."""
+
+    def __init__(self, model: nn.Module, config: OffloadConfig) -> None:
+        inventory = take_inventory(model)
+        buffer_bytes = _buffer_bytes(model)
+        budget_bytes = _device_budget(config, inventory, buffer_bytes)
+        parts = partition(model, inventory, config.blocks, config.resident, budget_bytes - buffer_bytes)
+        _check_budgets(config, inventory, parts.streamed, parts.resident, budget_bytes, buffer_bytes)
+        self._config = config
+        self._budget_bytes = budget_bytes
+        self._ledger = Ledger(counted_to_budget=frozenset({"weights", "buffers"}))
+        self._lanes = open_lanes(config.device)
+        self._meter = Meter(self._lanes)
+        streamed = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.streamed]
+        residents = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.resident]
+        for index, block in enumerate(streamed):
+            block.index = index
+        self._residency = Residency(config.device, budget_bytes - buffer_bytes, self._lanes, self._ledger, self._meter)
+        self._executor = Executor(streamed, self._residency, self._lanes, self._meter, config.prefetch_blocks)
+        gradients = Gradients(self._lanes, self._ledger, self._meter, config.grad_dtype)
+        self._engine = Engine(config.device, streamed, residents, self._residency, self._executor, gradients)
+        for block in residents:
+            self._executor.bring(block)
+        mains: dict[nn.Module, tuple[Block, ...]] = {}
+        for part, block in zip(parts.streamed, streamed, strict=True):
+            for module in part.sites:
+                mains[module] = (*mains.get(module, ()), block)
+        self._attachment: Attachment | None = Attachment(
+            model, self._engine, mains, self._ledger, lambda members: self._block("added", members)
+        )
+        reference = weakref.ref(self)
+        self._optimizer_hooks = [
+            register_optimizer_step_pre_hook(lambda optimizer, *_: _call(reference, "_before_step", optimizer)),
+            register_optimizer_step_post_hook(lambda optimizer, *_: _call(reference, "_after_step", optimizer)),
+        ]
+        model.__dict__["_millrace_handle"] = self
+
+    # what it did ---------------------------------------------------------------------------------------------------------
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that is followed now, or was last; None before the first pass is over."""
+        return self._executor.plan
+
+    def stats(self) -> Stats:
+        """What was moved and held since the beginning or the last `reset_stats()`. Waits for what is under way."""
+        stall_seconds, compute_seconds = self._meter.seconds()
+        return Stats(
+            device_peak_bytes=self._ledger.budgeted_peak_bytes,
+            device_budget_bytes=self._budget_bytes,
+            device_gradient_peak_bytes=self._ledger.peak_bytes(Tier.DEVICE, "gradients"),
+            host_bytes=self._ledger.held_bytes(Tier.HOST),
+            host_peak_bytes=self._ledger.peak_bytes(Tier.HOST),
+            disk_bytes=0,
+            onload_bytes=self._meter.onload_bytes,
+            offload_bytes=self._meter.offload_bytes,
+            fetch_bytes=0,
+            spill_bytes=0,
+            onloads=self._meter.onloads,
+            demand_onloads=self._meter.demand_onloads,
+            stall_seconds=stall_seconds,
+            compute_seconds=compute_seconds,
+            steps=self._meter.steps,
+        )
+
+    def reset_stats(self) -> None:
+        """Counters and peaks start anew."""
+        self._meter.reset()
+        self._ledger.reset_peaks()
+
+    def report(self) -> str:
+        """The stats as text, each number beside its limit."""
+        return self.stats().to_text()
+
+    # control --------------------------------------------------------------------------------------------------------------
+    def synchronize(self) -> None:
+        """Waits until everything submitted for this model is done."""
+        for block in self._blocks():
+            if block.arrival is not None:
+                block.arrival.done.synchronize()
+        if is_accelerator(self._config.device):
+            torch.accelerator.synchronize(self._config.device)
+
+    def refresh(self) -> None:
+        """Device copies are made anew of the homes: after writes that nobody could notice (through a kept `p.data`)."""
+        for block in self._blocks():
+            for slot in block.slots:
+                slot.untraced_changes += 1
+        self._executor.homes_changed()
+
+    def remove(self) -> None:
+        """Makes the model an ordinary CPU model again. Parameters keep their identity, values and gradients."""
+        if self._attachment is None:
+            return
+        self.synchronize()
+        self._engine.release_everything()
+        self._residency.close()
+        self._attachment.detach()
+        self._attachment = None
+        for hook in self._optimizer_hooks:
+            hook.remove()
+        self._lanes.close()
+
+    def __enter__(self) -> "Offloaded":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    # inside ---------------------------------------------------------------------------------------------------------------
+    def _block(self, name: str, members: Iterable[Member]) -> Block:
+        return Block(name, members, self._config.device, self._ledger, self._config.param_dtype)
+
+    def _blocks(self) -> list[Block]:
+        return [*self._engine.blocks, *self._engine.residents]
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Homes are about to be written: no copy may be reading them."""
+        if self._slots_of(optimizer):
+            for block in self._blocks():
+                block.wait_for_reads()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Homes were written; fused optimizers leave no trace of it."""
+        slots = self._slots_of(optimizer)
+        for slot in slots:
+            slot.untraced_changes += 1
+        if slots:
+            self._meter.steps += 1
+            self._executor.homes_changed()
+
+    def _slots_of(self, optimizer: torch.optim.Optimizer) -> list[Any]:
+        held = {
+            id(parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if isinstance(parameter, Home)
+        }
+        return [slot for block in self._blocks() for slot in block.slots if id(slot.home) in held]
+
+
+def _call(reference: "weakref.ref[Offloaded]", method: str, optimizer: torch.optim.Optimizer) -> None:
+    handle = reference()
+    if handle is not None:
+        getattr(handle, method)(optimizer)
+
+
+def _prefetch_blocks(prefetch: int | str) -> int | None:
+    if prefetch == "auto":
+        return None
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int):
+        raise TypeError(f'prefetch={prefetch!r} is neither "auto" nor a number of blocks')
+    return prefetch
+
+
+def _refuse_foreign_hooks(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        where = f"module {name!r}" if name else "the model"
+        if site_of(module) is not None:
+            raise StateError(f"{where} is offloaded already; use that handle, or call remove() on it first")
+        if hasattr(module, "_hf_hook"):
+            raise StateError(
+                f"{where} carries an accelerate hook, which moves weights too; call"
+                " accelerate.hooks.remove_hook_from_submodules(model) first, and load without device_map"
+            )
+        if getattr(module, "_diffusers_hook", None) is not None:
+            raise StateError(
+                f"{where} carries a diffusers hook, which moves weights too; disable group offloading first"
+            )
+
+
+def _buffer_bytes(model: nn.Module) -> int:
+    buffers = {id(buffer): buffer.nbytes for buffer in model.buffers()}
+    return sum(buffers.values())
+
+
+def _device_budget(config: OffloadConfig, inventory: Inventory, buffer_bytes: int) -> int:
+    if config.device_memory_bytes is not None:
+        return config.device_memory_bytes
+    if is_accelerator(config.device):
+        return int(free_device_bytes(config.device) * (1 - _DEVICE_RESERVE))
+    return min(available_host_bytes() // 2, 2 * inventory.nbytes(list(inventory.members)) + buffer_bytes)
+
+
+def _check_budgets(
+    config: OffloadConfig,
+    inventory: Inventory,
+    streamed: list[Part],
+    resident: list[Part],
+    budget_bytes: int,
+    buffer_bytes: int,
+) -> None:
+    """Refuses what cannot fit, before anything is allocated."""
+    sizes = {part.name: inventory.nbytes(part.keys) for part in streamed}
+    kept_bytes = sum(inventory.nbytes(part.keys) for part in resident) + buffer_bytes
+    name = max(sizes, key=lambda part: sizes[part], default="")
+    largest_bytes = sizes.get(name, 0)
+    if kept_bytes + largest_bytes > budget_bytes:
+        raise BudgetError(
+            f"block {name!r} needs {format_bytes(largest_bytes)} beside {format_bytes(kept_bytes)} of resident weights and"
+            f" buffers; device_memory allows {format_bytes(budget_bytes)}; raise it to at least"
+            f" {format_bytes(kept_bytes + largest_bytes)}, or pass smaller blocks such as"
+            f" blocks={format_bytes(max(1, (budget_bytes - kept_bytes) // 2)).replace(' ', '')!r}"
+        )
+    needed = inventory.nbytes(list(inventory.members))
+    allowed = config.host_memory_bytes
+    if allowed is not None and needed > allowed:
+        raise BudgetError(
+            f"the weights need {format_bytes(needed)} of host memory; host_memory allows {format_bytes(allowed)}; raise it"
+        )

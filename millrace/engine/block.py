@@ -1,0 +1,223 @@
+"""What is a block? The parameters that travel together: one byte range in host memory, one buffer on the device."""
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import nn
+
+from millrace.engine.layout import lay_out
+from millrace.engine.slot import Layout, Slot
+from millrace.errors import StateError
+from millrace.memory.arena import Arena
+from millrace.memory.ledger import Ledger
+from millrace.runtime.lanes import Copy, Event, Transfer
+
+__all__ = ["Block", "Member", "Place", "Presence"]
+
+
+class Presence(Enum):
+    """Where a block's device copy stands."""
+
+    ABSENT = auto()
+    ARRIVING = auto()  # a copy into the buffer was submitted, and compute has not waited for it
+    PRESENT = auto()
+
+
+_NEXT = {
+    Presence.ABSENT: {Presence.ARRIVING},
+    Presence.ARRIVING: {Presence.PRESENT},
+    Presence.PRESENT: {Presence.ABSENT, Presence.ARRIVING},  # arriving once more: homes have changed
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module keeps a parameter: its `_parameters`, or a list such as an RNN's `_flat_weights`."""
+
+    container: Any  # dict or list
+    key: Any
+    weakly: bool = False  # holds a weak reference, as an RNN's `_flat_weight_refs` does
+
+    def get(self) -> Any:
+        """What is there; None where there is nothing any more."""
+        try:
+            held = self.container[self.key]
+        except (KeyError, IndexError):
+            return None
+        return held() if self.weakly and held is not None else held
+
+    def put(self, parameter: nn.Parameter) -> None:
+        self.container[self.key] = weakref.ref(parameter) if self.weakly else parameter
+
+
+@dataclass
+class Member:
+    """A parameter on its way into a block: its full name, and every place that holds it (a tied one has several)."""
+
+    name: str
+    parameter: nn.Parameter
+    places: list[Place] = field(default_factory=list)
+
+
+class Block:
+    """The unit of travel.
+
+    At rest its bytes are one arena of exact size; on the device they are one buffer, of which the leaves are views.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        members: Iterable[Member],
+        device: torch.device,
+        ledger: Ledger,
+        param_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.name = name
+        self.index = -1  # among the blocks that stream; -1 for a resident one
+        self.buffer: torch.Tensor | None = None
+        self.arrival: Transfer | None = None  # the last copy into the buffer
+        self.users = 0  # visits under way that have it bound
+        self._presence = Presence.ABSENT
+        self._last_read: Event | None = None  # the end of the last copy that reads the homes
+        members = list(members)
+        layouts, self.nbytes = lay_out([member.parameter for member in members], param_dtype)
+        arena = Arena(self.nbytes, device, ledger, "weights")
+        self.rest = arena.tensor(0, self.nbytes)
+        absent = _AbsentLeaves(device)
+        self.slots = [
+            Slot(member.name, member.parameter, layout, rest, absent.of(layout), self.wait_for_reads)
+            for member, layout, rest in zip(members, layouts, _rests(layouts, arena), strict=True)
+        ]
+        self.slots_by_offset = sorted(self.slots, key=lambda slot: slot.layout.offset)
+        self.slot_offsets = [slot.layout.offset for slot in self.slots_by_offset]
+        self._places = [
+            (place, slot) for member, slot in zip(members, self.slots, strict=True) for place in member.places
+        ]
+
+    @property
+    def presence(self) -> Presence:
+        return self._presence
+
+    @presence.setter
+    def presence(self, new: Presence) -> None:
+        if new not in _NEXT[self._presence]:
+            raise StateError(f"block {self.name!r} is {self._presence.name} and cannot become {new.name}")
+        self._presence = new
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter wants a gradient."""
+        return any(slot.home.requires_grad for slot in self.slots)
+
+    @property
+    def stale(self) -> bool:
+        """Whether the device copy may differ from a home."""
+        return any(slot.stale for slot in self.slots)
+
+    @property
+    def changed_since_load(self) -> bool:
+        """Whether a home changed after the last device copy was made, present or not. False if there never was one."""
+        return any(slot.changed_since_load for slot in self.slots)
+
+    # bytes ------------------------------------------------------------------------------------------------------------
+    def copies_in(self, *, only_changes: bool = False) -> list[Copy]:
+        """What to copy into the buffer so that it holds what the homes hold.
+
+        The arena whole, and homes that the user re-pointed on top of it; with `only_changes`, into a buffer that holds
+        an older state, just the parameters that changed, unless they are most.
+        """
+        if self.buffer is None:
+            raise StateError(f"block {self.name!r} has no buffer to copy into")
+        for slot in self.slots:
+            slot.check_shape()
+            if slot.cast_is_old:
+                self.wait_for_reads()
+                slot.cast()
+        changed = [slot for slot in self.slots if slot.stale]
+        copies: list[Copy] = []
+        if not only_changes or 2 * len(changed) > len(self.slots):
+            copies.append((self.buffer, self.rest))
+            changed = [slot for slot in self.slots if not slot.casts and not slot.in_place]
+        copies += [(slot.layout.view(self.buffer), slot.source) for slot in changed if slot.layout.nbytes]
+        for slot in self.slots:
+            slot.mark_loaded()
+        return copies
+
+    def point_leaves(self, buffer: torch.Tensor | None) -> None:
+        """Leaves become views of `buffer`; without one, NaN of the right shape and no memory, which cannot be written."""
+        self.buffer = buffer
+        for slot in self.slots:
+            if buffer is None:
+                slot.leaf.data = slot.absent
+                slot.mark_absent()
+            else:
+                slot.leaf.data = slot.layout.view(buffer)
+
+    def read_until(self, done: Event) -> None:
+        """The homes are being read, and may not be written before `done`."""
+        self._last_read = done
+
+    def wait_for_reads(self) -> None:
+        """The host waits until no copy reads the homes any more."""
+        if self._last_read is not None:
+            self._last_read.synchronize()
+            self._last_read = None
+
+    # binding ----------------------------------------------------------------------------------------------------------
+    def bind(self) -> None:
+        """The modules' attributes become the leaves."""
+        for place, slot in self._places:
+            held = place.get()
+            if held is slot.leaf or held is None:
+                continue
+            if held is not slot.home:
+                slot.adopt(held)
+            slot.follow_requires_grad()
+            place.put(slot.leaf)
+
+    def unbind(self) -> None:
+        """The modules' attributes become the homes again."""
+        for place, slot in self._places:
+            if place.get() is slot.leaf:
+                place.put(slot.home)
+
+    def adopt_replacements(self) -> None:
+        """Parameters that the user put in the place of homes become the homes."""
+        for place, slot in self._places:
+            held = place.get()
+            if held is not None and held is not slot.leaf and held is not slot.home:
+                slot.adopt(held)
+
+    def move_places(self, places: dict[int, list[Place]]) -> None:
+        """The model was rebuilt around its parameters: `places` by the id of each home."""
+        self._places = [(place, slot) for slot in self.slots for place in places.get(id(slot.home), ())]
+
+
+class _AbsentLeaves:
+    """What leaves hold while their block is away: one scalar for each dtype, expanded to any shape.
+
+    All its bits are set: NaN in every floating-point format, and no sensible integer.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._scalars: dict[torch.dtype, torch.Tensor] = {}
+
+    def of(self, layout: Layout) -> torch.Tensor:
+        if layout.dtype not in self._scalars:
+            bits = torch.full((layout.dtype.itemsize,), 255, dtype=torch.uint8, device=self._device)
+            self._scalars[layout.dtype] = bits.view(layout.dtype).squeeze(0)
+        return self._scalars[layout.dtype].expand(layout.shape)
+
+
+def _rests(layouts: list[Layout], arena: Arena) -> list[torch.Tensor]:
+    """Each parameter's place in the arena, in a storage of its own, or in one that it shares as it did before."""
+    regions: dict[tuple[int, int], torch.Tensor] = {}
+    for first, stop in {layout.region for layout in layouts}:
+        regions[first, stop] = arena.tensor(first, stop - first)
+    return [layout.view(regions[layout.region], first_byte=layout.region[0]) for layout in layouts]

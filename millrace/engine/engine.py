@@ -1,0 +1,283 @@
+"""What happens at a visit? The engine: calls of managed modules, backward, gradients, and what follows from errors.
+
+Forward: a site's call makes its blocks present, binds their leaves, and packs what autograd saves into handles. Backward
+needs no hooks on modules: the first unpack of anything that a site saved is the beginning of its backward. See
+docs/design/engine.md.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from millrace.engine.block import Block
+from millrace.engine.executor import Executor
+from millrace.engine.gradients import Gradients
+from millrace.engine.handles import SavedTensors
+from millrace.engine.residency import Residency
+from millrace.engine.site import Site
+from millrace.engine.tensors import map_tensors, tensors_in
+from millrace.planning.visit import Phase
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Runs the visits of one offloaded model."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        blocks: Sequence[Block],
+        residents: Sequence[Block],
+        residency: Residency,
+        executor: Executor,
+        gradients: Gradients,
+    ) -> None:
+        self.device = device
+        self.blocks = list(blocks)
+        self.residents = list(residents)
+        self.before_call: Callable[[], None] = lambda: None  # the outermost call is about to begin
+        self._residency = residency
+        self._executor = executor
+        self._gradients = gradients
+        self._calls: list[Site] = []  # sites whose call is under way, outermost first
+        self._backward_site: Site | None = None  # whose backward is under way
+        self._backward: _Backward | None = None
+        for block in (*blocks, *residents):
+            for slot in block.slots:
+                self.watch(slot)
+
+    def watch(self, slot: Any) -> None:
+        """Takes the gradients of a slot."""
+        slot.on_gradient = self._gradient_ready
+        slot.follow_requires_grad()
+
+    def add_resident(self, block: Block) -> None:
+        """A block that came with a change of the model stays on the device from the next pass on."""
+        self.residents.append(block)
+        for slot in block.slots:
+            self.watch(slot)
+        self._executor.bring(block)
+        self._executor.replan()
+
+    # calls --------------------------------------------------------------------------------------------------------------
+    def call(self, site: Site, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A managed module was called. Outermost calls begin a pass over the model; calls of sites are visits."""
+        recomputing = _in_backward()
+        outermost = not self._calls and not recomputing
+        if not outermost and not self._is_visit(site, recomputing):
+            return forward(*args, **kwargs)
+        call = _Call(self, site, outermost)
+        try:
+            if outermost:
+                args, kwargs = call.begin_pass(args, kwargs)
+            call.begin_visit()
+            output = forward(*args, **kwargs)
+        finally:
+            call.end()
+        if torch.is_grad_enabled():
+            self._watch_output(site, output)
+        return output
+
+    def _is_visit(self, site: Site, recomputing: bool) -> bool:
+        """Whether a call inside another one brings blocks of its own.
+
+        Recomputation must pack exactly what forward packed (a checkpoint counts), so it decides as forward did: a
+        module inside a layer is no visit if the layer is bound, whether by its call or by its backward.
+        """
+        if not site.blocks:
+            return False
+        if recomputing and not site.main and all(block.users for block in site.blocks):
+            return False
+        called = {block for other in self._calls for block in other.blocks}
+        return not called.issuperset(site.blocks)
+
+    def _watch_output(self, site: Site, output: Any) -> None:
+        """The gradient of an output comes before anything of the site is unpacked: an early word to begin its backward."""
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _gradient: self.begin_backward_of(site))
+
+    def release_everything(self) -> None:
+        """Homes are bound everywhere; nothing is under way."""
+        self._recover()
+        self._backward_site = None
+        self._gradients.abandon()
+
+    # backward -----------------------------------------------------------------------------------------------------------
+    def begin_backward_of(self, site: Site) -> None:
+        """Something of the site's forward is needed by backward: its blocks come, and those of the last site may go."""
+        if site is self._backward_site or not _in_backward():
+            return
+        self._expect_end_of_backward()
+        if not site.blocks:
+            return
+        self._gradients.flush()
+        last, self._backward_site = self._backward_site, None
+        if last is not None:
+            _release(last.blocks)
+        self._executor.visit(site.blocks, Phase.BACKWARD, site.name)
+        _bind(site.blocks)
+        self._backward_site = site
+
+    def require(self, block: Block) -> None:
+        """Backward needs a block that its site did not bring."""
+        if block.buffer is None:
+            self._executor.bring(block)
+        self._residency.arrive(block)
+
+    def _gradient_ready(self, slot: Any) -> None:
+        self._expect_end_of_backward()  # a block that saves nothing is never unpacked
+        self._gradients.take(slot)
+
+    def _expect_end_of_backward(self) -> None:
+        """Once for the outermost backward: nested ones (reentrant checkpoints) end inside of it."""
+        if self._backward is None:
+            self._backward = _Backward(self)
+            torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self._backward))  # type: ignore[attr-defined]
+            self._executor.begin_backward()
+            self._begin_residents()
+
+    def end_of_backward(self, backward: "_Backward", *, completed: bool) -> None:
+        """Backward returned, or raised: homes are bound again; gradients are delivered, or dropped."""
+        if backward is not self._backward:
+            return
+        self._backward = None
+        if self._backward_site is not None:
+            _release(self._backward_site.blocks)
+            self._backward_site = None
+        _release(self.residents)
+        if completed:
+            self._gradients.flush()
+            self._executor.end_cycle()
+            self._gradients.deliver()
+        else:
+            self._executor.abandon_cycle()
+            self._gradients.abandon()
+
+    # passes -------------------------------------------------------------------------------------------------------------
+    def begin_pass(
+        self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The outermost call: residents are renewed and bound, inputs come to the device."""
+        self._recover()
+        self.before_call()
+        if torch.is_grad_enabled():
+            self._gradients.prepare(self.residents)
+            self._gradients.prepare(self.blocks)
+        self._executor.begin_pass(site.name)
+        self._begin_residents()
+        return map_tensors(args, self._to_device), map_tensors(kwargs, self._to_device)
+
+    def end_pass(self) -> None:
+        """The outermost call ends: what its copies read of homes has been read, so homes may be written."""
+        _release(self.residents)
+        self._executor.end_pass()
+        self._residency.wait_for_consumed_reads()
+
+    def _recover(self) -> None:
+        """After an interrupt in the middle of a visit's bookkeeping, nothing may stay bound."""
+        self._calls.clear()
+        for block in (*self.blocks, *self.residents):
+            if block.users:
+                block.users = 0
+                block.unbind()
+
+    def _begin_residents(self) -> None:
+        for block in self.residents:
+            self._executor.bring(block)
+            self._residency.arrive(block)
+        _bind(self.residents)
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.device == self.device else tensor.to(self.device)
+
+    def saved_tensors(self, site: Site) -> SavedTensors:
+        """Hooks for what autograd saves in a visit of the site."""
+        return SavedTensors(self._residency, self.device, lambda: self.begin_backward_of(site), self.require)
+
+    def visit(self, site: Site) -> None:
+        """A site's call, or its recomputation, makes its blocks present."""
+        if _in_backward():
+            self.begin_backward_of(site)
+        elif site.blocks:
+            self._executor.visit(site.blocks, Phase.FORWARD, site.name)
+        self._calls.append(site)
+        _bind(site.blocks)
+
+    def leave(self) -> None:
+        """The innermost visit's call ends."""
+        _release(self._calls.pop().blocks)
+
+
+class _Call:
+    """One call of a managed module: what it has begun, so that exactly this is ended, whatever happens."""
+
+    def __init__(self, engine: Engine, site: Site, outermost: bool) -> None:
+        self._engine = engine
+        self._site = site
+        self._outermost = outermost
+        self._ends: list[Callable[[], None]] = []
+
+    def begin_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._ends.append(self._engine.end_pass)
+        return self._engine.begin_pass(self._site, args, kwargs)
+
+    def begin_visit(self) -> None:
+        engine, site = self._engine, self._site
+        engine.visit(site)
+        self._ends.append(engine.leave)
+        if not site.blocks:
+            return
+        kind = engine.device.type
+        if torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled():
+            # The cache would keep low-precision copies of the weights on the device, and of old ones.
+            torch.set_autocast_cache_enabled(False)
+            self._ends.append(lambda: torch.set_autocast_cache_enabled(True))
+        if torch.is_grad_enabled():
+            saved = engine.saved_tensors(site)
+            saved.push()
+            self._ends.append(saved.pop)
+
+    def end(self) -> None:
+        while self._ends:
+            self._ends.pop()()
+
+
+class _Backward:
+    """One outermost backward."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+
+class _EndOfBackward:
+    """Called by autograd when a backward completes. When it raises, autograd only lets go of this object."""
+
+    def __init__(self, backward: _Backward) -> None:
+        self._backward = backward
+
+    def __call__(self) -> None:
+        self._backward.engine.end_of_backward(self._backward, completed=True)
+
+    def __del__(self) -> None:
+        self._backward.engine.end_of_backward(self._backward, completed=False)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+
+
+def _bind(blocks: Sequence[Block]) -> None:
+    for block in blocks:
+        block.users += 1
+        if block.users == 1:
+            block.bind()
+
+
+def _release(blocks: Sequence[Block]) -> None:
+    for block in blocks:
+        block.users -= 1
+        if block.users == 0:
+            block.unbind()

@@ -1,0 +1,203 @@
+"""When do blocks come and go? As the plan for the expected trace says; what it did not foresee comes on demand.
+
+The first cycle of its kind is recorded while blocks come on demand. From its trace, sizes, measured speeds and the budget
+the planner makes a plan; the executor walks it without deciding. Where a cycle strays from the trace, blocks are loaded
+on demand, the one that is needed again last makes room, and the trace is learned anew.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from millrace.engine.block import Block
+from millrace.engine.meter import Meter, VisitRecord
+from millrace.engine.residency import Residency
+from millrace.engine.trace import Course, Trace, TraceBook, VisitKey
+from millrace.planning import Phase, Plan, Problem, Visit, make_plan
+from millrace.runtime.lanes import Lanes
+
+__all__ = ["Executor"]
+
+_MOST_RECORDED_VISITS = 100_000  # in one cycle: beyond that (a forward in a loop with gradients on) nothing is learned
+
+
+class Executor:
+    """Walks plans, and serves what they did not foresee."""
+
+    def __init__(
+        self, blocks: Sequence[Block], residency: Residency, lanes: Lanes, meter: Meter, max_ahead: int | None
+    ) -> None:
+        self._blocks = list(blocks)
+        self._residency = residency
+        self._lanes = lanes
+        self._meter = meter
+        self._max_ahead = max_ahead
+        self._book = TraceBook()
+        self._course: Course | None = None
+        self._entry: tuple[str, Phase, bool] | None = None  # of the cycle under way
+        self._records: list[VisitRecord] = []
+        self._changed: frozenset[int] = frozenset()  # streamed blocks whose homes changed before this cycle
+        self._at_boundary: list[Block] = []  # loads that wait for the homes to change
+        self._clock = 0  # visits so far
+        self._last_used: dict[Block, int] = {}
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that is followed, or was last."""
+        return None if self._course is None else self._course.plan
+
+    @property
+    def recording(self) -> bool:
+        """Whether the cycle under way is the first of its kind."""
+        return self._course is None or self._course.strayed
+
+    # cycles -------------------------------------------------------------------------------------------------------------
+    def begin_pass(self, name: str) -> None:
+        """An outermost forward begins, and a cycle with it."""
+        if self._entry is not None:  # a forward with gradients that no backward followed
+            self._close()
+        self._open((name, Phase.FORWARD, torch.is_grad_enabled()))
+
+    def end_pass(self) -> None:
+        """The outermost forward ends: without gradients, no backward can follow."""
+        if self._entry is not None and not self._entry[2]:
+            self.end_cycle()
+
+    def begin_backward(self) -> None:
+        """A backward begins: a part of the cycle of its forward, unless another backward has ended that."""
+        if self._entry is None:
+            self._open(("", Phase.BACKWARD, True))
+
+    def end_cycle(self) -> None:
+        """The cycle is over; loads for the next one are submitted, as far as its homes do not change before."""
+        self._close()
+        if self._course is not None and not self._course.strayed:
+            boundary = [self._blocks[index] for index in self._course.boundary.loads]
+            for index in self._course.boundary.evictions:
+                self._evict(self._blocks[index])
+            self._at_boundary = [block for block in boundary if block.index in self._changed]
+            for block in boundary:
+                if block.index not in self._changed:
+                    self._prefetch(block)
+
+    def abandon_cycle(self) -> None:
+        """The cycle was broken off by an exception: nothing is learned from it."""
+        self._entry = None
+        self._records = []
+        self._course = None
+
+    def homes_changed(self) -> None:
+        """An optimizer has stepped: device copies of old weights go, and loads that waited for this are submitted."""
+        for block in list(self._residency.present()):
+            if block.index >= 0 and block.stale:
+                self._evict(block)
+        waiting, self._at_boundary = self._at_boundary, []
+        for block in waiting:
+            self._prefetch(block)
+
+    def replan(self) -> None:
+        """The budget for blocks that come and go has changed."""
+        self._course = None
+        self._book.forget_plans()
+
+    # visits -------------------------------------------------------------------------------------------------------------
+    def visit(self, blocks: Sequence[Block], phase: Phase, name: str) -> None:
+        """Makes the blocks present, and does what the plan has for this visit."""
+        streamed = [block for block in blocks if block.index >= 0]
+        key: VisitKey = (tuple(block.index for block in streamed), phase)
+        asked = self._lanes.tick()
+        again = bool(self._records) and (self._records[-1].blocks, self._records[-1].phase) == key
+        step = None if self._course is None or again else self._course.advance(key)
+        if step is not None:
+            for index in step.evictions:
+                if self._blocks[index] not in streamed:
+                    self._evict(self._blocks[index])
+        for block in blocks:
+            self.bring(block, keep=blocks)
+        for block in blocks:
+            self._residency.arrive(block)
+            self._last_used[block] = self._clock
+        self._clock += 1
+        if not again and len(self._records) < _MOST_RECORDED_VISITS:
+            self._records.append(VisitRecord(*key, name, asked, self._lanes.tick()))
+        if step is not None:
+            for index in step.loads:
+                self._prefetch(self._blocks[index])
+
+    def bring(self, block: Block, keep: Sequence[Block] = ()) -> None:
+        """Submits what it takes to make one block present and current; compute has yet to wait for its arrival."""
+        if block.buffer is None:
+            self._residency.make_room(block, keep, self._next_use)
+            self._residency.onload(block)
+            self._meter.demand_onloads += block.index >= 0
+        elif block.stale:
+            self._residency.renew(block)
+            self._meter.demand_onloads += block.index >= 0
+
+    def _prefetch(self, block: Block) -> None:
+        if block.buffer is None:
+            if self._residency.fits(block):
+                self._residency.onload(block)
+        elif block.stale:
+            self._residency.renew(block)
+
+    def _evict(self, block: Block) -> None:
+        if not block.users:
+            self._residency.evict(block)
+
+    def _next_use(self, block: Block) -> float:
+        if self._course is not None:
+            return self._course.next_use(block.index)
+        return self._clock - self._last_used.get(block, 0)  # unknown: what was used last is needed first
+
+    # learning -----------------------------------------------------------------------------------------------------------
+    def _open(self, entry: tuple[str, Phase, bool]) -> None:
+        last, self._course = self._course, None
+        self._entry = entry
+        self._records = []
+        self._changed = frozenset(block.index for block in self._blocks if block.changed_since_load)
+        trace = self._book.expect(entry)
+        if trace is not None:
+            plan = self._plan_for(trace)
+            turn = last.turn + 1 if last is not None and last.plan is plan else 0
+            self._course = Course(trace, plan, turn)
+        self.homes_changed()
+
+    def _close(self) -> None:
+        """Learns from the cycle that ends."""
+        end = self._lanes.tick()
+        entry, records, self._entry, self._records = self._entry, self._records, None, []
+        self._meter.cycle_ended(records, end)
+        if entry is None or not records or len(records) >= _MOST_RECORDED_VISITS:
+            return
+        course = self._course
+        if course is not None and not course.strayed:
+            self._book.followed(entry, course.trace)
+            if not course.trace.refined and len(records) == len(course.trace.visits):
+                course.trace.compute_seconds = self._compute_seconds(records, end)
+                course.trace.refined = True
+                course.trace.plans.clear()
+            return
+        visits = [(record.blocks, record.phase) for record in records]
+        self._book.enter(entry, visits, self._compute_seconds(records, end))
+
+    def _compute_seconds(self, records: list[VisitRecord], end: object) -> tuple[float, ...]:
+        return tuple(timing.compute_seconds for timing in self._meter.timings(records, end))
+
+    def _plan_for(self, trace: Trace) -> Plan:
+        if self._changed not in trace.plans:
+            link = self._meter.link()
+            problem = Problem(
+                block_bytes=tuple(block.nbytes for block in self._blocks),
+                load_seconds=tuple(link.load_seconds(block.nbytes) for block in self._blocks),
+                visits=tuple(
+                    Visit(blocks=blocks, phase=phase, compute_seconds=seconds)
+                    for (blocks, phase), seconds in zip(trace.visits, trace.compute_seconds, strict=True)
+                ),
+                budget_bytes=self._residency.streaming_budget_bytes,
+                changing=self._changed,
+                cyclic=trace.followed_by is None or trace.followed_by is trace,
+                max_ahead=self._max_ahead,
+            )
+            trace.plans[self._changed] = make_plan(problem)
+        return trace.plans[self._changed]

@@ -1,0 +1,199 @@
+"""How do gradients leave the device? Block by block during backward, and they are in `home.grad` when it returns.
+
+Where the home has no gradient yet, the copy goes straight into the memory that becomes `home.grad`. Otherwise (a second
+micro-batch, another dtype) it goes into pinned staging memory, from which the host lane adds or casts.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+
+from millrace.engine.block import Block
+from millrace.engine.gradient_memory import HostGradient, Staging
+from millrace.engine.meter import Meter
+from millrace.engine.slot import Slot
+from millrace.errors import StateError
+from millrace.memory.arena import Arena, aligned
+from millrace.memory.ledger import Ledger, Tier
+from millrace.runtime.lanes import Copy, Lane, Lanes, Transfer
+
+__all__ = ["Gradients"]
+
+_PURPOSE = "gradients"
+
+
+class Gradients:
+    """Gradients of all blocks, between the leaf that received them and the home that keeps them."""
+
+    def __init__(self, lanes: Lanes, ledger: Ledger, meter: Meter, grad_dtype: torch.dtype | None) -> None:
+        self._lanes = lanes
+        self._ledger = ledger
+        self._meter = meter
+        self._grad_dtype = grad_dtype
+        self._memory: dict[Slot, HostGradient] = {}
+        self._staging = Staging(lanes.device, ledger)
+        self._ready: list[tuple[Slot, torch.Tensor]] = []  # complete on the device, not submitted yet
+        self._leaving: deque[Transfer] = deque()  # submitted; they hold the device gradients until compute has waited
+        self._arriving: dict[Slot, torch.Tensor] = {}  # what is accumulated into homes at the end of this backward
+        self._added: dict[Slot, None] = {}  # homes whose gradient was there before and is added to on the host lane
+
+    def prepare(self, blocks: Iterable[Block]) -> None:
+        """Allocates host memory for every trainable parameter that has none. Not in backward: pinning takes time."""
+        for block in blocks:
+            slots = [slot for slot in block.slots if slot.home.requires_grad and slot not in self._memory]
+            if not slots:
+                continue
+            sizes = [aligned(slot.home.numel() * self._dtype(slot).itemsize) for slot in slots]
+            arena = Arena(sum(sizes), self._lanes.device, self._ledger, _PURPOSE)
+            for index, slot in enumerate(slots):
+                self._memory[slot] = HostGradient(slot, self._dtype(slot), arena, sum(sizes[:index]))
+            self._staging.grow(max(sum(sizes), block.nbytes))
+
+    def take(self, slot: Slot) -> None:
+        """The leaf's gradient is complete: from here on it is ours."""
+        gradient = slot.leaf.grad
+        slot.leaf.grad = None
+        if gradient is None:
+            return
+        if gradient.requires_grad:
+            raise StateError(
+                f"backward(create_graph=True) reached parameter {slot.name!r}: a gradient that leaves the device loses its"
+                " graph; use torch.autograd.grad(..., create_graph=True) for the inner derivative, then backward()"
+            )
+        self._ledger.add(Tier.DEVICE, _PURPOSE, _dense_bytes(gradient))
+        self._ready.append((slot, gradient))
+
+    def flush(self) -> None:
+        """Submits what is ready. Compute waits for the transfer submitted before, and its device gradients go.
+
+        So the device holds the gradients of two blocks at most: those that leave, and those that are being computed.
+        """
+        if not self._ready:
+            return
+        before = len(self._leaving)
+        ready, self._ready = self._ready, []
+        self._submit(ready)
+        for _ in range(before):
+            self._let_go(self._leaving.popleft())
+
+    def deliver(self) -> None:
+        """The end of backward: every gradient is in its home when this returns. Then the homes' own hooks fire."""
+        self.flush()
+        for transfer in self._leaving:
+            transfer.done.synchronize()
+        self._staging.wait()
+        arrived, added = self._arriving, self._added
+        self._forget()
+        for slot, gradient in arrived.items():
+            _accumulate(slot.home, gradient)
+        for slot in arrived | added:
+            hooks = getattr(slot.home, "_post_accumulate_grad_hooks", None) or {}
+            for hook in list(hooks.values()):
+                hook(slot.home)
+
+    def abandon(self) -> None:
+        """Backward raised: what it computed is dropped, once nothing is in flight any more."""
+        for _, gradient in self._ready:
+            self._ledger.add(Tier.DEVICE, _PURPOSE, -_dense_bytes(gradient))
+        self._ready.clear()
+        for transfer in self._leaving:
+            transfer.done.synchronize()
+        self._staging.wait()
+        self._forget()
+
+    def _forget(self) -> None:
+        while self._leaving:
+            self._let_go(self._leaving.popleft())
+        self._arriving, self._added = {}, {}
+
+    def _let_go(self, transfer: Transfer) -> None:
+        self._lanes.wait(transfer.done)
+        self._ledger.add(Tier.DEVICE, _PURPOSE, -transfer.nbytes)
+
+    def _submit(self, ready: list[tuple[Slot, torch.Tensor]]) -> None:
+        """Copies gradients out: one transfer, or several where they need more staging memory than there is at once."""
+        direct: list[Copy] = []
+        staged: list[tuple[Slot, Copy]] = []
+        for slot, gradient in ready:
+            if gradient.layout != torch.strided:
+                self._take_sparse(slot, gradient)
+            elif self._goes_straight(slot, gradient):
+                target = self._memory[slot].fresh()
+                self._arriving[slot] = target
+                direct.append((target, _laid_out_like(gradient, target)))
+            else:
+                if not self._staging.fits(gradient):
+                    self._send(direct, staged)
+                    direct, staged = [], []
+                staged.append((slot, (self._staging.carve(gradient), gradient.contiguous())))
+        self._send(direct, staged)
+
+    def _send(self, direct: list[Copy], staged: list[tuple[Slot, Copy]]) -> None:
+        copies = direct + [copy for _, copy in staged]
+        if not copies:
+            return
+        transfer = self._lanes.copy(Lane.OFFLOAD, copies, self._lanes.mark())
+        self._meter.offloaded(transfer)
+        self._leaving.append(transfer)
+        if staged:
+            additions = [(*self._destination(slot), piece) for slot, (piece, _) in staged]
+            self._staging.turn(self._lanes.run(lambda: _add_up(additions), transfer.done))
+
+    def _goes_straight(self, slot: Slot, gradient: torch.Tensor) -> bool:
+        """Whether a copy into fresh memory is all that the home needs."""
+        first = slot not in self._arriving and (slot.home.grad is None or bool(slot.home._backward_hooks))
+        return first and gradient.dtype == self._dtype(slot)
+
+    def _destination(self, slot: Slot) -> tuple[torch.Tensor, bool]:
+        """Where a staged gradient goes, and whether it is added to what is there."""
+        if slot in self._arriving:
+            return self._arriving[slot], True
+        if slot.home.grad is not None and not slot.home._backward_hooks:
+            self._added[slot] = None
+            return slot.home.grad, True
+        self._arriving[slot] = self._memory[slot].fresh()
+        return self._arriving[slot], False
+
+    def _take_sparse(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """A sparse gradient (nn.Embedding(sparse=True)) has no bytes of known size: it is copied while the host waits."""
+        on_host = gradient.to("cpu")
+        self._arriving[slot] = self._arriving[slot] + on_host if slot in self._arriving else on_host
+
+    def _dtype(self, slot: Slot) -> torch.dtype:
+        return slot.home.dtype if self._grad_dtype is None else self._grad_dtype
+
+
+def _accumulate(home: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+    """What autograd does with a gradient that reaches a leaf: hooks may replace it, then it is set or added."""
+    for hook in list((home._backward_hooks or {}).values()):
+        replaced = hook(gradient)
+        gradient = gradient if replaced is None else replaced
+    if home.grad is None:
+        if gradient.dtype != home.dtype:
+            home.grad_dtype = gradient.dtype  # type: ignore[attr-defined]  # else a gradient must have the home's dtype
+        home.grad = gradient
+    elif gradient.layout == torch.strided == home.grad.layout:
+        home.grad.add_(gradient)
+    else:
+        home.grad = home.grad + gradient
+
+
+def _add_up(additions: list[tuple[torch.Tensor, bool, torch.Tensor]]) -> None:
+    """On the host lane: staged gradients are added to, or cast into, their destinations."""
+    with torch.no_grad():
+        for destination, adds, piece in additions:
+            destination.add_(piece) if adds else destination.copy_(piece)
+
+
+def _dense_bytes(gradient: torch.Tensor) -> int:
+    return gradient.nbytes if gradient.layout == torch.strided else 0
+
+
+def _laid_out_like(gradient: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """`gradient` with the strides of `target`, so that the copy across the link is one run of bytes."""
+    if gradient.stride() == target.stride():
+        return gradient
+    return torch.empty_strided(target.shape, target.stride(), dtype=gradient.dtype, device=gradient.device).copy_(
+        gradient
+    )

@@ -1,0 +1,121 @@
+"""What does autograd keep of a weight? A handle: where it lies in its block and which contents it had, but no bytes.
+
+Active while a block's forward runs. Everything autograd saves that lies in a block's buffer becomes a handle; everything
+else goes on to the hooks that were on top before (checkpointing, activation offload, a user's own), because only the
+innermost hooks are called. Any unpack tells the engine that the backward of this site has begun.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from millrace.engine.block import Block
+from millrace.engine.residency import Residency
+from millrace.engine.slot import Slot, Token
+from millrace.errors import WeightChangedError
+
+__all__ = ["Handle", "SavedTensors"]
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+class Handle(NamedTuple):
+    """A view of a weight that autograd saved, without its memory."""
+
+    block: Block
+    slot: Slot
+    token: Token
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # elements of dtype from the start of the buffer
+
+
+class _Saved(NamedTuple):
+    """A tensor that is no weight, and its version: hooks bypass autograd's own check."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+class _Outer(NamedTuple):
+    """What the hooks outside ours made of a tensor."""
+
+    packed: Any
+    unpack: Callable[[Any], torch.Tensor]
+
+
+class SavedTensors:
+    """The saved-tensor hooks of one visit. `on_unpack` makes the site's blocks present; `require` one block."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        device: torch.device,
+        on_unpack: Callable[[], None],
+        require: Callable[[Block], None],
+    ) -> None:
+        self._residency = residency
+        self._device = device
+        self._on_unpack = on_unpack
+        self._require = require
+        self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+
+    def push(self) -> None:
+        """From now on autograd saves through these hooks."""
+        self._outer = _top_hooks(True)
+        _push_hooks(self._pack, self._unpack)
+
+    @staticmethod
+    def pop() -> None:
+        """The hooks that were on top before are again."""
+        _pop_hooks()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if tensor.device == self._device and tensor.layout == torch.strided:
+            block = self._residency.block_of(tensor)
+            if block is not None:
+                return _handle_of(block, tensor)
+        if self._outer is not None:
+            return _Outer(self._outer[0](tensor), self._outer[1])
+        return _Saved(tensor, tensor._version)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        self._on_unpack()
+        if isinstance(packed, Handle):
+            self._require(packed.block)
+            return _weight(packed)
+        if isinstance(packed, _Outer):
+            return packed.unpack(packed.packed)
+        if packed.tensor._version != packed.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor"
+                f" of shape {list(packed.tensor.shape)} is at version {packed.tensor._version}; expected version"
+                f" {packed.version}"
+            )
+        return packed.tensor
+
+
+def _handle_of(block: Block, tensor: torch.Tensor) -> Handle:
+    offset = tensor.storage_offset()
+    index = bisect_right(block.slot_offsets, offset * tensor.element_size()) - 1
+    slot = block.slots_by_offset[index]
+    return Handle(block, slot, slot.loaded_token, tensor.dtype, tensor.size(), tensor.stride(), offset)
+
+
+def _weight(handle: Handle) -> torch.Tensor:
+    """The weight as it was saved. Raises WeightChangedError when its home has other contents now."""
+    slot = handle.slot
+    if slot.token != handle.token:
+        raise WeightChangedError(
+            f"parameter {slot.name!r} was modified in place after forward used it and before backward did (version"
+            f" {slot.token[0]}; expected version {handle.token[0]}); run backward before optimizer.step() and other changes"
+        )
+    if handle.block.buffer is None:
+        raise WeightChangedError(f"block {handle.block.name!r} is not present")
+    weight = torch.empty(0, dtype=handle.dtype, device=handle.block.buffer.device)
+    return weight.set_(handle.block.buffer.untyped_storage(), handle.offset, handle.size, handle.stride)

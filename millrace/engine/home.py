@@ -1,0 +1,63 @@
+"""What is the parameter that a user sees? Its home: a host tensor that notices when it may have been written to.
+
+`p.data.copy_()`, `p.data.mul_()` and `p.data = t` leave no trace in `_version`, and EMA swaps and LoRA merges write so.
+A home is therefore a Parameter whose `data` tells whoever manages it. The class is put on the user's own Parameter
+object and taken off again, so optimizers and ties that refer to the object stay right.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Home", "as_home", "as_parameter", "raw_data"]
+
+_WATCHER = "_millrace_watcher"
+_data = torch._C.TensorBase.data  # type: ignore[attr-defined]  # the property that nn.Parameter inherits
+
+
+class Home(nn.Parameter):
+    """A managed parameter. It behaves as nn.Parameter does; its copies and pickles are plain parameters."""
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        self.__dict__[_WATCHER]()
+        return raw_data(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.__dict__[_WATCHER]()
+        _data.__set__(self, value)
+
+    def point(self, value: torch.Tensor) -> None:
+        """`self.data = value`, unnoticed."""
+        _data.__set__(self, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            copied = raw_data(self).clone(memory_format=torch.preserve_format)
+            memo[id(self)] = nn.Parameter(copied, self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(raw_data(self), self.requires_grad).__reduce_ex__(protocol)
+
+
+def as_home(parameter: nn.Parameter, watcher: Callable[[], None]) -> Home:
+    """Makes the object itself a home. `watcher` is called before its data is handed out or re-pointed."""
+    parameter.__class__ = Home
+    parameter.__dict__[_WATCHER] = watcher
+    return parameter  # type: ignore[return-value]
+
+
+def as_parameter(home: nn.Parameter) -> nn.Parameter:
+    """The inverse of `as_home`."""
+    home.__dict__.pop(_WATCHER, None)
+    home.__class__ = nn.Parameter
+    return home
+
+
+def raw_data(parameter: nn.Parameter) -> torch.Tensor:
+    """`parameter.data`, unnoticed."""
+    return _data.__get__(parameter)  # type: ignore[no-any-return]

@@ -1,0 +1,60 @@
+"""What does a model hold? Every parameter once, with all the places that keep it, and the modules that own it."""
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from millrace.engine.block import Member, Place
+from millrace.engine.layout import check_can_travel
+
+__all__ = ["Inventory", "take_inventory"]
+
+
+@dataclass
+class Inventory:
+    """The parameters of a model. Tied ones are one member with several places."""
+
+    members: dict[int, Member] = field(default_factory=dict)  # by the id of the parameter
+    owned: dict[nn.Module, list[int]] = field(default_factory=dict)  # ids of the parameters a module itself holds
+    names: dict[nn.Module, str] = field(default_factory=dict)  # every module, by its first name
+    parents: dict[nn.Module, nn.Module] = field(default_factory=dict)
+
+    def below(self, module: nn.Module) -> list[int]:
+        """Ids of the parameters that a module or anything inside it holds, each once, in order."""
+        return list(dict.fromkeys(key for inner in module.modules() for key in self.owned.get(inner, ())))
+
+    def nbytes(self, keys: list[int]) -> int:
+        """Bytes of these parameters as they are."""
+        return sum(self.members[key].parameter.nbytes for key in keys)
+
+
+def take_inventory(model: nn.Module, *, check: bool = True) -> Inventory:
+    """Walks the model. With `check`, raises LayoutError for a parameter that cannot travel."""
+    inventory = Inventory()
+    for module_name, module in model.named_modules():
+        inventory.names[module] = module_name
+        for child in module.children():
+            inventory.parents.setdefault(child, module)
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            key = id(parameter)
+            if key not in inventory.members:
+                full_name = f"{module_name}.{name}" if module_name else name
+                if check:
+                    check_can_travel(full_name, parameter)
+                inventory.members[key] = Member(full_name, parameter)
+            inventory.members[key].places.append(Place(module._parameters, name))
+            inventory.owned.setdefault(module, []).append(key)
+        if isinstance(module, nn.RNNBase):
+            _add_flat_weights(inventory, module)
+    return inventory
+
+
+def _add_flat_weights(inventory: Inventory, module: nn.RNNBase) -> None:
+    """An RNN computes with lists of its parameters, and checks by weak references that nobody changed them."""
+    for index, parameter in enumerate(module._flat_weights):
+        member = inventory.members.get(id(parameter))
+        if member is not None:
+            member.places.append(Place(module._flat_weights, index))
+            member.places.append(Place(module._flat_weight_refs, index, weakly=True))

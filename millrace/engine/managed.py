@@ -1,0 +1,123 @@
+"""How does a module announce its visits? Its class becomes a subclass of itself that goes through the engine.
+
+A subclass made at run time (as FSDP2 does) instead of forward hooks: an exception cannot skip the end of a visit,
+checkpointing that wraps `forward` stays inside, and PyTorch's fast paths, which refuse modules with hooks, stay on.
+"""
+
+import copyreg
+from collections.abc import Callable
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from millrace.engine.home import Home
+from millrace.errors import StateError
+
+if TYPE_CHECKING:
+    from millrace.engine.site import Site
+
+__all__ = ["Managed", "make_managed", "make_plain", "site_of"]
+
+_SITE = "_millrace_site"
+_classes: dict[type, type] = {}
+
+
+class Managed:
+    """What an offloaded model's modules do differently. Mixed in front of their own class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # inside a compiled block, which is inside a visit
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return self.__dict__[_SITE].call(super().__call__, args, kwargs)  # type: ignore[misc]
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """`.to(device)`, `.cuda()`, `.cpu()`: managed parameters and buffers are where they belong, and stay there."""
+        module: nn.Module = self  # type: ignore[assignment]
+        if recurse:
+            for child in module.children():
+                child._apply(fn)
+        site: Site = self.__dict__[_SITE]
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, Home):
+                _check_same_dtype(name, parameter, fn)
+            elif parameter is not None:
+                parameter.data = fn(parameter.data)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                _check_same_dtype(name, buffer, fn)
+                site.keep_buffer(module, name)
+        return module
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        if not keep_vars:  # a checkpoint is a host's: buffers rest on the device, parameters on the host
+            for name, buffer in self._buffers.items():  # type: ignore[attr-defined]
+                if buffer is not None and prefix + name in destination:
+                    destination[prefix + name] = destination[prefix + name].to("cpu")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = object.__new__(_plain_class(type(self)))
+        memo[id(self)] = copied
+        copied.__dict__.update(deepcopy(_plain_state(self), memo))  # type: ignore[arg-type]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copyreg.__newobj__, (_plain_class(type(self)),), _plain_state(self)  # type: ignore[attr-defined, arg-type]
+
+
+class _HasDevice:
+    """For classes that have a `device` property (transformers, diffusers): where the model computes."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.__dict__[_SITE].device  # type: ignore[no-any-return]
+
+
+def make_managed(module: nn.Module, site: "Site") -> None:
+    """Puts the managed class on a module, in place."""
+    own = type(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        raise StateError(
+            f"a {own.__name__} is compiled by TorchScript, which millrace cannot manage; offload the model itself"
+        )
+    if own not in _classes:
+        mixins = (Managed, _HasDevice) if isinstance(getattr(own, "device", None), property) else (Managed,)
+        names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+        _classes[own] = type(own.__name__, (*mixins, own), names)
+    module.__class__ = _classes[own]
+    module.__dict__[_SITE] = site
+
+
+def make_plain(module: nn.Module) -> None:
+    """The inverse of `make_managed`."""
+    module.__class__ = _plain_class(type(module))
+    module.__dict__.pop(_SITE, None)
+
+
+def site_of(module: nn.Module) -> "Site | None":
+    """The site of a managed module; None for any other."""
+    return module.__dict__.get(_SITE)
+
+
+def _plain_class(managed: type) -> type:
+    return managed.__mro__[managed.__mro__.index(Managed) + 1 + issubclass(managed, _HasDevice)]
+
+
+def _plain_state(module: nn.Module) -> dict[str, Any]:
+    """The module's attributes as they would be on a CPU, were it not offloaded."""
+    state = {name: value for name, value in module.__dict__.items() if name != _SITE}
+    state["_buffers"] = {
+        name: buffer if buffer is None else buffer.to("cpu") for name, buffer in module._buffers.items()
+    }
+    return state
+
+
+def _check_same_dtype(name: str, tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    dtype = fn(torch.empty(0, dtype=tensor.dtype)).dtype
+    if dtype != tensor.dtype:
+        raise StateError(
+            f"an offloaded model cannot change {name!r} from {tensor.dtype} to {dtype}; call remove() on the handle, convert"
+            " the model, and offload it again (or pass param_dtype to compute in another dtype)"
+        )

@@ -1,0 +1,110 @@
+"""What did a run move, and where did its time go? Counters, and the ticks from which seconds are taken afterwards."""
+
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+
+from millrace.planning.visit import Phase
+from millrace.runtime.lanes import Lane, Lanes, Tick, Transfer
+
+__all__ = ["LinkSpeed", "Meter", "Timing", "VisitRecord"]
+
+
+@dataclass
+class VisitRecord:
+    """One visit as it happened: which blocks, in which phase, and the compute lane's ticks around the wait for them."""
+
+    blocks: tuple[int, ...]
+    phase: Phase
+    name: str
+    asked: Tick  # compute had done what came before
+    began: Tick  # and the blocks had arrived
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one visit."""
+
+    stall_seconds: float
+    compute_seconds: float
+
+
+class LinkSpeed:
+    """Seconds that loads of a given size take, by those that were measured."""
+
+    def __init__(self, loads: list[tuple[int, float]]) -> None:
+        self._by_size: dict[int, list[float]] = {}
+        for nbytes, seconds in loads:
+            self._by_size.setdefault(nbytes, []).append(seconds)
+        moved = sum(nbytes for nbytes, _ in loads)
+        self._seconds_per_byte = sum(seconds for _, seconds in loads) / moved if moved else 0.0
+
+    def load_seconds(self, nbytes: int) -> float:
+        """The median of loads of that size; by the mean speed where there were none."""
+        measured = self._by_size.get(nbytes)
+        return median(measured) if measured else nbytes * self._seconds_per_byte
+
+
+class Meter:
+    """Counts what moves. Seconds are read from ticks cycles later, when reading them waits for nothing."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._unread: deque[tuple[list[VisitRecord], Tick]] = deque()
+        self.last_cycle: tuple[list[VisitRecord], Tick] | None = None
+        self.last_transfers: deque[tuple[Lane, int, Tick, Tick]] = deque(maxlen=1024)  # lane, bytes, begun, done
+        self.reset()
+
+    def reset(self) -> None:
+        """Counters start anew."""
+        self.onloads = self.demand_onloads = 0
+        self.onload_bytes = self.offload_bytes = 0
+        self.steps = 0
+        self._stall_seconds = self._compute_seconds = 0.0
+        self._unread.clear()
+
+    def onloaded(self, transfer: Transfer) -> None:
+        """Copies to the device were submitted."""
+        self.onloads += 1
+        self.onload_bytes += transfer.nbytes
+        self._keep(transfer)
+
+    def offloaded(self, transfer: Transfer) -> None:
+        """Copies to the host were submitted."""
+        self.offload_bytes += transfer.nbytes
+        self._keep(transfer)
+
+    def cycle_ended(self, visits: list[VisitRecord], end: Tick) -> None:
+        """A cycle is over: its ticks are read when the next but one is."""
+        if visits:
+            self._unread.append((visits, end))
+            self.last_cycle = visits, end
+        while len(self._unread) > 2:
+            self._read(*self._unread.popleft())
+
+    def seconds(self) -> tuple[float, float]:
+        """Stall and compute seconds since the last reset; waits for the cycles that are still under way."""
+        while self._unread:
+            self._read(*self._unread.popleft())
+        return self._stall_seconds, self._compute_seconds
+
+    def timings(self, visits: list[VisitRecord], end: Tick) -> list[Timing]:
+        """The seconds of each visit of a cycle; waits until they are known."""
+        ends = [visit.asked for visit in visits[1:]] + [end]
+        return [
+            Timing(self._lanes.seconds(visit.asked, visit.began), self._lanes.seconds(visit.began, stop))
+            for visit, stop in zip(visits, ends, strict=True)
+        ]
+
+    def _read(self, visits: list[VisitRecord], end: Tick) -> None:
+        for timing in self.timings(visits, end):
+            self._stall_seconds += timing.stall_seconds
+            self._compute_seconds += timing.compute_seconds
+
+    def link(self) -> "LinkSpeed":
+        """How long the last onloads took on their lane; waits until they are done."""
+        loads = [(size, begun, done) for lane, size, begun, done in self.last_transfers if lane is Lane.ONLOAD and size]
+        return LinkSpeed([(size, self._lanes.seconds(begun, done)) for size, begun, done in loads])
+
+    def _keep(self, transfer: Transfer) -> None:
+        self.last_transfers.append((transfer.lane, transfer.nbytes, transfer.begun, transfer.done))

@@ -1,0 +1,129 @@
+"""Which blocks are on the device? Onload, arrival, eviction and renewal of buffers, within the budget.
+
+The order of these operations across lanes is the subject of docs/design/ordering.md.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from millrace.config import format_bytes
+from millrace.engine.block import Block, Presence
+from millrace.engine.meter import Meter
+from millrace.errors import BudgetError
+from millrace.memory.buffers import DeviceBuffers
+from millrace.memory.ledger import Ledger
+from millrace.runtime.lanes import Event, Lane, Lanes
+
+__all__ = ["Residency"]
+
+NextUse = Callable[[Block], float]  # how many visits ahead a block is needed again; infinity when unknown
+
+
+class Residency:
+    """The buffers of all blocks on one device; `budget_bytes` caps their sum, resident, visiting and arriving."""
+
+    def __init__(self, device: torch.device, budget_bytes: int, lanes: Lanes, ledger: Ledger, meter: Meter) -> None:
+        self.budget_bytes = budget_bytes
+        self.held_bytes = 0
+        self._lanes = lanes
+        self._meter = meter
+        self._buffers = DeviceBuffers(device, ledger)
+        self._consumed: Event | None = None  # the last copy that compute was told to wait for
+        self._by_storage: dict[int, Block] = {}
+
+    @property
+    def streaming_budget_bytes(self) -> int:
+        """What the budget leaves for blocks that come and go."""
+        return self.budget_bytes - sum(block.nbytes for block in self.present() if block.index < 0)
+
+    def block_of(self, tensor: torch.Tensor) -> Block | None:
+        """The block in whose buffer `tensor` lies; None for any other tensor."""
+        return self._by_storage.get(tensor.untyped_storage()._cdata)
+
+    def present(self) -> Iterable[Block]:
+        """The blocks that have a buffer."""
+        return self._by_storage.values()
+
+    def fits(self, block: Block) -> bool:
+        """Whether the block can be onloaded without an eviction."""
+        return self.held_bytes + block.nbytes <= self.budget_bytes
+
+    def onload(self, block: Block) -> None:
+        """Allocates a buffer and submits the copy. The caller has seen to it that the block fits."""
+        with torch.inference_mode(False):  # a leaf that once held an inference tensor could not be trained any more
+            buffer = self._buffers.allocate(block.nbytes)
+            self.held_bytes += block.nbytes
+            self._by_storage[buffer.untyped_storage()._cdata] = block
+            block.point_leaves(buffer)
+            self._submit(block, only_changes=False)
+
+    def renew(self, block: Block) -> None:
+        """Submits copies of what changed in the homes since the buffer was filled."""
+        self.arrive(block)
+        with torch.inference_mode(False):
+            self._submit(block, only_changes=True)
+
+    def arrive(self, block: Block) -> None:
+        """Compute waits for the block's last copy."""
+        if block.presence is Presence.ARRIVING and block.arrival is not None:
+            self._lanes.wait(block.arrival.done)
+            self._consumed = block.arrival.done
+            block.presence = Presence.PRESENT
+
+    def wait_for_consumed_reads(self) -> None:
+        """The host waits until every copy that compute relies on has read its home."""
+        if self._consumed is not None:
+            self._consumed.synchronize()
+            self._consumed = None
+
+    def evict(self, block: Block) -> None:
+        """Lets go of the buffer. Whoever still refers to its memory keeps it, and reads right values."""
+        if block.buffer is None:
+            return
+        self.arrive(block)  # the memory goes back to the compute lane, so a copy into it must come before
+        buffer = block.buffer
+        self._by_storage.pop(buffer.untyped_storage()._cdata)
+        self.held_bytes -= block.nbytes
+        with torch.inference_mode(False):
+            block.point_leaves(None)
+        block.presence = Presence.ABSENT
+        block.arrival = None
+        self._buffers.release(buffer)
+
+    def make_room(self, block: Block, keep: Iterable[Block], next_use: NextUse) -> None:
+        """Evicts until `block` fits: first the blocks that are needed again last. Never one in use, resident or in `keep`.
+
+        Raises BudgetError when even that is not enough.
+        """
+        if self.fits(block):
+            return
+        kept = {id(other) for other in keep}
+        candidates = [
+            other
+            for other in self._by_storage.values()
+            if other.index >= 0 and not other.users and id(other) not in kept
+        ]
+        for other in sorted(candidates, key=next_use, reverse=True):
+            self.evict(other)
+            if self.fits(block):
+                return
+        in_use = ", ".join(repr(other.name) for other in self.present())
+        raise BudgetError(
+            f"block {block.name!r} needs {format_bytes(block.nbytes)} while {format_bytes(self.held_bytes)} are in use by"
+            f" {in_use}; device_memory allows {format_bytes(self.budget_bytes)} for weights; raise it, or pass smaller blocks"
+        )
+
+    def close(self) -> None:
+        """Evicts everything."""
+        for block in list(self._by_storage.values()):
+            self.evict(block)
+        self._buffers.close()
+
+    def _submit(self, block: Block, *, only_changes: bool) -> None:
+        after = self._lanes.mark()  # after the allocation: what used this memory before is ordered before the copy
+        copies = block.copies_in(only_changes=only_changes)
+        block.arrival = self._lanes.copy(Lane.ONLOAD, copies, after)
+        block.read_until(block.arrival.done)
+        block.presence = Presence.ARRIVING
+        self._meter.onloaded(block.arrival)

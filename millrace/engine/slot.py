@@ -1,0 +1,181 @@
+"""What does millrace know of one managed parameter? Its home, its leaf, and the place of its bytes in a block."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from millrace.engine.home import Home, as_home, as_parameter, raw_data
+from millrace.errors import LayoutError
+
+__all__ = ["Layout", "Slot", "Token"]
+
+_NEVER = (-1, 0)  # the token of no contents
+Token = tuple[int, int]  # which contents of a home: its _version, and the changes that left no trace in it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where a parameter lies in its block, and how its elements are laid out there."""
+
+    offset: int  # bytes from the start of the block
+    nbytes: int
+    region: tuple[int, int]  # bytes (first, one past the last) of the storage it lies in: its own, or a shared one
+    dtype: torch.dtype  # in which it travels and computes
+    shape: torch.Size
+    stride: tuple[int, ...]  # elements
+
+    def view(self, block_bytes: torch.Tensor, *, first_byte: int = 0) -> torch.Tensor:
+        """The parameter within a uint8 tensor of the whole block, or of a part of it that begins at `first_byte`."""
+        if not self.nbytes:
+            return torch.empty(self.shape, dtype=self.dtype, device=block_bytes.device)
+        typed = block_bytes if self.dtype == torch.uint8 else block_bytes.view(self.dtype)
+        return typed.as_strided(self.shape, self.stride, (self.offset - first_byte) // self.dtype.itemsize)
+
+
+class Slot:
+    """One managed parameter.
+
+    `home` is the user's own Parameter, on the host; `leaf` is the Parameter that autograd sees, on the device. Both
+    live as long as the model is offloaded. `rest` is the slot's place in the block's arena: the home's data lies there,
+    unless the user re-pointed it (`p.data = t`) or it travels in another dtype than it has.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        layout: Layout,
+        rest: torch.Tensor,
+        absent: torch.Tensor,
+        before_touch: Callable[[], None],
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.rest = rest
+        self.absent = absent  # what the leaf's data is while there is no device copy
+        self.untraced_changes = 0  # writes that a hook reported: fused optimizers leave no trace in _version
+        self._before_touch = before_touch
+        self._touches = 0  # how often the home's `data` was handed out or re-pointed
+        self._loaded: object = None  # fingerprint of what the device copy was made of
+        self._cast: object = None  # fingerprint of what the cast in `rest` was made of
+        self.loaded_token: Token = _NEVER  # of the contents that the device copy was made of
+        self.on_gradient: Callable[[Slot], None] | None = None  # called when the leaf's gradient is complete
+        self._hooked = False
+        self.home: Home = as_home(parameter, self._touch)
+        self.leaf = nn.Parameter(absent, requires_grad=parameter.requires_grad)
+        self.leaf.__dict__.update(
+            {name: value for name, value in parameter.__dict__.items() if name[:9] != "_millrace"}
+        )
+        self._move_in()
+
+    @property
+    def casts(self) -> bool:
+        """Whether it travels in another dtype than its home has."""
+        return self.home.dtype != self.layout.dtype
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the home's data is the arena's, so that the block's one copy carries it."""
+        return self.home.data_ptr() == self.rest.data_ptr()
+
+    @property
+    def token(self) -> Token:
+        """Differs when the home's contents do, as far as autograd would notice."""
+        return self.home._version, self.untraced_changes
+
+    @property
+    def stale(self) -> bool:
+        """Whether the device copy may differ from the home."""
+        return self._loaded != self._fingerprint()
+
+    @property
+    def changed_since_load(self) -> bool:
+        """Whether the home changed after the last device copy was made, whether that is still there or not."""
+        return self.loaded_token not in (_NEVER, self.token)
+
+    def mark_loaded(self) -> None:
+        """A device copy of what the home holds now is being made."""
+        self._loaded = self._fingerprint()
+        self.loaded_token = self.token
+
+    def mark_absent(self) -> None:
+        """There is no device copy."""
+        self._loaded = None
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The home's data, unnoticed."""
+        return raw_data(self.home)
+
+    @property
+    def source(self) -> torch.Tensor:
+        """What a copy to the device reads: the home, or the cast of it."""
+        return self.rest if self.casts else self.data
+
+    @property
+    def cast_is_old(self) -> bool:
+        return self.casts and self._cast != self._fingerprint()
+
+    def cast(self) -> None:
+        """Casts the home into `rest`. Nobody may be reading there."""
+        self.rest.copy_(self.data)
+        self._cast = self._fingerprint()
+
+    def follow_requires_grad(self) -> None:
+        """The leaf wants a gradient exactly when the home does."""
+        wanted = self.home.requires_grad
+        if self.leaf.requires_grad != wanted:
+            self.leaf.requires_grad_(wanted)
+        if wanted and not self._hooked and self.on_gradient is not None:
+            self.leaf.register_post_accumulate_grad_hook(self._gradient_accumulated)
+            self._hooked = True
+
+    def adopt(self, parameter: nn.Parameter) -> None:
+        """The user put another Parameter in the home's place (`load_state_dict(assign=True)`): it is the home now."""
+        if parameter.shape != self.layout.shape or parameter.dtype != self.home.dtype or parameter.device.type != "cpu":
+            raise LayoutError(
+                f"parameter {self.name!r} was offloaded as {self.home.dtype} of shape {tuple(self.layout.shape)} on the"
+                f" CPU and is now {parameter.dtype} of shape {tuple(parameter.shape)} on {parameter.device}; call"
+                " remove() on the handle before such a change, and offload the model again after it"
+            )
+        self._before_touch()
+        replaced = as_parameter(self.home)
+        if not self.casts:
+            replaced.data = replaced.data.clone()  # whoever still holds it keeps its contents
+        self.home = as_home(parameter, self._touch)
+        self._move_in()
+
+    def check_shape(self) -> None:
+        """Raises LayoutError when the home's shape is no longer the one it was laid out with."""
+        if self.home.shape != self.layout.shape:
+            raise LayoutError(
+                f"parameter {self.name!r} was offloaded with shape {tuple(self.layout.shape)} and now has shape"
+                f" {tuple(self.home.shape)}; call remove() on the handle before such a change, and offload again after it"
+            )
+
+    def release(self) -> None:
+        """The home is an ordinary Parameter again; its data stays where it is."""
+        as_parameter(self.home)
+
+    def _move_in(self) -> None:
+        with torch.no_grad():
+            if self.casts:
+                self.cast()
+            else:
+                self.rest.copy_(self.data)
+                self.home.point(self.rest)
+            if self.home.grad is not None and self.home.grad.device.type != "cpu":
+                self.home.grad = self.home.grad.to("cpu")
+
+    def _gradient_accumulated(self, _leaf: torch.Tensor) -> None:
+        if self.on_gradient is not None:
+            self.on_gradient(self)
+
+    def _fingerprint(self) -> object:
+        return self.home._version, self.untraced_changes, self._touches, self.home.data_ptr()
+
+    def _touch(self) -> None:
+        self._before_touch()
+        self._touches += 1

@@ -1,0 +1,55 @@
+"""Which tensors are inside what a module takes or returns? Nested containers, dataclasses and ModelOutputs."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from millrace.engine.home import Home
+
+__all__ = ["map_tensors", "tensors_in"]
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor inside `value`."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with each tensor changed; the very same object where nothing changes. Homes are left alone."""
+    if isinstance(value, torch.Tensor):
+        return value if isinstance(value, Home) else change(value)
+    if isinstance(value, MutableMapping):
+        changed = {key: map_tensors(item, change) for key, item in value.items()}
+        if all(changed[key] is item for key, item in value.items()):
+            return value
+        if type(value) is dict:
+            return changed
+        copied: Any = value.copy()  # type: ignore[attr-defined]  # an OrderedDict, BatchEncoding or ModelOutput keeps its type
+        copied = copied if type(copied) is type(value) else type(value)(**changed)
+        for key, item in changed.items():
+            copied[key] = item
+        return copied
+    if isinstance(value, list | tuple):
+        items = [map_tensors(item, change) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        changed = {name: map_tensors(item, change) for name, item in fields.items()}
+        if all(changed[name] is item for name, item in fields.items()):
+            return value
+        return dataclasses.replace(value, **changed)
+    return value

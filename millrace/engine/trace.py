@@ -1,0 +1,96 @@
+"""What will the model need next? The book of traces: what passes looked like, and which pass follows which.
+
+A cycle begins with an outermost forward and ends when its backward does (without gradients: when the forward does). Its
+trace is the list of its visits. What a cycle will look like is told by how it begins and by the trace before it: so
+evaluation inside training, or two forwards before two backwards, have traces of their own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from millrace.planning import Phase, Plan, Step
+
+__all__ = ["Course", "Trace", "TraceBook", "VisitKey"]
+
+VisitKey = tuple[tuple[int, ...], Phase]  # indices of the streamed blocks, and the phase
+Entry = tuple[str, Phase, bool]  # how a cycle begins: the site called, the phase, whether gradients are recorded
+
+
+@dataclass(eq=False)
+class Trace:
+    """The visits of a cycle, their compute seconds, and the plans made for it."""
+
+    visits: tuple[VisitKey, ...]
+    compute_seconds: tuple[float, ...]
+    plans: dict[frozenset[int], Plan] = field(default_factory=dict)  # by the blocks that change between cycles
+    followed_by: "Trace | None" = None
+    refined: bool = False  # timed while a plan was followed, not while everything was loaded on demand
+
+
+class Course:
+    """A walk along a trace whose plan is followed."""
+
+    def __init__(self, trace: Trace, plan: Plan, turn: int) -> None:
+        self.trace = trace
+        self.plan = plan
+        self.turn = turn  # which cycle of the plan
+        self.strayed = False  # a visit came that the trace does not have
+        self.position = -1
+
+    def advance(self, key: VisitKey) -> Step | None:
+        """The step for this visit. Visits that the model skipped are skipped; None for one that the trace lacks."""
+        for position in range(self.position + 1, len(self.trace.visits)):
+            if self.trace.visits[position] == key:
+                self.position = position
+                return self.plan.step(self.turn, position)
+        self.strayed = True
+        return None
+
+    @property
+    def boundary(self) -> Step:
+        """What follows the last visit."""
+        return self.plan.step(self.turn, len(self.trace.visits))
+
+    def next_use(self, block: int) -> float:
+        """How many visits ahead the trace needs a block again, going round."""
+        count = len(self.trace.visits)
+        for ahead in range(1, count + 1):
+            if block in self.trace.visits[(self.position + ahead) % count][0]:
+                return ahead
+        return float("inf")
+
+
+class TraceBook:
+    """All traces of a model, and which one to expect."""
+
+    def __init__(self) -> None:
+        self._by_visits: dict[tuple[VisitKey, ...], Trace] = {}
+        self._by_context: dict[tuple[int, Entry], Trace] = {}
+        self._by_entry: dict[Entry, Trace] = {}
+        self._last: Trace | None = None
+
+    def expect(self, entry: Entry) -> Trace | None:
+        """The trace that a cycle beginning so most likely follows; None when none ever began so."""
+        return self._by_context.get((id(self._last), entry)) or self._by_entry.get(entry)
+
+    def enter(self, entry: Entry, visits: Sequence[VisitKey], compute_seconds: Sequence[float]) -> Trace:
+        """A cycle had these visits: its trace, a known one if it went so before."""
+        trace = self._by_visits.get(tuple(visits))
+        if trace is None:
+            trace = Trace(tuple(visits), tuple(compute_seconds))
+            self._by_visits[trace.visits] = trace
+        self.followed(entry, trace)
+        return trace
+
+    def followed(self, entry: Entry, trace: Trace) -> None:
+        """A cycle went along `trace`."""
+        self._by_context[id(self._last), entry] = trace
+        self._by_entry[entry] = trace
+        if self._last is not None:
+            self._last.followed_by = trace
+        self._last = trace
+
+    def forget_plans(self) -> None:
+        """Plans are made anew when their traces are expected again."""
+        for trace in self._by_visits.values():
+            trace.plans.clear()

@@ -1,0 +1,1 @@
+"""Arenas, device buffers and the ledger: where bytes lie and how many. Knows nothing of modules."""

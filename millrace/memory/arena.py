@@ -1,0 +1,69 @@
+"""Where do the bytes of the host tier lie? In arenas: exact-size slabs, touched, page-locked where there is a device.
+
+PyTorch's own pinned allocator rounds every allocation up to a power of two and never gives it back, so an arena maps
+its memory itself and registers it with the device (see docs/design/arenas.md).
+"""
+
+import mmap
+import warnings
+import weakref
+
+import torch
+
+from millrace.config import format_bytes
+from millrace.memory.ledger import Ledger, Tier
+from millrace.runtime.device import is_accelerator, register_host_memory
+
+__all__ = ["ALIGNMENT_BYTES", "Arena", "aligned"]
+
+ALIGNMENT_BYTES = 64  # of every tensor in an arena or a block: a cache line, and any dtype's own alignment
+_MAP_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to the alignment."""
+    return (nbytes + ALIGNMENT_BYTES - 1) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+
+
+class _Mapping(mmap.mmap):
+    """Anonymous memory that can be watched by a finalizer: it runs before the memory is unmapped."""
+
+
+class Arena:
+    """`nbytes` of host memory, rounded up to whole pages, page-locked for `device` if that is an accelerator.
+
+    The memory lives as long as any tensor made by `tensor` does, and is booked in `ledger` under `purpose` until then.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, ledger: Ledger, purpose: str) -> None:
+        self.nbytes = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+        self._mapping = _Mapping(-1, self.nbytes, flags=_MAP_FLAGS)
+        ledger.add(Tier.HOST, purpose, self.nbytes)
+        weakref.finalize(self._mapping, ledger.add, Tier.HOST, purpose, -self.nbytes).atexit = False
+        self.pinned = is_accelerator(device) and self._pin(device)
+
+    def _pin(self, device: torch.device) -> bool:
+        address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
+        try:
+            unregister = register_host_memory(device, address, self.nbytes)
+        except RuntimeError:
+            unregister = None
+        if unregister is None:
+            warnings.warn(
+                f"{device} could not page-lock {format_bytes(self.nbytes)} of host memory: copies will not overlap with "
+                "compute. Raise the limit on locked memory (ulimit -l), or lower host_memory.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return False
+        weakref.finalize(self._mapping, unregister).atexit = False
+        return True
+
+    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Bytes `offset` to `offset + nbytes` as a uint8 tensor of shape (nbytes,) with a storage of its own.
+
+        Its own storage, so that saving one tensor does not save the arena and two neighbours do not look shared.
+        """
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=offset)

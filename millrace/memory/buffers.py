@@ -1,0 +1,64 @@
+"""Where do visiting blocks lie on the device? In buffers: device bytes of one block, alive as long as anybody refers."""
+
+import mmap
+import weakref
+from collections import defaultdict
+
+import torch
+
+from millrace.memory.ledger import Ledger, Tier
+from millrace.runtime.device import is_accelerator
+
+__all__ = ["DeviceBuffers"]
+
+_PURPOSE = "weights"
+
+
+class DeviceBuffers:
+    """Allocates and releases buffers on one device, and books them.
+
+    An accelerator has a caching allocator with stream order; its buffers are booked from allocation to release. On the
+    CPU fresh memory costs page faults, so released buffers that nobody else refers to are kept and handed out again;
+    they are booked until their memory is truly gone, so a stray reference shows.
+    """
+
+    def __init__(self, device: torch.device, ledger: Ledger) -> None:
+        self._device = device
+        self._ledger = ledger
+        self._pooled = not is_accelerator(device)
+        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """A uint8 tensor of shape (nbytes,). Contents are arbitrary."""
+        if not self._pooled:
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            self._ledger.add(Tier.DEVICE, _PURPOSE, nbytes)
+            return buffer
+        if self._free[nbytes]:
+            return self._free[nbytes].pop()
+        self._free.clear()  # of other sizes: what is kept must not add to the budget
+        mapping = _Mapping(-1, nbytes)
+        self._ledger.add(Tier.DEVICE, _PURPOSE, nbytes)
+        weakref.finalize(mapping, self._ledger.add, Tier.DEVICE, _PURPOSE, -nbytes).atexit = False
+        return torch.frombuffer(mapping, dtype=torch.uint8)
+
+    def release(self, buffer: torch.Tensor) -> None:
+        """The caller's reference ends here; others keep the memory alive."""
+        if not self._pooled:
+            self._ledger.add(Tier.DEVICE, _PURPOSE, -buffer.nbytes)
+        elif _sole_owner(buffer):
+            self._free[buffer.nbytes].append(buffer)
+
+    def close(self) -> None:
+        """Lets go of what is kept."""
+        self._free.clear()
+
+
+class _Mapping(mmap.mmap):
+    """Memory that can be watched by a finalizer."""
+
+
+def _sole_owner(buffer: torch.Tensor) -> bool:
+    """Whether no other tensor shares the storage: then only `buffer` and the storage object made here refer to it."""
+    storage = buffer.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) <= 2  # type: ignore[attr-defined]

@@ -1,0 +1,71 @@
+"""How many bytes does millrace hold, in which tier and for what? Counted as they come and go, with the peaks."""
+
+import threading
+from collections import Counter
+from enum import Enum
+
+__all__ = ["Ledger", "Tier"]
+
+
+class Tier(Enum):
+    """Where bytes can rest."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class Ledger:
+    """Counts bytes by tier and purpose ("weights", "gradients", ...). Safe to call from any thread.
+
+    `counted_to_budget` names the purposes whose sum is held to the device budget; its peak is kept apart.
+    """
+
+    def __init__(self, counted_to_budget: frozenset[str] = frozenset()) -> None:
+        self._counted_to_budget = counted_to_budget
+        self._lock = threading.Lock()
+        self._held: Counter[tuple[Tier, str]] = Counter()
+        self._tier_held: Counter[Tier] = Counter()
+        self._tier_peak: Counter[Tier] = Counter()
+        self._peak: Counter[tuple[Tier, str]] = Counter()
+        self._budgeted_held = 0
+        self._budgeted_peak = 0
+
+    def add(self, tier: Tier, purpose: str, nbytes: int) -> None:
+        """Books `nbytes` more (less, when negative)."""
+        with self._lock:
+            self._held[tier, purpose] += nbytes
+            self._peak[tier, purpose] = max(self._peak[tier, purpose], self._held[tier, purpose])
+            self._tier_held[tier] += nbytes
+            self._tier_peak[tier] = max(self._tier_peak[tier], self._tier_held[tier])
+            if tier is Tier.DEVICE and purpose in self._counted_to_budget:
+                self._budgeted_held += nbytes
+                self._budgeted_peak = max(self._budgeted_peak, self._budgeted_held)
+
+    def held_bytes(self, tier: Tier, purpose: str | None = None) -> int:
+        """Bytes held now, for one purpose or in all."""
+        with self._lock:
+            return self._tier_held[tier] if purpose is None else self._held[tier, purpose]
+
+    def peak_bytes(self, tier: Tier, purpose: str | None = None) -> int:
+        """The most bytes held at once since the last `reset_peaks`, for one purpose or in all."""
+        with self._lock:
+            return self._tier_peak[tier] if purpose is None else self._peak[tier, purpose]
+
+    @property
+    def budgeted_peak_bytes(self) -> int:
+        """The most bytes at once of the purposes that the device budget holds."""
+        with self._lock:
+            return self._budgeted_peak
+
+    def reset_peaks(self) -> None:
+        """Peaks start anew from what is held now."""
+        with self._lock:
+            self._tier_peak = Counter(self._tier_held)
+            self._peak = Counter(self._held)
+            self._budgeted_peak = self._budgeted_held
+
+    def by_purpose(self) -> dict[tuple[Tier, str], int]:
+        """Bytes held now, for each tier and purpose that holds any."""
+        with self._lock:
+            return {key: nbytes for key, nbytes in self._held.items() if nbytes}

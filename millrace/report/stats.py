@@ -1,0 +1,58 @@
+"""What did a run move and hold, in numbers?"""
+
+from dataclasses import dataclass
+
+from millrace.config import format_bytes
+
+__all__ = ["Stats"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """Measured since the model was offloaded or since `reset_stats()`; bytes and seconds.
+
+    `device_peak_bytes` counts what `device_budget_bytes` caps: the buffers of managed weights (resident, visiting and
+    arriving) and managed buffers. `device_gradient_peak_bytes` are gradients on their way out, `host_bytes` all that
+    millrace holds in host memory. `demand_onloads` came too late to be hidden: nobody had foreseen them.
+    `stall_seconds` is how long compute waited for the onload lane, `compute_seconds` the rest of the visits' time.
+    """
+
+    device_peak_bytes: int
+    device_budget_bytes: int
+    device_gradient_peak_bytes: int
+    host_bytes: int
+    host_peak_bytes: int
+    disk_bytes: int
+    onload_bytes: int
+    offload_bytes: int
+    fetch_bytes: int
+    spill_bytes: int
+    onloads: int
+    demand_onloads: int
+    stall_seconds: float
+    compute_seconds: float
+    steps: int
+
+    @property
+    def stall_share(self) -> float:
+        """Stall over stall and compute; 0 when nothing was measured."""
+        total = self.stall_seconds + self.compute_seconds
+        return self.stall_seconds / total if total else 0.0
+
+    def to_text(self) -> str:
+        """The numbers as a small table, each measured one beside its limit."""
+        rows = [
+            (
+                "device weights, peak",
+                f"{format_bytes(self.device_peak_bytes)} of {format_bytes(self.device_budget_bytes)}",
+            ),
+            ("device gradients, peak", format_bytes(self.device_gradient_peak_bytes)),
+            ("host memory, peak", format_bytes(self.host_peak_bytes)),
+            ("onloaded", f"{format_bytes(self.onload_bytes)} in {self.onloads} loads, {self.demand_onloads} on demand"),
+            ("offloaded", format_bytes(self.offload_bytes)),
+            ("compute", f"{self.compute_seconds:.3f} s"),
+            ("stall", f"{self.stall_seconds:.3f} s ({self.stall_share:.1%})"),
+            ("optimizer steps", str(self.steps)),
+        ]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

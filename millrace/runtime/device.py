@@ -1,0 +1,66 @@
+"""What must be asked of a device in its own words? The one file with calls that are particular to a kind of device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["free_device_bytes", "is_accelerator", "register_host_memory", "resolve_device"]
+
+_CUDA_HOST_REGISTER_PORTABLE = 1
+
+
+def resolve_device(device: torch.device | str | int | None) -> torch.device:
+    """The compute device, always with its index: "cuda" and "cuda:0" must compare equal.
+
+    None means the current accelerator, or the CPU where there is none. Raises ValueError for a device that does not
+    exist here.
+    """
+    if device is None:
+        if not torch.accelerator.is_available():
+            return torch.device("cpu")
+        device = torch.accelerator.current_accelerator()
+    try:
+        chosen = torch.device(device)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        raise ValueError(f'device={device!r} is not a device; give one such as "cuda", "cuda:0" or "cpu"') from error
+    if chosen.type == "cpu":
+        return torch.device("cpu")
+    if not is_accelerator(chosen):
+        present = torch.accelerator.current_accelerator()
+        raise ValueError(f"device={str(device)!r} is not available here; available: {present or 'none'} and cpu")
+    index = torch.accelerator.current_device_index() if chosen.index is None else chosen.index
+    if index >= torch.accelerator.device_count():
+        count = torch.accelerator.device_count()
+        raise ValueError(f"device={str(device)!r} does not exist: there are {count} devices of type {chosen.type!r}")
+    return torch.device(chosen.type, index)
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether `device` is of the accelerator type that this PyTorch drives."""
+    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return current is not None and current.type == device.type
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Bytes that can be allocated on the accelerator now: free ones and those its caching allocator holds unused."""
+    free, _total = torch.accelerator.get_memory_info(device)
+    unused = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+    return int(free + unused)
+
+
+def register_host_memory(device: torch.device, address: int, nbytes: int) -> Callable[[], Any] | None:
+    """Page-locks memory that the caller owns, for asynchronous copies; returns the call that undoes it.
+
+    None where the device has no such call or the system refuses (a limit on locked memory, WSL2).
+    """
+    module = torch.get_device_module(device)
+    if device.type == "cuda":
+        runtime = module.cudart()
+        if int(runtime.cudaHostRegister(address, nbytes, _CUDA_HOST_REGISTER_PORTABLE)) != 0:
+            return None
+        return lambda: runtime.cudaHostUnregister(address)
+    if not hasattr(module, "host_register"):
+        return None
+    module.host_register(address, nbytes)
+    return lambda: module.host_unregister(address)

@@ -1,0 +1,200 @@
+"""On which lanes do bytes move, and how is order across lanes kept? By events alone; see docs/design/ordering.md.
+
+Lanes of one device: compute (the stream that is current when millrace is called), onload (host to device), offload
+(device to host) and host (one worker thread for additions and casts in host memory). Two implementations with one
+interface: streams and events on an accelerator, worker threads where the compute device is the CPU itself.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+
+from millrace.runtime.device import is_accelerator
+
+__all__ = ["Event", "Lane", "Lanes", "Tick", "Transfer", "open_lanes"]
+
+Copy = tuple[torch.Tensor, torch.Tensor]  # destination, source: the same shape and number of bytes
+Tick = Any  # a moment on the compute lane: an event on an accelerator, seconds on the CPU
+
+
+class Lane(Enum):
+    """A lane that copies. Copies on one lane run in the order they were submitted in."""
+
+    ONLOAD = "onload"  # host to device; one lane, because one link has one bandwidth
+    OFFLOAD = "offload"  # device to host; its own, because the link carries both directions at once
+
+
+class Event(Protocol):
+    """A moment that has been or will be reached on some lane."""
+
+    def synchronize(self) -> None:
+        """The host waits for it; raises what failed before it."""
+
+    def query(self) -> bool:
+        """Whether it has been reached."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Copies in flight: what holds their memory alive until the owner lets go, and the event of their end."""
+
+    lane: Lane
+    copies: tuple[Copy, ...]
+    nbytes: int
+    begun: Tick
+    done: Any  # an Event; on an accelerator a timing event, so that it is a Tick too
+
+
+class Lanes(ABC):
+    """The lanes of one compute device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._host = ThreadPoolExecutor(1, thread_name_prefix="millrace-host")
+
+    @abstractmethod
+    def mark(self) -> Event:
+        """The moment at which the compute lane has done all that it was given until now."""
+
+    @abstractmethod
+    def copy(self, lane: Lane, copies: Sequence[Copy], after: Event) -> Transfer:
+        """Submits copies that start when `after` is reached and the lane is free. Never blocks."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """What the compute lane is given from now on starts after `event`."""
+
+    @abstractmethod
+    def tick(self) -> Tick:
+        """The present moment of the compute lane, to be timed later."""
+
+    @abstractmethod
+    def seconds(self, begin: Tick, end: Tick) -> float:
+        """Seconds between two ticks. Waits until both are reached: not for the hot path."""
+
+    def run(self, job: Callable[[], None], after: Event) -> "Future[None]":
+        """Submits `job` to the host lane: a thread of its own, which first waits for `after`."""
+
+        def ordered() -> None:
+            after.synchronize()
+            job()
+
+        return self._host.submit(ordered)
+
+    def close(self) -> None:
+        """Ends the threads of the lanes, when their work is done."""
+        self._host.shutdown(wait=True)
+
+
+def open_lanes(device: torch.device) -> Lanes:
+    """The lanes of `device`."""
+    return _StreamLanes(device) if is_accelerator(device) else _ThreadLanes(device)
+
+
+class _StreamLanes(Lanes):
+    """Lanes of an accelerator: one stream for each direction, made once."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._streams = {lane: torch.Stream(device=device) for lane in Lane}
+
+    def mark(self) -> Event:
+        return torch.accelerator.current_stream(self.device).record_event()
+
+    def copy(self, lane: Lane, copies: Sequence[Copy], after: Event) -> Transfer:
+        stream = self._streams[lane]
+        stream.wait_event(after)  # type: ignore[arg-type]
+        begun = self._tick_on(stream)
+        nbytes = 0
+        with stream:
+            for destination, source in copies:
+                destination.copy_(source, non_blocking=True)
+                nbytes += source.nbytes
+        return Transfer(lane, tuple(copies), nbytes, begun, self._tick_on(stream))
+
+    def wait(self, event: Event) -> None:
+        torch.accelerator.current_stream(self.device).wait_event(event)  # type: ignore[arg-type]
+
+    def tick(self) -> Tick:
+        return self._tick_on(torch.accelerator.current_stream(self.device))
+
+    def seconds(self, begin: Tick, end: Tick) -> float:
+        begin.synchronize()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def _tick_on(self, stream: torch.Stream) -> torch.Event:
+        event = torch.Event(self.device, enable_timing=True)
+        stream.record_event(event)
+        return event
+
+
+class _Reached:
+    """The event of a moment that has passed: the CPU computes on the thread that asks."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class _JobEvent:
+    """The end of a job on a worker thread."""
+
+    def __init__(self, job: "Future[float]") -> None:
+        self._job = job
+
+    def synchronize(self) -> None:
+        self._job.result()
+
+    def query(self) -> bool:
+        return self._job.done()
+
+    def reached_at(self) -> float:
+        return self._job.result()
+
+
+class _ThreadLanes(Lanes):
+    """Lanes where the CPU computes: a worker thread for each direction; a copy releases the interpreter lock."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._threads = {lane: ThreadPoolExecutor(1, thread_name_prefix=f"millrace-{lane.value}") for lane in Lane}
+
+    def mark(self) -> Event:
+        return _Reached()
+
+    def copy(self, lane: Lane, copies: Sequence[Copy], after: Event) -> Transfer:
+        begun: Future[float] = Future()
+
+        def job() -> float:
+            begun.set_result(time.perf_counter())
+            with torch.inference_mode():  # no autograd bookkeeping on this thread
+                for destination, source in copies:
+                    destination.copy_(source)
+            return time.perf_counter()
+
+        done = _JobEvent(self._threads[lane].submit(job))
+        return Transfer(lane, tuple(copies), sum(source.nbytes for _, source in copies), _JobEvent(begun), done)
+
+    def wait(self, event: Event) -> None:
+        event.synchronize()
+
+    def tick(self) -> Tick:
+        return time.perf_counter()
+
+    def seconds(self, begin: Tick, end: Tick) -> float:
+        moments = [tick.reached_at() if isinstance(tick, _JobEvent) else tick for tick in (begin, end)]
+        return float(moments[1] - moments[0])
+
+    def close(self) -> None:
+        for thread in self._threads.values():
+            thread.shutdown(wait=True)
+        super().close()
