@@ -55,10 +55,10 @@ def offload(
 
     - `device`: where to compute; default the current accelerator, or the CPU where there is none.
     - `device_memory`: ceiling in bytes for weights on the device (resident, visiting and arriving together) and for
-      buffers of modules. Gradients on their way out (of two blocks at most) and activations come on top. Default: what is
-      free now, less a tenth.
-    - `host_memory`: ceiling in bytes for what millrace holds in host memory. Default: what cgroup and machine leave, less
-      15%.
+      buffers of modules. Gradients on their way out (of two blocks at most) and activations come on top. Default:
+      what is free now, less a tenth.
+    - `host_memory`: ceiling in bytes for what millrace holds in host memory. Default: what cgroup and machine leave,
+      less 15%.
     - `blocks`: what travels together: "auto" (repeated layers, then by size), a size such as "256MiB", or a list of
       modules, ModuleLists and name patterns (fnmatch, such as "model.layers.*").
     - `resident`: modules and name patterns that stay on the device. Adapters do so by default.
@@ -67,8 +67,8 @@ def offload(
     - `grad_dtype`: dtype of `home.grad`, in which micro-batches are summed up; default the parameter's own.
 
     Raises BudgetError when a budget is too small, LayoutError for parameters that have no plain bytes (meta, sparse,
-    quantised), StateError for a model that is offloaded already or carries accelerate or diffusers hooks, and ValueError
-    or TypeError for settings that make no sense. Nothing is changed then.
+    quantised), StateError for a model that is offloaded already or carries accelerate or diffusers hooks, and
+    ValueError or TypeError for settings that make no sense. Nothing is changed then.
     """
     config = OffloadConfig(
         device=resolve_device(device),
@@ -122,7 +122,7 @@ class Offloaded:
         ]
         model.__dict__["_millrace_handle"] = self
 
-    # what it did ---------------------------------------------------------------------------------------------------------
+    # what it did ------------------------------------------------------------------------------------------------------
     @property
     def plan(self) -> Plan | None:
         """The plan that is followed now, or was last; None before the first pass is over."""
@@ -158,7 +158,7 @@ class Offloaded:
         """The stats as text, each number beside its limit."""
         return self.stats().to_text()
 
-    # control --------------------------------------------------------------------------------------------------------------
+    # control ----------------------------------------------------------------------------------------------------------
     def synchronize(self) -> None:
         """Waits until everything submitted for this model is done."""
         for block in self._blocks():
@@ -195,7 +195,7 @@ class Offloaded:
     ) -> None:
         self.remove()
 
-    # inside ---------------------------------------------------------------------------------------------------------------
+    # inside -----------------------------------------------------------------------------------------------------------
     def _block(self, name: str, members: Iterable[Member]) -> Block:
         return Block(name, members, self._config.device, self._ledger, self._config.param_dtype)
 
@@ -285,8 +285,8 @@ def _check_budgets(
     largest_bytes = sizes.get(name, 0)
     if kept_bytes + largest_bytes > budget_bytes:
         raise BudgetError(
-            f"block {name!r} needs {format_bytes(largest_bytes)} beside {format_bytes(kept_bytes)} of resident weights and"
-            f" buffers; device_memory allows {format_bytes(budget_bytes)}; raise it to at least"
+            f"block {name!r} needs {format_bytes(largest_bytes)} beside {format_bytes(kept_bytes)} of resident weights"
+            f" and buffers; device_memory allows {format_bytes(budget_bytes)}; raise it to at least"
             f" {format_bytes(kept_bytes + largest_bytes)}, or pass smaller blocks such as"
             f" blocks={format_bytes(max(1, (budget_bytes - kept_bytes) // 2)).replace(' ', '')!r}"
         )
@@ -294,5 +294,6 @@ def _check_budgets(
     allowed = config.host_memory_bytes
     if allowed is not None and needed > allowed:
         raise BudgetError(
-            f"the weights need {format_bytes(needed)} of host memory; host_memory allows {format_bytes(allowed)}; raise it"
+            f"the weights need {format_bytes(needed)} of host memory; host_memory allows {format_bytes(allowed)};"
+            " raise it"
         )

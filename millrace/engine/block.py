@@ -149,7 +149,7 @@ class Block:
         return copies
 
     def point_leaves(self, buffer: torch.Tensor | None) -> None:
-        """Leaves become views of `buffer`; without one, NaN of the right shape and no memory, which cannot be written."""
+        """Leaves become views of `buffer`; without one, NaN of the right shape, of no memory and read-only."""
         self.buffer = buffer
         for slot in self.slots:
             if buffer is None:

@@ -1,10 +1,11 @@
 """What happens at a visit? The engine: calls of managed modules, backward, gradients, and what follows from errors.
 
-Forward: a site's call makes its blocks present, binds their leaves, and packs what autograd saves into handles. Backward
-needs no hooks on modules: the first unpack of anything that a site saved is the beginning of its backward. See
-docs/design/engine.md.
+Forward: a site's call makes its blocks present, binds their leaves, and packs what autograd saves into handles.
+Backward needs no hooks on modules: the first unpack of anything that a site saved is the beginning of its backward.
+See docs/design/engine.md.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from millrace.engine.gradients import Gradients
 from millrace.engine.handles import SavedTensors
 from millrace.engine.residency import Residency
 from millrace.engine.site import Site
+from millrace.engine.slot import Slot
+from millrace.engine.stray import replacing_homes
 from millrace.engine.tensors import map_tensors, tensors_in
 from millrace.planning.visit import Phase
 
@@ -41,34 +44,40 @@ class Engine:
         self._residency = residency
         self._executor = executor
         self._gradients = gradients
-        self._calls: list[Site] = []  # sites whose call is under way, outermost first
+        self._calls: list[_Call] = []  # visits whose call is under way, outermost first
+        self._blocks_by_slot: dict[Slot, Block] = {}
         self._backward_site: Site | None = None  # whose backward is under way
         self._backward: _Backward | None = None
         for block in (*blocks, *residents):
-            for slot in block.slots:
-                self.watch(slot)
+            self._adopt(block)
 
-    def watch(self, slot: Any) -> None:
-        """Takes the gradients of a slot."""
-        slot.on_gradient = self._gradient_ready
-        slot.follow_requires_grad()
+    def _adopt(self, block: Block) -> None:
+        """The gradients of a block come here."""
+        for slot in block.slots:
+            slot.on_gradient = self._gradient_ready
+            slot.follow_requires_grad()
+            self._blocks_by_slot[slot] = block
 
     def add_resident(self, block: Block) -> None:
         """A block that came with a change of the model stays on the device from the next pass on."""
         self.residents.append(block)
-        for slot in block.slots:
-            self.watch(slot)
+        self._adopt(block)
         self._executor.bring(block)
         self._executor.replan()
 
-    # calls --------------------------------------------------------------------------------------------------------------
+    @property
+    def recording(self) -> bool:
+        """Whether the pass under way is the first of its kind."""
+        return self._executor.recording
+
+    # calls ------------------------------------------------------------------------------------------------------------
     def call(self, site: Site, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A managed module was called. Outermost calls begin a pass over the model; calls of sites are visits."""
         recomputing = _in_backward()
         outermost = not self._calls and not recomputing
         if not outermost and not self._is_visit(site, recomputing):
             return forward(*args, **kwargs)
-        call = _Call(self, site, outermost)
+        call = _Call(self, site)
         try:
             if outermost:
                 args, kwargs = call.begin_pass(args, kwargs)
@@ -87,14 +96,14 @@ class Engine:
         module inside a layer is no visit if the layer is bound, whether by its call or by its backward.
         """
         if not site.blocks:
-            return False
+            return self._executor.recording and not recomputing  # it may turn out to use weights of others
         if recomputing and not site.main and all(block.users for block in site.blocks):
             return False
-        called = {block for other in self._calls for block in other.blocks}
+        called = {block for call in self._calls for block in call.blocks}
         return not called.issuperset(site.blocks)
 
     def _watch_output(self, site: Site, output: Any) -> None:
-        """The gradient of an output comes before anything of the site is unpacked: an early word to begin its backward."""
+        """The gradient of an output comes before any unpack of the site: an early word that its backward begins."""
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(lambda _gradient: self.begin_backward_of(site))
@@ -105,7 +114,7 @@ class Engine:
         self._backward_site = None
         self._gradients.abandon()
 
-    # backward -----------------------------------------------------------------------------------------------------------
+    # backward ---------------------------------------------------------------------------------------------------------
     def begin_backward_of(self, site: Site) -> None:
         """Something of the site's forward is needed by backward: its blocks come, and those of the last site may go."""
         if site is self._backward_site or not _in_backward():
@@ -113,7 +122,7 @@ class Engine:
         self._expect_end_of_backward()
         if not site.blocks:
             return
-        self._gradients.flush()
+        self._gradients.leave_block()
         last, self._backward_site = self._backward_site, None
         if last is not None:
             _release(last.blocks)
@@ -127,7 +136,7 @@ class Engine:
             self._executor.bring(block)
         self._residency.arrive(block)
 
-    def _gradient_ready(self, slot: Any) -> None:
+    def _gradient_ready(self, slot: Slot) -> None:
         self._expect_end_of_backward()  # a block that saves nothing is never unpacked
         self._gradients.take(slot)
 
@@ -135,7 +144,7 @@ class Engine:
         """Once for the outermost backward: nested ones (reentrant checkpoints) end inside of it."""
         if self._backward is None:
             self._backward = _Backward(self)
-            torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self._backward))  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self._backward))
             self._executor.begin_backward()
             self._begin_residents()
 
@@ -149,14 +158,14 @@ class Engine:
             self._backward_site = None
         _release(self.residents)
         if completed:
-            self._gradients.flush()
+            self._gradients.leave_block()
             self._executor.end_cycle()
             self._gradients.deliver()
         else:
             self._executor.abandon_cycle()
             self._gradients.abandon()
 
-    # passes -------------------------------------------------------------------------------------------------------------
+    # passes -----------------------------------------------------------------------------------------------------------
     def begin_pass(
         self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -197,52 +206,76 @@ class Engine:
         """Hooks for what autograd saves in a visit of the site."""
         return SavedTensors(self._residency, self.device, lambda: self.begin_backward_of(site), self.require)
 
-    def visit(self, site: Site) -> None:
+    def visit(self, call: "_Call") -> None:
         """A site's call, or its recomputation, makes its blocks present."""
+        site = call.site
         if _in_backward():
             self.begin_backward_of(site)
         elif site.blocks:
             self._executor.visit(site.blocks, Phase.FORWARD, site.name)
-        self._calls.append(site)
-        _bind(site.blocks)
+        self._calls.append(call)
+        call.hold(site.blocks)
 
     def leave(self) -> None:
         """The innermost visit's call ends."""
         _release(self._calls.pop().blocks)
 
+    def stray_leaf(self, slot: Slot) -> torch.Tensor | None:
+        """A module computes with a home that no visit brought: its leaf. The module needs that block from now on."""
+        block = self._blocks_by_slot.get(slot)
+        if block is None or not self._calls:
+            return None
+        if not block.users:
+            call = self._calls[-1]
+            self._executor.bring(block)
+            self._residency.arrive(block)
+            call.hold((block,))
+            call.site.blocks = (*call.site.blocks, block)
+        return slot.leaf
+
 
 class _Call:
     """One call of a managed module: what it has begun, so that exactly this is ended, whatever happens."""
 
-    def __init__(self, engine: Engine, site: Site, outermost: bool) -> None:
+    def __init__(self, engine: Engine, site: Site) -> None:
+        self.site = site
+        self.blocks: tuple[Block, ...] = ()  # bound until the call ends
         self._engine = engine
-        self._site = site
-        self._outermost = outermost
-        self._ends: list[Callable[[], None]] = []
+        self._ends = contextlib.ExitStack()
 
     def begin_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._ends.append(self._engine.end_pass)
-        return self._engine.begin_pass(self._site, args, kwargs)
+        """It is the outermost call."""
+        engine = self._engine
+        args, kwargs = engine.begin_pass(self.site, args, kwargs)
+        self._ends.callback(engine.end_pass)
+        if engine.recording:
+            self._ends.enter_context(replacing_homes(engine.stray_leaf))
+        return args, kwargs
 
     def begin_visit(self) -> None:
-        engine, site = self._engine, self._site
-        engine.visit(site)
-        self._ends.append(engine.leave)
-        if not site.blocks:
+        """Its blocks come, and what autograd saves of them becomes handles."""
+        engine = self._engine
+        engine.visit(self)
+        self._ends.callback(engine.leave)
+        if not self.blocks and not engine.recording:
             return
-        kind = engine.device.type
-        if torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled():
-            # The cache would keep low-precision copies of the weights on the device, and of old ones.
+        if torch.is_autocast_enabled(engine.device.type) and torch.is_autocast_cache_enabled():
+            # The cache would keep low-precision copies of the weights on the device, also of weights that changed.
             torch.set_autocast_cache_enabled(False)
-            self._ends.append(lambda: torch.set_autocast_cache_enabled(True))
+            self._ends.callback(torch.set_autocast_cache_enabled, True)
         if torch.is_grad_enabled():
-            saved = engine.saved_tensors(site)
+            saved = engine.saved_tensors(self.site)
             saved.push()
-            self._ends.append(saved.pop)
+            self._ends.callback(saved.pop)
+
+    def hold(self, blocks: Sequence[Block]) -> None:
+        """These blocks stay bound until the call ends."""
+        _bind(blocks)
+        self.blocks = (*self.blocks, *blocks)
 
     def end(self) -> None:
-        while self._ends:
-            self._ends.pop()()
+        """Ends what was begun, in reverse."""
+        self._ends.close()
 
 
 class _Backward:
@@ -266,7 +299,7 @@ class _EndOfBackward:
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+    return torch._C._current_graph_task_id() != -1
 
 
 def _bind(blocks: Sequence[Block]) -> None:

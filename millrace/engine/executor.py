@@ -1,8 +1,8 @@
 """When do blocks come and go? As the plan for the expected trace says; what it did not foresee comes on demand.
 
-The first cycle of its kind is recorded while blocks come on demand. From its trace, sizes, measured speeds and the budget
-the planner makes a plan; the executor walks it without deciding. Where a cycle strays from the trace, blocks are loaded
-on demand, the one that is needed again last makes room, and the trace is learned anew.
+The first cycle of its kind is recorded while blocks come on demand. From its trace, sizes, measured speeds and the
+budget the planner makes a plan; the executor walks it without deciding. Where a cycle strays from the trace, blocks are
+loaded on demand, the one that is needed again last makes room, and the trace is learned anew.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class Executor:
         """Whether the cycle under way is the first of its kind."""
         return self._course is None or self._course.strayed
 
-    # cycles -------------------------------------------------------------------------------------------------------------
+    # cycles -----------------------------------------------------------------------------------------------------------
     def begin_pass(self, name: str) -> None:
         """An outermost forward begins, and a cycle with it."""
         if self._entry is not None:  # a forward with gradients that no backward followed
@@ -100,7 +100,7 @@ class Executor:
         self._course = None
         self._book.forget_plans()
 
-    # visits -------------------------------------------------------------------------------------------------------------
+    # visits -----------------------------------------------------------------------------------------------------------
     def visit(self, blocks: Sequence[Block], phase: Phase, name: str) -> None:
         """Makes the blocks present, and does what the plan has for this visit."""
         streamed = [block for block in blocks if block.index >= 0]
@@ -150,7 +150,7 @@ class Executor:
             return self._course.next_use(block.index)
         return self._clock - self._last_used.get(block, 0)  # unknown: what was used last is needed first
 
-    # learning -----------------------------------------------------------------------------------------------------------
+    # learning ---------------------------------------------------------------------------------------------------------
     def _open(self, entry: tuple[str, Phase, bool]) -> None:
         last, self._course = self._course, None
         self._entry = entry

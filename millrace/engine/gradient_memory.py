@@ -16,7 +16,7 @@ _PURPOSE = "gradients"
 class HostGradient:
     """The memory of one parameter's `home.grad`, used again after `zero_grad(set_to_none=True)`.
 
-    A user may keep a gradient beyond that (`saved = p.grad`). Then the memory is theirs, and new memory takes its place.
+    A user may keep a gradient beyond that (`saved = p.grad`). Then the memory is theirs, and new memory replaces it.
     """
 
     def __init__(self, slot: Slot, dtype: torch.dtype, arena: Arena, offset: int) -> None:
@@ -28,7 +28,7 @@ class HostGradient:
     def fresh(self) -> torch.Tensor:
         """A tensor of the home's shape and strides, in memory that nobody refers to. Contents are arbitrary."""
         storage = self._memory.untyped_storage()
-        only_ours = torch._C._storage_Use_Count(storage._cdata) <= 2  # type: ignore[attr-defined]  # the tensor's and `storage`
+        only_ours = torch._C._storage_Use_Count(storage._cdata) <= 2  # the tensor's and `storage`
         if not only_ours:
             self._memory = torch.empty_strided(*self._layout, dtype=self._dtype)
         return self._memory.detach()

@@ -21,6 +21,8 @@ from millrace.runtime.lanes import Copy, Lane, Lanes, Transfer
 __all__ = ["Gradients"]
 
 _PURPOSE = "gradients"
+_SEND_BYTES = 4 * 2**20  # gradients of a block are sent in pieces of about this size: large enough for the link's full
+# speed, small enough that little is left to send when backward ends
 
 
 class Gradients:
@@ -34,7 +36,10 @@ class Gradients:
         self._memory: dict[Slot, HostGradient] = {}
         self._staging = Staging(lanes.device, ledger)
         self._ready: list[tuple[Slot, torch.Tensor]] = []  # complete on the device, not submitted yet
-        self._leaving: deque[Transfer] = deque()  # submitted; they hold the device gradients until compute has waited
+        self._ready_bytes = 0
+        # Submitted, with the count of blocks before; they hold the device gradients until compute has waited for them.
+        self._leaving: deque[tuple[int, Transfer]] = deque()
+        self._blocks_left = 0  # how many blocks backward has left behind
         self._arriving: dict[Slot, torch.Tensor] = {}  # what is accumulated into homes at the end of this backward
         self._added: dict[Slot, None] = {}  # homes whose gradient was there before and is added to on the host lane
 
@@ -58,29 +63,29 @@ class Gradients:
             return
         if gradient.requires_grad:
             raise StateError(
-                f"backward(create_graph=True) reached parameter {slot.name!r}: a gradient that leaves the device loses its"
-                " graph; use torch.autograd.grad(..., create_graph=True) for the inner derivative, then backward()"
+                f"backward(create_graph=True) reached parameter {slot.name!r}: a gradient that leaves the device loses"
+                " its graph; use torch.autograd.grad(..., create_graph=True) for the inner derivative, then backward()"
             )
         self._ledger.add(Tier.DEVICE, _PURPOSE, _dense_bytes(gradient))
         self._ready.append((slot, gradient))
+        self._ready_bytes += _dense_bytes(gradient)
+        if self._ready_bytes >= _SEND_BYTES:
+            self._submit_ready()
 
-    def flush(self) -> None:
-        """Submits what is ready. Compute waits for the transfer submitted before, and its device gradients go.
+    def leave_block(self) -> None:
+        """Backward goes on to another block. Compute waits for what the block before this one sent, and that goes.
 
         So the device holds the gradients of two blocks at most: those that leave, and those that are being computed.
         """
-        if not self._ready:
-            return
-        before = len(self._leaving)
-        ready, self._ready = self._ready, []
-        self._submit(ready)
-        for _ in range(before):
-            self._let_go(self._leaving.popleft())
+        self._submit_ready()
+        while self._leaving and self._leaving[0][0] < self._blocks_left:
+            self._let_go()
+        self._blocks_left += 1
 
     def deliver(self) -> None:
         """The end of backward: every gradient is in its home when this returns. Then the homes' own hooks fire."""
-        self.flush()
-        for transfer in self._leaving:
+        self._submit_ready()
+        for _, transfer in self._leaving:
             transfer.done.synchronize()
         self._staging.wait()
         arrived, added = self._arriving, self._added
@@ -97,24 +102,27 @@ class Gradients:
         for _, gradient in self._ready:
             self._ledger.add(Tier.DEVICE, _PURPOSE, -_dense_bytes(gradient))
         self._ready.clear()
-        for transfer in self._leaving:
+        self._ready_bytes = 0
+        for _, transfer in self._leaving:
             transfer.done.synchronize()
         self._staging.wait()
         self._forget()
 
     def _forget(self) -> None:
         while self._leaving:
-            self._let_go(self._leaving.popleft())
+            self._let_go()
         self._arriving, self._added = {}, {}
 
-    def _let_go(self, transfer: Transfer) -> None:
+    def _let_go(self) -> None:
+        _, transfer = self._leaving.popleft()
         self._lanes.wait(transfer.done)
         self._ledger.add(Tier.DEVICE, _PURPOSE, -transfer.nbytes)
 
-    def _submit(self, ready: list[tuple[Slot, torch.Tensor]]) -> None:
-        """Copies gradients out: one transfer, or several where they need more staging memory than there is at once."""
+    def _submit_ready(self) -> None:
+        """Copies out the gradients that are complete: one transfer, or several where they need more staging memory than there is at once."""
         direct: list[Copy] = []
         staged: list[tuple[Slot, Copy]] = []
+        ready, self._ready, self._ready_bytes = self._ready, [], 0
         for slot, gradient in ready:
             if gradient.layout != torch.strided:
                 self._take_sparse(slot, gradient)
@@ -135,7 +143,7 @@ class Gradients:
             return
         transfer = self._lanes.copy(Lane.OFFLOAD, copies, self._lanes.mark())
         self._meter.offloaded(transfer)
-        self._leaving.append(transfer)
+        self._leaving.append((self._blocks_left, transfer))
         if staged:
             additions = [(*self._destination(slot), piece) for slot, (piece, _) in staged]
             self._staging.turn(self._lanes.run(lambda: _add_up(additions), transfer.done))
@@ -156,7 +164,7 @@ class Gradients:
         return self._arriving[slot], False
 
     def _take_sparse(self, slot: Slot, gradient: torch.Tensor) -> None:
-        """A sparse gradient (nn.Embedding(sparse=True)) has no bytes of known size: it is copied while the host waits."""
+        """A sparse gradient (nn.Embedding(sparse=True)) is copied while the host waits: its size comes last."""
         on_host = gradient.to("cpu")
         self._arriving[slot] = self._arriving[slot] + on_host if slot in self._arriving else on_host
 
@@ -171,7 +179,7 @@ def _accumulate(home: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         gradient = gradient if replaced is None else replaced
     if home.grad is None:
         if gradient.dtype != home.dtype:
-            home.grad_dtype = gradient.dtype  # type: ignore[attr-defined]  # else a gradient must have the home's dtype
+            home.grad_dtype = gradient.dtype  # else a gradient must have the home's dtype
         home.grad = gradient
     elif gradient.layout == torch.strided == home.grad.layout:
         home.grad.add_(gradient)

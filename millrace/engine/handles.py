@@ -1,8 +1,8 @@
 """What does autograd keep of a weight? A handle: where it lies in its block and which contents it had, but no bytes.
 
-Active while a block's forward runs. Everything autograd saves that lies in a block's buffer becomes a handle; everything
-else goes on to the hooks that were on top before (checkpointing, activation offload, a user's own), because only the
-innermost hooks are called. Any unpack tells the engine that the backward of this site has begun.
+Active while a block's forward runs. Everything autograd saves that lies in a block's buffer becomes a handle;
+everything else goes on to the hooks that were on top before (checkpointing, activation offload, a user's own), because
+only the innermost hooks are called. Any unpack tells the engine that the backward of this site has begun.
 """
 
 from bisect import bisect_right
@@ -18,7 +18,7 @@ from millrace.errors import WeightChangedError
 
 __all__ = ["Handle", "SavedTensors"]
 
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
@@ -91,17 +91,18 @@ class SavedTensors:
             return _weight(packed)
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
-        if packed.tensor._version != packed.version:
+        saved: _Saved = packed
+        if saved.tensor._version != saved.version:
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor"
-                f" of shape {list(packed.tensor.shape)} is at version {packed.tensor._version}; expected version"
-                f" {packed.version}"
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a"
+                f" tensor of shape {list(saved.tensor.shape)} is at version {saved.tensor._version}; expected version"
+                f" {saved.version}"
             )
-        return packed.tensor
+        return saved.tensor
 
 
 def _handle_of(block: Block, tensor: torch.Tensor) -> Handle:
-    offset = tensor.storage_offset()
+    offset = int(tensor.storage_offset())
     index = bisect_right(block.slot_offsets, offset * tensor.element_size()) - 1
     slot = block.slots_by_offset[index]
     return Handle(block, slot, slot.loaded_token, tensor.dtype, tensor.size(), tensor.stride(), offset)
@@ -113,9 +114,10 @@ def _weight(handle: Handle) -> torch.Tensor:
     if slot.token != handle.token:
         raise WeightChangedError(
             f"parameter {slot.name!r} was modified in place after forward used it and before backward did (version"
-            f" {slot.token[0]}; expected version {handle.token[0]}); run backward before optimizer.step() and other changes"
+            f" {slot.token[0]}; expected version {handle.token[0]}); run backward before optimizer.step() and the like"
         )
     if handle.block.buffer is None:
         raise WeightChangedError(f"block {handle.block.name!r} is not present")
     weight = torch.empty(0, dtype=handle.dtype, device=handle.block.buffer.device)
-    return weight.set_(handle.block.buffer.untyped_storage(), handle.offset, handle.size, handle.stride)
+    weight.set_(handle.block.buffer.untyped_storage(), handle.offset, handle.size, handle.stride)
+    return weight

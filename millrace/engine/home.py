@@ -5,29 +5,35 @@ A home is therefore a Parameter whose `data` tells whoever manages it. The class
 object and taken off again, so optimizers and ties that refer to the object stay right.
 """
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-__all__ = ["Home", "as_home", "as_parameter", "raw_data"]
+__all__ = ["Home", "Owner", "as_home", "as_parameter", "owner_of", "raw_data"]
 
-_WATCHER = "_millrace_watcher"
-_data = torch._C.TensorBase.data  # type: ignore[attr-defined]  # the property that nn.Parameter inherits
+_OWNER = "_millrace_owner"
+_data: Any = torch._C.TensorBase.data  # the property that nn.Parameter inherits
+
+
+class Owner(Protocol):
+    """Who manages a home."""
+
+    def touch(self) -> None:
+        """The home's data is about to be handed out or re-pointed."""
 
 
 class Home(nn.Parameter):
     """A managed parameter. It behaves as nn.Parameter does; its copies and pickles are plain parameters."""
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
-        self.__dict__[_WATCHER]()
+    def data(self) -> torch.Tensor:
+        owner_of(self).touch()
         return raw_data(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        self.__dict__[_WATCHER]()
+        owner_of(self).touch()
         _data.__set__(self, value)
 
     def point(self, value: torch.Tensor) -> None:
@@ -44,18 +50,23 @@ class Home(nn.Parameter):
         return nn.Parameter(raw_data(self), self.requires_grad).__reduce_ex__(protocol)
 
 
-def as_home(parameter: nn.Parameter, watcher: Callable[[], None]) -> Home:
-    """Makes the object itself a home. `watcher` is called before its data is handed out or re-pointed."""
+def as_home(parameter: nn.Parameter, owner: Owner) -> Home:
+    """Makes the object itself a home of `owner`."""
     parameter.__class__ = Home
-    parameter.__dict__[_WATCHER] = watcher
+    parameter.__dict__[_OWNER] = owner
     return parameter  # type: ignore[return-value]
 
 
 def as_parameter(home: nn.Parameter) -> nn.Parameter:
     """The inverse of `as_home`."""
-    home.__dict__.pop(_WATCHER, None)
+    home.__dict__.pop(_OWNER, None)
     home.__class__ = nn.Parameter
     return home
+
+
+def owner_of(home: Home) -> Any:
+    """The Owner that was given to `as_home`."""
+    return home.__dict__[_OWNER]
 
 
 def raw_data(parameter: nn.Parameter) -> torch.Tensor:

@@ -90,5 +90,5 @@ def _alone(parameter: nn.Parameter, offset: int, dtype: torch.dtype) -> Layout:
 def _span(parameter: nn.Parameter) -> tuple[int, int]:
     """The bytes of its storage that a parameter reaches: first, and one past the last."""
     last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-    begin = parameter.storage_offset() * parameter.element_size()
+    begin = int(parameter.storage_offset()) * parameter.element_size()
     return begin, begin + (last + 1) * parameter.element_size()

@@ -58,7 +58,7 @@ class Managed:
                     destination[prefix + name] = destination[prefix + name].to("cpu")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = object.__new__(_plain_class(type(self)))
+        copied: Any = object.__new__(_plain_class(type(self)))
         memo[id(self)] = copied
         copied.__dict__.update(deepcopy(_plain_state(self), memo))  # type: ignore[arg-type]
         return copied
@@ -118,6 +118,6 @@ def _check_same_dtype(name: str, tensor: torch.Tensor, fn: Callable[[torch.Tenso
     dtype = fn(torch.empty(0, dtype=tensor.dtype)).dtype
     if dtype != tensor.dtype:
         raise StateError(
-            f"an offloaded model cannot change {name!r} from {tensor.dtype} to {dtype}; call remove() on the handle, convert"
-            " the model, and offload it again (or pass param_dtype to compute in another dtype)"
+            f"an offloaded model cannot change {name!r} from {tensor.dtype} to {dtype}; call remove() on the handle,"
+            " convert the model, and offload it again (or pass param_dtype to compute in another dtype)"
         )

@@ -77,7 +77,7 @@ class _Cutter:
         parts = _merged(self._parts, self._nbytes, merge_bytes)
         return Partition(self._in_order(parts), [part for part in kept_parts if part.keys])
 
-    # the walk -----------------------------------------------------------------------------------------------------------
+    # the walk ---------------------------------------------------------------------------------------------------------
     def _walk(self, module: nn.Module, unit_bytes: int) -> None:
         """A module not above the unit is a part; a larger one is cut into its children, as far as that goes."""
         keys = self._untaken(self._inventory.below(module))
@@ -108,7 +108,7 @@ class _Cutter:
                 largest = max(largest, *sizes)
         return largest
 
-    # what stays -----------------------------------------------------------------------------------------------------------
+    # what stays -------------------------------------------------------------------------------------------------------
     def _resident_keys(self, resident: Sequence[nn.Module | str]) -> list[int]:
         keys: list[int] = []
         for chosen in resident:
@@ -132,7 +132,7 @@ class _Cutter:
         few = nbytes <= _ADAPTER_SHARE * self._nbytes(list(members)) and nbytes <= self._budget_bytes // 4
         return trainable if few else []
 
-    # what the user gives ----------------------------------------------------------------------------------------------------
+    # what the user gives ----------------------------------------------------------------------------------------------
     def _given_modules(self, blocks: Iterable[nn.Module | str]) -> list[nn.Module]:
         chosen: list[nn.Module] = []
         covered: dict[nn.Module, str] = {}  # every module inside a chosen one, and the chosen one's name
@@ -163,7 +163,7 @@ class _Cutter:
             raise ValueError(f"{setting} names a {type(module).__name__} that is not a part of the model")
         return module
 
-    # bookkeeping --------------------------------------------------------------------------------------------------------
+    # bookkeeping ------------------------------------------------------------------------------------------------------
     def _add_part(self, module: nn.Module) -> None:
         keys = self._take(self._inventory.below(module))
         if keys:

@@ -92,7 +92,7 @@ class Residency:
         self._buffers.release(buffer)
 
     def make_room(self, block: Block, keep: Iterable[Block], next_use: NextUse) -> None:
-        """Evicts until `block` fits: first the blocks that are needed again last. Never one in use, resident or in `keep`.
+        """Evicts until `block` fits, first what is needed last; never what is in use, resident or in `keep`.
 
         Raises BudgetError when even that is not enough.
         """
@@ -110,8 +110,9 @@ class Residency:
                 return
         in_use = ", ".join(repr(other.name) for other in self.present())
         raise BudgetError(
-            f"block {block.name!r} needs {format_bytes(block.nbytes)} while {format_bytes(self.held_bytes)} are in use by"
-            f" {in_use}; device_memory allows {format_bytes(self.budget_bytes)} for weights; raise it, or pass smaller blocks"
+            f"block {block.name!r} needs {format_bytes(block.nbytes)} while {format_bytes(self.held_bytes)} are in use"
+            f" by {in_use}; device_memory allows {format_bytes(self.budget_bytes)} for weights; raise it, or pass"
+            " smaller blocks"
         )
 
     def close(self) -> None:

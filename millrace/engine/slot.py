@@ -63,7 +63,7 @@ class Slot:
         self.loaded_token: Token = _NEVER  # of the contents that the device copy was made of
         self.on_gradient: Callable[[Slot], None] | None = None  # called when the leaf's gradient is complete
         self._hooked = False
-        self.home: Home = as_home(parameter, self._touch)
+        self.home: Home = as_home(parameter, self)
         self.leaf = nn.Parameter(absent, requires_grad=parameter.requires_grad)
         self.leaf.__dict__.update(
             {name: value for name, value in parameter.__dict__.items() if name[:9] != "_millrace"}
@@ -144,7 +144,7 @@ class Slot:
         replaced = as_parameter(self.home)
         if not self.casts:
             replaced.data = replaced.data.clone()  # whoever still holds it keeps its contents
-        self.home = as_home(parameter, self._touch)
+        self.home = as_home(parameter, self)
         self._move_in()
 
     def check_shape(self) -> None:
@@ -152,7 +152,8 @@ class Slot:
         if self.home.shape != self.layout.shape:
             raise LayoutError(
                 f"parameter {self.name!r} was offloaded with shape {tuple(self.layout.shape)} and now has shape"
-                f" {tuple(self.home.shape)}; call remove() on the handle before such a change, and offload again after it"
+                f" {tuple(self.home.shape)}; call remove() on the handle before such a change, and offload"
+                " again after it"
             )
 
     def release(self) -> None:
@@ -176,6 +177,7 @@ class Slot:
     def _fingerprint(self) -> object:
         return self.home._version, self.untraced_changes, self._touches, self.home.data_ptr()
 
-    def _touch(self) -> None:
+    def touch(self) -> None:
+        """The home's data is about to be handed out, and may be written through what was."""
         self._before_touch()
         self._touches += 1

@@ -50,8 +50,8 @@ class Arena:
             unregister = None
         if unregister is None:
             warnings.warn(
-                f"{device} could not page-lock {format_bytes(self.nbytes)} of host memory: copies will not overlap with "
-                "compute. Raise the limit on locked memory (ulimit -l), or lower host_memory.",
+                f"{device} could not page-lock {format_bytes(self.nbytes)} of host memory: copies will not overlap"
+                " with compute. Raise the limit on locked memory (ulimit -l), or lower host_memory.",
                 RuntimeWarning,
                 stacklevel=2,
             )

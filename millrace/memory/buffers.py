@@ -1,4 +1,4 @@
-"""Where do visiting blocks lie on the device? In buffers: device bytes of one block, alive as long as anybody refers."""
+"""Where do visiting blocks lie on the device? In buffers: device bytes of one block."""
 
 import mmap
 import weakref
@@ -61,4 +61,4 @@ class _Mapping(mmap.mmap):
 def _sole_owner(buffer: torch.Tensor) -> bool:
     """Whether no other tensor shares the storage: then only `buffer` and the storage object made here refer to it."""
     storage = buffer.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) <= 2  # type: ignore[attr-defined]
+    return torch._C._storage_Use_Count(storage._cdata) <= 2
