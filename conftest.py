@@ -2,9 +2,21 @@
 
 import os
 
+import pytest
+
 pytest_plugins = ["emulator.fixtures"]
 
 # Tests build their models from small configs: nothing may be looked up on the Hugging Face hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Each xdist worker and each subprocess would otherwise start a thread for every core.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Registers the emulated accelerator before the first test when any test may use it.
+
+    PyTorch's autograd engine counts the devices at the first backward of the process: none may be added later. So the
+    default device of such a session is the emulated one; a test that means the CPU names it.
+    """
+    if any({"device", "emu_device"} & set(getattr(item, "fixturenames", ())) for item in items):
+        import emulator.emu  # noqa: F401

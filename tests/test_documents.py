@@ -23,6 +23,7 @@ def pages_with_examples() -> list[Path]:
 @pytest.fixture
 def page_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)  # examples run on the CPU
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4
     )

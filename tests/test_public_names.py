@@ -2,7 +2,17 @@
 
 import millrace
 
-PUBLIC_NAMES = ["__version__"]
+PUBLIC_NAMES = [
+    "BudgetError",
+    "LayoutError",
+    "MillraceError",
+    "Offloaded",
+    "StateError",
+    "Stats",
+    "WeightChangedError",
+    "__version__",
+    "offload",
+]
 
 
 def test_the_public_names_are_these_and_no_others():

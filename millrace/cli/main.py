@@ -1,23 +1,50 @@
-"""What does `millrace` on the command line do? It reads the arguments and runs one command."""
+"""What does `millrace` on the command line do? It reads the arguments, runs one command, and says what went wrong."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import millrace
+from millrace.cli.train import add_train_command
+from millrace.errors import MillraceError
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with an error in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="millrace", description="Train and run PyTorch models that are larger than device memory."
-    )
+    parser = Parser(prog="millrace", description="Train and run PyTorch models that are larger than device memory.")
     parser.add_argument("--version", action="version", version=f"millrace {millrace.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add_train_command(commands)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    build_parser().parse_args(arguments)
-    return 0
+    """Runs the command; returns the exit code: 0, 1 when it failed, 2 for input that cannot be used."""
+    parsed = build_parser().parse_args(arguments)
+    try:
+        code: int = parsed.run(parsed)
+    except MillraceError as error:
+        # Errors that are also ValueErrors or TypeErrors are about what the user gave; the others happened on the way.
+        print(f"millrace {parsed.command}: {error}", file=sys.stderr)
+        return BAD_INPUT if isinstance(error, ValueError | TypeError) else FAILED
+    except KeyboardInterrupt:
+        print(f"millrace {parsed.command}: interrupted; nothing was saved", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output is gone; flushing it at exit would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    return code
 
 
 if __name__ == "__main__":

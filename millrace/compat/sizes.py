@@ -1,0 +1,24 @@
+"""How much memory do some modules need on the device? What millrace lays out for them, in bytes."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+ALIGNMENT = 64  # bytes; every tensor of a block begins at a multiple
+
+
+def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of these tensors as millrace lays them out, each one once."""
+    distinct = {id(tensor): tensor for tensor in tensors}
+    return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in distinct.values())
+
+
+def module_bytes(module: nn.Module) -> int:
+    """Bytes of a module's parameters in a block."""
+    return tensor_bytes(module.parameters())
+
+
+def parameter_pattern(name: str) -> str:
+    """A name pattern that matches the parameter `name` and no other."""
+    return name.replace("[", "[[]").replace("*", "[*]").replace("?", "[?]")

@@ -1,0 +1,1 @@
+"""The reference trainer behind `millrace train`; `millrace.train.trainer.train` is its entrance."""

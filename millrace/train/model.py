@@ -1,0 +1,128 @@
+"""Which model does a run train? One from a transformers directory, or a small Llama with random weights."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from millrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer, encode_bytes
+from millrace.train.config import DTYPES, HEAD_SIZE, TrainConfig, TrainInputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """How text becomes token ids: `encode` gives (tokens,) int32, the end token last."""
+
+    encode: Callable[[str], torch.Tensor]
+    tokenizer: PreTrainedTokenizerBase  # what is saved beside the model
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all parameters, shared ones once."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def load_tokens(config: TrainConfig) -> Tokens:
+    """The tokenizer of the model's directory, or bytes for the built-in model. Raises TrainInputError."""
+    if config.model is None:
+        return Tokens(encode=encode_bytes, tokenizer=byte_tokenizer(longest=config.sequence_length))
+    _check_directory(config.model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True)
+    except Exception as error:  # transformers raises many kinds for a file that is missing or broken
+        raise TrainInputError(
+            f"model directory {config.model} has no tokenizer that transformers can load ({_first_line(error)}); "
+            "save the model's tokenizer there"
+        ) from error
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    def encode(text: str) -> torch.Tensor:
+        # A whole file is longer than the model reads at once: it is cut into windows later, so no warning is due.
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return torch.tensor(ids + end, dtype=torch.int32)
+
+    return Tokens(encode=encode, tokenizer=tokenizer)
+
+
+def load_model(config: TrainConfig) -> PreTrainedModel:
+    """The model on the CPU, in training mode, with weights that follow from `config` alone. Raises TrainInputError."""
+    torch.manual_seed(config.seed)
+    model = _built_in_model(config) if config.model is None else _saved_model(config.model, config)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and config.sequence_length > longest:
+        raise TrainInputError(
+            f"--sequence-length is {config.sequence_length}, but the model reads {longest} tokens; lower it"
+        )
+    if config.gradient_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise TrainInputError(f"{type(model).__name__} has no gradient checkpointing; leave the option out")
+        # The first name is that of transformers 5's later releases, where the second warns.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
+    model.train()
+    return model
+
+
+def check_vocabulary(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    """Raises TrainInputError when the text holds a token that the model has no embedding for."""
+    largest, rows = int(tokens.max()), model.get_input_embeddings().weight.shape[0]
+    if largest >= rows:
+        raise TrainInputError(
+            f"the tokenizer gives token {largest}, but the model embeds tokens below {rows}; "
+            "use the tokenizer that belongs to the model"
+        )
+
+
+def _built_in_model(config: TrainConfig) -> PreTrainedModel:
+    llama = LlamaConfig(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=config.hidden_size,
+        intermediate_size=(8 * config.hidden_size // 3 + 63) // 64 * 64,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.hidden_size // HEAD_SIZE,
+        max_position_embeddings=config.sequence_length,
+        bos_token_id=None,
+        eos_token_id=END_ID,
+        pad_token_id=PAD_ID,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(llama).to(DTYPES[config.dtype or "float32"])
+
+
+def _saved_model(directory: Path, config: TrainConfig) -> PreTrainedModel:
+    _check_directory(directory)
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            directory, dtype=DTYPES[config.dtype] if config.dtype else "auto", local_files_only=True
+        )
+    except Exception as error:  # transformers raises many kinds for a file that is missing or broken
+        raise TrainInputError(
+            f"model directory {directory} holds no causal language model that transformers can load: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def _check_directory(directory: Path) -> None:
+    if not directory.is_dir():
+        raise TrainInputError(
+            f"model directory {directory} does not exist; models are read from the disk, not downloaded: "
+            "save one there with save_pretrained, or leave --model out for a small built-in Llama"
+        )
+    if not (directory / "config.json").is_file():
+        raise TrainInputError(
+            f"model directory {directory} has no config.json; save a model there with save_pretrained"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -1,0 +1,43 @@
+"""How does a run end early without losing work? The first Ctrl-C asks it to stop after the current step."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class StopRequest:
+    """Whether someone asked the run to stop."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+
+@contextmanager
+def stop_on_signals(note: Callable[[str], None]) -> Iterator[StopRequest]:
+    """While open, SIGINT and SIGTERM set the request; a second one acts as it did before.
+
+    Python delivers signals to the main thread only: elsewhere nothing is installed.
+    """
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        restore()
+        request.requested = True
+        note("stopping after this step, then saving; once more stops at once")
+
+    for number in previous:
+        signal.signal(number, ask)
+    try:
+        yield request
+    finally:
+        restore()

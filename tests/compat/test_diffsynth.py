@@ -1,0 +1,319 @@
+"""Does code written for OffloadTrainingManager run, exactly, and without the defects of the original?
+
+A comment that begins with "There" says what DiffSynth-Studio's own manager did in the case that is tested.
+"""
+
+import copy
+import gc
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from millrace.compat import OffloadTrainingManager
+from tests.compat.models import Toy, Trained, run_steps
+
+# From the documentation of the original, with another import, device and size.
+EXAMPLE = """
+import torch
+from tqdm import tqdm
+from millrace.compat import OffloadTrainingManager
+
+class ToyModel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4096, 4096) for _ in range(10))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(torch.nn.functional.layer_norm(x, (4096,)))
+        return x
+
+model = ToyModel().to("cpu")
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+offload_manager = OffloadTrainingManager(model, target_device="cuda", enable_optimizer_cpu_offload=True)
+pbar = tqdm(range(100))
+for i in pbar:
+    x = torch.randn((512, 4096), device="cuda")
+    y = x + 1
+    y_pred = model(x)
+    loss = torch.nn.functional.mse_loss(y_pred, y)
+    loss.backward()
+    offload_manager.after_backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    pbar.set_postfix(loss=f"{loss.item():.4f}")
+"""
+
+LAYER_BYTES = (64 * 64 + 64) * 4  # of a Toy
+INPUTS = torch.randn(6, 16, 64, generator=torch.Generator().manual_seed(0))  # (steps, batch, width)
+
+
+def build(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def compare(
+    make: Callable[[], nn.Module],
+    device: torch.device,
+    inputs: torch.Tensor = INPUTS,
+    *,
+    micro_batches: int = 1,
+    enable_optimizer_cpu_offload: bool = True,
+    **options: Any,
+) -> OffloadTrainingManager:
+    """Trains the same model plainly and by the manager; everything must be equal, within the budget. The manager."""
+    plain = run_steps(build(make), list(inputs), micro_batches=micro_batches)
+    model = build(make)
+    manager = OffloadTrainingManager(model, device, enable_optimizer_cpu_offload, **options)
+    on_device = list(inputs.to(device))
+    offloaded: Trained = run_steps(model, on_device, manager.after_backward, micro_batches=micro_batches)
+    offloaded.assert_equal(plain)
+    stats = manager.handle.stats()
+    assert stats.onload_bytes > 0
+    assert 0 < stats.device_peak_bytes <= stats.device_budget_bytes
+    return manager
+
+
+def weight_bytes(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_the_example_of_the_original_runs(device: torch.device, capsys: pytest.CaptureFixture[str]):
+    source = EXAMPLE.replace("cuda", device.type).replace("4096", "64").replace("range(100)", "range(3)")
+    example: dict[str, Any] = {}
+    exec(source, example)
+    stats = example["offload_manager"].handle.stats()
+    assert stats.steps == 3
+    assert stats.device_peak_bytes <= 3 * LAYER_BYTES
+    assert stats.onload_bytes > 2 * 10 * LAYER_BYTES
+    assert "loss=" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("optimizer_offload", [False, True])
+def test_full_training_is_exact(device: torch.device, recompute: bool, optimizer_offload: bool):
+    manager = compare(lambda: Toy(recompute=recompute), device, enable_optimizer_cpu_offload=optimizer_offload)
+    stats = manager.handle.stats()
+    assert (stats.device_peak_bytes <= 3 * LAYER_BYTES) == optimizer_offload
+
+
+def adapted() -> nn.Module:
+    """A frozen Toy with a trainable adapter beside each layer."""
+
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base = base.requires_grad_(False)
+            self.down, self.up = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + self.up(self.down(x))
+
+    toy = Toy()
+    toy.layers = nn.ModuleList(Adapted(layer) for layer in toy.layers)
+    return toy
+
+
+@pytest.mark.parametrize("optimizer_offload", [False, True])
+def test_adapters_on_a_frozen_model_train_exactly_and_frozen_weights_have_no_gradients(
+    device: torch.device, optimizer_offload: bool
+):
+    manager = compare(adapted, device, enable_optimizer_cpu_offload=optimizer_offload)
+    stats = manager.handle.stats()
+    assert stats.device_budget_bytes <= 3 * LAYER_BYTES + 10 * 2 * 64 * 4 * 4
+    adapters = 10 * 2 * 64 * 4 * 4
+    assert stats.offload_bytes <= len(INPUTS) * adapters  # gradients of adapters, and nothing else
+
+
+# There, weights stayed alive after forward, because autograd had saved views of them
+# There, forward passes without after_backward left every weight on the device
+# There, one module was left on the device when its input needs no gradient
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_are_within_the_budget_at_every_moment(emulator: ModuleType, recompute: bool):
+    activations = 30 * 16 * 64 * 4  # what ten layers save, generously
+    gc.collect()  # models of earlier tests
+    before = emulator.stats()["allocated_bytes"]
+
+    def held_bytes() -> int:
+        torch.accelerator.synchronize()
+        return emulator.stats()["allocated_bytes"] - before
+
+    model = build(lambda: Toy(recompute=recompute))
+    manager = OffloadTrainingManager(model, "emu", enable_optimizer_cpu_offload=True)
+    budget = manager.handle.stats().device_budget_bytes
+    x = INPUTS[0].to("emu")
+    for _ in range(3):
+        loss = model(x).square().mean()
+        assert held_bytes() <= budget + activations
+        loss.backward()
+        del loss
+        assert held_bytes() <= budget + 4 * x.nbytes
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)
+            assert held_bytes() <= budget + 4 * x.nbytes
+
+
+# There, no copy overlapped with compute
+# There, weights were copied back after every use, although only the optimizer changes them
+# There, two loads for each step, three with recomputation
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_arrive_before_they_are_needed_and_only_gradients_go_back(device: torch.device, recompute: bool):
+    model = build(lambda: Toy(recompute=recompute))
+    manager = OffloadTrainingManager(model, device, enable_optimizer_cpu_offload=True)
+    run_steps(model, list(INPUTS[:3].to(device)), manager.after_backward)
+    manager.handle.reset_stats()
+    run_steps(model, list(INPUTS[3:].to(device)), manager.after_backward)
+    stats = manager.handle.stats()
+    assert stats.steps == 3
+    assert stats.offload_bytes <= 3 * 10 * LAYER_BYTES
+    assert stats.onload_bytes < 3 * 2 * 10 * LAYER_BYTES
+    # Every weight is new after an update, so the first blocks of the next step cannot be there before it begins.
+    assert stats.demand_onloads <= 2 * stats.steps < stats.onloads / 6
+
+
+# There, gradients stayed on the device until after_backward
+def test_gradients_are_on_the_host_when_backward_returns(device: torch.device):
+    model = build(Toy)
+    OffloadTrainingManager(model, device, enable_optimizer_cpu_offload=True)
+    model(INPUTS[0].to(device)).sum().backward()
+    assert {parameter.grad.device.type for parameter in model.parameters()} == {"cpu"}
+
+
+# There, a module called twice in one forward stayed on the device
+def test_a_module_called_twice_is_exact(device: torch.device):
+    class Twice(Toy):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(super().forward(x))
+
+    compare(Twice, device)
+
+
+# There, the statistics of BatchNorm were lost
+def test_buffers_are_kept(device: torch.device):
+    def normalised() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64), nn.BatchNorm1d(64))
+
+    manager = compare(normalised, device)
+    manager.remove()
+
+
+# There, the threshold compared elements with bytes, and children of a unit were never onloaded
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_threshold_is_in_megabytes_of_bytes(device: torch.device, frozen: bool):
+    def nested() -> nn.Module:
+        stages = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(4)]
+        for stage in stages[: 3 if frozen else 0]:
+            stage.requires_grad_(False)
+        return nn.Sequential(*stages)
+
+    by_leaf = compare(nested, device)
+    just_below = compare(nested, device, cpu_offload_split_threshold=(2 * LAYER_BYTES - 1) / 1e6)
+    by_stage = compare(nested, device, cpu_offload_split_threshold=2 * LAYER_BYTES / 1e6)
+    budgets = [manager.handle.stats().device_budget_bytes for manager in (by_leaf, just_below, by_stage)]
+    assert budgets == [3 * LAYER_BYTES, 3 * LAYER_BYTES, 6 * LAYER_BYTES]
+
+
+def test_a_threshold_that_is_not_positive_is_refused():
+    with pytest.raises(ValueError, match="cpu_offload_split_threshold is 0 MB"):
+        OffloadTrainingManager(Toy(), "cpu", cpu_offload_split_threshold=0)
+
+
+# There, tied frozen weights failed
+@pytest.mark.parametrize("frozen", [False, True])
+def test_tied_weights_are_exact(device: torch.device, frozen: bool):
+    def tied() -> nn.Module:
+        toy = Toy()
+        toy.layers[7].weight = toy.layers[2].weight
+        toy.layers[2].requires_grad_(not frozen)
+        return toy
+
+    compare(tied, device)
+
+
+# There, a parent that uses the weight of a child without calling it failed
+def test_weights_used_by_a_parent_are_exact(device: torch.device):
+    class Direct(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+            self.inner = nn.ModuleDict({"projection": nn.Linear(64, 64)})
+            self.scale = nn.Parameter(torch.ones(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            attended, _ = self.attention(x[None], x[None], x[None])
+            projection = self.inner["projection"]
+            return nn.functional.linear(attended[0], projection.weight, projection.bias) * self.scale
+
+    compare(Direct, device)
+
+
+# There, state_dict() gave empty tensors, and load_state_dict() raised
+def test_state_can_be_read_and_loaded_at_any_time(device: torch.device):
+    model, other = build(Toy), Toy()
+    before = copy.deepcopy(model.state_dict())
+    manager = OffloadTrainingManager(model, device, enable_optimizer_cpu_offload=True)
+    x = INPUTS[0].to(device)
+    model(x)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model(x).cpu(), other(INPUTS[0]))
+    manager.remove()
+    assert torch.equal(model(INPUTS[0]), other(INPUTS[0]))
+
+
+# There, at least 1 GiB of host memory was pinned, whatever the size of the model
+def test_host_memory_follows_the_size_of_the_model(device: torch.device):
+    manager = compare(Toy, device)
+    assert manager.handle.stats().host_peak_bytes <= 3 * 10 * LAYER_BYTES
+
+
+# There, memory format and edits of frozen weights were lost; an exception broke the hooks; no gradient accumulation
+def test_the_memory_format_of_weights_is_kept(device: torch.device):
+    convolution = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)).to(memory_format=torch.channels_last)
+    strides = [parameter.stride() for parameter in convolution.parameters()]
+    OffloadTrainingManager(convolution, device, enable_optimizer_cpu_offload=True)
+    convolution(torch.randn(2, 8, 9, 9, device=device)).sum().backward()
+    assert [parameter.stride() for parameter in convolution.parameters()] == strides
+
+
+def test_edits_of_frozen_weights_are_seen(device: torch.device):
+    model, edited = build(Toy).requires_grad_(False), build(Toy)
+    OffloadTrainingManager(model, device)
+    x = INPUTS[0].to(device)
+    model(x)
+    for toy in (model, edited):
+        for parameter in toy.parameters():
+            parameter.data.mul_(0.5)
+        with torch.no_grad():
+            toy.layers[3].weight.add_(1)
+    assert torch.equal(model(x).cpu(), edited(INPUTS[0]))
+
+
+def test_after_an_exception_training_goes_on_exactly(device: torch.device):
+    class Failing(Toy):
+        fail = False
+
+        def layer(self, index: int, x: torch.Tensor) -> torch.Tensor:
+            if self.fail and index == 5:
+                raise ArithmeticError("on purpose")
+            return super().layer(index, x)
+
+    plain = run_steps(build(Failing), list(INPUTS))
+    model = build(Failing)
+    manager = OffloadTrainingManager(model, device, enable_optimizer_cpu_offload=True)
+    model.fail = True
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        model(INPUTS[0].to(device))
+    model.fail = False
+    run_steps(model, list(INPUTS.to(device)), manager.after_backward).assert_equal(plain)
+
+
+def test_gradients_accumulate_over_micro_batches(device: torch.device):
+    compare(Toy, device, micro_batches=3)

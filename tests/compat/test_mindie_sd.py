@@ -1,0 +1,232 @@
+"""Does code written for MindIE-SD's enable_offload run, exactly, and where the original could not?
+
+A comment that begins with "There" says what MindIE-SD's own function did in the case that is tested.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import millrace
+from millrace.compat import disable_offload, enable_offload, mindie_sd
+from tests.compat.models import run_steps
+
+WIDTH = 64
+BLOCK_BYTES = 2 * (WIDTH * WIDTH + WIDTH) * 4
+INPUTS = torch.randn(4, 16, WIDTH, generator=torch.Generator().manual_seed(0))  # (steps, batch, width)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Dit(nn.Module):
+    """Something before, blocks in sequence, something after. `skip` names blocks that a step cache leaves out."""
+
+    def __init__(self, count: int = 8) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.transformer_blocks = nn.ModuleList(Block() for _ in range(count))
+        self.after = nn.Linear(WIDTH, WIDTH)
+        self.skip: frozenset[int] = frozenset()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        for index, block in enumerate(self.transformer_blocks):
+            if index not in self.skip:
+                x = block(x)
+        return self.after(x)
+
+
+def build(make: Callable[[], nn.Module] = Dit) -> Any:
+    torch.manual_seed(0)
+    return make()
+
+
+def stats_of(model: nn.Module) -> millrace.Stats:
+    handle = mindie_sd._enabled[model].handle
+    assert handle is not None
+    return handle.stats()
+
+
+def forward(model: nn.Module, device: torch.device, x: torch.Tensor = INPUTS[0]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(x.to(device)).cpu()
+
+
+@pytest.mark.parametrize("reserved", [0, 1, 2, 3, 7])
+def test_inference_is_exact_and_the_peak_is_that_of_the_original(device: torch.device, reserved: int):
+    expected = [forward(build(), torch.device("cpu"), x) for x in INPUTS]
+    model = build()
+    assert enable_offload(model, model.transformer_blocks, min_reserved_blocks_count=reserved) is None
+    model.to(device)
+    for x, output in zip(INPUTS, expected, strict=True):
+        assert torch.equal(forward(model, device, x), output)
+    stats = stats_of(model)
+    around = 2 * (WIDTH * WIDTH + WIDTH) * 4
+    assert stats.device_peak_bytes <= around + min(2 * reserved + 1, 8) * BLOCK_BYTES
+    travelling = (8 - reserved) * BLOCK_BYTES
+    assert stats.onload_bytes >= travelling
+    assert stats.offload_bytes == 0
+
+
+def test_two_blocks_stay_unless_the_caller_says_otherwise(device: torch.device):
+    model, by_default = build(), build()
+    enable_offload(model, model.transformer_blocks, 2)
+    enable_offload(by_default, by_default.transformer_blocks)
+    assert stats_of(by_default).device_budget_bytes == stats_of(model).device_budget_bytes
+
+
+# There, backward failed.
+@pytest.mark.parametrize("reserved", [0, 2])
+def test_training_is_exact(device: torch.device, reserved: int):
+    plain = run_steps(build(), list(INPUTS))
+    model = build()
+    enable_offload(model, model.transformer_blocks, reserved)
+    run_steps(model, list(INPUTS.to(device))).assert_equal(plain)
+    stats = stats_of(model)
+    assert stats.onload_bytes > 0
+    assert stats.device_peak_bytes <= stats.device_budget_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"model": "a model"}, TypeError, "model is a str; give a torch.nn.Module"),
+        ({"blocks": []}, TypeError, "blocks is a list; give a torch.nn.ModuleList"),
+        ({"blocks": nn.Sequential(nn.Linear(1, 1))}, TypeError, "blocks is a Sequential"),
+        ({"blocks": nn.ModuleList()}, ValueError, "blocks is empty"),
+        ({"min_reserved_blocks_count": 1.0}, TypeError, "min_reserved_blocks_count is a float; give an int"),
+        ({"min_reserved_blocks_count": True}, TypeError, "min_reserved_blocks_count is a bool; give an int"),
+        ({"min_reserved_blocks_count": -1}, ValueError, "min_reserved_blocks_count is -1; give 0 to 7"),
+        ({"min_reserved_blocks_count": 8}, ValueError, "8; give 0 to 7, fewer than the 8 blocks"),
+        ({"blocks": nn.ModuleList([nn.Linear(1, 1)] * 3)}, ValueError, "not a part of the model"),
+    ],
+)
+def test_errors_have_the_types_of_the_original(change: dict[str, Any], error: type[Exception], says: str):
+    model = Dit()
+    arguments = {"model": model, "blocks": model.transformer_blocks, "min_reserved_blocks_count": 2} | change
+    with pytest.raises(error, match=says):
+        enable_offload(**arguments)
+    assert forward(model, torch.device("cpu")).shape == INPUTS[0].shape
+
+
+def test_a_block_that_is_no_module_is_refused():
+    model = Dit()
+    model.transformer_blocks._modules["3"] = "a block"
+    with pytest.raises(TypeError, match=r"blocks\[3\] is a str; give a torch.nn.Module"):
+        enable_offload(model, model.transformer_blocks)
+
+
+# There, state_dict() had every block twice, once by another name.
+def test_the_model_keeps_its_names_and_its_attributes(device: torch.device):
+    model, plain = build(), build()
+    attributes = set(vars(model))
+    enable_offload(model, model.transformer_blocks)
+    forward(model, device)
+    assert {name for name in vars(model) if not name.startswith("_")} <= attributes
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name].cpu(), tensor), name
+
+
+# There, a second list of blocks crashed.
+def test_two_lists_of_blocks_travel(device: torch.device):
+    class DoubleStream(Dit):
+        def __init__(self) -> None:
+            super().__init__(4)
+            self.single_blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            for block in self.single_blocks:
+                x = x + block(x)
+            return x
+
+    expected = forward(build(DoubleStream), torch.device("cpu"))
+    model = build(DoubleStream)
+    enable_offload(model, model.transformer_blocks, 1)
+    enable_offload(model, model.single_blocks, 2)
+    for _ in range(3):
+        assert torch.equal(forward(model, device), expected)
+    single = (WIDTH * WIDTH + WIDTH) * 4
+    stats = stats_of(model)
+    assert stats.device_peak_bytes <= 2 * single + (1 * BLOCK_BYTES + 2 * single) + 3 * BLOCK_BYTES
+    assert stats.onload_bytes >= 3 * BLOCK_BYTES + 4 * single
+
+
+# There, these were a segmentation fault.
+@pytest.mark.parametrize("sharing", ["tied", "views"])
+def test_weights_shared_between_blocks_are_exact(device: torch.device, sharing: str):
+    def shared() -> nn.Module:
+        model = Dit()
+        blocks = model.transformer_blocks
+        if sharing == "tied":
+            blocks[6].up.weight = blocks[3].up.weight
+        else:
+            both = torch.randn(2, WIDTH, WIDTH) * 0.1
+            blocks[3].up.weight, blocks[3].down.weight = nn.Parameter(both[0]), nn.Parameter(both[1])
+        return model
+
+    expected = forward(build(shared), torch.device("cpu"))
+    model = build(shared)
+    enable_offload(model, model.transformer_blocks)
+    for _ in range(3):
+        assert torch.equal(forward(model, device), expected)
+
+
+# There, a block that was skipped was an error when it came back, as with step caches.
+def test_blocks_may_be_skipped_and_come_back(device: torch.device):
+    model, plain = build(), build()
+    enable_offload(model, model.transformer_blocks, 1)
+    for skip in (set(), {3}, {2, 3, 7}, set(range(8)), {0}, set()):
+        model.skip = plain.skip = frozenset(skip)
+        assert torch.equal(forward(model, device), forward(plain, torch.device("cpu")))
+
+
+# There, weights that were merged after enabling were lost.
+def test_merged_weights_are_seen(device: torch.device):
+    model, plain = build(), build()
+    enable_offload(model, model.transformer_blocks, 1)
+    forward(model, device)
+    for each in (model, plain):
+        for block in each.transformer_blocks:
+            block.up.weight.data += 0.25
+            block.down.weight.data = block.down.weight.data * 2
+    for _ in range(2):
+        assert torch.equal(forward(model, device), forward(plain, torch.device("cpu")))
+
+
+# There, offloading could not be undone.
+def test_offloading_can_be_disabled_and_enabled_again(device: torch.device):
+    model = build()
+    before = copy.deepcopy(model.state_dict())
+    expected = forward(build(), torch.device("cpu"))
+    for reserved in (0, 3):
+        enable_offload(model, model.transformer_blocks, reserved)
+        assert torch.equal(forward(model, device), expected)
+        disable_offload(model)
+        assert type(model) is Dit
+        assert torch.equal(forward(model, torch.device("cpu")), expected)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    with pytest.raises(ValueError, match="this Dit is not offloaded"):
+        disable_offload(model)
+
+
+def test_enabling_again_changes_the_count(device: torch.device):
+    model = build()
+    enable_offload(model, model.transformer_blocks, 3)
+    with_three = stats_of(model).device_budget_bytes
+    enable_offload(model, model.transformer_blocks, 1)
+    assert stats_of(model).device_budget_bytes == with_three - 4 * BLOCK_BYTES
+    assert torch.equal(forward(model, device), forward(build(), torch.device("cpu")))

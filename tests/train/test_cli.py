@@ -1,0 +1,117 @@
+"""What does `millrace train` print, and with which code does it end?"""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import millrace
+from millrace.cli.main import main
+
+
+def run_millrace(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "millrace", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def test_the_command_trains_compares_reports_and_saves(arguments: list[str], tmp_path: Path):
+    done = run_millrace(*arguments, "--device-memory", "70%", "--compare-plain", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("yes") == 2
+    assert "were on the device at once" in done.stdout
+    assert "step 3/3: loss" in done.stderr
+    assert "tokens/s, device " in done.stderr
+    assert "stall" in done.stderr
+    loaded = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from transformers import AutoModelForCausalLM as M; M.from_pretrained(sys.argv[1]); "
+            "sys.exit('millrace' in sys.modules)",
+            tmp_path / "out",
+        ],
+        timeout=100,
+    )
+    assert loaded.returncode == 0
+
+
+def test_ctrl_c_ends_after_the_step_and_saves(arguments: list[str], tmp_path: Path):
+    command = [sys.executable, "-m", "millrace", *arguments, "--device-memory", "70%", "--steps", "100000"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stderr:
+            if line.startswith("step 1/"):
+                break
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "stopping after this step, then saving" in errors
+    assert "(stopped on request)" in output
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_a_second_ctrl_c_ends_at_once(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys):
+    from millrace.train.run import Run
+
+    def interrupted(self, batches):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Run, "step", interrupted)
+    assert main([*arguments, "--plain"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "millrace train: interrupted; nothing was saved"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+# Arguments that follow the good ones, and a part of the one line that they lead to. {} is the test's directory.
+BAD_INPUTS = {
+    "text missing": ("--text {}/nothing", "--text {}/nothing does not exist"),
+    "text empty": ("--text {}/empty.txt", "the text is empty: 1 files, starting with {}/empty.txt"),
+    "text short": ("--text {}/short.txt", "has 6 tokens, fewer than one sequence of 32"),
+    "no text files": ("--text {}/directory", "no text file in {}/directory matches *.txt *.md"),
+    "model missing": ("--model {}/nothing", "model directory {}/nothing does not exist"),
+    "not a model": ("--model {}/directory", "model directory {}/directory has no config.json"),
+    "budget not a size": ("--device-memory lots", "--device-memory='lots' is not a size"),
+    "budget too small": ("--device-memory 1KiB", "device_memory"),
+    "output not empty": ("--output {}/full", "output directory {}/full is not empty"),
+    "output a file": ("--output {}/empty.txt", "output directory {}/empty.txt cannot be made"),
+    "device unknown": ("--device abacus", "--device 'abacus' cannot be used"),
+    "not a number": ("--steps many", "argument --steps: invalid int value: 'many'"),
+    "no such option": ("--quietly", "unrecognized arguments: --quietly"),
+}
+
+
+@pytest.mark.parametrize(("extra", "says"), BAD_INPUTS.values(), ids=BAD_INPUTS.keys())
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: str, says: str
+):
+    for directory in ("directory", "full/directory"):
+        (tmp_path / directory).mkdir(parents=True)
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "short.txt").write_text("short")
+    try:
+        code = main([*arguments, *extra.format(tmp_path).split()])
+    except SystemExit as exit_of_argparse:
+        code = exit_of_argparse.code
+    assert code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert says.format(tmp_path) in lines[-1]
+    assert [line for line in lines if line.startswith("millrace")] == lines[-1:]
+
+
+def test_help_and_version_do_not_wait_for_transformers():
+    code = (
+        "import sys; from millrace.cli.main import build_parser; build_parser(); "
+        "sys.exit('transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert run_millrace("--version").stdout == f"millrace {millrace.__version__}\n"
+
+
+def test_without_a_command_the_line_says_so():
+    done = run_millrace()
+    assert done.returncode == 2
+    assert done.stderr == "millrace: the following arguments are required: COMMAND; see millrace --help\n"

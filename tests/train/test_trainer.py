@@ -1,0 +1,156 @@
+"""Does an offloaded training run do exactly what a plain one does, within its budget, and save the result?"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from millrace.errors import BudgetError
+from millrace.train import trainer
+from millrace.train.config import TrainConfig, TrainInputError
+from millrace.train.progress import Progress
+from millrace.train.run import Run
+from millrace.train.trainer import TrainingFailedError, train
+
+Settings = Callable[..., TrainConfig]
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    """Of a saved model, loaded by transformers alone."""
+    return dict(AutoModelForCausalLM.from_pretrained(directory).state_dict())
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"gradient_checkpointing": True},
+    {"accumulate": 3, "warmup_steps": 2},
+    {"dtype": "bfloat16"},
+]
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=lambda changes: "-".join(changes) or "default")
+def test_losses_and_saved_weights_equal_the_plain_run(
+    settings: Settings, progress: Progress, tmp_path: Path, changes: dict[str, Any]
+):
+    plain = train(settings(plain=True, output=tmp_path / "plain", **changes), progress)
+    offloaded = train(settings(compare_plain=3, device_memory="70%", **changes), progress)
+
+    assert offloaded.losses == offloaded.plain_losses == plain.losses
+    assert plain.stats is None
+    for name, weight in weights(tmp_path / "plain").items():
+        assert torch.equal(weights(tmp_path / "out")[name], weight), name
+
+    # It is no proof of anything unless the weights did travel, within the budget.
+    stats = offloaded.stats
+    assert stats is not None
+    assert stats.steps == 3
+    assert stats.onload_bytes > 3 * offloaded.weight_bytes * changes.get("accumulate", 1) * 0.3
+    assert 0 < stats.device_peak_bytes <= stats.device_budget_bytes < offloaded.weight_bytes
+
+
+def test_on_an_accelerator_losses_and_saved_weights_equal_the_plain_run(
+    settings: Settings, progress: Progress, tmp_path: Path, emu_device: ModuleType
+):
+    plain = train(settings(plain=True, device="emu:0", output=tmp_path / "plain"), progress)
+    offloaded = train(settings(compare_plain=3, device="emu:0", device_memory="70%"), progress)
+    assert offloaded.losses == offloaded.plain_losses == plain.losses
+    for name, weight in weights(tmp_path / "plain").items():
+        assert torch.equal(weights(tmp_path / "out")[name], weight), name
+    stats = offloaded.stats
+    assert stats.onload_bytes > offloaded.weight_bytes
+    assert 0 < stats.device_peak_bytes <= stats.device_budget_bytes < offloaded.weight_bytes
+
+
+def test_a_model_from_a_directory_trains_and_loads_without_millrace(
+    settings: Settings, progress: Progress, model_directory: Path, tmp_path: Path
+):
+    before = weights(model_directory)
+    result = train(settings(model=model_directory, compare_plain=3, device_memory="75%"), progress)
+    assert result.losses == result.plain_losses
+    after = weights(tmp_path / "out")
+    assert after.keys() == before.keys()
+    assert any(not torch.equal(after[name], before[name]) for name in after)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("a b")["input_ids"] == list(b"a b")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.use_cache
+
+
+def test_the_summary_beside_the_model_holds_settings_losses_and_measured_bytes(
+    settings: Settings, progress: Progress, tmp_path: Path
+):
+    result = train(settings(device_memory="80%"), progress)
+    summary = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert summary["losses"] == list(result.losses) == [record.loss for record in progress.records]
+    assert summary["settings"]["device_memory"] == "80%"
+    assert summary["stats"]["onload_bytes"] == result.stats.onload_bytes
+    assert [record.step for record in progress.records] == [1, 2, 3]
+    assert all(record.device_bytes and record.stall_seconds is not None for record in progress.records)
+
+
+def test_training_learns(settings: Settings, progress: Progress):
+    losses = train(settings(steps=30, learning_rate=3e-3, plain=True), progress).losses
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_epochs_count_the_text(settings: Settings, progress: Progress, text_file: Path):
+    windows = (len(text_file.read_bytes()) + 1) // 32
+    result = train(settings(steps=None, epochs=0.2, accumulate=2, plain=True), progress)
+    assert len(result.losses) == int(windows * 0.2) // 4
+
+
+def test_a_loss_that_differs_in_the_last_bit_fails_the_run(
+    settings: Settings, progress: Progress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Astray(Run):
+        def step(self, batches):
+            loss = torch.tensor(super().step(batches))
+            return float(torch.nextafter(loss, loss + 1))
+
+    monkeypatch.setattr(trainer, "Run", Astray)
+    with pytest.raises(TrainingFailedError, match=r"the loss of step 1 is .*, but .* without millrace"):
+        train(settings(compare_plain=1, device_memory="80%"), progress)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run(settings: Settings, progress: Progress, tmp_path: Path):
+    with pytest.raises(TrainingFailedError, match="nothing was saved; try a lower --learning-rate"):
+        train(settings(learning_rate=1e30, max_grad_norm=1e30, steps=20, plain=True), progress)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_budget_that_no_block_fits_is_refused_before_training(settings: Settings, progress: Progress):
+    with pytest.raises(BudgetError, match="device_memory"):
+        train(settings(device_memory="1KiB"), progress)
+
+
+@pytest.mark.parametrize("spoilt", ["config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("model_directory", ["llama"], indirect=True)
+def test_a_broken_model_directory_is_named(settings: Settings, progress: Progress, model_directory: Path, spoilt: str):
+    (model_directory / spoilt).write_text("{")
+    with pytest.raises(TrainInputError) as raised:
+        train(settings(model=model_directory), progress)
+    assert str(model_directory) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("model_directory", ["gpt2"], indirect=True)
+def test_a_sequence_longer_than_the_model_reads_is_refused(
+    settings: Settings, progress: Progress, model_directory: Path
+):
+    with pytest.raises(TrainInputError, match="--sequence-length is 128, but the model reads 64 tokens"):
+        train(settings(model=model_directory, sequence_length=128), progress)
+
+
+@pytest.mark.parametrize("model_directory", ["llama"], indirect=True)
+def test_a_tokenizer_of_another_model_is_refused(
+    settings: Settings, progress: Progress, model_directory: Path, text_file: Path
+):
+    tokenizer = AutoTokenizer.from_pretrained(model_directory)
+    tokenizer.add_tokens(["times"])
+    tokenizer.save_pretrained(model_directory)
+    with pytest.raises(TrainInputError, match="the tokenizer gives token 258, but the model embeds tokens below 258"):
+        train(settings(model=model_directory), progress)
