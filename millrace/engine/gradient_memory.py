@@ -24,19 +24,24 @@ class HostGradient:
         self._nbytes = slot.home.numel() * dtype.itemsize
         self._dtype = dtype
         self._memory = self._tensor(arena.tensor(offset, self._nbytes))
+        self._own_references = _references(self._memory)
 
     def fresh(self) -> torch.Tensor:
         """A tensor of the home's shape and strides, in memory that nobody refers to. Contents are arbitrary."""
-        storage = self._memory.untyped_storage()
-        only_ours = torch._C._storage_Use_Count(storage._cdata) <= 2  # the tensor's and `storage`
-        if not only_ours:
+        if _references(self._memory) > self._own_references:
             self._memory = torch.empty_strided(*self._layout, dtype=self._dtype)
+            self._own_references = _references(self._memory)
         return self._memory.detach()
 
     def _tensor(self, memory: torch.Tensor) -> torch.Tensor:
         if not self._nbytes:
             return torch.empty(self._layout[0], dtype=self._dtype)
         return memory.view(self._dtype).as_strided(*self._layout)
+
+
+def _references(tensor: torch.Tensor) -> int:
+    """How many tensors and views refer to the memory."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 class Staging:

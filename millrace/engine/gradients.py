@@ -119,7 +119,7 @@ class Gradients:
         self._ledger.add(Tier.DEVICE, _PURPOSE, -transfer.nbytes)
 
     def _submit_ready(self) -> None:
-        """Copies out the gradients that are complete: one transfer, or several where they need more staging memory than there is at once."""
+        """Copies out the gradients that are complete, in several transfers where staging memory is short."""
         direct: list[Copy] = []
         staged: list[tuple[Slot, Copy]] = []
         ready, self._ready, self._ready_bytes = self._ready, [], 0

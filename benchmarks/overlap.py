@@ -1,0 +1,188 @@
+"""How close does streaming come to what is possible? Virtual time on the emulated accelerator, so no noise.
+
+    python benchmarks/overlap.py [--quick]
+
+A decoder of 24 blocks (uniform, and uneven) runs in training (with and without recomputation) and inference, at ratios
+of load time to forward compute time per block and budgets in blocks. Each row shows the settled step time over what the
+planner predicted, over the lower bound max(compute, fewest possible bytes / bandwidth), and over the run with all weights
+on the device; beside it the same model with synchronous per-layer offload and with one-block-ahead prefetch into fixed
+residents, written here as those designs are described.
+"""
+
+import argparse
+import copy
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from overlap_rivals import ahead_of_residents, synchronous
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import millrace
+from emulator import emu
+from millrace.planning import lower_bound
+
+WIDTH = 1024
+TOKENS = 512
+FLOPS_PER_SECOND = 2e11
+LINEARS = 4  # of a uniform block: 16 MiB in all
+UNEVEN_LINEARS = (2, 4, 6, 3, 5, 4, 1, 7)
+BLOCKS = 24
+SETTLED_AFTER = 5  # cycles: recording, the first plan, its refinement, and the way into the steady state
+MEASURED = 2
+
+
+class Layer(nn.Module):
+    """A residual stack of linear layers."""
+
+    def __init__(self, linears: int) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(linears))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for linear in self.linears:
+            hidden = linear(hidden)
+        return hidden
+
+
+class Decoder(nn.Module):
+    """Layers one behind the other, checkpointed or not."""
+
+    def __init__(self, linears: list[int], recompute: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(count) for count in linears)
+        self.recompute = recompute
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=False) if self.recompute else layer(hidden)
+        return hidden
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the table."""
+
+    model: str
+    mode: str  # training, recomputing, inference
+    ratio: float  # load seconds over forward seconds of a block
+    budget_blocks: int
+
+    @property
+    def linears(self) -> list[int]:
+        pattern = (LINEARS,) if self.model == "uniform" else UNEVEN_LINEARS
+        return list(itertools.islice(itertools.cycle(pattern), BLOCKS))
+
+    def build(self) -> Decoder:
+        torch.manual_seed(0)
+        return Decoder(self.linears, self.mode == "recomputing")
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    budgets = (3, 6) if quick else (2, 3, 6, 12, 24)
+    for model, mode in itertools.product(("uniform", "uneven"), ("training", "recomputing", "inference")):
+        for ratio, budget in itertools.product((0.5, 0.9, 1.5), budgets):
+            yield Case(model=model, mode=mode, ratio=ratio, budget_blocks=budget)
+
+
+def configure(case: Case) -> None:
+    """A device on which loading a block takes `ratio` times its forward compute."""
+    block_bytes = WIDTH * WIDTH * 4
+    forward_seconds = 2 * TOKENS * WIDTH * WIDTH / FLOPS_PER_SECOND
+    bandwidth = block_bytes / (case.ratio * forward_seconds)
+    emu.reset(
+        scheduler="lazy",
+        dry_run=True,
+        race_detector=True,
+        allocator="exact",
+        device_memory=16 << 30,
+        pinned_memory=16 << 30,
+        flops_per_second=FLOPS_PER_SECOND,
+        device_bytes_per_second=1e13,
+        h2d_bytes_per_second=bandwidth,
+        d2h_bytes_per_second=bandwidth,
+    )
+
+
+def cycle(model: nn.Module, mode: str) -> None:
+    hidden = torch.empty(TOKENS, WIDTH, device="emu")
+    if mode == "inference":
+        with torch.no_grad():
+            model(hidden)
+        return
+    model(hidden.requires_grad_()).sum().backward()
+    model.zero_grad(set_to_none=True)
+
+
+def settled_seconds(run: Callable[[], None]) -> float:
+    """Virtual seconds of one cycle in the steady state."""
+    for _ in range(SETTLED_AFTER):
+        run()
+    torch.accelerator.synchronize()
+    begin = emu.virtual_seconds()
+    for _ in range(MEASURED):
+        run()
+    torch.accelerator.synchronize()
+    return (emu.virtual_seconds() - begin) / MEASURED
+
+
+def measure(case: Case) -> dict[str, float]:
+    configure(case)
+    model = case.build()
+    resident = copy.deepcopy(model).to("emu")
+    resident_seconds = settled_seconds(lambda: cycle(resident, case.mode))
+    del resident
+    largest = max(case.linears)
+    budget_bytes = case.budget_blocks * WIDTH * WIDTH * 4 * (LINEARS if case.model == "uniform" else largest)
+    with millrace.offload(model, device="emu", device_memory=budget_bytes, blocks=[model.layers]) as handle:
+        seconds = settled_seconds(lambda: cycle(model, case.mode))
+        plan = handle.plan
+        if plan is None:
+            raise RuntimeError("nothing was planned")
+    bound = lower_bound(plan.problem)
+    rivals = {}
+    for name, rival in (("sync", synchronous), ("ahead", ahead_of_residents)):
+        rival_model = case.build()
+        rival(rival_model.layers, torch.device("emu", 0), case.budget_blocks, training=case.mode != "inference")
+        rivals[name] = settled_seconds(lambda rival_model=rival_model: cycle(rival_model, case.mode)) / resident_seconds
+        del rival_model
+    reports = emu.take_reports()
+    if reports:
+        raise RuntimeError(f"{len(reports)} races, the first: {reports[0]}")
+    return {
+        "predicted": seconds / plan.predicted.cycle_seconds,
+        "bound": seconds / bound,
+        "resident": seconds / resident_seconds,
+        **rivals,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="budgets of 3 and 6 blocks only")
+    arguments = parser.parse_args()
+    print("step time over          predicted   bound  resident |  rivals over resident: sync  ahead")
+    worst: dict[str, list[float]] = {"predicted": [], "up to 0.9, from 3 blocks": [], "1.5, from 6 blocks": []}
+    for case in cases(arguments.quick):
+        row = measure(case)
+        label = f"{case.model:8}{case.mode:12}{case.ratio:4.1f} {case.budget_blocks:3} blocks"
+        print(
+            f"{label:34}{row['predicted']:7.3f} {row['bound']:7.3f} {row['resident']:8.3f}  | {row['sync']:26.3f} {row['ahead']:6.3f}",
+            flush=True,
+        )
+        worst["predicted"].append(row["predicted"])
+        if case.ratio < 1 and case.budget_blocks >= 3:
+            worst["up to 0.9, from 3 blocks"].append(row["bound"])
+        if case.ratio > 1 and case.budget_blocks >= 6:
+            worst["1.5, from 6 blocks"].append(row["bound"])
+    print(f"\nexecuted over predicted: worst {max(worst['predicted']):.3f} (bar 1.03)")
+    print(f"over the bound, ratios up to 0.9 from 3 blocks: worst {max(worst['up to 0.9, from 3 blocks']):.3f} (bar 1.03)")
+    print(f"over the bound, ratio 1.5 from 6 blocks: worst {max(worst['1.5, from 6 blocks']):.3f} (bar 1.06)")
+    print(f"median over the bound: {statistics.median(worst['up to 0.9, from 3 blocks']):.3f}")
+
+
+if __name__ == "__main__":
+    main()
