@@ -37,6 +37,7 @@ class Executor:
         self._entry: tuple[str, Phase, bool] | None = None  # of the cycle under way
         self._records: list[VisitRecord] = []
         self._changed: frozenset[int] = frozenset()  # streamed blocks whose homes changed before this cycle
+        self._changed_now: set[int] = set()  # those that changed after it began
         self._at_boundary: list[Block] = []  # loads that wait for the homes to change
         self._clock = 0  # visits so far
         self._last_used: dict[Block, int] = {}
@@ -88,6 +89,13 @@ class Executor:
 
     def homes_changed(self) -> None:
         """An optimizer has stepped: device copies of old weights go, and loads that waited for this are submitted."""
+        self._note_changes()  # before loads make it look as if nothing had changed
+        self._drop_old_copies()
+
+    def _note_changes(self) -> None:
+        self._changed_now.update(block.index for block in self._blocks if block.changed_since_load)
+
+    def _drop_old_copies(self) -> None:
         for block in list(self._residency.present()):
             if block.index >= 0 and block.stale:
                 self._evict(block)
@@ -155,13 +163,14 @@ class Executor:
         last, self._course = self._course, None
         self._entry = entry
         self._records = []
-        self._changed = frozenset(block.index for block in self._blocks if block.changed_since_load)
+        self._note_changes()
+        self._changed, self._changed_now = frozenset(self._changed_now), set()
         trace = self._book.expect(entry)
         if trace is not None:
             plan = self._plan_for(trace)
             turn = last.turn + 1 if last is not None and last.plan is plan else 0
             self._course = Course(trace, plan, turn)
-        self.homes_changed()
+        self._drop_old_copies()
 
     def _close(self) -> None:
         """Learns from the cycle that ends."""
