@@ -118,15 +118,16 @@ def cycle(model: nn.Module, mode: str) -> None:
 
 
 def settled_seconds(run: Callable[[], None]) -> float:
-    """Virtual seconds of one cycle in the steady state."""
+    """Virtual seconds of one cycle in the steady state, on the compute stream."""
     for _ in range(SETTLED_AFTER):
         run()
-    torch.accelerator.synchronize()
-    begin = emu.virtual_seconds()
+    begin, end = (torch.Event("emu", enable_timing=True) for _ in range(2))
+    begin.record()
     for _ in range(MEASURED):
         run()
+    end.record()
     torch.accelerator.synchronize()
-    return (emu.virtual_seconds() - begin) / MEASURED
+    return begin.elapsed_time(end) / 1e3 / MEASURED
 
 
 def measure(case: Case) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """How is a model offloaded? `offload()` wires the layers together, and `Offloaded` is the handle on the result."""
 
+import atexit
 import weakref
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -32,6 +33,7 @@ from millrace.runtime.lanes import open_lanes
 __all__ = ["Offloaded", "offload"]
 
 _DEVICE_RESERVE = 0.1  # of what is free: workspaces and fragmentation, when no device_memory is given
+_live_handles: "weakref.WeakSet[Offloaded]" = weakref.WeakSet()
 _HOST_RESERVE = 0.15  # of what is available: the rest of the process, when no host_memory is given
 
 
@@ -115,12 +117,8 @@ class Offloaded:
         self._attachment: Attachment | None = Attachment(
             model, self._engine, mains, self._ledger, lambda members: self._block("added", members)
         )
-        reference = weakref.ref(self)
-        self._optimizer_hooks = [
-            register_optimizer_step_pre_hook(lambda optimizer, *_: _call(reference, "_before_step", optimizer)),
-            register_optimizer_step_post_hook(lambda optimizer, *_: _call(reference, "_after_step", optimizer)),
-        ]
-        model.__dict__["_millrace_handle"] = self
+        self._attachment.keep_alive(self)
+        _live_handles.add(self)
 
     # what it did ------------------------------------------------------------------------------------------------------
     @property
@@ -183,8 +181,7 @@ class Offloaded:
         self._residency.close()
         self._attachment.detach()
         self._attachment = None
-        for hook in self._optimizer_hooks:
-            hook.remove()
+        _live_handles.discard(self)
         self._lanes.close()
 
     def __enter__(self) -> "Offloaded":
@@ -227,10 +224,25 @@ class Offloaded:
         return [slot for block in self._blocks() for slot in block.slots if id(slot.home) in held]
 
 
-def _call(reference: "weakref.ref[Offloaded]", method: str, optimizer: torch.optim.Optimizer) -> None:
-    handle = reference()
-    if handle is not None:
-        getattr(handle, method)(optimizer)
+def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for handle in list(_live_handles):
+        handle._before_step(optimizer)
+
+
+def _after_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for handle in list(_live_handles):
+        handle._after_step(optimizer)
+
+
+register_optimizer_step_pre_hook(_before_any_step)
+register_optimizer_step_post_hook(_after_any_step)
+
+
+@atexit.register
+def _remove_all() -> None:
+    """Whatever is in flight at exit ends before the devices and the interpreter do."""
+    for handle in list(_live_handles):
+        handle.remove()
 
 
 def _prefetch_blocks(prefetch: int | str) -> int | None:

@@ -90,6 +90,13 @@ class Attachment:
             self._engine.add_resident(self._make_resident(added))
         self._link(inventory)
 
+    def keep_alive(self, companion: object) -> None:
+        """`companion` lives at least as long as the model does, unless it is detached before."""
+        model = self._model()
+        site = None if model is None else site_of(model)
+        if site is not None:
+            site.companion = companion
+
     def detach(self) -> None:
         """The model is an ordinary CPU model again."""
         _registrations.unwatch()

@@ -31,6 +31,7 @@ class Site:
         self.blocks = blocks
         self.main = main
         self.device = engine.device
+        self.companion: object = None  # what lives as long as the module
 
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's call."""
