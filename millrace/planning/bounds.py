@@ -1,6 +1,6 @@
 """What can no schedule beat?
 
-Note "three bounds". The steady state of any schedule takes, per cycle, at least
+Note "four bounds". The steady state of any schedule takes, per cycle, at least
 
 1. the compute of the cycle: the compute lane is serial;
 2. the fewest bytes that any schedule loads, over the best bandwidth of any block. Relax every block to its single
@@ -12,7 +12,11 @@ Note "three bounds". The steady state of any schedule takes, per cycle, at least
    host has issued everything that started before it, so at most the budget's bytes are present or in flight (among
    them the blocks of the visit just computed). Whatever else the window uses must be loaded inside it, and so must all
    that expired at a boundary inside it; behind the last of these loads at least one visit of the window still computes.
-   This sees that a forward pass waits for its loads although a long backward pass behind it leaves the lane idle.
+   This sees that a forward pass waits for its loads although a long backward pass behind it leaves the lane idle;
+4. the smallest cycle time T whose memory has room for the loads in flight: over a cycle the budget offers budget * T
+   byte seconds; each visit takes its bytes times its compute, each load its bytes times its time on the lane, and each
+   block kept through a gap its bytes times the gap. Keeping frees the lane, which must load all the rest within T. The
+   best choice of what to keep, relaxed to fractions, is a knapsack; what is feasible for T is feasible for more.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ _SLOTS_OF_BELADY = 8000  # how many slots the byte-wise rule walks in search of 
 
 def lower_bound(problem: Problem) -> float:
     """Seconds per steady cycle that no schedule of this problem can beat (see the note above)."""
-    return max(window_bound(problem), bytes_bound(problem))
+    return max(window_bound(problem), bytes_bound(problem), memory_bound(problem))
 
 
 def bytes_bound(problem: Problem) -> float:
@@ -53,6 +57,50 @@ def window_bound(problem: Problem) -> float:
     if len(cuts) > 4:  # many micro-batches: the cuts inside are found from the boundary anyway
         cuts = {0}
     return max(problem.compute_seconds, *(_best_windows(tape, cut) for cut in sorted(cuts)))
+
+
+def memory_bound(problem: Problem) -> float:
+    """Bounds 1 and 4: the smallest cycle time at which what is kept leaves room for the loads in flight."""
+    tape = make_tape(problem, cycles=1, ring=True)
+    total = sum(gap.seconds for gap in tape.gaps)
+    used = sum(size * seconds for size, seconds in zip(tape.base, tape.compute, strict=True))
+    used += sum(gap.size * gap.seconds for gap in tape.gaps)
+    ends = [0.0]
+    for seconds in tape.compute:
+        ends.append(ends[-1] + seconds)
+    choices = []  # bytes, seconds of the load, length of the gap (less the cycle when it is all but the one visit), is it?
+    for gap in tape.gaps:
+        if gap.keepable:
+            whole = gap.end - gap.begin == tape.slots
+            length = ends[gap.end] - ends[(gap.begin + 1) % tape.slots] + (ends[-1] if gap.begin < -1 else 0.0)
+            choices.append((gap.size, gap.seconds, -tape.compute[gap.end] if whole else length, whole))
+    low, high = problem.compute_seconds, max(problem.compute_seconds, total)
+    for _ in range(40):
+        middle = (low + high) / 2
+        if total - _most_saved(choices, middle, tape.budget * middle - used) > middle:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _most_saved(choices: list[tuple[int, float, float, bool]], cycle: float, room: float) -> float:
+    """The most lane seconds that keeping saves in a cycle of `cycle` seconds with `room` byte seconds: a knapsack."""
+    saved = 0.0
+    graded = []
+    for size, seconds, length, whole in choices:
+        weight = size * (length + (cycle if whole else 0.0) - seconds)
+        if weight <= 0:
+            saved += seconds
+            room -= weight
+        elif seconds:
+            graded.append((weight / seconds, seconds, weight))
+    for ratio, seconds, weight in sorted(graded):
+        if weight > room:
+            return saved + max(0.0, room) / ratio
+        saved += seconds
+        room -= weight
+    return saved
 
 
 def _best_windows(tape: Tape, cut: int) -> float:

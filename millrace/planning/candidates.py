@@ -7,21 +7,26 @@ from collections.abc import Iterator
 from millrace.planning.belady import Room, joined, sweep
 from millrace.planning.tape import Tape, make_tape
 
-_SLOTS = 800  # the longest tape on which taking turns over several cycles is tried
+_SLOTS = 400  # the longest tape on which taking turns over several cycles is tried
 _SHARES = 32  # how finely the bytes that stay for good are graded
 
 
 def candidates(tape: Tape) -> Iterator[tuple[Tape, list[bool]]]:
-    """Tapes (of more cycles than `tape` where content takes turns) and what is kept on each; fewest bytes first."""
+    """Tapes (of more cycles than `tape` where content takes turns) and what is kept on each; those of more cycles last."""
     seen: set[tuple[bool, ...]] = set()
+    turning = []
     rounds = max(3, min(30, _SLOTS // tape.slots)) if tape.ring else 1
     for room in _rooms(tape):
         cycles = sweep(tape, room, rounds=rounds)
-        kept = joined(cycles)
-        key = tuple(kept)
+        key = tuple(joined(cycles))
         if key not in seen:
             seen.add(key)
-            yield tape if len(cycles) == 1 else make_tape(tape.problem, cycles=len(cycles), ring=True), kept
+            if len(cycles) == 1:
+                yield tape, list(key)
+            else:
+                turning.append((len(cycles), list(key)))
+    for count, kept in turning:
+        yield make_tape(tape.problem, cycles=count, ring=True), kept
 
 
 def _rooms(tape: Tape) -> Iterator[Room]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import random
 
-from millrace.planning.schedule import AHEAD, KEEP, LATE, Schedule, add_gap, evaluate, profile, stalled_chains
+from millrace.planning.schedule import AHEAD, KEEP, LATE, Schedule, occupy, evaluate, profile, stalled_chains
 from millrace.planning.tape import Tape
 
-_TOLERANCE = 0.01  # first threshold: how much worse than the current cycle time a change may be
+_TOLERANCE = 0.05  # first threshold: how much worse than the current time a change may be,
+_TOLERANCE_SLOTS = 0.6  # and this over the number of slots: on a long tape one change matters less
+_LATE_SHARE = 0.4  # how often a load is placed late
 
 
 def climb(tape: Tape, schedule: Schedule, goal: float, moves: int) -> Schedule:
@@ -22,8 +24,8 @@ def climb(tape: Tape, schedule: Schedule, goal: float, moves: int) -> Schedule:
         return schedule
     walk = _Walk(tape, schedule)
     for move in range(moves):
-        walk.tolerance = _TOLERANCE * (1 - (move + 1) / moves) ** 2
-        if walk.done or walk.best.seconds <= goal:
+        walk.tolerance = min(_TOLERANCE, _TOLERANCE_SLOTS / tape.slots) * (1 - (move + 1) / moves) ** 2
+        if walk.best.seconds <= goal:
             break
         walk.change()
     return walk.best
@@ -40,7 +42,6 @@ class _Walk:
         self.current = schedule
         self.best = schedule
         self.tolerance = 0.0
-        self.done = False
         self.index = {(gap.block, gap.end): index for index, gap in enumerate(tape.gaps)}
         self.covering: list[list[int]] = [[] for _ in range(tape.slots)]
         for index, gap in enumerate(tape.gaps):
@@ -55,8 +56,9 @@ class _Walk:
         self._propose(before)
         if not before:
             return
-        schedule = evaluate(self.tape, self.choices, self.held)
-        if schedule is None or schedule.seconds > self.current.seconds * (1 + self.tolerance):
+        limit = self.current.seconds * (1 + self.tolerance)
+        schedule = evaluate(self.tape, self.choices, self.held, limit)
+        if schedule is None or schedule.seconds > limit:
             for index, choice in before.items():
                 self._set(index, choice)
             return
@@ -79,7 +81,6 @@ class _Walk:
             for earlier in range(max(slot - 2, head.earliest), slot):
                 blocked[earlier % self.tape.slots] = None
         self.hot, self.blocked = list(hot), list(blocked)
-        self.done = not chains
 
     def _propose(self, before: dict[int, int]) -> None:
         """Change some choices, and note what they were: keep or delay a hot load, or clear a blocked slot."""
@@ -98,7 +99,8 @@ class _Walk:
                     self._keep(self.random.choice(self.hot), before)
         elif draw < 0.5:
             index = self.random.choice(self.hot)
-            self._choose(index, AHEAD if self.choices[index] == LATE else LATE, before)
+            self._choose(index, self._late() if self.choices[index] == AHEAD else AHEAD, before)
+            self._clear(index, before)
         else:
             self._keep(self.random.choice(self.hot), before)
 
@@ -108,6 +110,10 @@ class _Walk:
         if not gap.keepable or gap.free:
             return
         self._choose(index, KEEP, before)
+        self._clear(index, before)
+
+    def _clear(self, index: int, before: dict[int, int]) -> None:
+        """Give up others that are kept where the memory is too full."""
         while (over := max(self.held)) > self.tape.budget:
             there = self.covering[self.held.index(over)]
             kept = [other for other in there if self.choices[other] == KEEP and other != index]
@@ -117,7 +123,11 @@ class _Walk:
 
     def _load(self, index: int, before: dict[int, int]) -> None:
         if not self.tape.gaps[index].free:
-            self._choose(index, LATE if self.random.random() < 0.4 else AHEAD, before)
+            self._choose(index, self._late() if self.random.random() < _LATE_SHARE else AHEAD, before)
+
+    def _late(self) -> int:
+        draw = self.random.random()
+        return LATE if draw < 0.6 else LATE + 1 if draw < 0.85 else LATE + 2
 
     def _choose(self, index: int, choice: int, before: dict[int, int]) -> None:
         before.setdefault(index, self.choices[index])
@@ -125,9 +135,6 @@ class _Walk:
 
     def _set(self, index: int, choice: int) -> None:
         gap = self.tape.gaps[index]
-        if self.choices[index] != choice:
-            if self.choices[index] == KEEP:
-                add_gap(self.held, gap, -gap.size)
-            elif choice == KEEP:
-                add_gap(self.held, gap, gap.size)
-            self.choices[index] = choice
+        occupy(self.held, gap, self.choices[index], -gap.size)
+        occupy(self.held, gap, choice, gap.size)
+        self.choices[index] = choice

@@ -1,7 +1,7 @@
 """When is each load issued and how long does a cycle take, once it is decided what is kept?
 
-Note "choices decide all". Each gap of the tape gets one of three choices: KEEP the block, load it AHEAD, or load it LATE
-(at its own visit, behind whatever the lane already has). The loads ahead are served in the order of their uses: serving
+Note "choices decide all". Each gap of the tape gets one of three choices: KEEP the block, load it AHEAD, or load it
+LATE (at its own visit, or LATE + d: d slots before it), behind whatever the lane already has. The loads ahead are served in the order of their uses: serving
 a later use first on one serial lane only delays the earlier one. The exception is why LATE exists: a short load whose
 bytes are worth more to a long one behind it. The memory profile is then known slot by slot, so each load ahead is
 issued at the first slot from which it fits until its use. Issuing earlier is never later in time (every event is a
@@ -20,12 +20,12 @@ from millrace.planning.tape import Gap, Tape
 
 AHEAD: Final = 0
 KEEP: Final = 1
-LATE: Final = 2
+LATE: Final = 2  # LATE + d: issued d slots before the use
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Loads by the visits that need them, the slot that issues each (relative to the round of its use), and the time."""
+    """Loads by the visits that need them, the slot that issues each (relative to the round of its use), the time."""
 
     choices: tuple[int, ...]
     loads: tuple[Gap, ...]
@@ -38,30 +38,41 @@ def profile(tape: Tape, choices: Sequence[int]) -> list[int]:
     """Bytes in use or kept at each slot."""
     held = list(tape.base)
     for gap, choice in zip(tape.gaps, choices, strict=True):
-        if choice == KEEP:
-            add_gap(held, gap, gap.size)
+        occupy(held, gap, choice, gap.size)
     return held
 
 
-def add_gap(held: list[int], gap: Gap, size: int) -> None:
-    """Add `size` bytes to every slot that the gap covers."""
-    slots = len(held)
-    for slot in range(gap.begin + 1, gap.end):
-        held[slot % slots] += size
+def occupy(held: list[int], gap: Gap, choice: int, size: int) -> None:
+    """Add `size` bytes to every slot that a gap takes for certain: all of it when kept, its end when loaded late."""
+    if choice != AHEAD:
+        slots = len(held)
+        for slot in range(gap.begin + 1 if choice == KEEP else _late_slot(gap, choice), gap.end):
+            held[slot % slots] += size
 
 
-def evaluate(tape: Tape, choices: Sequence[int], held: list[int]) -> Schedule | None:
-    """The schedule that follows from the choices (`held` is their profile); None when it does not fit or settle."""
+def _late_slot(gap: Gap, choice: int) -> int:
+    return max(gap.earliest, gap.end - (choice - LATE))
+
+
+def evaluate(
+    tape: Tape, choices: Sequence[int], held: list[int], limit_seconds: float = float("inf")
+) -> Schedule | None:
+    """The schedule that follows from the choices (`held` is their profile).
+
+    None when it does not fit or settle, or when its loads alone take longer than the limit.
+    """
     if max(held) > tape.budget:
         return None
     chosen = [(gap, choice) for gap, choice in zip(tape.gaps, choices, strict=True) if choice != KEEP]
+    if sum([gap.seconds for gap, _ in chosen]) > limit_seconds:
+        return None
     ahead = [gap for gap, choice in chosen if choice == AHEAD]
     slots = _issue_slots(tape, ahead, held)
     if slots is None:
         return None
     queue = iter(slots)
     loads = tuple(gap for gap, _ in chosen)
-    issues = tuple(next(queue) if choice == AHEAD else gap.end for gap, choice in chosen)
+    issues = tuple(next(queue) if choice == AHEAD else _late_slot(gap, choice) for gap, choice in chosen)
     return Schedule(
         choices=tuple(choices),
         loads=loads,
@@ -78,35 +89,58 @@ def make_schedule(tape: Tape, choices: Sequence[int]) -> Schedule | None:
 
 def _issue_slots(tape: Tape, loads: list[Gap], held: list[int]) -> list[int] | None:
     """The first slot from which each load fits until its use, in lane order. None when a ring does not settle."""
+    issues: list[int] = []
     if not tape.carries:
-        return _issue_rounds(tape, loads, list(held), 1)
-    count = len(loads)
-    for rounds in (3, 8):
-        issues = _issue_rounds(tape, loads, held * rounds, rounds)
-        last = issues[(rounds - 1) * count :]
-        if issues[(rounds - 2) * count : (rounds - 1) * count] == last:
-            return last
+        _issue_round(tape, loads, list(held), 0, issues)
+        return issues
+    count, slots = len(loads), tape.slots
+    if not count:
+        return issues
+    # Half a round to get going, then a round that is taken when its own second half comes out the same (as far back as
+    # the loads that it issued in the round before can reach): the round behind it would then be the same again.
+    half = next((place for place, gap in enumerate(loads) if 2 * gap.end >= slots), count - 1)
+    used = held * 2
+    _issue_round(tape, loads[half:], used, 0, issues)
+    start, issues = issues, []
+    _issue_round(tape, loads, used, slots, issues, start[-1])
+    same = count
+    while same > half and start[same - 1 - half] == issues[same - 1]:
+        same -= 1
+    if same < count and (same == 0 or slots + min(issues) > loads[same - 1].end):
+        return issues
+    return _settled_issues(tape, loads, held)
+
+
+def _settled_issues(tape: Tape, loads: list[Gap], held: list[int]) -> list[int] | None:
+    before: list[int] = []
+    used = held * 8
+    last = 0
+    for turn in range(8):
+        issues: list[int] = []
+        _issue_round(tape, loads, used, turn * tape.slots, issues, last)
+        if issues == before:
+            return issues
+        before, last = issues, issues[-1] + turn * tape.slots
     return None
 
 
-def _issue_rounds(tape: Tape, loads: list[Gap], used: list[int], rounds: int) -> list[int]:
-    issues: list[int] = []
-    slots, budget = tape.slots, tape.budget
-    last = 0
-    for offset in range(0, rounds * slots, slots):
-        for gap in loads:
-            size = gap.size
-            room = budget - size
-            slot = offset + gap.end
-            floor = offset + gap.earliest
-            if floor < last:
-                floor = last
-            while slot > floor and used[slot - 1] <= room:
-                slot -= 1
-                used[slot] += size
-            last = slot
-            issues.append(slot - offset)
-    return issues
+def _issue_round(
+    tape: Tape, loads: list[Gap], used: list[int], offset: int, issues: list[int], last: int = 0
+) -> None:
+    """Append the slots (relative to the round at `offset`) at which one round of loads is issued, none before `last`."""
+    budget = tape.budget
+    for gap in loads:
+        size = gap.size
+        room = budget - size
+        slot = offset + gap.end
+        floor = offset + gap.earliest
+        if floor < last:
+            floor = last
+        while slot > floor and used[slot - 1] <= room:
+            slot -= 1
+            used[slot] += size
+        last = slot
+        issues.append(slot - offset)
 
 
 class _Lanes:

@@ -14,9 +14,12 @@ from millrace.planning.schedule import Schedule, make_schedule
 from millrace.planning.tape import Tape, make_tape
 
 CLOSE = 1.005  # over the lower bound: good enough to stop
-TURNS_MUST_SAVE = 0.995  # a plan of several cycles is taken only when its time is below this share of a one-cycle plan
-_CLIMBS = 2  # how many candidates (of different numbers of cycles) the walk begins from
-_MOVES = 2000  # evaluations of the walk on a tape of up to 100 slots; fewer on a longer one
+TURNING_MAY_WIN = 1.05  # a candidate of several cycles is walked from when it is not slower than this
+TURNING_MUST_SAVE = 0.995  # and taken when it is faster than this, over the one-cycle plan
+_WALKS = 2  # how many candidates of several cycles are walked from
+_SHORT = 40  # slots up to which a one-cycle plan is tried over several cycles
+_LONG = 120  # slots up to which a plan of several cycles is improved by a walk
+_MOVES = 1500  # changes that the walk tries, at most
 
 
 def best_ring(problem: Problem, bound: float) -> tuple[Tape, Schedule]:
@@ -41,26 +44,46 @@ def _best(tape: Tape, bound: float) -> tuple[Tape, Schedule]:
         leader = leaders.get(shape.cycles)
         if leader is None or _score(shape, schedule) < _score(*leader):
             leaders[shape.cycles] = (shape, schedule)
-        if shape.cycles == tape.cycles and schedule.seconds / _rounds(shape) <= goal:
+        if shape.cycles == tape.cycles and schedule.seconds / shape.cycles <= goal:
             return shape, schedule
-    if not leaders:
+    return _improved(tape, list(leaders.values()), goal)
+
+
+def _improved(tape: Tape, leaders: list[tuple[Tape, Schedule]], goal: float) -> tuple[Tape, Schedule]:
+    """Walk from the best one-cycle candidate, then from those of several cycles that are worth their turns."""
+    leaders.sort(key=lambda pair: (_score(*pair), pair[0].cycles))
+    best = next((pair for pair in leaders if pair[0].cycles == tape.cycles), None)
+    if best is not None:
+        best = (tape, climb(tape, best[1], goal * tape.cycles, _moves(tape)))
+        if best[1].seconds <= goal * tape.cycles:
+            return best
+    turning = [pair for pair in leaders if pair[0].cycles != tape.cycles]
+    limit = TURNING_MUST_SAVE
+    for shape, schedule in turning[:_WALKS] + _repeated(best, tape):
+        if best is not None and _score(shape, schedule)[0] > TURNING_MAY_WIN * _score(*best)[0]:
+            continue
+        pair = (shape, climb(shape, schedule, goal * shape.cycles, _moves(shape) if shape.slots <= _LONG else 0))
+        if best is None or _score(*pair)[0] < limit * _score(*best)[0]:
+            best, limit = pair, 1.0
+    if best is None:
         raise ValueError("no schedule fits the budget although every visit does: please report this problem")
-    order = sorted(leaders.values(), key=lambda pair: (_score(*pair), pair[0].cycles))
-    for shape, schedule in order[:_CLIMBS]:
-        leaders[shape.cycles] = (shape, climb(shape, schedule, goal * _rounds(shape), _moves(shape)))
-    order = sorted(leaders.values(), key=lambda pair: (_score(*pair), pair[0].cycles))
-    single = leaders.get(tape.cycles)
-    if single is not None and _score(*order[0])[0] >= TURNS_MUST_SAVE * _score(*single)[0]:
-        return single
-    return order[0]
+    return best
 
 
-def _rounds(tape: Tape) -> int:
-    return tape.cycles if tape.ring else 1
+def _repeated(single: tuple[Tape, Schedule] | None, tape: Tape) -> list[tuple[Tape, Schedule]]:
+    """A one-cycle plan laid out over two and three cycles, where that is short: a walk may find turns to take."""
+    found = []
+    for cycles in (2, 3):
+        if single is not None and tape.ring and tape.slots * cycles <= _SHORT:
+            shape = make_tape(tape.problem, cycles=cycles, ring=True)
+            schedule = make_schedule(shape, single[1].choices * cycles)
+            if schedule is not None:
+                found.append((shape, schedule))
+    return found
 
 
 def _moves(tape: Tape) -> int:
-    return min(_MOVES, _MOVES * 100 // max(1, tape.slots))
+    return min(_MOVES, 150 + 25_000 // tape.slots)
 
 
 def _score(tape: Tape, schedule: Schedule) -> tuple[float, float]:
