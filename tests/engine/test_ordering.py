@@ -1,0 +1,190 @@
+"""Is every edge between lanes needed? Each is taken out in turn, and the detector must name what it then finds.
+
+The edges are those of docs/design/ordering.md, by number. The package has no switch for this: a test replaces the one
+method that makes the edge. Host accesses, which no device sees, are announced to the detector by the tests.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import millrace
+from millrace.engine.block import Block
+from millrace.engine.gradients import Gradients
+from millrace.engine.residency import Residency
+from millrace.runtime import lanes as lanes_module
+from millrace.runtime.lanes import Lane, Lanes
+from tests.engine.models import loss_of, weight_bytes
+
+pytestmark = pytest.mark.emu("random:0", "random:1")
+
+
+def offloaded(model: nn.Module, **settings: Any) -> millrace.Offloaded:
+    """A budget of about half of the model: every block comes and goes."""
+    return millrace.offload(model, device="emu", device_memory=weight_bytes(model) // 2, **settings)
+
+
+def train(emu: ModuleType, model: nn.Module, tokens: torch.Tensor, micro_batches: int = 1, steps: int = 4) -> None:
+    """Training steps in which the host reads gradients and writes homes, announced to the detector."""
+    with offloaded(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(steps):
+            for _ in range(micro_batches):
+                loss_of(model, tokens).backward()
+            for parameter in model.parameters():
+                emu.host_access(parameter.grad, write=False, what="host reads a gradient")
+                emu.host_access(parameter, write=True, what="host writes a home")
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def infer(emu: ModuleType, model: nn.Module, tokens: torch.Tensor, through_data: bool, **settings: Any) -> None:
+    """Passes without gradients, between which the host writes homes without waiting for anything itself."""
+    with offloaded(model, **settings), torch.no_grad():
+        for _ in range(4):
+            model(tokens)
+            for parameter in model.parameters():
+                written = parameter.data if through_data else parameter
+                emu.host_access(written, write=True, what="host writes a home")
+                written.mul_(0.5)
+
+
+def without_waiting_on(lane: Lane) -> Callable[..., Any]:
+    """`copy` of the lanes, but this lane does not wait for the event it is given."""
+    copy = lanes_module._StreamLanes.copy
+
+    def altered(self: Lanes, copied_on: Lane, copies: Any, after: Any) -> Any:
+        return copy(self, copied_on, copies, torch.Event("emu") if copied_on is lane else after)
+
+    return altered
+
+
+def evict_without_arrival(self: Residency, block: Block) -> None:
+    """`Residency.evict`, but a buffer that is still arriving goes back to the allocator at once."""
+    arrive, self.arrive = self.arrive, lambda block: None
+    presence = block.presence
+    try:
+        block._presence = type(presence).PRESENT if block.buffer is not None else presence
+        _evict(self, block)
+    finally:
+        self.arrive = arrive
+
+
+_evict = Residency.evict
+
+
+def found(emu: ModuleType) -> str:
+    reports = emu.take_reports()
+    assert reports, "the edge is gone and nobody noticed"
+    return "\n".join(reports)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_training_as_it_is_has_no_race(emu_device, decoder, tokens, micro_batches):
+    train(emu_device, decoder, tokens, micro_batches)
+    assert emu_device.take_reports() == []
+
+
+@pytest.mark.parametrize(("through_data", "settings"), [(True, {}), (False, {"prefetch": 0})])
+def test_inference_as_it_is_has_no_race(emu_device, decoder, tokens, through_data, settings):
+    infer(emu_device, decoder, tokens, through_data, **settings)
+    assert emu_device.take_reports() == []
+
+
+def test_edge_1_onload_waits_for_the_allocation(emu_device, decoder, tokens, monkeypatch):
+    monkeypatch.setattr(lanes_module._StreamLanes, "copy", without_waiting_on(Lane.ONLOAD))
+    train(emu_device, decoder, tokens)
+    assert "copy H2D" in found(emu_device)
+
+
+def test_edge_2_compute_waits_for_the_arrival(emu_device, decoder, tokens, monkeypatch):
+    def arrive(self: Residency, block: Block) -> None:
+        if block.arrival is not None and block.presence is not type(block.presence).PRESENT:
+            block.presence = type(block.presence).PRESENT
+
+    monkeypatch.setattr(Residency, "arrive", arrive)
+    train(emu_device, decoder, tokens)
+    reports = found(emu_device)
+    assert "read-after-write" in reports and "copy H2D" in reports
+
+
+def test_edge_3_a_buffer_that_is_arriving_is_not_let_go(emu_device, decoder, tokens, monkeypatch):
+    monkeypatch.setattr(Residency, "evict", evict_without_arrival)
+    with offloaded(decoder) as handle, torch.no_grad():
+        for _ in range(3):
+            decoder(tokens)
+        for block in list(handle._residency.present()):
+            handle._residency.evict(block)
+        block = handle._engine.blocks[0]
+        handle._residency.onload(block)  # sent for, and let go before anybody waited
+        handle._residency.evict(block)
+    reports = found(emu_device)
+    assert "free" in reports and "copy H2D" in reports
+
+
+def test_edge_4_offload_waits_for_the_gradient(emu_device, decoder, tokens, monkeypatch):
+    monkeypatch.setattr(lanes_module._StreamLanes, "copy", without_waiting_on(Lane.OFFLOAD))
+    train(emu_device, decoder, tokens)
+    reports = found(emu_device)
+    assert "read-after-write" in reports and "copy D2H" in reports
+
+
+def test_edge_5_a_gradient_stays_until_its_copy_is_done(emu_device, decoder, tokens, monkeypatch):
+    monkeypatch.setattr(Gradients, "_let_go", lambda self: self._leaving.popleft() and None)
+    train(emu_device, decoder, tokens)
+    reports = found(emu_device)
+    assert "free" in reports and "copy D2H" in reports
+
+
+def test_edge_6_backward_returns_when_gradients_are_home(emu_device, decoder, tokens, monkeypatch):
+    def deliver(self: Gradients) -> None:
+        self._submit_ready()
+        arrived = self._arriving
+        self._forget()
+        for slot, gradient in arrived.items():
+            slot.home.grad = gradient
+
+    monkeypatch.setattr(Gradients, "deliver", deliver)
+    train(emu_device, decoder, tokens)
+    reports = found(emu_device)
+    assert "host reads a gradient" in reports and "copy D2H" in reports
+
+
+def test_edge_7_additions_wait_for_the_staged_copy(emu_device, decoder, tokens, monkeypatch):
+    """The host lane's reads are announced where they happen."""
+
+    def run(self: Lanes, job: Callable[[], None], after: Any) -> Any:
+        for piece in staged:
+            emu_device.host_access(piece, write=False, what="host adds a staged gradient")
+        return self._host.submit(job)
+
+    staged: list[torch.Tensor] = []
+    send = Gradients._send
+
+    def remember(self: Gradients, direct: Any, pieces: Any) -> None:
+        staged[:] = [piece for _, (piece, _) in pieces]
+        send(self, direct, pieces)
+
+    monkeypatch.setattr(Gradients, "_send", remember)
+    monkeypatch.setattr(Lanes, "run", run)
+    train(emu_device, decoder, tokens, micro_batches=2)
+    reports = found(emu_device)
+    assert "host adds a staged gradient" in reports and "copy D2H" in reports
+
+
+def test_edge_8_homes_are_handed_out_when_no_copy_reads_them(emu_device, decoder, tokens, monkeypatch):
+    monkeypatch.setattr(Block, "wait_for_reads", lambda self: None)
+    infer(emu_device, decoder, tokens, through_data=True)
+    reports = found(emu_device)
+    assert "host writes a home" in reports and "copy H2D" in reports
+
+
+def test_edge_9_a_pass_ends_when_what_it_used_was_read(emu_device, decoder, tokens, monkeypatch):
+    monkeypatch.setattr(Residency, "wait_for_consumed_reads", lambda self: None)
+    infer(emu_device, decoder, tokens, through_data=False, prefetch=0)
+    reports = found(emu_device)
+    assert "host writes a home" in reports and "copy H2D" in reports
