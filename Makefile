@@ -44,7 +44,7 @@ demo: $(READY)
 		--text "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" \
 		--include '*.py' --exclude 'site-packages/*' 'dist-packages/*' 'test/*' \
 		--device-memory 25% --compare-plain 5 \
-		--steps 100 --warmup-steps 10 --learning-rate 1e-3 --output build/demo
+		--sequence-length 128 --steps 60 --warmup-steps 10 --learning-rate 1e-3 --output build/demo
 
 bench: $(READY)
 	@for benchmark in benchmarks/*.py; do \
