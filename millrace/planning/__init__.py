@@ -1,6 +1,6 @@
 """What to load when, what to evict, what to keep: decided ahead, as frozen data, from plain numbers (no torch here)."""
 
-from millrace.planning.bounds import lower_bound
+from millrace.planning.bounds import bytes_bound, lower_bound
 from millrace.planning.errors import BudgetTooSmall
 from millrace.planning.plan import Plan, Prediction, Step
 from millrace.planning.planner import make_plan, make_run
@@ -17,6 +17,7 @@ __all__ = [
     "Simulation",
     "Step",
     "Visit",
+    "bytes_bound",
     "lower_bound",
     "make_plan",
     "make_run",

@@ -68,7 +68,8 @@ def memory_bound(problem: Problem) -> float:
     ends = [0.0]
     for seconds in tape.compute:
         ends.append(ends[-1] + seconds)
-    choices = []  # bytes, seconds of the load, length of the gap (less the cycle when it is all but the one visit), is it?
+    # bytes, seconds of the load, length of the gap, and whether that is the cycle less the one visit (given negative)
+    choices = []
     for gap in tape.gaps:
         if gap.keepable:
             whole = gap.end - gap.begin == tape.slots

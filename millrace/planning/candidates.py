@@ -12,7 +12,7 @@ _SHARES = 32  # how finely the bytes that stay for good are graded
 
 
 def candidates(tape: Tape) -> Iterator[tuple[Tape, list[bool]]]:
-    """Tapes (of more cycles than `tape` where content takes turns) and what is kept on each; those of more cycles last."""
+    """Tapes and what is kept on each. Where the content takes turns a tape has more cycles; those come last."""
     seen: set[tuple[bool, ...]] = set()
     turning = []
     rounds = max(3, min(30, _SLOTS // tape.slots)) if tape.ring else 1

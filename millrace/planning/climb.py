@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 
-from millrace.planning.schedule import AHEAD, KEEP, LATE, Schedule, occupy, evaluate, profile, stalled_chains
+from millrace.planning.schedule import AHEAD, KEEP, LATE, Schedule, evaluate, occupy, profile, stalled_chains
 from millrace.planning.tape import Tape
 
 _TOLERANCE = 0.05  # first threshold: how much worse than the current time a change may be,

@@ -38,9 +38,10 @@ class Plan:
     """Frozen decisions: the executor walks them without deciding.
 
     `cycles[c]` has one Step for each visit and, last, one for the boundary behind them. A cyclic plan repeats after
-    `len(cycles)` cycles (one, unless taking turns in what is kept saves bytes). `start` is what is present when the
-    first cycle begins in the steady state. From any subset of `start` the plan is safe: what is missing is loaded on
-    demand once, and after one round the state is the steady one.
+    `len(cycles)` cycles (one, unless taking turns in what is kept saves time). `start` is what is present, or in
+    flight, when the first cycle begins in the steady state (a changing resident only if its reload was issued). From
+    any part of `start` the plan is safe: what is missing is loaded on demand once, and after one round the state is
+    the steady one.
     """
 
     problem: Problem

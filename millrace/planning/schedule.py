@@ -1,12 +1,12 @@
 """When is each load issued and how long does a cycle take, once it is decided what is kept?
 
-Note "choices decide all". Each gap of the tape gets one of three choices: KEEP the block, load it AHEAD, or load it
-LATE (at its own visit, or LATE + d: d slots before it), behind whatever the lane already has. The loads ahead are served in the order of their uses: serving
-a later use first on one serial lane only delays the earlier one. The exception is why LATE exists: a short load whose
-bytes are worth more to a long one behind it. The memory profile is then known slot by slot, so each load ahead is
-issued at the first slot from which it fits until its use. Issuing earlier is never later in time (every event is a
-maximum of earlier ones plus a constant) and takes memory only from loads that come behind it in the lane. So the search
-in `search.py` is over one choice per gap and nothing else.
+Note "choices decide all". Each gap of the tape gets one choice: KEEP the block, load it AHEAD, or load it LATE (at its
+own visit, or LATE + d: d slots before it). The loads ahead are served in the order of their uses: serving a later use
+first on one serial lane only delays the earlier one. The exception is why LATE exists: a short load whose bytes are
+worth more to a long one behind it. The memory profile is then known slot by slot, so each load ahead is issued at the
+first slot from which it fits until its use. Issuing earlier is never later in time (every event is a maximum of earlier
+ones plus a constant) and takes memory only from loads that come behind it in the lane. So the search in `search.py` is
+over one choice per gap and nothing else.
 """
 
 from __future__ import annotations
@@ -124,10 +124,8 @@ def _settled_issues(tape: Tape, loads: list[Gap], held: list[int]) -> list[int] 
     return None
 
 
-def _issue_round(
-    tape: Tape, loads: list[Gap], used: list[int], offset: int, issues: list[int], last: int = 0
-) -> None:
-    """Append the slots (relative to the round at `offset`) at which one round of loads is issued, none before `last`."""
+def _issue_round(tape: Tape, loads: list[Gap], used: list[int], offset: int, issues: list[int], last: int = 0) -> None:
+    """Append the slots (relative to the round at `offset`) that issue one round of loads, none before `last`."""
     budget = tape.budget
     for gap in loads:
         size = gap.size
@@ -215,7 +213,7 @@ def steps_of(tape: Tape, schedule: Schedule) -> tuple[tuple[tuple[Step, ...], ..
     residents = tape.problem.residents
     loads: list[list[int]] = [[] for _ in range(slots + 1)]
     evictions: list[list[int]] = [[] for _ in range(slots + 1)]
-    start = set(residents | tape.present)
+    start = set(residents - tape.problem.changing if tape.ring else residents | tape.present)
     order = sorted(range(len(schedule.loads)), key=lambda place: schedule.loads[place].end - schedule.issues[place])
     for place in order:
         gap, issue = schedule.loads[place], schedule.issues[place]

@@ -38,13 +38,16 @@ def simulate(
     steps: Sequence[Sequence[Step]],
     *,
     cycles: int,
-    present: frozenset[int] = frozenset(),
+    present: frozenset[int] | None = None,
 ) -> Simulation:
     """Walk `cycles` cycles; cycle c follows `steps[c % len(steps)]` (a Plan's `cycles`), starting with `present`.
 
-    Residents are present at the start. Raises ValueError when a planned eviction would drop a block in use.
+    None: only the residents. Otherwise exactly these, and the residents that never change. (The memory of the other
+    residents is theirs all the same; one that is not named waits for its reload.) Raises ValueError when a planned
+    eviction would drop a block in use.
     """
-    machine = _Machine(problem, present)
+    start = problem.residents if present is None else present | (problem.residents - problem.changing)
+    machine = _Machine(problem, start)
     ends, starts, stalls, moved, loads, demands = [], [], [], [], [], []
     for cycle in range(cycles):
         plan = steps[cycle % len(steps)]
@@ -75,7 +78,7 @@ class _Machine:
         self.problem = problem
         self.compute_end = 0.0
         self.lane_end = 0.0
-        self.arrival = dict.fromkeys(sorted(present | problem.residents), 0.0)  # block -> seconds; fresh copies only
+        self.arrival = dict.fromkeys(sorted(present), 0.0)  # block -> seconds; fresh copies only
         self.held_bytes = problem.resident_bytes + sum(problem.block_bytes[b] for b in present - problem.residents)
         self.peak_bytes = self.held_bytes
         self.onload_bytes = 0

@@ -1,0 +1,163 @@
+"""Are the decisions of a plan consistent, within the budget, and as predicted?"""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_models import decoder, random_model
+
+from millrace.planning import Phase, Plan, Problem, Visit, make_plan, make_run, simulate
+
+SETTINGS = {"derandomize": True, "deadline": None, "database": None}
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Any trace: visits of no, one or two blocks in any order, residents, changing blocks, limits on prefetch."""
+    count = draw(st.integers(2, 9))
+    sizes = tuple(draw(st.integers(0, 100)) for _ in range(count))
+    residents = draw(st.frozensets(st.integers(0, count - 1), max_size=2))
+    changing = draw(st.sampled_from(["none", "all", "some"]))
+    visits = tuple(
+        Visit(blocks=tuple(blocks), phase=draw(st.sampled_from(Phase)), compute_seconds=draw(st.integers(0, 20)) / 10)
+        for blocks in draw(
+            st.lists(st.lists(st.integers(0, count - 1), max_size=2, unique=True), min_size=1, max_size=14)
+        )
+    )
+    held = sum(sizes[block] for block in residents)
+    least = held + max(sum(sizes[b] for b in visit.blocks if b not in residents) for visit in visits)
+    return Problem(
+        block_bytes=sizes,
+        load_seconds=tuple(draw(st.integers(0, 20)) / 10 for _ in range(count)),
+        visits=visits,
+        budget_bytes=least + draw(st.integers(0, 200)),
+        residents=residents,
+        changing=frozenset(
+            {"none": (), "all": range(count), "some": draw(st.frozensets(st.integers(0, count - 1)))}[changing]
+        ),
+        max_ahead=draw(st.sampled_from([None, 0, 1, 2, 5])),
+    )
+
+
+def check_consistent(plan: Plan, present: frozenset[int], rounds: int) -> frozenset[int]:
+    """Walk the decisions alone: nothing absent is evicted, nothing present loaded, all served, all in budget."""
+    problem = plan.problem
+    fresh = set(present)
+    sizes = problem.block_bytes
+    for cycle in range(rounds * len(plan.cycles)):
+        steps = plan.cycles[cycle % len(plan.cycles)]
+        assert len(steps) == len(problem.visits) + 1
+        for index, step in enumerate(steps):
+            at_boundary = index == len(problem.visits)
+            needed = () if at_boundary else problem.visits[index].blocks
+            for block in step.evictions:
+                assert block in fresh
+                assert block not in problem.residents
+                assert block not in needed
+                fresh.remove(block)
+            if at_boundary:
+                assert not (fresh - problem.residents) & problem.changing, "a copy outlives the change of its block"
+                fresh -= problem.changing
+            for block in step.loads:
+                assert block not in fresh
+                fresh.add(block)
+                held = sum(sizes[b] for b in fresh | problem.residents)
+                assert held <= problem.budget_bytes
+            assert fresh.issuperset(needed), "a visit would have to load on demand"
+    return frozenset(fresh)
+
+
+@settings(max_examples=150, **SETTINGS)
+@given(problems())
+def test_steady_plans_are_consistent(problem):
+    plan = make_plan(problem)
+    used = {block for visit in problem.visits for block in visit.blocks}
+    end = check_consistent(plan, plan.start, rounds=2)
+    assert end & used == plan.start & used
+    run = simulate(problem, plan.cycles, cycles=2 * len(plan.cycles), present=plan.start)
+    assert run.peak_bytes <= problem.budget_bytes
+    assert sum(run.demand_onloads) == 0
+    assert run.present & used == plan.start & used
+
+
+@settings(max_examples=60, **SETTINGS)
+@given(problems(), st.integers(1, 3), st.data())
+def test_runs_are_consistent(problem, cycles, data):
+    present = data.draw(st.frozensets(st.integers(0, len(problem.block_bytes) - 1))) - problem.residents
+    if sum(problem.block_bytes[b] for b in present | problem.residents) > problem.budget_bytes:
+        present = frozenset()
+    plan = make_run(problem, cycles=cycles, present=present)
+    assert len(plan.cycles) == cycles
+    check_consistent(plan, present | problem.residents, rounds=1)
+
+
+@settings(max_examples=60, **SETTINGS)
+@given(problems(), st.data())
+def test_a_steady_plan_is_safe_from_any_part_of_its_start(problem, data):
+    plan = make_plan(problem)
+    present = frozenset(b for b in sorted(plan.start - problem.residents) if data.draw(st.booleans()))
+    count = len(plan.cycles)
+    run = simulate(problem, plan.cycles, cycles=2 * count, present=present)
+    used = {block for visit in problem.visits for block in visit.blocks}
+    assert run.peak_bytes <= problem.budget_bytes
+    assert sum(run.demand_onloads[count:]) == 0
+    assert run.present & used == plan.start & used
+
+
+@settings(max_examples=60, **SETTINGS)
+@given(problems())
+def test_nothing_is_loaded_earlier_than_allowed(problem):
+    if problem.max_ahead is None:
+        return
+    plan = make_plan(problem)
+    visits = problem.visits
+    for steps in plan.cycles:
+        for index, step in enumerate(steps):
+            reach = [visits[(index + ahead) % len(visits)].blocks for ahead in range(problem.max_ahead + 1)]
+            for block in step.loads:
+                assert any(block in blocks for blocks in reach)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_prediction_is_what_the_simulator_settles_to(seed):
+    plan = make_plan(random_model(seed, low=24, high=40))
+    count = len(plan.cycles)
+    run = simulate(plan.problem, plan.cycles, cycles=12 * count, present=plan.start)
+    settled = (run.cycle_ends[12 * count - 1] - run.cycle_ends[6 * count - 1]) / (6 * count)
+    assert settled == pytest.approx(plan.predicted.cycle_seconds, rel=1e-6)
+
+
+def test_with_room_for_two_visits_nothing_waits_for_its_own_visit():
+    for ratio in (0.5, 0.9, 1.5):
+        plan = make_plan(decoder(ratio=ratio, budget_blocks=3, backward=2.0))
+        for steps in plan.cycles:
+            for visit, step in zip(plan.problem.visits[1:], steps[1:], strict=False):
+                assert not set(step.loads) & set(visit.blocks)
+
+
+def test_a_changing_resident_is_loaded_again_in_place():
+    problem = Problem(
+        block_bytes=(100, 100, 100),
+        load_seconds=(0.5, 0.5, 0.5),
+        visits=tuple(Visit(blocks=(block,), compute_seconds=1.0) for block in range(3)),
+        budget_bytes=200,
+        residents=frozenset({1}),
+        changing=frozenset({1}),
+    )
+    plan = make_plan(problem)
+    assert plan.predicted.onload_bytes == 300
+    assert plan.predicted.peak_bytes == 200
+    assert all(1 not in step.evictions for step in plan.cycles[0])
+
+
+def test_a_single_pass_loads_nothing_for_the_next():
+    problem = Problem(
+        block_bytes=(100,) * 4,
+        load_seconds=(0.5,) * 4,
+        visits=tuple(Visit(blocks=(block,), compute_seconds=1.0) for block in range(4)),
+        budget_bytes=200,
+        cyclic=False,
+    )
+    plan = make_plan(problem)
+    assert plan.predicted.cycle_seconds == pytest.approx(4.5)
+    assert plan.predicted.onloads == 4
+    assert plan.cycles[0][-1].loads == ()
