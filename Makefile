@@ -47,9 +47,8 @@ demo: $(READY)
 		--sequence-length 128 --steps 60 --warmup-steps 10 --learning-rate 1e-3 --output build/demo
 
 bench: $(READY)
-	@for benchmark in benchmarks/*.py; do \
-		[ -e "$$benchmark" ] || { echo "no benchmarks yet"; break; }; \
-		echo "== $$benchmark"; $(BIN)/python "$$benchmark" || exit 1; \
+	@for benchmark in $$(grep -l '__main__' benchmarks/*.py); do \
+		echo "== $$benchmark"; PYTHONPATH=. $(BIN)/python "$$benchmark" || exit 1; \
 	done
 
 clean:

@@ -48,7 +48,7 @@ class BarProgress:
         tqdm.write(text, file=sys.stderr)
 
     def step(self, record: StepRecord) -> None:
-        bar = self._bar or tqdm[NoReturn](total=record.steps, unit="step", dynamic_ncols=True)
+        bar: tqdm[NoReturn] = self._bar or tqdm(total=record.steps, unit="step", dynamic_ncols=True)
         bar.set_postfix_str(describe(record), refresh=False)
         bar.update(1)
         self._bar = bar

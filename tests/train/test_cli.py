@@ -76,6 +76,7 @@ BAD_INPUTS = {
     "not a model": ("--model {}/directory", "model directory {}/directory has no config.json"),
     "budget not a size": ("--device-memory lots", "--device-memory='lots' is not a size"),
     "budget too small": ("--device-memory 1KiB", "device_memory"),
+    "host budget too small": ("--host-memory 1KiB", "host_memory allows 1 KiB"),
     "output not empty": ("--output {}/full", "output directory {}/full is not empty"),
     "output a file": ("--output {}/empty.txt", "output directory {}/empty.txt cannot be made"),
     "device unknown": ("--device abacus", "--device 'abacus' cannot be used"),
