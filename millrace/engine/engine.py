@@ -202,9 +202,15 @@ class Engine:
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.device == self.device else tensor.to(self.device)
 
-    def saved_tensors(self, site: Site) -> SavedTensors:
-        """Hooks for what autograd saves in a visit of the site."""
-        return SavedTensors(self._residency, self.device, lambda: self.begin_backward_of(site), self.require)
+    def saved_tensors(self, call: "_Call") -> SavedTensors:
+        """Hooks for what autograd saves in a visit."""
+        return SavedTensors(
+            self._residency,
+            self.device,
+            lambda block: block in call.blocks,
+            lambda: self.begin_backward_of(call.site),
+            self.require,
+        )
 
     def visit(self, call: "_Call") -> None:
         """A site's call, or its recomputation, makes its blocks present."""
@@ -241,11 +247,13 @@ class _Call:
         self.site = site
         self.blocks: tuple[Block, ...] = ()  # bound until the call ends
         self._engine = engine
+        self._outermost = False
         self._ends = contextlib.ExitStack()
 
     def begin_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """It is the outermost call."""
         engine = self._engine
+        self._outermost = True
         args, kwargs = engine.begin_pass(self.site, args, kwargs)
         self._ends.callback(engine.end_pass)
         if engine.recording:
@@ -257,14 +265,14 @@ class _Call:
         engine = self._engine
         engine.visit(self)
         self._ends.callback(engine.leave)
-        if not self.blocks and not engine.recording:
+        if not self.blocks and not self._outermost and not engine.recording:
             return
         if torch.is_autocast_enabled(engine.device.type) and torch.is_autocast_cache_enabled():
             # The cache would keep low-precision copies of the weights on the device, also of weights that changed.
             torch.set_autocast_cache_enabled(False)
             self._ends.callback(torch.set_autocast_cache_enabled, True)
         if torch.is_grad_enabled():
-            saved = engine.saved_tensors(self.site)
+            saved = engine.saved_tensors(self)
             saved.push()
             self._ends.callback(saved.pop)
 
