@@ -1,6 +1,7 @@
 """How is a model offloaded? `offload()` wires the layers together, and `Offloaded` is the handle on the result."""
 
 import atexit
+import os
 import weakref
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -25,7 +26,7 @@ from millrace.engine.residency import Residency
 from millrace.errors import BudgetError, StateError
 from millrace.memory.ledger import Ledger, Tier
 from millrace.planning import Plan
-from millrace.report import Stats
+from millrace.report import Stats, write_trace
 from millrace.runtime.device import free_device_bytes, is_accelerator, resolve_device
 from millrace.runtime.host import available_host_bytes
 from millrace.runtime.lanes import open_lanes
@@ -82,6 +83,8 @@ def offload(
         param_dtype=param_dtype,
         grad_dtype=grad_dtype,
     )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
     _refuse_foreign_hooks(model)
     return Offloaded(model, config)
 
@@ -90,14 +93,14 @@ class Offloaded:
     """The handle on an offloaded model. As a context manager it calls `remove()` at the end."""
 
     def __init__(self, model: nn.Module, config: OffloadConfig) -> None:
-        inventory = take_inventory(model)
+        inventory = take_inventory(model, param_dtype=config.param_dtype)
         buffer_bytes = _buffer_bytes(model)
         budget_bytes = _device_budget(config, inventory, buffer_bytes)
         parts = partition(model, inventory, config.blocks, config.resident, budget_bytes - buffer_bytes)
         _check_budgets(config, inventory, parts.streamed, parts.resident, budget_bytes, buffer_bytes)
         self._config = config
         self._budget_bytes = budget_bytes
-        self._ledger = Ledger(counted_to_budget=frozenset({"weights", "buffers"}))
+        self._ledger = Ledger(frozenset({"weights", "buffers"}), _host_budget(config, inventory))
         self._lanes = open_lanes(config.device)
         self._meter = Meter(self._lanes)
         streamed = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.streamed]
@@ -155,6 +158,16 @@ class Offloaded:
     def report(self) -> str:
         """The stats as text, each number beside its limit."""
         return self.stats().to_text()
+
+    def timeline(self, path: str | os.PathLike[str]) -> None:
+        """Writes the last cycle as a Chrome trace (chrome://tracing, Perfetto): visits, stalls and copies by lane.
+
+        Raises StateError before the first cycle is over, OSError when the file cannot be written.
+        """
+        spans = self._meter.spans()
+        if not spans:
+            raise StateError("no pass over the model is complete yet, so there is no timeline; run a step first")
+        write_trace(path, spans)
 
     # control ----------------------------------------------------------------------------------------------------------
     def synchronize(self) -> None:
@@ -282,6 +295,13 @@ def _device_budget(config: OffloadConfig, inventory: Inventory, buffer_bytes: in
     return min(available_host_bytes() // 2, 2 * inventory.nbytes(list(inventory.members)) + buffer_bytes)
 
 
+def _host_budget(config: OffloadConfig, inventory: Inventory) -> int:
+    """What millrace may hold in host memory. The weights are there already, and are moved, not copied."""
+    if config.host_memory_bytes is not None:
+        return config.host_memory_bytes
+    return int(available_host_bytes() * (1 - _HOST_RESERVE)) + inventory.nbytes(list(inventory.members))
+
+
 def _check_budgets(
     config: OffloadConfig,
     inventory: Inventory,
@@ -302,10 +322,11 @@ def _check_budgets(
             f" {format_bytes(kept_bytes + largest_bytes)}, or pass smaller blocks such as"
             f" blocks={format_bytes(max(1, (budget_bytes - kept_bytes) // 2)).replace(' ', '')!r}"
         )
-    needed = inventory.nbytes(list(inventory.members))
-    allowed = config.host_memory_bytes
-    if allowed is not None and needed > allowed:
+    wanted_bytes = min(budget_bytes, sum(sizes.values()) + kept_bytes)
+    if is_accelerator(config.device) and wanted_bytes > (free_bytes := free_device_bytes(config.device)):
         raise BudgetError(
-            f"the weights need {format_bytes(needed)} of host memory; host_memory allows {format_bytes(allowed)};"
-            " raise it"
+            f"device_memory={format_bytes(budget_bytes)} is more than {config.device} has free,"
+            f" {format_bytes(free_bytes)}; lower it, or end what else uses the device"
         )
+    weight_bytes = inventory.nbytes(list(inventory.members))
+    Ledger(host_budget_bytes=_host_budget(config, inventory)).check_host(weight_bytes, "weights")

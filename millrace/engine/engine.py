@@ -173,8 +173,7 @@ class Engine:
         self._recover()
         self.before_call()
         if torch.is_grad_enabled():
-            self._gradients.prepare(self.residents)
-            self._gradients.prepare(self.blocks)
+            self._gradients.prepare([*self.residents, *self.blocks])
         self._executor.begin_pass(site.name)
         self._begin_residents()
         return map_tensors(args, self._to_device), map_tensors(kwargs, self._to_device)

@@ -20,6 +20,7 @@ class HostGradient:
     """
 
     def __init__(self, slot: Slot, dtype: torch.dtype, arena: Arena, offset: int) -> None:
+        self._arena = arena
         self._layout = (slot.layout.shape, slot.layout.stride)
         self._nbytes = slot.home.numel() * dtype.itemsize
         self._dtype = dtype
@@ -29,7 +30,8 @@ class HostGradient:
     def fresh(self) -> torch.Tensor:
         """A tensor of the home's shape and strides, in memory that nobody refers to. Contents are arbitrary."""
         if _references(self._memory) > self._own_references:
-            self._memory = torch.empty_strided(*self._layout, dtype=self._dtype)
+            self._arena = self._arena.like(self._nbytes)
+            self._memory = self._tensor(self._arena.tensor(0, self._nbytes))
             self._own_references = _references(self._memory)
         return self._memory.detach()
 

@@ -45,11 +45,14 @@ class Gradients:
 
     def prepare(self, blocks: Iterable[Block]) -> None:
         """Allocates host memory for every trainable parameter that has none. Not in backward: pinning takes time."""
+        wanted: list[tuple[Block, list[Slot], list[int]]] = []
         for block in blocks:
             slots = [slot for slot in block.slots if slot.home.requires_grad and slot not in self._memory]
-            if not slots:
-                continue
-            sizes = [aligned(slot.home.numel() * self._dtype(slot).itemsize) for slot in slots]
+            if slots:
+                sizes = [aligned(slot.home.numel() * self._dtype(slot).itemsize) for slot in slots]
+                wanted.append((block, slots, sizes))
+        self._ledger.check_host(sum(sum(sizes) for _, _, sizes in wanted), _PURPOSE)
+        for block, slots, sizes in wanted:
             arena = Arena(sum(sizes), self._lanes.device, self._ledger, _PURPOSE)
             for index, slot in enumerate(slots):
                 self._memory[slot] = HostGradient(slot, self._dtype(slot), arena, sum(sizes[:index]))

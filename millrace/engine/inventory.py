@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from millrace.engine.block import Member, Place
-from millrace.engine.layout import check_can_travel
+from millrace.engine.layout import check_can_travel, travel_dtype
+from millrace.memory.arena import aligned
 
 __all__ = ["Inventory", "take_inventory"]
 
@@ -14,6 +16,7 @@ __all__ = ["Inventory", "take_inventory"]
 class Inventory:
     """The parameters of a model. Tied ones are one member with several places."""
 
+    param_dtype: torch.dtype | None = None  # in which they travel
     members: dict[int, Member] = field(default_factory=dict)  # by the id of the parameter
     owned: dict[nn.Module, list[int]] = field(default_factory=dict)  # ids of the parameters a module itself holds
     names: dict[nn.Module, str] = field(default_factory=dict)  # every module, by its first name
@@ -24,13 +27,16 @@ class Inventory:
         return list(dict.fromkeys(key for inner in module.modules() for key in self.owned.get(inner, ())))
 
     def nbytes(self, keys: list[int]) -> int:
-        """Bytes of these parameters as they are."""
-        return sum(self.members[key].parameter.nbytes for key in keys)
+        """Bytes of these parameters in a block: in the dtype in which they travel, and aligned."""
+        parameters = (self.members[key].parameter for key in keys)
+        return sum(
+            aligned(parameter.numel() * travel_dtype(parameter, self.param_dtype).itemsize) for parameter in parameters
+        )
 
 
-def take_inventory(model: nn.Module, *, check: bool = True) -> Inventory:
+def take_inventory(model: nn.Module, *, param_dtype: torch.dtype | None = None, check: bool = True) -> Inventory:
     """Walks the model. With `check`, raises LayoutError for a parameter that cannot travel."""
-    inventory = Inventory()
+    inventory = Inventory(param_dtype)
     for module_name, module in model.named_modules():
         inventory.names[module] = module_name
         for child in module.children():

@@ -96,6 +96,25 @@ class Meter:
             for visit, stop in zip(visits, ends, strict=True)
         ]
 
+    def spans(self) -> list[tuple[str, str, float, float, int]]:
+        """The last cycle and the copies since its beginning: lane, name, begin and seconds, bytes. Waits for them."""
+        if self.last_cycle is None:
+            return []
+        visits, end = self.last_cycle
+        first = visits[0].asked
+        spans: list[tuple[str, str, float, float, int]] = []
+        for visit, timing in zip(visits, self.timings(visits, end), strict=True):
+            begin = self._lanes.seconds(first, visit.asked)
+            if timing.stall_seconds > 0:
+                spans.append(("compute", "stall", begin, timing.stall_seconds, 0))
+            name = f"{visit.name} {visit.phase.value}"
+            spans.append(("compute", name, begin + timing.stall_seconds, timing.compute_seconds, 0))
+        for lane, nbytes, begun, done in self.last_transfers:
+            begin = self._lanes.seconds(first, begun)
+            if begin >= 0:
+                spans.append((lane.value, lane.value, begin, self._lanes.seconds(begun, done), nbytes))
+        return spans
+
     def _read(self, visits: list[VisitRecord], end: Tick) -> None:
         for timing in self.timings(visits, end):
             self._stall_seconds += timing.stall_seconds

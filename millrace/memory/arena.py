@@ -33,10 +33,13 @@ class Arena:
     """`nbytes` of host memory, rounded up to whole pages, page-locked for `device` if that is an accelerator.
 
     The memory lives as long as any tensor made by `tensor` does, and is booked in `ledger` under `purpose` until then.
+    Raises BudgetError, before anything is allocated, when that is over the ledger's host budget.
     """
 
     def __init__(self, nbytes: int, device: torch.device, ledger: Ledger, purpose: str) -> None:
         self.nbytes = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+        self._context = device, ledger, purpose
+        ledger.check_host(self.nbytes, purpose)
         self._mapping = _Mapping(-1, self.nbytes, flags=_MAP_FLAGS)
         ledger.add(Tier.HOST, purpose, self.nbytes)
         weakref.finalize(self._mapping, ledger.add, Tier.HOST, purpose, -self.nbytes).atexit = False
@@ -58,6 +61,10 @@ class Arena:
             return False
         weakref.finalize(self._mapping, unregister).atexit = False
         return True
+
+    def like(self, nbytes: int) -> "Arena":
+        """Another one, for the same device, ledger and purpose."""
+        return Arena(nbytes, *self._context)
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """Bytes `offset` to `offset + nbytes` as a uint8 tensor of shape (nbytes,) with a storage of its own.

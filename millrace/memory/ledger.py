@@ -4,6 +4,9 @@ import threading
 from collections import Counter
 from enum import Enum
 
+from millrace.config import format_bytes
+from millrace.errors import BudgetError
+
 __all__ = ["Ledger", "Tier"]
 
 
@@ -19,10 +22,12 @@ class Ledger:
     """Counts bytes by tier and purpose ("weights", "gradients", ...). Safe to call from any thread.
 
     `counted_to_budget` names the purposes whose sum is held to the device budget; its peak is kept apart.
+    `host_budget_bytes` caps the host tier; None: no cap.
     """
 
-    def __init__(self, counted_to_budget: frozenset[str] = frozenset()) -> None:
+    def __init__(self, counted_to_budget: frozenset[str] = frozenset(), host_budget_bytes: int | None = None) -> None:
         self._counted_to_budget = counted_to_budget
+        self._host_budget_bytes = host_budget_bytes
         self._lock = threading.Lock()
         self._held: Counter[tuple[Tier, str]] = Counter()
         self._tier_held: Counter[Tier] = Counter()
@@ -30,6 +35,16 @@ class Ledger:
         self._peak: Counter[tuple[Tier, str]] = Counter()
         self._budgeted_held = 0
         self._budgeted_peak = 0
+
+    def check_host(self, nbytes: int, purpose: str) -> None:
+        """Raises BudgetError when `nbytes` more in host memory are over the budget. To be asked before allocating."""
+        held = self.held_bytes(Tier.HOST)
+        if self._host_budget_bytes is not None and held + nbytes > self._host_budget_bytes:
+            raise BudgetError(
+                f"{purpose} need {format_bytes(nbytes)} of host memory beside {format_bytes(held)} that are held;"
+                f" host_memory allows {format_bytes(self._host_budget_bytes)}; raise it to at least"
+                f" {format_bytes(held + nbytes)}, or train fewer parameters"
+            )
 
     def add(self, tier: Tier, purpose: str, nbytes: int) -> None:
         """Books `nbytes` more (less, when negative)."""

@@ -125,8 +125,9 @@ class _StreamLanes(Lanes):
         return self._tick_on(torch.accelerator.current_stream(self.device))
 
     def seconds(self, begin: Tick, end: Tick) -> float:
-        begin.synchronize()
-        end.synchronize()
+        for tick in (begin, end):
+            if not tick.query():
+                tick.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 
     def _tick_on(self, stream: torch.Stream) -> torch.Event:
