@@ -83,7 +83,7 @@ def _repeated(single: tuple[Tape, Schedule] | None, tape: Tape) -> list[tuple[Ta
 
 
 def _moves(tape: Tape) -> int:
-    return min(_MOVES, 150 + 25_000 // tape.slots)
+    return min(_MOVES, 120 + 20_000 // tape.slots)
 
 
 def _score(tape: Tape, schedule: Schedule) -> tuple[float, float]:

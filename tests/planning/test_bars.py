@@ -3,9 +3,9 @@
 import statistics
 
 import pytest
-from planner_models import decoder, random_model
 
 from millrace.planning import bytes_bound, lower_bound, make_plan
+from tests.planning.models import decoder, random_model
 
 RATIOS = (0.5, 0.9, 1.5)
 BUDGETS = (3, 6, 12, 24)

@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_exhaustive import best_ends
 
 from millrace.planning import Phase, Problem, Visit, make_plan, make_run, simulate
+from tests.planning.exhaustive import best_ends
 
 
 @st.composite

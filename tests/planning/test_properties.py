@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_models import decoder, random_model
 
 from millrace.planning import Phase, Plan, Problem, Visit, make_plan, make_run, simulate
+from tests.planning.models import decoder, random_model
 
 SETTINGS = {"derandomize": True, "deadline": None, "database": None}
 

@@ -20,7 +20,6 @@ def best_ends(problem: Problem, cycles: int) -> list[float]:
     """The earliest end of compute after 1, 2, ... `cycles` cycles, from an empty device."""
     fronts: dict[frozenset[int], list[Times]] = {frozenset(): [(0.0, 0.0, ())]}
     ends = []
-    count = len(problem.visits)
     for cycle in range(cycles):
         for index, visit in enumerate(problem.visits):
             reached: dict[frozenset[int], list[Times]] = {}
@@ -35,7 +34,6 @@ def best_ends(problem: Problem, cycles: int) -> list[float]:
         ends.append(min(times[0] for front in fronts.values() for times in front))
         if cycle + 1 < cycles:
             fronts = _expired(problem, fronts)
-    del count
     return ends
 
 
