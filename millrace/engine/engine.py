@@ -97,7 +97,7 @@ class Engine:
         """
         if not site.blocks:
             return self._executor.recording and not recomputing  # it may turn out to use weights of others
-        if recomputing and not site.main and all(block.users for block in site.blocks):
+        if not site.main and all(block.users for block in site.blocks):
             return False
         called = {block for call in self._calls for block in call.blocks}
         return not called.issuperset(site.blocks)
