@@ -4,7 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
 
-PYTEST_ARGUMENTS ?=
+# One worker for each core, so one thread in each.
+PYTEST_ARGUMENTS ?= --numprocesses auto
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .PHONY: help setup demo check format test bench clean
@@ -34,7 +35,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 test: $(READY)
-	$(BIN)/python -m pytest $(PYTEST_ARGUMENTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGUMENTS)
 
 # A Llama with random weights learns to write Python, in device memory for a quarter of its weights. Its first losses
 # are compared, to the last bit, with those of the same model trained without millrace.
