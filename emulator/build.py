@@ -40,6 +40,7 @@ GROUPS = {
         "torch_device",
         "torch_generator",
         "torch_memory",
+        "torch_rnn",
         "torch_views",
     ),
     "runtime": ("allocator", "arena", "fault_handler", "pinned", "race_detector", "registered", "runtime", "scheduler"),
@@ -51,11 +52,6 @@ def compiler() -> str:
 
 
 def compile_flags() -> list[str]:
-    system_headers = (
-        TORCH_DIRECTORY / "include",
-        TORCH_DIRECTORY / "include/torch/csrc/api/include",
-        Path(sysconfig.get_paths()["include"]),
-    )
     return [
         "-std=c++20",
         "-O1",  # quick to build; the time of a run goes into the kernels of the CPU
@@ -64,9 +60,16 @@ def compile_flags() -> list[str]:
         "-Wall",
         "-Wextra",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        f"-I{SOURCES}",
-        *(f"-isystem{path}" for path in system_headers),
     ]
+
+
+def header_flags() -> list[str]:
+    system_headers = (
+        TORCH_DIRECTORY / "include",
+        TORCH_DIRECTORY / "include/torch/csrc/api/include",
+        Path(sysconfig.get_paths()["include"]),
+    )
+    return [f"-I{SOURCES}", *(f"-isystem{path}" for path in system_headers)]
 
 
 def cache_directory() -> Path:
@@ -77,9 +80,11 @@ def cache_directory() -> Path:
 
 
 def fingerprint() -> str:
+    # No paths: two checkouts or two virtual environments with the same contents share a build.
     digest = hashlib.sha256()
     compiler_version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
-    for part in (torch.__version__, sys.version, compiler_version, *compile_flags(), repr(GROUPS)):
+    torch_version = (torch.__version__, str(torch.version.git_version))
+    for part in (*torch_version, sys.version, compiler_version, *compile_flags(), repr(GROUPS)):
         digest.update(part.encode() + b"\0")
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -122,13 +127,14 @@ def _build(scratch: Path) -> Path:
         unit = scratch / f"unit_{group}.cpp"  # not a name of csrc/: it would include itself
         unit.write_text("".join(f'#include "{name}.cpp"\n' for name in names))
         objects.append(str(unit.with_suffix(".o")))
-        commands.append([compiler(), *compile_flags(), "-c", str(unit), "-o", objects[-1]])
+        commands.append([compiler(), *compile_flags(), *header_flags(), "-c", str(unit), "-o", objects[-1]])
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(_run, commands))
     library_directory = TORCH_DIRECTORY / "lib"
     output = scratch / f"{MODULE_NAME}.so"
     libraries = (f"-l{library}" for library in LIBRARIES)
-    link = ["-shared", *objects, f"-L{library_directory}", *libraries, f"-Wl,-rpath,{library_directory}"]
+    # No run path: `import torch` has loaded these libraries by the time that the module is.
+    link = ["-shared", *objects, f"-L{library_directory}", *libraries]
     _run([compiler(), *link, "-o", str(output)])
     return output
 

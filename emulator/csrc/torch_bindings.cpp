@@ -136,6 +136,12 @@ void host_access(uintptr_t address, size_t bytes, bool is_write, const std::stri
   runtime().scheduler.host_access({address, address + bytes, is_write}, what);
 }
 
+void host_register(uintptr_t begin, size_t bytes) {
+  // Until then PyTorch takes it that no memory is pinned, and does not ask.
+  at::globalContext().lazyInitDevice(kDeviceType);
+  runtime().registered.add(begin, bytes);
+}
+
 PYBIND11_MODULE(_C, m) {
   register_allocators();
   register_hooks();
@@ -148,9 +154,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("virtual_seconds", [] { return runtime().scheduler.stats().virtual_now; });
   m.def("set_tag", [](std::string tag) { runtime().scheduler.set_tag(std::move(tag)); });
   m.def("host_access", &host_access);
-  m.def("host_register", [](uintptr_t begin, size_t bytes) {
-    runtime().registered.add(begin, bytes);
-  });
+  m.def("host_register", &host_register);
   m.def(
       "host_unregister", [](uintptr_t begin) { runtime().registered.remove(begin); },
       py::call_guard<py::gil_scoped_release>());

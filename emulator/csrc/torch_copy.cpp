@@ -103,17 +103,32 @@ void copy_to_host(const at::Tensor& to, const at::Tensor& from, bool non_blockin
   to.copy_(staging);
 }
 
+// The numbers as they lie in memory: without a conjugation or negation that is still to be done.
+at::Tensor stored(const at::Tensor& tensor) {
+  at::Tensor plain = tensor.is_conj() ? tensor.conj() : tensor;
+  return plain.is_neg() ? at::_neg_view(plain) : plain;
+}
+
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
-  at::Tensor source = from.sizes() == to.sizes() ? from : from.expand(to.sizes());
   if (!to.numel()) return to;
+  bool conjugate = from.is_conj() != to.is_conj(), negate = from.is_neg() != to.is_neg();
+  at::Tensor source = stored(from), target = stored(to);
+  if (source.sizes() != target.sizes()) source = source.expand(target.sizes());
   if (is_emu(source)) check_live(source, "copy");
-  if (is_emu(to)) check_live(to, "copy");
-  if (is_emu(source) && is_emu(to))
-    enqueue_device_copy(to, source);
-  else if (is_emu(to))
-    copy_to_device(to, source, non_blocking);
-  else
-    copy_to_host(to, source, non_blocking);
+  if (is_emu(target)) check_live(target, "copy");
+  if (is_emu(source)) {  // on the device, because the host would have to wait for the copy first
+    if (conjugate) source = at::conj_physical(source);
+    if (negate) source = at::neg(source);
+  }
+  if (is_emu(source) && is_emu(target)) {
+    enqueue_device_copy(target, source);
+  } else if (is_emu(target)) {
+    copy_to_device(target, source, non_blocking);
+    if (conjugate) target.conj_physical_();
+    if (negate) target.neg_();
+  } else {
+    copy_to_host(target, source, non_blocking);
+  }
   return to;
 }
 
@@ -136,6 +151,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", item);
+}
+
+// PyTorch would resolve these by a copy, which comes here again, without end.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 }  // namespace

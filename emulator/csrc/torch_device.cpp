@@ -110,7 +110,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
   bool isPinnedPtr(const void* address) const override {
     auto begin = reinterpret_cast<uintptr_t>(address);
-    return runtime().is_pinned(begin, begin);
+    return runtime().is_pinned(begin, begin + 1);
   }
   at::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
   at::Device getDeviceFromPtr(void*) const override { return device(); }

@@ -149,7 +149,7 @@ class _DeviceModule(types.ModuleType):
 
     @staticmethod
     def host_unregister(ptr: int) -> None:
-        """Undoes `host_register(ptr, ...)`. A copy in flight that the host has not waited for is reported, and waited for.
+        """Undoes `host_register(ptr, ...)`. A copy that the host has not waited for is reported, and waited for.
 
         Raises RuntimeError when nothing registered begins at `ptr`.
         """
@@ -173,7 +173,7 @@ class _DeviceModule(types.ModuleType):
     def get_amp_supported_dtype() -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
 
-    class device(contextlib.nullcontext):
+    class device(contextlib.nullcontext):  # noqa: N801
         """The name that PyTorch looks up. There is one device, so choosing it changes nothing."""
 
 
