@@ -3,6 +3,8 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
 from typing import Literal
 
 import torch
@@ -41,20 +43,28 @@ def parse_bytes(size: Size, *, name: str = "size") -> int:
         match = _SIZE.fullmatch(size)
         if match is None or match[2].upper() not in _UNITS:
             raise ValueError(f'{name}={size!r} is not a size; give bytes as an int, or text such as "8GiB" or "500MB"')
-        return int(float(match[1]) * _UNITS[match[2].upper()])
+        return int(Fraction(match[1]) * _UNITS[match[2].upper()])  # exact, where a float would round
     if size < 0:
         raise ValueError(f"{name}={size} is negative; give a size of 0 bytes or more")
     return size
 
 
-def format_bytes(nbytes: float) -> str:
-    """`nbytes` for people: three significant digits and a unit of 1024, such as "1.50 GiB"."""
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+def format_bytes(nbytes: float, *, at_least: bool = False) -> str:
+    """`nbytes` for people: three significant digits and a unit of 1024, such as "1.5 GiB".
+
+    With `at_least` it is rounded up, for sizes that a user is told to give.
+    """
+    value, units = abs(float(nbytes)), ["TiB", "GiB", "MiB", "KiB", "B"]
+    while len(units) > 1 and _three_digits(value, units[-1], at_least) >= 1024:
         value /= 1024
-    return f"{value:.3g} TiB"
+        units.pop()
+    return f"{'-' if nbytes < 0 else ''}{_three_digits(value, units[-1], at_least):.10g} {units[-1]}"
+
+
+def _three_digits(value: float, unit: str, up: bool) -> float:
+    """`value` with three significant digits, but no fewer than those before the point, and none of a byte behind it."""
+    places = 0 if unit == "B" or value >= 100 else 1 if value >= 10 else 2
+    return ceil(value * 10**places) / 10**places if up else round(value, places)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ class Ledger:
             raise BudgetError(
                 f"{purpose} need {format_bytes(nbytes)} of host memory beside {format_bytes(held)} that are held;"
                 f" host_memory allows {format_bytes(self._host_budget_bytes)}; raise it to at least"
-                f" {format_bytes(held + nbytes)}, or train fewer parameters"
+                f" {format_bytes(held + nbytes, at_least=True)}, or train fewer parameters"
             )
 
     def add(self, tier: Tier, purpose: str, nbytes: int) -> None:

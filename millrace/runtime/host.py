@@ -8,6 +8,8 @@ import psutil
 __all__ = ["available_host_bytes"]
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+_NO_LIMIT_BYTES = 2**60  # version 1 says "no limit" with a huge number
 
 
 def available_host_bytes() -> int:
@@ -16,33 +18,46 @@ def available_host_bytes() -> int:
 
 
 def _cgroup_remainders() -> Iterator[int]:
-    """Bytes left under each limit that applies: version 2 (this group and its parents), then version 1."""
-    for directory in _own_cgroups():
-        limit, used = _read(directory / "memory.max"), _read(directory / "memory.current")
-        if limit is not None and used is not None:
-            yield max(0, limit - used)
-    limit = _read(_CGROUP_ROOT / "memory/memory.limit_in_bytes")
-    used = _read(_CGROUP_ROOT / "memory/memory.usage_in_bytes")
-    if limit is not None and used is not None and limit < 2**60:  # version 1 says "no limit" with a huge number
-        yield max(0, limit - used)
+    """Bytes left under each limit that applies: of this process's group and the groups above, version 2 and 1."""
+    root = _CGROUP_ROOT / "memory"
+    for group in _own_groups("", _CGROUP_ROOT):
+        yield from _remainder(group / "memory.max", group / "memory.current", "inactive_file")
+    for group in _own_groups("memory", root) or [root]:
+        limit, used = group / "memory.limit_in_bytes", group / "memory.usage_in_bytes"
+        yield from _remainder(limit, used, "total_inactive_file")
 
 
-def _own_cgroups() -> Iterator[Path]:
+def _own_groups(controller: str, root: Path) -> list[Path]:
+    """The directories of this process's group and of those above, for a version 1 controller; "" is version 2."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = _OWN_CGROUPS.read_text().splitlines()
     except OSError:
-        return
+        return []
     for line in lines:
-        hierarchy, _, path = line.split(":", 2)
-        if hierarchy == "0":
-            own = _CGROUP_ROOT / path.lstrip("/")
-            yield from (group for group in (own, *own.parents) if group.is_relative_to(_CGROUP_ROOT))
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            own = root / path.lstrip("/")
+            return [group for group in (own, *own.parents) if group.is_relative_to(root)]
+    return []
 
 
-def _read(path: Path) -> int | None:
+def _remainder(limit_file: Path, used_file: Path, cached: str) -> Iterator[int]:
+    """Limit less use, where there is a limit. Files in the page cache that nobody uses make room when asked."""
+    limit, used = _number(limit_file), _number(used_file)
+    if limit is None or used is None or limit >= _NO_LIMIT_BYTES:
+        return
+    counts = dict(line.split(" ", 1) for line in _text(used_file.parent / "memory.stat").splitlines() if " " in line)
+    yield max(0, limit - max(0, used - int(counts.get(cached, 0))))
+
+
+def _number(path: Path) -> int | None:
     """The number in a cgroup file; None when there is no file or it says "max"."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
+    text = _text(path)
     return int(text) if text.isdigit() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

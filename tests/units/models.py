@@ -1,0 +1,81 @@
+"""Which models do the unit tests share, and what must an error leave as it was?"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Layer(nn.Module):
+    """Two linear layers, and a parameter of its own beside them."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width)
+        self.down = nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(torch.relu(self.up(hidden))) * self.scale
+
+
+class Decoder(nn.Module):
+    """An embedding, a positional table of its own, layers, and a head, perhaps tied."""
+
+    def __init__(self, *, layers: int = 4, width: int = 16, vocabulary: int = 64, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(torch.zeros(8, width))
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens) + self.positions
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(self.norm(hidden))
+
+
+def tokens() -> torch.Tensor:
+    """A batch for a Decoder: shape (2, 8)."""
+    return torch.arange(16).reshape(2, 8)
+
+
+class Snapshot:
+    """What a refused `offload()` must leave alone: classes, hooks, parameters and buffers of every module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._facts = self._look()
+
+    def assert_unchanged(self) -> None:
+        """The same objects, of the same type, over the same memory, with the same values."""
+        now = self._look()
+        assert list(now) == list(self._facts)
+        for name, fact in now.items():
+            assert fact == self._facts[name], f"{name}: {fact}, before {self._facts[name]}"
+
+    def _look(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {}
+        for name, module in self._model.named_modules():
+            hooks = {key: len(value) for key, value in vars(module).items() if key.endswith("hooks")}
+            facts[f"module {name!r}"] = type(module), sorted(vars(module)), hooks
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            facts[f"parameter {name!r}"] = id(parameter), type(parameter), sorted(vars(parameter)), _contents(parameter)
+            assert self._parameters[name] is parameter, f"{name} is another object"
+        for name, buffer in self._model.named_buffers():
+            facts[f"buffer {name!r}"] = id(buffer), _contents(buffer)
+        return facts
+
+
+def _contents(tensor: torch.Tensor) -> Any:
+    facts = (tensor.device, tensor.dtype, tensor.requires_grad, tensor._backward_hooks)
+    if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
+        return facts
+    if isinstance(tensor, nn.parameter.UninitializedParameter):
+        return facts
+    return *facts, tensor.data_ptr(), tensor.stride(), tensor.detach().cpu().tolist()
