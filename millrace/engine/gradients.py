@@ -16,7 +16,7 @@ from millrace.engine.slot import Slot
 from millrace.errors import StateError
 from millrace.memory.arena import Arena, aligned
 from millrace.memory.ledger import Ledger, Tier
-from millrace.runtime.lanes import Copy, Lane, Lanes, Transfer
+from millrace.runtime.lanes import Copy, Event, Lane, Lanes, Transfer
 
 __all__ = ["Gradients"]
 
@@ -39,6 +39,7 @@ class Gradients:
         self._ready_bytes = 0
         # Submitted, with the count of blocks before; they hold the device gradients until compute has waited for them.
         self._leaving: deque[tuple[int, Transfer]] = deque()
+        self._last_sent: Event | None = None  # of the last copy; compute may have waited for it, the host has not
         self._blocks_left = 0  # how many blocks backward has left behind
         self._arriving: dict[Slot, torch.Tensor] = {}  # what is accumulated into homes at the end of this backward
         self._added: dict[Slot, None] = {}  # homes whose gradient was there before and is added to on the host lane
@@ -88,9 +89,7 @@ class Gradients:
     def deliver(self) -> None:
         """The end of backward: every gradient is in its home when this returns. Then the homes' own hooks fire."""
         self._submit_ready()
-        for _, transfer in self._leaving:
-            transfer.done.synchronize()
-        self._staging.wait()
+        self._wait_for_sent()
         arrived, added = self._arriving, self._added
         self._forget()
         for slot, gradient in arrived.items():
@@ -106,10 +105,15 @@ class Gradients:
             self._ledger.add(Tier.DEVICE, _PURPOSE, -_dense_bytes(gradient))
         self._ready.clear()
         self._ready_bytes = 0
-        for _, transfer in self._leaving:
-            transfer.done.synchronize()
-        self._staging.wait()
+        self._wait_for_sent()
         self._forget()
+
+    def _wait_for_sent(self) -> None:
+        """The host waits for every copy: of those on one lane, the last one ends last."""
+        if self._last_sent is not None:
+            self._last_sent.synchronize()
+            self._last_sent = None
+        self._staging.wait()
 
     def _forget(self) -> None:
         while self._leaving:
@@ -147,6 +151,7 @@ class Gradients:
         transfer = self._lanes.copy(Lane.OFFLOAD, copies, self._lanes.mark())
         self._meter.offloaded(transfer)
         self._leaving.append((self._blocks_left, transfer))
+        self._last_sent = transfer.done
         if staged:
             additions = [(*self._destination(slot), piece) for slot, (piece, _) in staged]
             self._staging.turn(self._lanes.run(lambda: _add_up(additions), transfer.done))
