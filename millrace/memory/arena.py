@@ -5,8 +5,11 @@ its memory itself and registers it with the device (see docs/design/arenas.md).
 """
 
 import mmap
+import sys
 import warnings
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -26,7 +29,13 @@ def aligned(nbytes: int) -> int:
 
 
 class _Mapping(mmap.mmap):
-    """Anonymous memory that can be watched by a finalizer: it runs before the memory is unmapped."""
+    """Anonymous memory that calls `before_unmap` first: weak references to an mmap end only after it is unmapped."""
+
+    before_unmap: Callable[[], Any] | None = None
+
+    def __del__(self) -> None:
+        if self.before_unmap is not None and not sys.is_finalizing():
+            self.before_unmap()
 
 
 class Arena:
@@ -59,7 +68,7 @@ class Arena:
                 stacklevel=2,
             )
             return False
-        weakref.finalize(self._mapping, unregister).atexit = False
+        self._mapping.before_unmap = unregister
         return True
 
     def like(self, nbytes: int) -> "Arena":

@@ -1,6 +1,7 @@
 """Where do visiting blocks lie on the device? In buffers: device bytes of one block."""
 
 import mmap
+import sys
 import weakref
 from collections import defaultdict
 
@@ -58,7 +59,15 @@ class _Mapping(mmap.mmap):
     """Memory that can be watched by a finalizer."""
 
 
-def _sole_owner(buffer: torch.Tensor) -> bool:
-    """Whether no other tensor shares the storage: then only `buffer` and the storage object made here refer to it."""
+def _references(buffer: torch.Tensor) -> tuple[int, int]:
+    """How many refer to the storage: tensors in C++, and holders of its one Python object. Looking counts too."""
     storage = buffer.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) <= 2
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+_SOLE_REFERENCES = _references(torch.empty(1, device="cpu"))
+
+
+def _sole_owner(buffer: torch.Tensor) -> bool:
+    """Whether nobody else refers to the memory: no view, no storage object."""
+    return _references(buffer) == _SOLE_REFERENCES

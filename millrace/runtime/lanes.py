@@ -176,7 +176,10 @@ class _ThreadLanes(Lanes):
         begun: Future[float] = Future()
 
         def job() -> float:
-            begun.set_result(time.perf_counter())
+            try:
+                after.synchronize()
+            finally:
+                begun.set_result(time.perf_counter())
             with torch.inference_mode():  # no autograd bookkeeping on this thread
                 for destination, source in copies:
                     destination.copy_(source)
