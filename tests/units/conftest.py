@@ -1,0 +1,21 @@
+"""Which fixtures do the unit tests share?"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from millrace.memory.ledger import Ledger
+from millrace.runtime.lanes import Lanes, open_lanes
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    return Ledger(frozenset({"weights", "buffers"}))
+
+
+@pytest.fixture
+def lanes(compute_device: torch.device) -> Iterator[Lanes]:
+    lanes = open_lanes(compute_device)
+    yield lanes
+    lanes.close()

@@ -1,0 +1,99 @@
+"""Are device buffers booked right, reused on the CPU, and never handed out while somebody else can read them?"""
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+
+from millrace.memory.buffers import DeviceBuffers
+from millrace.memory.ledger import Ledger, Tier
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def buffers(ledger: Ledger) -> DeviceBuffers:
+    return DeviceBuffers(CPU, ledger)
+
+
+def test_a_buffer_is_booked_while_it_is_held(compute_device: torch.device, ledger: Ledger) -> None:
+    buffers = DeviceBuffers(compute_device, ledger)
+    buffer = buffers.allocate(1000)
+    assert (buffer.shape, buffer.dtype, buffer.device) == ((1000,), torch.uint8, compute_device)
+    assert ledger.by_purpose() == {(Tier.DEVICE, "weights"): 1000}
+    buffers.release(buffer)
+    del buffer
+    buffers.close()
+    assert ledger.by_purpose() == {}
+    assert ledger.budgeted_peak_bytes == 1000
+
+
+def test_released_memory_is_used_again(buffers: DeviceBuffers, ledger: Ledger) -> None:
+    addresses = set()
+    for _ in range(10):
+        buffer = buffers.allocate(4096)
+        addresses.add(buffer.data_ptr())
+        buffers.release(buffer)
+        del buffer
+    assert len(addresses) == 1
+    assert ledger.peak_bytes(Tier.DEVICE, "weights") == 4096
+
+
+def test_buffers_in_use_are_not_shared(buffers: DeviceBuffers, ledger: Ledger) -> None:
+    first, second = buffers.allocate(4096), buffers.allocate(4096)
+    assert first.data_ptr() != second.data_ptr()
+    assert ledger.held_bytes(Tier.DEVICE) == 8192
+
+
+STRAYS = {
+    "view": lambda buffer: buffer[10:20],
+    "typed view": lambda buffer: buffer.view(torch.float32),
+    "transposed weight": lambda buffer: buffer.view(torch.float32).view(32, 32).t(),
+    "storage": lambda buffer: buffer.untyped_storage(),
+    "numpy": lambda buffer: buffer[:16].numpy(),
+    "detached": lambda buffer: buffer.view(torch.float32).detach(),
+}
+
+
+@pytest.mark.parametrize("kind", STRAYS)
+def test_what_somebody_still_refers_to_is_never_handed_out(buffers: DeviceBuffers, ledger: Ledger, kind: str) -> None:
+    """A stray reference keeps its bytes, and shows in the ledger, until it is gone."""
+    buffer = buffers.allocate(4096).fill_(7)
+    stray: Any = STRAYS[kind](buffer)
+    address = buffer.data_ptr()
+    buffers.release(buffer)
+    del buffer
+    other = buffers.allocate(4096).fill_(1)
+    assert other.data_ptr() != address
+    assert ctypes.string_at(address, 16) == bytes([7] * 16)
+    assert ledger.held_bytes(Tier.DEVICE) == 8192
+    del stray
+    assert ledger.held_bytes(Tier.DEVICE) == 4096
+
+
+def test_what_is_kept_does_not_add_to_other_sizes(buffers: DeviceBuffers, ledger: Ledger) -> None:
+    """Memory kept for one size goes before another size is allocated, so that the budget holds."""
+    for nbytes in (1000, 2000, 3000, 1000):
+        buffers.release(buffers.allocate(nbytes))
+        assert ledger.held_bytes(Tier.DEVICE) == nbytes
+    assert ledger.budgeted_peak_bytes == 3000
+
+
+def test_close_lets_go_of_what_is_kept(buffers: DeviceBuffers, ledger: Ledger) -> None:
+    buffers.release(buffers.allocate(4096))
+    assert ledger.held_bytes(Tier.DEVICE) == 4096
+    buffers.close()
+    assert ledger.held_bytes(Tier.DEVICE) == 0
+
+
+@pytest.mark.emu("lazy", allocator="exact")
+def test_an_accelerators_allocator_gets_its_memory_back(emu_device, ledger: Ledger) -> None:
+    buffers = DeviceBuffers(torch.device("emu", 0), ledger)
+    before_bytes = emu_device.stats()["allocated_bytes"]
+    buffer = buffers.allocate(1 << 20)
+    assert emu_device.stats()["allocated_bytes"] == before_bytes + (1 << 20)
+    buffers.release(buffer)
+    del buffer
+    assert emu_device.stats()["allocated_bytes"] == before_bytes
+    assert ledger.held_bytes(Tier.DEVICE) == 0

@@ -1,0 +1,80 @@
+"""Are bytes counted right: by tier and purpose, with their peaks, from many threads?"""
+
+import threading
+
+import pytest
+
+from millrace.config import parse_bytes
+from millrace.errors import BudgetError
+from millrace.memory.ledger import Ledger, Tier
+
+
+def test_bytes_are_counted_by_tier_and_purpose() -> None:
+    ledger = Ledger()
+    ledger.add(Tier.HOST, "weights", 100)
+    ledger.add(Tier.HOST, "gradients", 10)
+    ledger.add(Tier.DEVICE, "weights", 1)
+    ledger.add(Tier.HOST, "gradients", -10)
+    assert ledger.held_bytes(Tier.HOST) == ledger.held_bytes(Tier.HOST, "weights") == 100
+    assert ledger.held_bytes(Tier.HOST, "gradients") == ledger.held_bytes(Tier.DISK) == 0
+    assert ledger.by_purpose() == {(Tier.HOST, "weights"): 100, (Tier.DEVICE, "weights"): 1}
+
+
+def test_peaks_are_of_what_was_held_at_once() -> None:
+    ledger = Ledger()
+    ledger.add(Tier.HOST, "weights", 100)
+    ledger.add(Tier.HOST, "weights", -60)
+    ledger.add(Tier.HOST, "gradients", 50)
+    assert ledger.peak_bytes(Tier.HOST, "weights") == 100
+    assert ledger.peak_bytes(Tier.HOST, "gradients") == 50
+    assert ledger.peak_bytes(Tier.HOST) == 100  # never 150: not at once
+    ledger.reset_peaks()
+    assert ledger.peak_bytes(Tier.HOST) == 90
+    assert ledger.peak_bytes(Tier.HOST, "weights") == 40
+
+
+def test_the_device_budget_holds_the_sum_of_its_purposes_alone() -> None:
+    ledger = Ledger(frozenset({"weights", "buffers"}))
+    ledger.add(Tier.DEVICE, "weights", 100)
+    ledger.add(Tier.DEVICE, "gradients", 1000)
+    ledger.add(Tier.HOST, "weights", 1000)
+    ledger.add(Tier.DEVICE, "buffers", 20)
+    ledger.add(Tier.DEVICE, "weights", -50)
+    assert ledger.budgeted_peak_bytes == 120
+    ledger.reset_peaks()
+    assert ledger.budgeted_peak_bytes == 70
+
+
+def test_the_host_budget_is_asked_before_and_the_advice_is_enough() -> None:
+    ledger = Ledger(host_budget_bytes=10_000)
+    ledger.check_host(10_000, "weights")
+    ledger.add(Tier.HOST, "weights", 7_000)
+    ledger.check_host(3_000, "gradients")
+    with pytest.raises(BudgetError, match=r"gradients need 4.88 KiB .* beside 6.84 KiB .* allows 9.77 KiB") as error:
+        ledger.check_host(5_000, "gradients")
+    advised = str(error.value).split("at least ")[1].split(",")[0]
+    Ledger(host_budget_bytes=parse_bytes(advised)).check_host(12_000, "all")
+    assert ledger.held_bytes(Tier.HOST) == 7_000  # asking books nothing
+    Ledger().check_host(1 << 60, "weights")  # no budget, no limit
+
+
+def test_threads_lose_nothing() -> None:
+    """Eight threads book 2000 times each; without the lock some of these additions are lost."""
+    ledger = Ledger(frozenset({"weights"}))
+    begin = threading.Barrier(8)
+
+    def book(purpose: str) -> None:
+        begin.wait()
+        for _ in range(1000):
+            ledger.add(Tier.DEVICE, purpose, 3)
+            ledger.add(Tier.DEVICE, purpose, -2)
+
+    threads = [threading.Thread(target=book, args=(purpose,)) for purpose in ("weights", "gradients") * 4]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ledger.by_purpose() == {(Tier.DEVICE, "weights"): 4000, (Tier.DEVICE, "gradients"): 4000}
+    assert ledger.held_bytes(Tier.DEVICE) == 8000
+    assert 4000 < ledger.budgeted_peak_bytes == ledger.peak_bytes(Tier.DEVICE, "weights") <= 4000 + 4 * 3
+    assert 8000 < ledger.peak_bytes(Tier.DEVICE) <= 8000 + 8 * 3
