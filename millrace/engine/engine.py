@@ -201,15 +201,9 @@ class Engine:
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.device == self.device else tensor.to(self.device)
 
-    def saved_tensors(self, call: "_Call") -> SavedTensors:
-        """Hooks for what autograd saves in a visit."""
-        return SavedTensors(
-            self._residency,
-            self.device,
-            lambda block: block in call.blocks,
-            lambda: self.begin_backward_of(call.site),
-            self.require,
-        )
+    def saved_tensors(self, site: Site) -> SavedTensors:
+        """Hooks for what autograd saves in a visit of the site."""
+        return SavedTensors(self._residency, self.device, lambda: self.begin_backward_of(site), self.require)
 
     def visit(self, call: "_Call") -> None:
         """A site's call, or its recomputation, makes its blocks present."""
@@ -271,7 +265,7 @@ class _Call:
             torch.set_autocast_cache_enabled(False)
             self._ends.callback(torch.set_autocast_cache_enabled, True)
         if torch.is_grad_enabled():
-            saved = engine.saved_tensors(self)
+            saved = engine.saved_tensors(self.site)
             saved.push()
             self._ends.callback(saved.pop)
 

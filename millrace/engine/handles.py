@@ -1,11 +1,11 @@
 """What does autograd keep of a weight? A handle: where it lies in its block and which contents it had, but no bytes.
 
-Active while a block's forward runs. Everything autograd saves of the blocks that the visit brought becomes a handle;
+Active while a block's forward runs. Everything autograd saves that lies in a block's buffer becomes a handle;
 everything else goes on to the hooks that were on top before (checkpointing, activation offload, a user's own), because
 only the innermost hooks are called. Any unpack tells the engine that the backward of this site has begun.
 
-Weights that another visit brought, and residents, go on to such hooks too: a checkpoint counts what it is given, and
-its recomputation, in which fewer modules are visits, must give it the same. Without such hooks they become handles.
+A checkpoint outside is told of weights too: it counts what forward and recomputation save, and in the latter a module
+that was a visit in forward may be none, because its block is there already.
 """
 
 from bisect import bisect_right
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 
 from millrace.engine.block import Block
 from millrace.engine.residency import Residency
@@ -53,33 +54,32 @@ class _Outer(NamedTuple):
 
 
 class SavedTensors:
-    """The saved-tensor hooks of one visit.
-
-    `brought` tells whether the visit brought a block; `on_unpack` makes the site's blocks present, `require` one block.
-    """
+    """The saved-tensor hooks of one visit. `on_unpack` makes the site's blocks present; `require` one block."""
 
     def __init__(
         self,
         residency: Residency,
         device: torch.device,
-        brought: Callable[[Block], bool],
         on_unpack: Callable[[], None],
         require: Callable[[Block], None],
     ) -> None:
         self._residency = residency
         self._device = device
-        self._brought_here = brought
         self._on_unpack = on_unpack
         self._require = require
         self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # hooks that are not ours
-        self._enclosing: SavedTensors | None = None  # of the visit around this one, where no other hooks are between
+        self._checkpoint: Callable[..., Any] | None = None  # of them, that of a checkpoint that counts
 
     def push(self) -> None:
         """From now on autograd saves through these hooks."""
         self._outer = _top_hooks(True)
-        enclosing = getattr(self._outer[0], "__self__", None) if self._outer is not None else None
-        if isinstance(enclosing, SavedTensors):
-            self._enclosing, self._outer = enclosing, enclosing._outer
+        if self._outer is not None:
+            pack = self._outer[0]
+            enclosing = getattr(pack, "__self__", None)
+            if isinstance(enclosing, SavedTensors):  # of the visit around this one: straight to the hooks outside it
+                self._outer, self._checkpoint = enclosing._outer, enclosing._checkpoint
+            elif getattr(pack, "__module__", "") == torch.utils.checkpoint.__name__:
+                self._checkpoint = pack
         _push_hooks(self._pack, self._unpack)
 
     @staticmethod
@@ -90,14 +90,13 @@ class SavedTensors:
     def _pack(self, tensor: torch.Tensor) -> Any:
         if tensor.device == self._device and tensor.layout == torch.strided:
             block = self._residency.block_of(tensor)
-            if block is not None and (self._outer is None or self._brought(block)):
+            if block is not None:
+                if self._checkpoint is not None:
+                    self._checkpoint(tensor)
                 return _handle_of(block, tensor)
         if self._outer is not None:
             return _Outer(self._outer[0](tensor), self._outer[1])
         return _Saved(tensor, tensor._version)
-
-    def _brought(self, block: Block) -> bool:
-        return self._brought_here(block) or (self._enclosing is not None and self._enclosing._brought(block))
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         self._on_unpack()

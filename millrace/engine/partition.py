@@ -167,7 +167,7 @@ class _Cutter:
     def _add_part(self, module: nn.Module) -> None:
         keys = self._take(self._inventory.below(module))
         if keys:
-            self._parts.append(Part(self._inventory.names[module], keys, [module]))
+            self._parts.append(Part(self._inventory.names[module], keys, list(_elements([module]))))
 
     def _take(self, keys: Iterable[int]) -> list[int]:
         taken = self._untaken(list(dict.fromkeys(keys)))
