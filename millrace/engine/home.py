@@ -47,7 +47,12 @@ class Home(nn.Parameter):
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(raw_data(self), self.requires_grad).__reduce_ex__(protocol)
+        plain = nn.Parameter(raw_data(self), self.requires_grad)
+        plain.__dict__.update({name: value for name, value in self.__dict__.items() if name != _OWNER})
+        return plain.__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return nn.Parameter(raw_data(self), self.requires_grad).__repr__()
 
 
 def as_home(parameter: nn.Parameter, owner: Owner) -> Home:

@@ -1,12 +1,13 @@
 """What does a model hold? Every parameter once, with all the places that keep it, and the modules that own it."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
 
 from millrace.engine.block import Member, Place
-from millrace.engine.layout import check_can_travel, travel_dtype
+from millrace.engine.layout import by_storage, check_can_travel, lay_out, travel_dtype
 from millrace.memory.arena import aligned
 
 __all__ = ["Inventory", "take_inventory"]
@@ -28,10 +29,17 @@ class Inventory:
 
     def nbytes(self, keys: list[int]) -> int:
         """Bytes of these parameters in a block: in the dtype in which they travel, and aligned."""
-        parameters = (self.members[key].parameter for key in keys)
-        return sum(
-            aligned(parameter.numel() * travel_dtype(parameter, self.param_dtype).itemsize) for parameter in parameters
-        )
+        alone = [self.members[key].parameter for key in keys if key not in self._sharing]
+        sharing = [self.members[key].parameter for key in keys if key in self._sharing]
+        sizes = (parameter.numel() * travel_dtype(parameter, self.param_dtype).itemsize for parameter in alone)
+        return sum(aligned(nbytes) for nbytes in sizes) + lay_out(sharing, self.param_dtype)[1]
+
+    @cached_property
+    def _sharing(self) -> frozenset[int]:
+        """Parameters that share a storage with others: their bytes in a block depend on each other."""
+        keys = list(self.members)
+        groups = by_storage([member.parameter for member in self.members.values()], self.param_dtype)
+        return frozenset(keys[index] for group in groups if len(group) > 1 for index in group)
 
 
 def take_inventory(model: nn.Module, *, param_dtype: torch.dtype | None = None, check: bool = True) -> Inventory:

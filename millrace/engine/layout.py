@@ -10,7 +10,7 @@ from millrace.engine.slot import Layout
 from millrace.errors import LayoutError
 from millrace.memory.arena import ALIGNMENT_BYTES, aligned
 
-__all__ = ["check_can_travel", "lay_out", "travel_dtype"]
+__all__ = ["by_storage", "check_can_travel", "lay_out", "travel_dtype"]
 
 
 def travel_dtype(parameter: nn.Parameter, param_dtype: torch.dtype | None) -> torch.dtype:
@@ -45,7 +45,7 @@ def lay_out(parameters: Sequence[nn.Parameter], param_dtype: torch.dtype | None)
     """
     layouts: dict[int, Layout] = {}
     end = 0
-    for group in _by_storage(parameters, param_dtype):
+    for group in by_storage(parameters, param_dtype):
         if len(group) == 1:
             index = group[0]
             layouts[index] = _alone(parameters[index], end, travel_dtype(parameters[index], param_dtype))
@@ -68,7 +68,7 @@ def lay_out(parameters: Sequence[nn.Parameter], param_dtype: torch.dtype | None)
     return [layouts[index] for index in range(len(parameters))], end
 
 
-def _by_storage(parameters: Sequence[nn.Parameter], param_dtype: torch.dtype | None) -> list[list[int]]:
+def by_storage(parameters: Sequence[nn.Parameter], param_dtype: torch.dtype | None) -> list[list[int]]:
     """Indices of parameters, grouped by the storage they share, in order of their first member."""
     groups: dict[object, list[int]] = defaultdict(list)
     for index, parameter in enumerate(parameters):
