@@ -59,7 +59,9 @@ def synchronous(layers: Sequence[nn.Module], device: torch.device, budget_blocks
             layer.register_full_backward_hook(lambda *_, streamed=streamed: streamed.drop())
 
 
-def ahead_of_residents(layers: Sequence[nn.Module], device: torch.device, budget_blocks: int, *, training: bool) -> None:
+def ahead_of_residents(
+    layers: Sequence[nn.Module], device: torch.device, budget_blocks: int, *, training: bool
+) -> None:
     """The first blocks stay; each layer sends for the one that far ahead. Peak 2R+1 blocks, so R fits the budget.
 
     Backward, which the design lacks, goes the same way downwards.

@@ -21,7 +21,7 @@ from millrace.engine.home import Home
 from millrace.engine.inventory import Inventory, take_inventory
 from millrace.engine.managed import site_of
 from millrace.engine.meter import Meter
-from millrace.engine.partition import Part, partition
+from millrace.engine.partition import Part, Partition, partition
 from millrace.engine.residency import Residency
 from millrace.errors import BudgetError, StateError
 from millrace.memory.ledger import Ledger, Tier
@@ -78,14 +78,14 @@ def offload(
         device_memory_bytes=None if device_memory is None else parse_bytes(device_memory, name="device_memory"),
         host_memory_bytes=None if host_memory is None else parse_bytes(host_memory, name="host_memory"),
         blocks=blocks,
-        resident=tuple(resident),
+        resident=(resident,) if isinstance(resident, str | nn.Module) else tuple(resident),
         prefetch_blocks=_prefetch_blocks(prefetch),
         param_dtype=param_dtype,
         grad_dtype=grad_dtype,
     )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
-    _refuse_foreign_hooks(model)
+    _refuse_unmanageable(model)
     return Offloaded(model, config)
 
 
@@ -103,11 +103,22 @@ class Offloaded:
         self._ledger = Ledger(frozenset({"weights", "buffers"}), _host_budget(config, inventory))
         self._lanes = open_lanes(config.device)
         self._meter = Meter(self._lanes)
+        self._made: list[Block] = []
+        try:
+            self._wire(model, inventory, parts, budget_bytes - buffer_bytes)
+        except BaseException:
+            for block in self._made:
+                block.release()
+            raise
+        _live_handles.add(self)
+
+    def _wire(self, model: nn.Module, inventory: Inventory, parts: Partition, weights_budget_bytes: int) -> None:
+        config = self._config
         streamed = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.streamed]
         residents = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.resident]
         for index, block in enumerate(streamed):
             block.index = index
-        self._residency = Residency(config.device, budget_bytes - buffer_bytes, self._lanes, self._ledger, self._meter)
+        self._residency = Residency(config.device, weights_budget_bytes, self._lanes, self._ledger, self._meter)
         self._executor = Executor(streamed, self._residency, self._lanes, self._meter, config.prefetch_blocks)
         gradients = Gradients(self._lanes, self._ledger, self._meter, config.grad_dtype)
         self._engine = Engine(config.device, streamed, residents, self._residency, self._executor, gradients)
@@ -121,7 +132,6 @@ class Offloaded:
             model, self._engine, mains, self._ledger, lambda members: self._block("added", members)
         )
         self._attachment.keep_alive(self)
-        _live_handles.add(self)
 
     # what it did ------------------------------------------------------------------------------------------------------
     @property
@@ -207,7 +217,9 @@ class Offloaded:
 
     # inside -----------------------------------------------------------------------------------------------------------
     def _block(self, name: str, members: Iterable[Member]) -> Block:
-        return Block(name, members, self._config.device, self._ledger, self._config.param_dtype)
+        block = Block(name, members, self._config.device, self._ledger, self._config.param_dtype)
+        self._made.append(block)
+        return block
 
     def _blocks(self) -> list[Block]:
         return [*self._engine.blocks, *self._engine.residents]
@@ -266,9 +278,13 @@ def _prefetch_blocks(prefetch: int | str) -> int | None:
     return prefetch
 
 
-def _refuse_foreign_hooks(model: nn.Module) -> None:
+def _refuse_unmanageable(model: nn.Module) -> None:
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise StateError(
+                f"{where} is compiled by TorchScript, which millrace cannot manage; offload it before that"
+            )
         if site_of(module) is not None:
             raise StateError(f"{where} is offloaded already; use that handle, or call remove() on it first")
         if hasattr(module, "_hf_hook"):
@@ -319,7 +335,7 @@ def _check_budgets(
         raise BudgetError(
             f"block {name!r} needs {format_bytes(largest_bytes)} beside {format_bytes(kept_bytes)} of resident weights"
             f" and buffers; device_memory allows {format_bytes(budget_bytes)}; raise it to at least"
-            f" {format_bytes(kept_bytes + largest_bytes)}, or pass smaller blocks such as"
+            f" {format_bytes(kept_bytes + largest_bytes, at_least=True)}, or pass smaller blocks such as"
             f" blocks={format_bytes(max(1, (budget_bytes - kept_bytes) // 2)).replace(' ', '')!r}"
         )
     wanted_bytes = min(budget_bytes, sum(sizes.values()) + kept_bytes)

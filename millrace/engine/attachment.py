@@ -102,8 +102,7 @@ class Attachment:
         _registrations.unwatch()
         self._engine.before_call = lambda: None
         for block in self._blocks():
-            for slot in block.slots:
-                slot.release()
+            block.release()
         model = self._model()
         for module in model.modules() if model is not None else ():
             if site_of(module) is not None:

@@ -193,6 +193,11 @@ class Block:
             if held is not None and held is not slot.leaf and held is not slot.home:
                 slot.adopt(held)
 
+    def release(self) -> None:
+        """Homes are ordinary parameters again."""
+        for slot in self.slots:
+            slot.release()
+
     def move_places(self, places: dict[int, list[Place]]) -> None:
         """The model was rebuilt around its parameters: `places` by the id of each home."""
         self._places = [(place, slot) for slot in self.slots for place in places.get(id(slot.home), ())]

@@ -24,6 +24,8 @@ from millrace.planning.visit import Phase
 
 __all__ = ["Engine"]
 
+_WATCHED = "_millrace_watched"  # attribute of tensors whose gradient announces the backward of a site
+
 
 class Engine:
     """Runs the visits of one offloaded model."""
@@ -46,6 +48,7 @@ class Engine:
         self._gradients = gradients
         self._calls: list[_Call] = []  # visits whose call is under way, outermost first
         self._blocks_by_slot: dict[Slot, Block] = {}
+        self.busy = False  # an outermost call or a backward is under way
         self._backward_site: Site | None = None  # whose backward is under way
         self._backward: _Backward | None = None
         for block in (*blocks, *residents):
@@ -103,9 +106,13 @@ class Engine:
         return not called.issuperset(site.blocks)
 
     def _watch_output(self, site: Site, output: Any) -> None:
-        """The gradient of an output comes before any unpack of the site: an early word that its backward begins."""
+        """The gradient of an output comes before any unpack of the site: an early word that its backward begins.
+
+        Not the gradient of a tensor that another site made and this one hands on (T5's position bias).
+        """
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None and not hasattr(tensor, _WATCHED):
+                setattr(tensor, _WATCHED, True)
                 tensor.register_hook(lambda _gradient: self.begin_backward_of(site))
 
     def release_everything(self) -> None:
@@ -144,6 +151,7 @@ class Engine:
         """Once for the outermost backward: nested ones (reentrant checkpoints) end inside of it."""
         if self._backward is None:
             self._backward = _Backward(self)
+            self.busy = True
             torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self._backward))
             self._executor.begin_backward()
             self._begin_residents()
@@ -153,6 +161,7 @@ class Engine:
         if backward is not self._backward:
             return
         self._backward = None
+        self.busy = False
         if self._backward_site is not None:
             _release(self._backward_site.blocks)
             self._backward_site = None
@@ -171,6 +180,7 @@ class Engine:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The outermost call: residents are renewed and bound, inputs come to the device."""
         self._recover()
+        self.busy = True
         self.before_call()
         if torch.is_grad_enabled():
             self._gradients.prepare([*self.residents, *self.blocks])
@@ -180,12 +190,14 @@ class Engine:
 
     def end_pass(self) -> None:
         """The outermost call ends: what its copies read of homes has been read, so homes may be written."""
+        self.busy = False
         _release(self.residents)
         self._executor.end_pass()
         self._residency.wait_for_consumed_reads()
 
     def _recover(self) -> None:
         """After an interrupt in the middle of a visit's bookkeeping, nothing may stay bound."""
+        self.busy = False
         self._calls.clear()
         for block in (*self.blocks, *self.residents):
             if block.users:

@@ -51,7 +51,7 @@ class Home(nn.Parameter):
         plain.__dict__.update({name: value for name, value in self.__dict__.items() if name != _OWNER})
         return plain.__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return nn.Parameter(raw_data(self), self.requires_grad).__repr__()
 
 

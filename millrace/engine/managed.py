@@ -28,8 +28,10 @@ class Managed:
     """What an offloaded model's modules do differently. Mixed in front of their own class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # inside a compiled block, which is inside a visit
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if torch.compiler.is_compiling():
+            if not self.__dict__[_SITE].engine.busy:
+                _refuse_compilation_of_all()
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]  # inside a compiled block, inside its visit
         return self.__dict__[_SITE].call(super().__call__, args, kwargs)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -75,13 +77,17 @@ class _HasDevice:
         return self.__dict__[_SITE].device  # type: ignore[no-any-return]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _refuse_compilation_of_all() -> None:
+    raise StateError(
+        "torch.compile around an offloaded model would compile the visits away; compile its blocks instead: "
+        "for layer in model.layers: layer.compile()"
+    )
+
+
 def make_managed(module: nn.Module, site: "Site") -> None:
     """Puts the managed class on a module, in place."""
     own = type(module)
-    if isinstance(module, torch.jit.ScriptModule):
-        raise StateError(
-            f"a {own.__name__} is compiled by TorchScript, which millrace cannot manage; offload the model itself"
-        )
     if own not in _classes:
         mixins = (Managed, _HasDevice) if isinstance(getattr(own, "device", None), property) else (Managed,)
         names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}

@@ -65,13 +65,18 @@ class _Cutter:
         merge_bytes = 0
         given = not isinstance(blocks, int) and not isinstance(blocks, str)
         if given:
-            for module in self._given_modules(blocks):  # type: ignore[arg-type]
+            if not isinstance(blocks, Iterable):
+                raise TypeError(
+                    f'blocks={blocks!r} is neither "auto", nor a size such as "256MiB", nor a list of modules and patterns'
+                )
+            for module in self._given_modules(blocks):
                 self._add_part(module)
             unit_bytes = max((self._nbytes(part.keys) for part in self._parts), default=0)
         elif blocks == "auto":
             unit_bytes = self._repeated_layer_bytes() or self._budget_bytes // 2
         else:
-            unit_bytes = merge_bytes = parse_bytes(blocks, name="blocks")  # type: ignore[arg-type]
+            unit_bytes = parse_bytes(blocks, name="blocks")  # type: ignore[arg-type]
+            merge_bytes = min(unit_bytes, self._budget_bytes // 2)  # so that one can arrive while another computes
         self._walk(self._model, min(unit_bytes, self._budget_bytes // 2) or 1)
         kept_parts.append(Part("small", self._kept, []))
         parts = _merged(self._parts, self._nbytes, merge_bytes)
@@ -115,9 +120,8 @@ class _Cutter:
             if isinstance(chosen, nn.Module):
                 found = self._inventory.below(self._own(chosen, "resident"))
             else:
-                found = [key for key, member in self._inventory.members.items() if fnmatchcase(member.name, chosen)]
-                for module in self._matching(chosen):
-                    found += self._inventory.below(module)
+                found = [key for module in self._matching(chosen) for key in self._inventory.below(module)]
+                found += [key for key, member in self._inventory.members.items() if fnmatchcase(member.name, chosen)]
             if not found:
                 raise ValueError(
                     f"resident={chosen!r} matches no module or parameter of the model; see named_modules()"
@@ -159,8 +163,9 @@ class _Cutter:
         return [module for module, name in self._inventory.names.items() if fnmatchcase(name, pattern)]
 
     def _own(self, module: nn.Module, setting: str) -> nn.Module:
-        if not isinstance(module, nn.ModuleList) and module not in self._inventory.names:
-            raise ValueError(f"{setting} names a {type(module).__name__} that is not a part of the model")
+        for element in _elements([module]):
+            if element not in self._inventory.names:
+                raise ValueError(f"{setting} names a {type(element).__name__} that is not a part of the model")
         return module
 
     # bookkeeping ------------------------------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
 """What does millrace know of one managed parameter? Its home, its leaf, and the place of its bytes in a block."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from millrace.engine.home import Home, as_home, as_parameter, raw_data
 from millrace.errors import LayoutError
@@ -62,7 +64,7 @@ class Slot:
         self._cast: object = None  # fingerprint of what the cast in `rest` was made of
         self.loaded_token: Token = _NEVER  # of the contents that the device copy was made of
         self.on_gradient: Callable[[Slot], None] | None = None  # called when the leaf's gradient is complete
-        self._hooked = False
+        self._hook: RemovableHandle | None = None
         self.home: Home = as_home(parameter, self)
         self.leaf = nn.Parameter(absent, requires_grad=parameter.requires_grad)
         self.leaf.__dict__.update(
@@ -128,9 +130,9 @@ class Slot:
         wanted = self.home.requires_grad
         if self.leaf.requires_grad != wanted:
             self.leaf.requires_grad_(wanted)
-        if wanted and not self._hooked and self.on_gradient is not None:
-            self.leaf.register_post_accumulate_grad_hook(self._gradient_accumulated)
-            self._hooked = True
+        if wanted and self._hook is None and self.on_gradient is not None:
+            own = weakref.ref(self)  # a cycle through autograd's hooks is never collected
+            self._hook = self.leaf.register_post_accumulate_grad_hook(lambda _: _pass_on_gradient(own()))
 
     def adopt(self, parameter: nn.Parameter) -> None:
         """The user put another Parameter in the home's place (`load_state_dict(assign=True)`): it is the home now."""
@@ -157,8 +159,12 @@ class Slot:
             )
 
     def release(self) -> None:
-        """The home is an ordinary Parameter again; its data stays where it is."""
+        """The home is an ordinary Parameter again; its data stays where it is. Nothing refers back to the slot."""
         as_parameter(self.home)
+        self.on_gradient = None
+        self._before_touch = _nothing
+        if self._hook is not None:
+            self._hook.remove()
 
     def _move_in(self) -> None:
         with torch.no_grad():
@@ -170,10 +176,6 @@ class Slot:
             if self.home.grad is not None and self.home.grad.device.type != "cpu":
                 self.home.grad = self.home.grad.to("cpu")
 
-    def _gradient_accumulated(self, _leaf: torch.Tensor) -> None:
-        if self.on_gradient is not None:
-            self.on_gradient(self)
-
     def _fingerprint(self) -> object:
         return self.home._version, self.untraced_changes, self._touches, self.home.data_ptr()
 
@@ -181,3 +183,12 @@ class Slot:
         """The home's data is about to be handed out, and may be written through what was."""
         self._before_touch()
         self._touches += 1
+
+
+def _pass_on_gradient(slot: Slot | None) -> None:
+    if slot is not None and slot.on_gradient is not None:
+        slot.on_gradient(slot)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,59 @@
+"""Does memory go when its owner does?"""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import millrace
+from millrace.memory.ledger import Tier
+from tests.engine.models import Decoder, loss_of, weight_bytes
+
+
+@pytest.fixture(autouse=True)
+def without_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_remove_gives_everything_back_but_the_weights(compute_device, tokens):
+    model = Decoder()
+    handle = millrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2)
+    for _ in range(3):
+        loss_of(model, tokens).backward()
+    model.zero_grad()
+    ledger, engine = handle._ledger, weakref.ref(handle._engine)
+    handle.remove()
+    del handle
+    assert engine() is None
+    assert ledger.held_bytes(Tier.DEVICE) == 0
+    assert ledger.held_bytes(Tier.HOST, "gradients") == 0
+    assert ledger.held_bytes(Tier.HOST, "weights") >= weight_bytes(model)  # the homes' own memory
+    del model
+    assert ledger.held_bytes(Tier.HOST) == 0
+
+
+@pytest.mark.emu("random:0")
+def test_registered_memory_is_given_back(emu_device, tokens):
+    before = emu_device.stats()["registered_bytes"]
+    model = Decoder()
+    with millrace.offload(model, device="emu", device_memory=weight_bytes(model) // 2):
+        loss_of(model, tokens).backward()
+        assert emu_device.stats()["registered_bytes"] >= before + 2 * weight_bytes(model)
+    del model
+    gc.collect()
+    torch.accelerator.synchronize()
+    assert emu_device.stats()["registered_bytes"] == before
+
+
+def test_a_model_that_is_dropped_takes_its_handle_along(compute_device, tokens):
+    model = Decoder()
+    handle = weakref.ref(millrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2))
+    loss_of(model, tokens).backward()
+    assert handle() is not None  # the model keeps it alive
+    del model
+    gc.collect()
+    assert handle() is None
