@@ -10,7 +10,9 @@ namespace py = pybind11;
 
 namespace emu {
 
-void register_hooks();  // torch_device.cpp
+// torch_device.cpp
+void register_hooks();
+double event_seconds(uintptr_t event);
 
 namespace {
 
@@ -108,6 +110,7 @@ py::dict stats() {
   values["h2d_busy_seconds"] = schedule.h2d_busy;
   values["d2h_busy_seconds"] = schedule.d2h_busy;
   values["virtual_seconds"] = schedule.virtual_now;
+  values["stream_busy_seconds"] = schedule.stream_busy;
   values["allocated_bytes"] = memory.allocated;
   values["peak_allocated_bytes"] = memory.peak_allocated;
   values["reserved_bytes"] = memory.reserved;
@@ -136,6 +139,17 @@ void host_access(uintptr_t address, size_t bytes, bool is_write, const std::stri
   runtime().scheduler.host_access({address, address + bytes, is_write}, what);
 }
 
+// (name, tag, stream or -1 for the host, engine, start, end)
+py::list take_trace() {
+  constexpr const char* kEngines[] = {"", "compute", "h2d", "d2h"};
+  py::list entries;
+  for (const TraceEntry& entry : runtime().scheduler.take_trace())
+    entries.append(py::make_tuple(entry.name, entry.tag, entry.stream,
+                                  kEngines[size_t(entry.engine)], entry.span.start,
+                                  entry.span.end));
+  return entries;
+}
+
 void host_register(uintptr_t begin, size_t bytes) {
   // Until then PyTorch takes it that no memory is pinned, and does not ask.
   at::globalContext().lazyInitDevice(kDeviceType);
@@ -151,7 +165,16 @@ PYBIND11_MODULE(_C, m) {
   m.def("stats", &stats);
   m.def("reset_stats", &reset_stats);
   m.def("take_reports", [] { return runtime().scheduler.take_reports(); });
-  m.def("virtual_seconds", [] { return runtime().scheduler.stats().virtual_now; });
+  m.def("virtual_seconds", [] { return runtime().scheduler.host_now(); });
+  m.def("event_seconds", &event_seconds);
+  m.def("host_waits_until", [](double seconds) { runtime().scheduler.host_waits_until(seconds); });
+  m.def("host_works", [](double seconds, const std::string& what) {
+    runtime().scheduler.host_works(seconds, what);
+  });
+  m.def("use_own_clock", [](double start) { runtime().scheduler.use_own_clock(start); });
+  m.def("use_shared_clock", [] { runtime().scheduler.use_shared_clock(); });
+  m.def("start_trace", [] { runtime().scheduler.start_trace(); });
+  m.def("take_trace", &take_trace);
   m.def("set_tag", [](std::string tag) { runtime().scheduler.set_tag(std::move(tag)); });
   m.def("host_access", &host_access);
   m.def("host_register", &host_register);

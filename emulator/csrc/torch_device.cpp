@@ -145,6 +145,13 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, DeviceGuard);
 
 }  // namespace
 
+// Virtual time of the latest recording; `event` is torch.Event.event_id.
+double event_seconds(uintptr_t event) {
+  RecordingPtr recording = recording_of(reinterpret_cast<void*>(event));
+  TORCH_CHECK(recording, "the event has not been recorded");
+  return recording->virtual_end;
+}
+
 void register_hooks() { at::RegisterPrivateUse1HooksInterface(new Hooks); }
 
 }  // namespace emu

@@ -180,7 +180,7 @@ std::pair<Tensor, State> run_network(const Network& network, Step step, const Se
   bool fused = step == &lstm_step && !packed && input.data.scalar_type() == at::kFloat &&
                input.data.numel() && !weights[0].projection.defined() &&
                at::globalContext().userEnabledMkldnn();
-  Sequence layer_input = input;
+  Sequence layer_input{fused ? input.data.contiguous() : input.data, input.batch_sizes};
   std::vector<std::vector<Tensor>> last(initial.size());
   for (size_t layer = 0; layer < size_t(network.layers); layer++) {
     std::vector<Tensor> outputs;
@@ -188,6 +188,7 @@ std::pair<Tensor, State> run_network(const Network& network, Step step, const Se
       size_t index = layer * directions + direction;
       State state =
           map_state(initial, [&](const Tensor& part) { return part.select(0, int64_t(index)); });
+      if (fused) state = map_state(state, [](const Tensor& part) { return part.contiguous(); });
       const Weights& own = weights[index];
       bool reverse = direction == 1;
       auto [output, final_state] =
@@ -210,9 +211,8 @@ std::pair<Tensor, State> run_network(const Network& network, Step step, const Se
 std::pair<Tensor, State> run_batch(const Network& network, Step step, const Tensor& input,
                                    const State& initial, TensorList flat, bool batch_first) {
   bool projects = initial.size() == 2 && initial[0].size(2) != initial[1].size(2);
-  Sequence steps_first{(batch_first ? input.transpose(0, 1) : input).contiguous(), {}};
-  State states = map_state(initial, [](const Tensor& part) { return part.contiguous(); });
-  auto [output, last] = run_network(network, step, steps_first, states,
+  Sequence steps_first{batch_first ? input.transpose(0, 1) : input, {}};
+  auto [output, last] = run_network(network, step, steps_first, initial,
                                     gather(flat, network.has_biases, projects));
   return {batch_first ? output.transpose(0, 1) : output, last};
 }

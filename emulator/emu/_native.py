@@ -1,0 +1,5 @@
+"""Where is the extension module? Built when needed, and loaded once."""
+
+from ..build import load
+
+native = load()

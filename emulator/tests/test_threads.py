@@ -1,0 +1,52 @@
+"""May several host threads use the device at once? A worker waits on events while others enqueue."""
+
+import queue
+import threading
+from types import ModuleType
+
+import torch
+
+ROUNDS, WORKERS, COUNT = 60, 3, 1024
+
+
+def test_workers_wait_while_others_enqueue(emu_device: ModuleType) -> None:
+    """As an engine does: gradients leave on a stream, workers wait for them and send results back, autograd goes on."""
+    work: queue.Queue[tuple[torch.Event, torch.Tensor, int] | None] = queue.Queue()
+    failures: list[BaseException] = []
+    sums: list[float] = []
+
+    def worker() -> None:
+        try:
+            while (item := work.get()) is not None:
+                arrived, gradient, number = item
+                if number % 3:
+                    arrived.synchronize()
+                else:
+                    while not arrived.query():
+                        pass
+                assert gradient.eq(number).all()
+                sums.append(gradient.to("emu").sum().item())
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=worker) for _ in range(WORKERS)]
+    for thread in threads:
+        thread.start()
+    compute, offload = torch.accelerator.current_stream(), torch.Stream("emu")
+    weight = torch.ones(16, 16, device="emu", requires_grad=True)
+    for number in range(ROUNDS):
+        gradient = torch.full((COUNT,), float(number), device="emu")
+        offload.wait_event(compute.record_event())
+        target = torch.empty(COUNT, pin_memory=True)
+        with offload:
+            target.copy_(gradient, non_blocking=True)
+        arrived = offload.record_event()
+        compute.wait_event(arrived)
+        work.put((arrived, target, number))
+        (weight @ weight).tanh().sum().backward()
+    for _ in threads:
+        work.put(None)
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert sorted(sums) == [float(number * COUNT) for number in range(ROUNDS)]
