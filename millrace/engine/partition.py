@@ -67,7 +67,8 @@ class _Cutter:
         if given:
             if not isinstance(blocks, Iterable):
                 raise TypeError(
-                    f'blocks={blocks!r} is neither "auto", nor a size such as "256MiB", nor a list of modules and patterns'
+                    f'blocks={blocks!r} is neither "auto", nor a size such as "256MiB", nor a list of modules and'
+                    " name patterns"
                 )
             for module in self._given_modules(blocks):
                 self._add_part(module)
