@@ -2,10 +2,10 @@
 
     python benchmarks/overhead.py [--device cpu|emu|cuda]
 
-Blocks are tiny, so that what remains is the Python and PyTorch work of a visit: streamed (loaded, bound, packed, evicted)
-and resident (bound and packed). Plain and offloaded passes alternate in one run; medians of their differences are shown.
-On the emulated accelerator (the default: its kernels are not run) copies cost what it takes to enqueue them there; on the
-CPU each copy wakes a thread.
+Blocks are tiny, so that what remains is the Python and PyTorch work of a visit: streamed (loaded, bound, packed,
+evicted) and resident (bound and packed). Plain and offloaded passes alternate in one run; medians of their differences
+are shown. On the emulated accelerator (the default: its kernels are not run) copies cost what it takes to enqueue them
+there; on the CPU each copy wakes a thread.
 """
 
 import argparse

@@ -3,15 +3,16 @@
     python benchmarks/overlap.py [--quick]
 
 A decoder of 24 blocks (uniform, and uneven) runs in training (with and without recomputation) and inference, at ratios
-of load time to forward compute time per block and budgets in blocks. Each row shows the settled step time over what the
-planner predicted, over the lower bound max(compute, fewest possible bytes / bandwidth), and over the run with all weights
-on the device; beside it the same model with synchronous per-layer offload and with one-block-ahead prefetch into fixed
+of load time to forward compute time per block and budgets in blocks. Each row shows the settled step time over what
+the planner predicted, over the lower bound max(compute, fewest possible bytes / bandwidth), and over the run with all
+weights on the device; beside it the same model with synchronous per-layer offload and with one-block-ahead prefetch into fixed
 residents, written here as those designs are described.
 """
 
 import argparse
 import dataclasses
 import functools
+import gc
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
@@ -93,6 +94,7 @@ def configure(case: Case) -> float:
     block_bytes = WIDTH * WIDTH * 4
     forward_seconds = 2 * TOKENS * WIDTH * WIDTH / FLOPS_PER_SECOND
     bandwidth = block_bytes / (case.ratio * forward_seconds)
+    gc.collect()  # pinned memory of the case before
     emu.reset(
         scheduler="lazy",
         dry_run=True,
@@ -190,7 +192,8 @@ def main() -> None:
         row = measure(case)
         label = f"{case.model:8}{case.mode:12}{case.ratio:4.1f} {case.budget_blocks:3} blocks"
         print(
-            f"{label:34}{row['predicted']:7.3f} {row['bound']:7.3f} {row['resident']:8.3f}  | {row['sync']:26.3f} {row['ahead']:6.3f}",
+            f"{label:34}{row['predicted']:7.3f} {row['bound']:7.3f} {row['resident']:8.3f}"
+            f"  | {row['sync']:26.3f} {row['ahead']:6.3f}",
             flush=True,
         )
         worst["predicted"].append(row["predicted"])
