@@ -239,3 +239,37 @@ def assert_moves_as_planned(handle: millrace.Offloaded, model: nn.Module, cycle:
     assert plan.predicted.peak_bytes <= stats.device_budget_bytes
     trained = sum(p.nbytes for p in model.parameters() if p.grad is not None)
     assert stats.offload_bytes == trained * rounds
+
+
+# both runs ----------------------------------------------------------------------------------------------------------
+Script = Callable[[nn.Module], Outcome]
+
+
+def budget_bytes(model: nn.Module, share: float) -> int:
+    """That share of the weights, and room for the buffers of modules."""
+    return int(weight_bytes(model) * share) + sum(buffer.nbytes for buffer in model.buffers())
+
+
+def offload(model: nn.Module, device: torch.device, share: float = 0.4, **options: Any) -> millrace.Offloaded:
+    """Offloads with a budget of that share of the weights."""
+    options.setdefault("device_memory", budget_bytes(model, share))
+    return millrace.offload(model, device=device, **options)
+
+
+def assert_streamed(handle: millrace.Offloaded, model: nn.Module) -> None:
+    """The budget was below the weights and was kept, and weights came again and again."""
+    stats = handle.stats()
+    assert 0 < stats.device_peak_bytes <= stats.device_budget_bytes < weight_bytes(model)
+    assert stats.onload_bytes > weight_bytes(model)
+
+
+def assert_exact(
+    make: Callable[[], nn.Module], script: Script, device: torch.device, share: float = 0.4, **options: Any
+) -> tuple[millrace.Offloaded, nn.Module]:
+    """Runs the script on the plain model and on the offloaded one: everything must be equal."""
+    plain = script(make().to(device))
+    model = make()
+    handle = offload(model, device, share, **options)
+    script(model).assert_equals(plain)
+    assert_streamed(handle, model)
+    return handle, model
