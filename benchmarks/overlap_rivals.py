@@ -2,8 +2,8 @@
 
 `synchronous`: every layer is copied in before its forward and its backward on the compute stream, and let go after it
 (the offload training of DiffSynth-Studio). `ahead_of_residents`: the first blocks stay, each forward sends for the
-block that many places ahead on a copy stream (the block offload of MindIE-SD; for inference only). Both copy from pinned
-memory.
+block that many places ahead on a copy stream (the block offload of MindIE-SD; for inference only). Both copy from
+pinned memory.
 """
 
 from collections.abc import Sequence
