@@ -74,7 +74,7 @@ class SavedTensors:
         """From now on autograd saves through these hooks."""
         self._outer = _top_hooks(True)
         if self._outer is not None:
-            pack = self._outer[0]
+            pack: Any = self._outer[0]
             enclosing = getattr(pack, "__self__", None)
             if isinstance(enclosing, SavedTensors):  # of the visit around this one: straight to the hooks outside it
                 self._outer, self._checkpoint = enclosing._outer, enclosing._checkpoint
