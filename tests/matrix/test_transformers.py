@@ -1,4 +1,4 @@
-"""Are the architectures of transformers exact: trained with labels and without, checkpointed its own way, generating?"""
+"""Are the architectures of transformers exact: trained with labels or without, checkpointed its way, generating?"""
 
 from collections.abc import Callable
 from typing import Any
