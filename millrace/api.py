@@ -24,6 +24,7 @@ from millrace.engine.meter import Meter
 from millrace.engine.partition import Part, Partition, partition
 from millrace.engine.residency import Residency
 from millrace.errors import BudgetError, StateError
+from millrace.memory.arena import whole_pages
 from millrace.memory.ledger import Ledger, Tier
 from millrace.planning import Plan
 from millrace.report import Stats, write_trace
@@ -329,14 +330,17 @@ def _check_budgets(
     """Refuses what cannot fit, before anything is allocated."""
     sizes = {part.name: inventory.nbytes(part.keys) for part in streamed}
     kept_bytes = sum(inventory.nbytes(part.keys) for part in resident) + buffer_bytes
-    name = max(sizes, key=lambda part: sizes[part], default="")
-    largest_bytes = sizes.get(name, 0)
-    if kept_bytes + largest_bytes > budget_bytes:
+    largest = max(streamed, key=lambda part: sizes[part.name], default=Part("", [], []))
+    needed_bytes = kept_bytes + sizes.get(largest.name, 0)
+    if needed_bytes > budget_bytes:
+        what = f"resident weights and buffers need {format_bytes(kept_bytes)}"
+        if streamed:
+            what = f"block {largest.name!r} needs {format_bytes(sizes[largest.name])} beside"
+            what += f" {format_bytes(kept_bytes)} of resident weights and buffers"
         raise BudgetError(
-            f"block {name!r} needs {format_bytes(largest_bytes)} beside {format_bytes(kept_bytes)} of resident weights"
-            f" and buffers; device_memory allows {format_bytes(budget_bytes)}; raise it to at least"
-            f" {format_bytes(kept_bytes + largest_bytes, at_least=True)}, or pass smaller blocks such as"
-            f" blocks={format_bytes(max(1, (budget_bytes - kept_bytes) // 2)).replace(' ', '')!r}"
+            f"{what}; device_memory allows {format_bytes(budget_bytes)}; raise it to at least"
+            f" {format_bytes(needed_bytes, at_least=True)}"
+            + _smaller_blocks(inventory, largest, (budget_bytes - kept_bytes) // 2)
         )
     wanted_bytes = min(budget_bytes, sum(sizes.values()) + kept_bytes)
     if is_accelerator(config.device) and wanted_bytes > (free_bytes := free_device_bytes(config.device)):
@@ -344,5 +348,12 @@ def _check_budgets(
             f"device_memory={format_bytes(budget_bytes)} is more than {config.device} has free,"
             f" {format_bytes(free_bytes)}; lower it, or end what else uses the device"
         )
-    weight_bytes = inventory.nbytes(list(inventory.members))
-    Ledger(host_budget_bytes=_host_budget(config, inventory)).check_host(weight_bytes, "weights")
+    arenas_bytes = sum(whole_pages(inventory.nbytes(part.keys)) for part in (*streamed, *resident))
+    Ledger(host_budget_bytes=_host_budget(config, inventory)).check_host(arenas_bytes, "weights")
+
+
+def _smaller_blocks(inventory: Inventory, part: Part, limit_bytes: int) -> str:
+    """The advice to cut a part into blocks of that size, where that can be done."""
+    if max((inventory.nbytes([key]) for key in part.keys), default=limit_bytes) >= limit_bytes:
+        return ""
+    return f", or pass smaller blocks such as blocks={format_bytes(limit_bytes).replace(' ', '')!r}"

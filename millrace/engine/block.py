@@ -109,6 +109,10 @@ class Block:
             raise StateError(f"block {self.name!r} is {self._presence.name} and cannot become {new.name}")
         self._presence = new
 
+    def lost(self) -> None:
+        """A copy was broken off: the block is ABSENT, whatever it was before."""
+        self._presence = Presence.ABSENT
+
     @property
     def trainable(self) -> bool:
         """Whether any parameter wants a gradient."""

@@ -55,14 +55,23 @@ class Residency:
             buffer = self._buffers.allocate(block.nbytes)
             self.held_bytes += block.nbytes
             self._by_storage[buffer.untyped_storage()._cdata] = block
-            block.point_leaves(buffer)
-            self._submit(block, only_changes=False)
+            try:
+                block.point_leaves(buffer)
+                self._submit(block, only_changes=False)
+            except BaseException:
+                self._undo(block, buffer)
+                raise
 
     def renew(self, block: Block) -> None:
         """Submits copies of what changed in the homes since the buffer was filled."""
         self.arrive(block)
         with torch.inference_mode(False):
-            self._submit(block, only_changes=True)
+            try:
+                self._submit(block, only_changes=True)
+            except BaseException:
+                if block.buffer is not None:
+                    self._undo(block, block.buffer)
+                raise
 
     def arrive(self, block: Block) -> None:
         """Compute waits for the block's last copy."""
@@ -82,14 +91,22 @@ class Residency:
         if block.buffer is None:
             return
         self.arrive(block)  # the memory goes back to the compute lane, so a copy into it must come before
-        buffer = block.buffer
+        block.presence = Presence.ABSENT
+        self._let_go(block, block.buffer)
+
+    def _let_go(self, block: Block, buffer: torch.Tensor) -> None:
         self._by_storage.pop(buffer.untyped_storage()._cdata)
         self.held_bytes -= block.nbytes
         with torch.inference_mode(False):
             block.point_leaves(None)
-        block.presence = Presence.ABSENT
         block.arrival = None
         self._buffers.release(buffer)
+
+    def _undo(self, block: Block, buffer: torch.Tensor) -> None:
+        """After a changed shape or Ctrl-C in the middle: what the buffer holds is unknown, so it goes."""
+        self._lanes.copy(Lane.ONLOAD, (), self._lanes.mark()).done.synchronize()  # behind what was submitted before
+        block.lost()
+        self._let_go(block, buffer)
 
     def make_room(self, block: Block, keep: Iterable[Block], next_use: NextUse) -> None:
         """Evicts until `block` fits, first what is needed last; never what is in use, resident or in `keep`.

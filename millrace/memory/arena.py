@@ -17,7 +17,7 @@ from millrace.config import format_bytes
 from millrace.memory.ledger import Ledger, Tier
 from millrace.runtime.device import is_accelerator, register_host_memory
 
-__all__ = ["ALIGNMENT_BYTES", "Arena", "aligned"]
+__all__ = ["ALIGNMENT_BYTES", "Arena", "aligned", "whole_pages"]
 
 ALIGNMENT_BYTES = 64  # of every tensor in an arena or a block: a cache line, and any dtype's own alignment
 _MAP_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
@@ -26,6 +26,11 @@ _MAP_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE
 def aligned(nbytes: int) -> int:
     """`nbytes` rounded up to the alignment."""
     return (nbytes + ALIGNMENT_BYTES - 1) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+
+
+def whole_pages(nbytes: int) -> int:
+    """Bytes that an arena takes: `nbytes` rounded up to pages, one at least."""
+    return max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
 class _Mapping(mmap.mmap):
@@ -46,7 +51,7 @@ class Arena:
     """
 
     def __init__(self, nbytes: int, device: torch.device, ledger: Ledger, purpose: str) -> None:
-        self.nbytes = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+        self.nbytes = whole_pages(nbytes)
         self._context = device, ledger, purpose
         ledger.check_host(self.nbytes, purpose)
         self._mapping = _Mapping(-1, self.nbytes, flags=_MAP_FLAGS)

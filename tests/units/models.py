@@ -47,8 +47,9 @@ def tokens() -> torch.Tensor:
 class Snapshot:
     """What a refused `offload()` must leave alone: classes, hooks, parameters and buffers of every module."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, addresses: bool = True) -> None:
         self._model = model
+        self._addresses = addresses
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._facts = self._look()
 
@@ -65,17 +66,22 @@ class Snapshot:
             hooks = {key: len(value) for key, value in vars(module).items() if key.endswith("hooks")}
             facts[f"module {name!r}"] = type(module), sorted(vars(module)), hooks
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            facts[f"parameter {name!r}"] = id(parameter), type(parameter), sorted(vars(parameter)), _contents(parameter)
+            facts[f"parameter {name!r}"] = (
+                id(parameter),
+                type(parameter),
+                sorted(vars(parameter)),
+                self._contents(parameter),
+            )
             assert self._parameters[name] is parameter, f"{name} is another object"
         for name, buffer in self._model.named_buffers():
-            facts[f"buffer {name!r}"] = id(buffer), _contents(buffer)
+            facts[f"buffer {name!r}"] = id(buffer), self._contents(buffer)
         return facts
 
-
-def _contents(tensor: torch.Tensor) -> Any:
-    facts = (tensor.device, tensor.dtype, tensor.requires_grad, tensor._backward_hooks)
-    if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
-        return facts
-    if isinstance(tensor, nn.parameter.UninitializedParameter):
-        return facts
-    return *facts, tensor.data_ptr(), tensor.stride(), tensor.detach().cpu().tolist()
+    def _contents(self, tensor: torch.Tensor) -> Any:
+        facts = (tensor.device, tensor.dtype, tensor.requires_grad, tensor._backward_hooks)
+        if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
+            return facts
+        if isinstance(tensor, nn.parameter.UninitializedParameter):
+            return facts
+        address = tensor.data_ptr() if self._addresses else 0
+        return *facts, address, tensor.stride(), tensor.detach().cpu().tolist()

@@ -1,0 +1,307 @@
+"""Is what cannot work refused with a name, the numbers and the next action, and the model left as it was?"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from accelerate.hooks import ModelHook, add_hook_to_module
+from torch import nn
+
+import millrace
+from millrace.config import parse_bytes
+from millrace.engine import attachment
+from tests.units.models import Decoder, Snapshot, tokens
+
+LARGEST_BYTES, KEPT_BYTES = 4096, 768  # of the Decoder: its embedding; its positions and the scales of its layers
+
+
+@pytest.fixture
+def model() -> Decoder:
+    return Decoder()
+
+
+@pytest.fixture(autouse=True)
+def _no_watch_is_left() -> Iterator[None]:
+    """Whatever is refused, PyTorch's global registration hooks are not left behind."""
+    before = attachment._registrations._users
+    yield
+    assert attachment._registrations._users == before
+
+
+def refused(
+    model: nn.Module, error: type[Exception], match: str, device: torch.device | str = "cpu", **settings: Any
+) -> str:
+    """The message with which `offload` refuses; the model is as it was."""
+    before = Snapshot(model)
+    with pytest.raises(error, match=match) as caught:
+        millrace.offload(model, device=device, **settings)
+    before.assert_unchanged()
+    return str(caught.value)
+
+
+def works(model: nn.Module, device: torch.device, **settings: Any) -> None:
+    with millrace.offload(model, device=device, **settings):
+        model(tokens()).sum().backward()
+
+
+# budgets ------------------------------------------------------------------------------------------------------------
+def test_a_budget_below_the_largest_block(compute_device: torch.device, model: Decoder) -> None:
+    message = refused(
+        model,
+        millrace.BudgetError,
+        r"block 'embedding' needs 4 KiB beside 768 B of resident.*device_memory allows 3.91 KiB; raise it to at least",
+        compute_device,
+        device_memory=4000,
+        blocks=["embedding", "head"],
+    )
+    advised = message.split("at least ")[1].split(",")[0]
+    assert LARGEST_BYTES + KEPT_BYTES <= parse_bytes(advised) < 1.01 * (LARGEST_BYTES + KEPT_BYTES)
+    works(model, compute_device, device_memory=advised, blocks=["embedding", "head"])
+
+
+def test_the_size_of_blocks_that_is_advised_works(compute_device: torch.device) -> None:
+    model = Decoder(vocabulary=16, layers=3)
+    blocks = [model.layers]
+    message = refused(
+        model, millrace.BudgetError, "or pass smaller blocks", compute_device, blocks=blocks, device_memory=2700
+    )
+    works(model, compute_device, device_memory=2700, blocks=message.split("blocks='")[1].split("'")[0])
+
+
+@pytest.mark.parametrize("size", [0, "0B"])
+def test_no_memory_at_all(model: Decoder, size: Any) -> None:
+    refused(model, millrace.BudgetError, r"device_memory allows 0 B; raise it to at least 4.75 KiB", device_memory=size)
+
+
+def test_residents_above_the_budget(compute_device: torch.device, model: Decoder) -> None:
+    refused(
+        model,
+        millrace.BudgetError,
+        r"beside 9.38 KiB of resident weights .*device_memory allows 8 KiB; raise it to at least 1\d",
+        compute_device,
+        device_memory="8KiB",
+        resident=["layers.[0-3]"],
+    )
+
+
+def test_buffers_count(compute_device: torch.device, model: Decoder) -> None:
+    model.register_buffer("table", torch.zeros(100_000))
+    refused(
+        model,
+        millrace.BudgetError,
+        r"beside 391 KiB of resident weights and buffers",
+        compute_device,
+        device_memory="64KiB",
+    )
+
+
+@pytest.mark.parametrize("setting", ["device_memory", "host_memory"])
+@pytest.mark.parametrize(
+    ("size", "error", "match"),
+    [
+        ("8 gigs", ValueError, r"='8 gigs' is not a size; give bytes"),
+        ("-8GiB", ValueError, r"='-8GiB' is not a size; give bytes"),
+        (-1, ValueError, r"=-1 is negative; give"),
+        (0.5, TypeError, r" is 0.5; give bytes"),
+    ],
+)
+def test_a_budget_that_is_no_size(model: Decoder, setting: str, size: Any, error: Any, match: str) -> None:
+    refused(model, error, setting + match, **{setting: size})
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, 1.0])
+def test_a_host_budget_below_the_weights(compute_device: torch.device, share: float) -> None:
+    """Also one that is short of nothing but the rest of the last page: refused, and before anything is changed."""
+    model = Decoder(width=30)
+    budget_bytes = int(sum(parameter.nbytes for parameter in model.parameters()) * share)
+    message = refused(
+        model, millrace.BudgetError, r"weights need .* of host memory .*host_memory allows .* raise it", compute_device,
+        host_memory=budget_bytes,
+    )  # fmt: skip
+    advised = message.split("at least ")[1].split(",")[0]
+    with millrace.offload(model, device=compute_device, host_memory=advised), torch.no_grad():
+        model(tokens())
+
+
+@pytest.mark.emu("lazy", allocator="exact", device_memory=1 << 20)
+def test_a_device_without_memory_for_the_plan(emu_device: Any) -> None:
+    model = Decoder(width=128, layers=8)
+    refused(
+        model,
+        millrace.BudgetError,
+        r"device_memory=1.2 MiB is more than emu:0 has free, [0-9.]+ .iB; lower it, or end what else",
+        "emu",
+        device_memory="1.2MiB",
+    )
+    taken = torch.empty(980 << 10, dtype=torch.uint8, device="emu")
+    refused(model, millrace.BudgetError, r"device_memory allows [23]\d.*; raise it", "emu")  # a tenth less than is free
+    del taken
+    works(model, torch.device("emu", 0), device_memory="300KiB")
+
+
+# devices and settings -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("device", "match"),
+    [
+        ("gpu", r"device='gpu' is not a device; give one such as"),
+        ("xpu:3", r"device='xpu:3' is not available here; available: .* and cpu"),
+        ("meta", r"device='meta' is not available here"),
+    ],
+)
+def test_an_unknown_device(model: Decoder, device: str, match: str) -> None:
+    refused(model, ValueError, match, device)
+
+
+def test_a_device_index_that_does_not_exist(emu_device: Any, model: Decoder) -> None:
+    refused(model, ValueError, r"device='emu:7' does not exist: there are 1 devices of type 'emu'", "emu:7")
+
+
+@pytest.mark.parametrize("device", [3.5, ["cpu"]])
+def test_what_is_no_device(model: Decoder, device: Any) -> None:
+    refused(model, TypeError, "device", device)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "match"),
+    [
+        ({"prefetch": -1}, ValueError, r"prefetch=-1 is negative; give"),
+        ({"prefetch": "some"}, TypeError, r"prefetch='some' is neither"),
+        ({"prefetch": True}, TypeError, r"prefetch=True is neither"),
+        ({"param_dtype": torch.int8}, TypeError, r"param_dtype=torch.int8 is not a floating-point"),
+        ({"grad_dtype": "float32"}, TypeError, r"grad_dtype='float32' is not a floating-point"),
+        ({"blocks": ["no.such.*"]}, ValueError, r"blocks='no.such.\*' matches no module"),
+        ({"blocks": ["layers.*", "layers.0.up"]}, ValueError, r"blocks overlap: 'layers.0"),
+        ({"blocks": "many"}, ValueError, r"blocks='many' is not a size"),
+        ({"blocks": 2.5}, TypeError, r"blocks=2.5 is neither"),
+        ({"resident": "no.such"}, ValueError, r"resident='no.such' matches no module"),
+        ({"resident": nn.Linear(2, 2)}, ValueError, r"resident names a Linear that is not a part"),
+    ],
+)
+def test_settings_that_make_no_sense(model: Decoder, settings: Any, error: Any, match: str) -> None:
+    refused(model, error, match, **settings)
+
+
+def test_what_is_no_module() -> None:
+    with pytest.raises(TypeError, match=r"model is a dict; give a torch.nn.Module"):
+        millrace.offload({})  # type: ignore[arg-type]
+
+
+# models -------------------------------------------------------------------------------------------------------------
+def test_a_model_that_is_offloaded_already(compute_device: torch.device, model: Decoder) -> None:
+    with millrace.offload(model, device=compute_device):
+        for part, name in ((model, "the model"), (model.layers[1], "the model"), (nn.Sequential(model), "module '0'")):
+            with pytest.raises(millrace.StateError, match=rf"{name} is offloaded already; .*remove\(\)"):
+                millrace.offload(part, device=compute_device)
+        model(tokens()).sum().backward()  # and the handle that there is goes on
+    before = Snapshot(model)
+    works(model, compute_device)
+    assert all(type(module).__name__ == type(module).__qualname__ for module in model.modules())
+    before_facts = {key: value for key, value in before._facts.items() if key.startswith("module")}
+    assert {key: value for key, value in Snapshot(model)._facts.items() if key.startswith("module")} == before_facts
+
+
+def test_accelerates_hooks(model: Decoder) -> None:
+    add_hook_to_module(model.layers[1], ModelHook())
+    refused(model, millrace.StateError, r"module 'layers.1' carries an accelerate hook.*remove_hook_from_submodules")
+
+
+def test_accelerates_offloading(model: Decoder) -> None:
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.raises(millrace.StateError, match="carries an accelerate hook"):
+        millrace.offload(model, device="cpu")
+
+
+def test_diffusers_hooks(model: Decoder) -> None:
+    from diffusers.hooks import HookRegistry
+
+    HookRegistry.check_if_exists_or_initialize(model.layers[2])
+    refused(model, millrace.StateError, r"module 'layers.2' carries a diffusers hook.*disable group offloading first")
+
+
+def put(model: Decoder, parameter: nn.Parameter) -> Decoder:
+    model.layers[1].up.weight = parameter
+    return model
+
+
+def quantised() -> nn.Parameter:
+    return nn.Parameter(torch.quantize_per_tensor(torch.ones(16, 16), 0.1, 0, torch.qint8), requires_grad=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*quant:UserWarning", "ignore:.*quantize:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: nn.Parameter(torch.empty(16, 16, device="meta")), "is on the meta device and has no bytes; load"),
+        (lambda: nn.Parameter(torch.eye(16).to_sparse()), r"layout is torch.sparse_coo; call to_dense\(\)"),
+        (quantised, "torch.qint8 is quantised; dequantise it"),
+        (nn.parameter.UninitializedParameter, "not initialised yet; run the lazy module once"),
+    ],
+)
+def test_parameters_that_have_no_plain_bytes(model: Decoder, make: Any, reason: str) -> None:
+    match = rf"parameter 'layers.1.up.weight' cannot be offloaded: .*{reason}"
+    refused(put(model, make()), millrace.LayoutError, match)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_part(compute_device: torch.device) -> None:
+    """A class that nothing can be mixed into."""
+    model = Decoder()
+    with torch.no_grad():
+        model.traced = torch.jit.trace(nn.Linear(4, 4), torch.zeros(1, 4))
+    refused(model, millrace.StateError, r"'traced' .*TorchScript, which millrace cannot manage", compute_device)
+    del model.traced
+    works(model, compute_device)
+
+
+def test_an_error_half_way_is_undone(compute_device: torch.device, model: Decoder, monkeypatch: Any) -> None:
+    """The device runs out when the residents are brought: another process may have taken what was free."""
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("of another process")
+
+    monkeypatch.setattr("millrace.engine.residency.DeviceBuffers.allocate", full)
+    before = Snapshot(model, addresses=False)  # the values lie in other memory now
+    with pytest.raises(torch.OutOfMemoryError, match="of another process"):
+        millrace.offload(model, device=compute_device)
+    before.assert_unchanged()
+    monkeypatch.undo()
+    works(model, compute_device)
+
+
+# after offloading ---------------------------------------------------------------------------------------------------
+def test_a_shape_that_changes_later(compute_device: torch.device, model: Decoder) -> None:
+    weight, kept = model.layers[1].up.weight, model.layers[1].up.weight.detach().clone()
+    with millrace.offload(model, device=compute_device):
+        model(tokens()).sum().backward()
+        weight.data = torch.zeros(16, 20)
+        with pytest.raises(
+            millrace.LayoutError,
+            match=r"'layers.1.up.weight' was offloaded with shape \(16, 16\) and now has shape \(16, 20\); call remove",
+        ):
+            model(tokens())
+        weight.data = kept.clone()
+        model.zero_grad()
+        model(tokens()).sum().backward()  # set right, the model goes on
+        assert weight.grad is not None
+    assert torch.equal(weight, kept)
+
+
+def test_a_weight_that_changes_between_forward_and_backward(compute_device: torch.device, model: Decoder) -> None:
+    with millrace.offload(model, device=compute_device, device_memory="8KiB"):
+        loss = model(tokens()).sum()
+        with torch.no_grad():
+            model.layers[1].down.weight.mul_(2)
+        with pytest.raises(
+            millrace.WeightChangedError,
+            match=r"'layers.1.down.weight' was modified in place .*version \d+; expected version \d+.* backward before",
+        ):
+            loss.backward()
+        model.zero_grad()
+        model(tokens()).sum().backward()
+        expected = Decoder()
+        expected.load_state_dict(model.state_dict())
+        expected.to(compute_device)(tokens().to(compute_device)).sum().backward()
+        for ours, plain in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(ours.grad, plain.grad.cpu())
