@@ -1,0 +1,7 @@
+"""Optimizers whose state and update live in host memory, for models that are offloaded, on a device, or on the CPU."""
+
+from millrace.optim.adam import Adam, AdamW
+from millrace.optim.matrices import Adafactor, Muon
+from millrace.optim.sgd import SGD, Lion
+
+__all__ = ["SGD", "Adafactor", "Adam", "AdamW", "Lion", "Muon"]

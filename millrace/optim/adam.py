@@ -1,0 +1,108 @@
+"""Which settings do Adam and AdamW have? Those of torch.optim, and where state and update live."""
+
+from typing import Any
+
+import torch
+
+from millrace.optim.elements import ElementOptimizer
+from millrace.optim.options import Options
+from millrace.optim.rules import AdamRule
+
+__all__ = ["Adam", "AdamW"]
+
+
+class _AdamSteps(ElementOptimizer):
+    ELEMENTWISE = ("exp_avg", "exp_avg_sq")
+    MAXIMUM = "max_exp_avg_sq"
+    DECOUPLED = False
+
+    def _rule(self, group: dict[str, Any], step: float) -> AdamRule:
+        beta1, beta2 = group["betas"]
+        return AdamRule(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=self.DECOUPLED,
+            maximize=group["maximize"],
+            step=step,
+        )
+
+
+class AdamW(_AdamSteps, torch.optim.AdamW):
+    """torch.optim.AdamW with state and update in host memory, in one pass over it on every core.
+
+    float32 parameters change bit for bit as with `torch.optim.AdamW(fused=True)` on the CPU. For bfloat16 and float16
+    ones the update is that of their float32 master; the weight is its rounding.
+
+    Parameters may be those of a model given to `millrace.offload`, of a plain model on an accelerator (weights stay
+    there; gradients come to the host and updated weights go back), or of a model on the CPU.
+
+    - `master_dtype`: dtype of the masters of low-precision weights; torch.float32.
+    - `master_form`: "split" keeps the 16 bits that a bfloat16 weight lacks (2 bytes per parameter; ties round up);
+      "full" keeps a float32 tensor beside it (4 bytes, ties round to even). float16 weights are always "full".
+    - `state_dtype`: dtype of the moments: torch.float32, or torch.bfloat16 with stochastic rounding.
+    - `tier`: where the state lives: "host". `disk` is for a tier that does not exist yet.
+    - `device_fraction`: share of the state that is updated on the device, in [0, 1]: only 0 for now.
+    - `overlap`: what the update runs beside: "none".
+    - `max_grad_norm`: gradients are scaled so that their global norm is at most this, with the arithmetic of
+      `torch.nn.utils.clip_grad_norm_` but without writing them; where the norm is not finite the step is skipped,
+      nothing changes and `skipped_steps` counts one more. `math.inf` only looks for that.
+
+    Raises ValueError for settings that are not available, RuntimeError at `step()` for sparse or complex gradients.
+    """
+
+    DECOUPLED = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            params,
+            options=Options(**options),
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            foreach=False,
+        )
+
+
+class Adam(_AdamSteps, torch.optim.Adam):
+    """torch.optim.Adam with state and update in host memory; the other settings are those of `millrace.optim.AdamW`."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            params,
+            options=Options(**options),
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            foreach=False,
+        )

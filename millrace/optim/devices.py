@@ -1,0 +1,112 @@
+"""How are parameters updated that live on an accelerator? Gradients come to the host, updated weights go back.
+
+Each such parameter has a twin in page-locked host memory, in the parameter's own dtype: the weights that the update
+writes. Batches of parameters pass through three lanes at once: gradients of later ones arrive while one is updated and
+the weights of earlier ones leave. Order comes from events alone; the host waits for arrivals, never for departures.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from millrace.memory.arena import Arena, aligned
+from millrace.memory.ledger import Ledger
+from millrace.optim.weights import Weights
+from millrace.runtime.lanes import Lane, Lanes, Transfer, open_lanes
+
+__all__ = ["Member", "Twins"]
+
+_BATCH_BYTES = 32 * 2**20  # of gradients: long enough for the link, short enough to overlap
+
+
+@dataclass(kw_only=True)
+class Member:
+    """One parameter that takes part in a step, and where its update happens."""
+
+    index: int
+    group: dict[str, Any]
+    parameter: torch.Tensor
+    weights: Weights
+    gradient: torch.Tensor  # in host memory once its batch is performed
+
+
+class Twins:
+    """Host memory for the parameters of one accelerator: twins of their weights, and their gradients."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._lanes: Lanes = open_lanes(device)
+        self._device = device
+        self._ledger = Ledger()
+        self._twins: dict[torch.Tensor, torch.Tensor] = {}
+        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self._leaving: list[Transfer] = []
+
+    def update(self, members: Sequence[Member], perform: Callable[[Sequence[Member]], None]) -> None:
+        """Calls `perform` on batches of `members`, their gradients in host memory, and sends their weights back."""
+        for transfer in self._leaving:  # of the last step: twins may still be read
+            transfer.done.synchronize()
+        self._leaving.clear()
+        begin = self._lanes.mark()
+        sources = [member.gradient for member in members]
+        self._make_room(members)
+        fetched = [member for member in members if member.weights.changed]
+        if fetched:
+            copies = [(self._twins[member.parameter], member.parameter.detach()) for member in fetched]
+            self._lanes.copy(Lane.OFFLOAD, copies, begin).done.synchronize()
+        batches = list(_batches(list(zip(members, sources, strict=True))))
+        arriving = [
+            self._lanes.copy(Lane.OFFLOAD, [(member.gradient, source.detach()) for member, source in batch], begin)
+            for batch in batches
+        ]
+        for batch, transfer in zip(batches, arriving, strict=True):
+            transfer.done.synchronize()
+            perform([member for member, _ in batch])
+            copies = [(member.parameter.detach(), member.weights.host) for member, _ in batch]
+            self._leaving.append(self._lanes.copy(Lane.ONLOAD, copies, begin))
+        for transfer in self._leaving:
+            self._lanes.wait(transfer.done)
+
+    def held_bytes(self) -> int:
+        """Bytes of page-locked host memory."""
+        return sum(tensor.nbytes for held in (self._twins, self._gradients) for tensor in held.values())
+
+    def _make_room(self, members: Sequence[Member]) -> None:
+        """Host memory for weights and gradients of parameters that have none yet, in one arena each."""
+        new = [member.parameter for member in members if member.parameter not in self._twins]
+        self._twins |= zip(new, self._carve(new), strict=True)
+        sources = [
+            member
+            for member in members
+            if (held := self._gradients.get(member.parameter)) is None or held.dtype != member.gradient.dtype
+        ]
+        gradients = self._carve([member.gradient for member in sources])
+        self._gradients |= zip((member.parameter for member in sources), gradients, strict=True)
+        for member in members:
+            member.weights.host = self._twins[member.parameter]
+            member.gradient = self._gradients[member.parameter]
+
+    def _carve(self, tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
+        if not tensors:
+            return
+        arena = Arena(sum(aligned(tensor.nbytes) for tensor in tensors), self._device, self._ledger, "optimizer")
+        offset = 0
+        for tensor in tensors:
+            strides = torch.empty_like(tensor, device="meta").stride()
+            flat = arena.tensor(offset, tensor.numel() * tensor.itemsize).view(tensor.dtype)
+            yield flat.as_strided(tensor.shape, strides)
+            offset += aligned(tensor.nbytes)
+
+
+def _batches(members: list[tuple[Member, torch.Tensor]]) -> Iterable[list[tuple[Member, torch.Tensor]]]:
+    batch: list[tuple[Member, torch.Tensor]] = []
+    nbytes = 0
+    for member in members:
+        batch.append(member)
+        nbytes += member[1].nbytes
+        if nbytes >= _BATCH_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,176 @@
+"""How is the native kernel called? Through ctypes: it knows neither PyTorch nor Python, and runs without Python's lock.
+
+It is built with the package (`setup.py`), never at run time. Where it could not be built, `millrace.optim.update` does
+the same with PyTorch's own kernels, more slowly; `available()` tells which of the two is in use.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from enum import IntEnum
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+
+from millrace.optim import threads
+
+__all__ = ["CHUNK_ELEMENTS", "Constants", "Master", "Number", "Rule", "Task", "available", "checksum", "run"]
+
+CHUNK_ELEMENTS = 1 << 16  # what one thread takes at a time
+
+
+class Rule(IntEnum):
+    """Update rules of the kernel."""
+
+    ADAM = 0
+    SGD = 1
+    LION = 2
+
+
+class Number(IntEnum):
+    """Kinds of numbers that the kernel reads and writes."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+
+
+class Master(IntEnum):
+    """How the exact float32 value of a weight is kept."""
+
+    IS_WEIGHT = 0  # the weight is float32 itself
+    SPLIT = 1  # bfloat16 weight and the 16 bits that it lacks
+    FULL = 2  # low-precision weight beside a float32 one
+
+
+class Constants(ctypes.Structure):
+    """Constants of one update rule at one step; see kernel.h."""
+
+    _fields_ = (
+        ("rule", ctypes.c_int32),
+        ("maximize", ctypes.c_int32),
+        ("flags", ctypes.c_int32),
+        ("seed", ctypes.c_uint32),
+        ("gradient_scale", ctypes.c_float),
+        ("decay", ctypes.c_float),
+        ("keep_first", ctypes.c_float),
+        ("take_first", ctypes.c_float),
+        ("keep_second", ctypes.c_float),
+        ("take_second", ctypes.c_float),
+        ("correction", ctypes.c_float),
+        ("epsilon", ctypes.c_float),
+        ("step_size", ctypes.c_float),
+    )
+
+
+class Task(ctypes.Structure):
+    """One parameter, or a run of elements of one; see kernel.h."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("master", ctypes.c_void_p),
+        ("gradient", ctypes.c_void_p),
+        ("first", ctypes.c_void_p),
+        ("second", ctypes.c_void_p),
+        ("maximum", ctypes.c_void_p),
+        ("elements", ctypes.c_int64),
+        ("chunk", ctypes.c_int64),
+        ("constants", ctypes.c_int32),
+        ("master_form", ctypes.c_int32),
+        ("weight_number", ctypes.c_int32),
+        ("gradient_number", ctypes.c_int32),
+        ("state_number", ctypes.c_int32),
+        ("first_step", ctypes.c_int32),
+        ("checksum", ctypes.c_uint32),
+        ("stream", ctypes.c_uint32),
+    )
+
+
+class _Job(ctypes.Structure):
+    _fields_ = (
+        ("tasks", ctypes.c_void_p),
+        ("constants", ctypes.c_void_p),
+        ("task_count", ctypes.c_int64),
+        ("chunk_count", ctypes.c_int64),
+        ("next_chunk", ctypes.c_int64),
+        ("level", ctypes.c_int32),
+    )
+
+
+_LAYOUT = ctypes.sizeof(Task) * 65536 + ctypes.sizeof(Constants) * 256 + ctypes.sizeof(_Job)
+_LEVELS = {"AVX2": 1, "AVX512": 2}
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    for suffix in EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name(f"_kernel{suffix}")
+        if path.exists():
+            library = ctypes.CDLL(str(path))
+            if library.millrace_optim_layout() != _LAYOUT:
+                raise ImportError(
+                    f"{path.name} was built for another version of millrace; build it again with"
+                    " `python -m pip install --editable .` (or reinstall the package)"
+                )
+            library.millrace_optim_work.argtypes = [ctypes.c_void_p]
+            library.millrace_optim_work.restype = None
+            library.millrace_optim_checksum.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+            library.millrace_optim_checksum.restype = ctypes.c_uint32
+            return library
+    return None
+
+
+def available() -> bool:
+    """Whether the native kernel was built with this installation. Without it a slower path in PyTorch is used."""
+    return _library() is not None
+
+
+def level() -> int:
+    """Vector instructions in use: 0 baseline, 1 AVX2, 2 AVX-512; those that PyTorch uses, as results depend on them."""
+    library = _library()
+    if library is None:
+        return 0
+    wanted = _LEVELS.get(torch.backends.cpu.get_cpu_capability(), 0)
+    return min(wanted, int(library.millrace_optim_best_level()))
+
+
+def run(tasks: Sequence[Task], constants: Sequence[Constants]) -> list[int]:
+    """Performs all `tasks` on every thread that this process may use; returns the checksum of each.
+
+    The caller keeps the memory alive that the tasks point to. Raises RuntimeError where the kernel was not built.
+    """
+    library = _library()
+    if library is None:
+        raise RuntimeError("the native optimizer kernel was not built; millrace.optim.kernel.available() is False")
+    chunks = 0
+    for task in tasks:
+        task.chunk = chunks
+        task.checksum = 0
+        chunks += -(-task.elements // CHUNK_ELEMENTS)
+    if not chunks:
+        return [0] * len(tasks)
+    # Tasks of no elements would share their chunk number with the next one.
+    filled = [index for index, task in enumerate(tasks) if task.elements]
+    all_tasks = (Task * len(filled))(*(tasks[index] for index in filled))
+    all_constants = (Constants * len(constants))(*constants)
+    job = _Job(ctypes.addressof(all_tasks), ctypes.addressof(all_constants), len(filled), chunks, 0, level())
+    threads.on_each(lambda: library.millrace_optim_work(ctypes.addressof(job)), at_most=chunks)
+    checksums = [0] * len(tasks)
+    for index, task in zip(filled, all_tasks, strict=True):
+        checksums[index] = task.checksum
+    return checksums
+
+
+def checksum(weights: torch.Tensor) -> int:
+    """The checksum of contiguous bfloat16 weights, as a step in split form computes it of what it writes."""
+    library = _library()
+    if library is not None:
+        return int(library.millrace_optim_checksum(weights.data_ptr(), weights.numel()))
+    bits = weights.reshape(-1).view(torch.int16)
+    total = 0
+    for start in range(0, bits.numel(), CHUNK_ELEMENTS):
+        part = bits[start : start + CHUNK_ELEMENTS].to(torch.int64) & 0xFFFF
+        places = torch.arange(start, start + part.numel(), dtype=torch.int64)
+        total += int((part * (2 * places + 1) & 0xFFFFFFFF).sum())
+    return total & 0xFFFFFFFF

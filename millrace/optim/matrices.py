@@ -1,0 +1,163 @@
+"""How do optimizers step that need a whole matrix at once? One parameter at a time, with PyTorch's own arithmetic."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim._adafactor import adafactor
+from torch.optim._muon import muon
+
+from millrace.optim import kernel, narrow
+from millrace.optim.devices import Member
+from millrace.optim.kernel import Master
+from millrace.optim.optimizer import HostOptimizer
+from millrace.optim.options import Options
+
+__all__ = ["Adafactor", "Muon"]
+
+
+class _MatrixOptimizer(HostOptimizer):
+    """A subclass updates one float32 (or float64) weight in place."""
+
+    def _apply(
+        self, group: dict[str, Any], state: dict[str, Any], weight: torch.Tensor, gradient: torch.Tensor
+    ) -> None:
+        raise NotImplementedError
+
+    def _perform(self, members: Sequence[Member], scale: float) -> None:
+        for member in members:
+            weights = member.weights
+            state: dict[str, Any] = self.state[member.parameter]
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                    state[name] = value.to("cpu")
+            master = weights.master(state)
+            stored = weights.exposed()
+            exact = narrow.join(stored, master, weights.form)
+            gradient = member.gradient.detach()
+            if scale != 1:
+                gradient = gradient * torch.tensor(scale, dtype=torch.float32)
+            # In the shape and layout of the parameter: rows and columns matter here.
+            shaped = weights.shaped(exact)
+            self._apply(member.group, state, shaped, gradient.to(exact.dtype))
+            narrow.part(exact, stored, master, weights.form)
+            weights.performed(kernel.checksum(stored) if weights.form is Master.SPLIT else None)
+
+
+class Adafactor(_MatrixOptimizer, torch.optim.Adafactor):
+    """torch.optim.Adafactor with state and update in host memory; other settings as in `millrace.optim.AdamW`.
+
+    The float32 state is a row and a column per matrix. `state_dtype` stays torch.float32.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            params,
+            options=_float32_state(Options(**options), "Adafactor"),
+            lr=lr,
+            beta2_decay=beta2_decay,
+            eps=eps,
+            d=d,
+            weight_decay=weight_decay,
+            maximize=maximize,
+            foreach=False,
+        )
+
+    def _apply(
+        self, group: dict[str, Any], state: dict[str, Any], weight: torch.Tensor, gradient: torch.Tensor
+    ) -> None:
+        if "step" not in state:
+            state["step"] = torch.tensor(0.0)
+            if gradient.dim() > 1:
+                state["row_var"] = gradient.new_zeros((*gradient.shape[:-1], 1))
+                state["col_var"] = gradient.new_zeros((*gradient.shape[:-2], 1, gradient.shape[-1]))
+            else:
+                state["variance"] = torch.zeros_like(gradient)
+        adafactor(
+            [weight],
+            [gradient],
+            [state.get("row_var")],
+            [state.get("col_var")],
+            [state.get("variance")],
+            [state["step"]],
+            foreach=False,
+            d=group["d"],
+            lr=group["lr"],
+            beta2_decay=group["beta2_decay"],
+            weight_decay=group["weight_decay"],
+            eps1=group["eps"][0],
+            eps2=group["eps"][1],
+            maximize=group["maximize"],
+        )
+
+
+class Muon(_MatrixOptimizer, torch.optim.Muon):
+    """torch.optim.Muon (matrices only) with state and update in host memory; the rest as in `millrace.optim.AdamW`.
+
+    State: a float32 momentum, 4 bytes per parameter. `state_dtype` stays torch.float32.
+    """
+
+    ELEMENTWISE = ("momentum_buffer",)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            params,
+            options=_float32_state(Options(**options), "Muon"),
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_coefficients=ns_coefficients,
+            eps=eps,
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+        )
+
+    def _apply(
+        self, group: dict[str, Any], state: dict[str, Any], weight: torch.Tensor, gradient: torch.Tensor
+    ) -> None:
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        muon(
+            [weight],
+            [gradient],
+            [state["momentum_buffer"]],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            nesterov=group["nesterov"],
+            ns_coefficients=group["ns_coefficients"],
+            ns_steps=group["ns_steps"],
+            eps=group["eps"],
+            adjust_lr_fn=group["adjust_lr_fn"],
+            has_complex=False,
+        )
+
+
+def _float32_state(options: Options, name: str) -> Options:
+    if options.state_dtype != torch.float32:
+        raise ValueError(f"state_dtype={options.state_dtype} is not available for {name}; allowed: torch.float32")
+    return options

@@ -1,0 +1,163 @@
+"""What do all optimizers of millrace share? State and update in host memory, and the conventions of torch.optim."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from millrace.optim.devices import Member, Twins
+from millrace.optim.loading import values_from
+from millrace.optim.options import Options
+from millrace.optim.weights import Weights
+
+__all__ = ["HostOptimizer"]
+
+_OWN = ("_options", "skipped_steps", "last_grad_norm")  # kept by copies and pickles, beside what the stock one keeps
+
+
+class HostOptimizer(Optimizer):
+    """An optimizer whose state and update live in host memory, for parameters on the host or on an accelerator.
+
+    It stands before a stock optimizer of torch.optim among the bases of a class: param groups, defaults, validation and
+    the format of `state_dict` are the stock one's; the state and the step are ours.
+
+    `skipped_steps` counts steps that were skipped because the norm of the gradients was not finite (with
+    `max_grad_norm`); `last_grad_norm` is the norm before clipping at the last step.
+    """
+
+    # Names of the state that has its parameter's shape, in the state dtype.
+    ELEMENTWISE: tuple[str, ...] = ()
+
+    def __init__(self, params: Any, *, options: Options, **stock: Any) -> None:
+        self._options = options
+        self.skipped_steps = 0
+        self.last_grad_norm: float | None = None
+        self._forget_weights()
+        super().__init__(params, **stock)
+        if options.device_fraction > 0:
+            raise ValueError(
+                f"device_fraction={options.device_fraction} is not available yet: every update happens on the host;"
+                " leave it at 0"
+            )
+
+    def _perform(self, members: Sequence[Member], scale: float) -> None:
+        """Updates the weights of `members`, in host memory. `scale` multiplies their gradients."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step. `closure`, when given, is called once before it; its result is returned.
+
+        Parameters without a gradient are left alone. Raises RuntimeError for sparse or complex gradients.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        members = self._members()
+        scale = self._clipping_factor([member.gradient for member in members])
+        if scale is None:
+            self.skipped_steps += 1
+        elif members:
+            self._update(members, scale)
+        return loss
+
+    def _update(self, members: list[Member], scale: float) -> None:
+        places: dict[torch.device, list[Member]] = defaultdict(list)
+        for member in members:
+            places[member.parameter.device].append(member)
+        for device, present in places.items():
+            if device.type == "cpu":
+                self._perform(present, scale)
+            else:
+                if device not in self._twins:
+                    self._twins[device] = Twins(device)
+                self._twins[device].update(present, lambda batch: self._perform(batch, scale))
+        torch.autograd.graph.increment_version([member.parameter for member in members])
+        for member in members:
+            member.weights.written()
+
+    def _members(self) -> list[Member]:
+        """The parameters that have a gradient."""
+        pairs = ((group, parameter) for group in self.param_groups for parameter in group["params"])
+        members = []
+        for index, (group, parameter) in enumerate(pairs):
+            if parameter.grad is None:
+                continue
+            self._check_gradient(index, parameter)
+            weights = self._weights.get(parameter)
+            if weights is None:
+                weights = self._weights[parameter] = Weights(parameter, self._options.master_form)
+            members.append(
+                Member(index=index, group=group, parameter=parameter, weights=weights, gradient=parameter.grad)
+            )
+        return members
+
+    def _check_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        what = f"parameter {index} of shape {tuple(parameter.shape)} has one"
+        if gradient is not None and gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"{type(self).__name__} does not support sparse gradients: {what}; make it dense, as with"
+                " nn.Embedding(sparse=False)"
+            )
+        if gradient is not None and not gradient.is_floating_point():
+            raise RuntimeError(
+                f"{type(self).__name__} does not support {gradient.dtype} gradients: {what}; optimize"
+                " torch.view_as_real of the parameter"
+            )
+
+    def _clipping_factor(self, gradients: list[torch.Tensor]) -> float | None:
+        """The factor for all gradients, by the arithmetic of torch.nn.utils.clip_grad_norm_; None: skip this step."""
+        limit = self._options.max_grad_norm
+        if limit is None or not gradients:
+            return 1.0
+        norm = torch.nn.utils.get_total_norm(gradients)
+        self.last_grad_norm = float(norm)
+        if not math.isfinite(self.last_grad_norm):
+            return None
+        return float(torch.clamp(limit / (norm + 1e-6), max=1.0))
+
+    # state -----------------------------------------------------------------------------------------------------------
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict()` of this or of the stock optimizer returned. Moments keep their values.
+
+        Raises ValueError when groups or shapes do not match; nothing has changed then.
+        """
+        before, after = self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks
+        state_dict = state_dict.copy()
+        for hook in before.values():
+            state_dict = hook(self, state_dict) or state_dict
+        values = values_from(self.param_groups, state_dict, self.ELEMENTWISE, self._options.state_dtype)
+        try:  # The stock method casts moments to the dtype of their parameter, so it gets the groups alone.
+            self._optimizer_load_state_dict_pre_hooks = type(before)()
+            self._optimizer_load_state_dict_post_hooks = type(after)()
+            super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        finally:
+            self._optimizer_load_state_dict_pre_hooks = before
+            self._optimizer_load_state_dict_post_hooks = after
+        self.__setstate__({"state": defaultdict(dict, values), "param_groups": self.param_groups})
+        self._forget_weights()
+        for post_hook in after.values():
+            post_hook(self)
+
+    def held_bytes(self) -> int:
+        """Bytes of host memory that state, masters and copies take; the user's own tensors do not count."""
+        state = [value for entries in self.state.values() for value in entries.values()]
+        held = sum(value.nbytes for value in state if isinstance(value, torch.Tensor))
+        return held + sum(twins.held_bytes() for twins in self._twins.values())
+
+    def _forget_weights(self) -> None:
+        self._weights: dict[torch.Tensor, Weights] = {}
+        self._twins: dict[torch.device, Twins] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in _OWN}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_weights" not in self.__dict__:  # of a copy or an unpickled optimizer
+            self._forget_weights()
+        super().__setstate__(state)

@@ -1,0 +1,44 @@
+"""What can a user set on every optimizer of millrace, beside the update rule's own settings?"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Options"]
+
+_ALLOWED: dict[str, tuple[Any, ...]] = {
+    "master_dtype": (torch.float32,),
+    "master_form": ("split", "full"),
+    "state_dtype": (torch.float32, torch.bfloat16),
+    "tier": ("host",),
+    "overlap": ("none",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Validated settings; `millrace.optim.AdamW` says what each one means."""
+
+    master_dtype: torch.dtype = torch.float32
+    master_form: str = "split"
+    state_dtype: torch.dtype = torch.float32
+    tier: str = "host"
+    disk: Any = None
+    device_fraction: float = 0.0
+    overlap: str = "none"
+    max_grad_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in _ALLOWED.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                choices = " or ".join(repr(choice) for choice in allowed)
+                raise ValueError(f"{name}={value!r} is not available; allowed: {choices}")
+        if self.disk is not None:
+            raise ValueError(f"disk={self.disk!r} is for a tier that is not available; leave it out")
+        fraction = self.device_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+            raise ValueError(f"device_fraction={fraction!r} is outside [0, 1]")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm={self.max_grad_norm!r} is not a positive number; None clips nothing")

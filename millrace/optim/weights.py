@@ -1,0 +1,139 @@
+"""How is the exact value of one weight kept between steps, and how do we notice that somebody else wrote it?
+
+A float32 weight is its own exact value. A low-precision one has a master: in split form (bfloat16: 16 more bits) or in
+full (a float32 tensor beside it). In full form every element tells by itself: the master counts where it rounds to the
+weight that is there. In split form the weight's `_version`, its address and a checksum of what was written last tell.
+A write that leaves no trace (`p.data.copy_(w)`) then counts as w plus less than half a unit of bfloat16's last place.
+"""
+
+from typing import Any
+
+import torch
+
+from millrace.optim import kernel
+from millrace.optim.kernel import Master
+
+__all__ = ["FULL", "REMAINDER", "Weights"]
+
+REMAINDER = "master_remainder"  # keys in the state of a parameter
+FULL = "master"
+_MASTER_DTYPES = {REMAINDER: torch.int16, FULL: torch.float32}
+
+
+class Weights:
+    """The weights of one parameter in host memory: the parameter itself, or its twin."""
+
+    def __init__(self, parameter: torch.Tensor, master_form: str) -> None:
+        self.parameter = parameter
+        self.host = parameter
+        if parameter.dtype == torch.bfloat16 and master_form == "split":
+            self.form = Master.SPLIT
+        elif parameter.dtype in (torch.bfloat16, torch.float16):
+            self.form = Master.FULL
+        else:
+            self.form = Master.IS_WEIGHT
+        self._key = {Master.SPLIT: REMAINDER, Master.FULL: FULL}.get(self.form)
+        self._checksum: int | None = None  # of what we wrote last; None when the state was made or loaded since
+        self._mark: tuple[int, int] | None = None
+        self._dense: torch.Tensor | None = None  # stands in for weights that have gaps between their elements
+
+    @property
+    def changed(self) -> bool:
+        """Whether somebody may have written the parameter since our last update."""
+        return self._mark != (self.parameter._version, self.parameter.data_ptr())
+
+    def master(self, state: dict[str, Any]) -> torch.Tensor | None:
+        """The flat master of the weights, made to agree with them where it is missing or they were written."""
+        if self._key is None:
+            return None
+        kept = self.adopt(state.get(self._key), _MASTER_DTYPES[self._key])
+        if kept is None:
+            kept = self.zeros(_MASTER_DTYPES[self._key])
+            self._derive(kept, state)
+        elif self.form is Master.SPLIT and self._written_by_others():
+            kept.zero_()
+        state[self._key] = kept
+        return self.flat(kept)
+
+    def _written_by_others(self) -> bool:
+        """Whether the weights are not those that we wrote last; a copy of the same values does not count."""
+        if self._checksum is None or not self.changed:
+            return False
+        return kernel.checksum(self.exposed()) != self._checksum
+
+    def _derive(self, kept: torch.Tensor, state: dict[str, Any]) -> None:
+        """A master out of the state's other form, if that was loaded, else out of the weights."""
+        if self.form is Master.FULL:
+            kept.copy_(self.host.detach())
+            remainder = self.adopt(state.pop(REMAINDER, None), torch.int16)
+            if remainder is not None and self.host.dtype == torch.bfloat16:
+                kept.view(torch.int32).add_(remainder)
+        else:
+            full = self.adopt(state.pop(FULL, None), torch.float32)
+            if full is not None:
+                kept.copy_(full.view(torch.int32))
+
+    def performed(self, checksum: int | None) -> None:
+        """An update has been written to `exposed()`; in split form with the checksum of what was written."""
+        if self._dense is not None:
+            self.host.detach().copy_(self._dense)
+            self._dense = None
+        self._checksum = checksum
+
+    def written(self) -> None:
+        """All that this step does to the parameter is done."""
+        self._mark = (self.parameter._version, self.parameter.data_ptr())
+
+    # layout: elements in the order in which they lie in memory --------------------------------------------------------
+    def exposed(self) -> torch.Tensor:
+        """The weights as a flat tensor that the update writes."""
+        weights = self.host.detach()
+        if not torch.ops.aten.is_non_overlapping_and_dense(weights):
+            if self._dense is None:
+                self._dense = weights.contiguous()
+            weights = self._dense
+        return _flat(weights)
+
+    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A gradient or a state, flat, its elements in the order of `exposed()`: a copy where they lie otherwise."""
+        tensor = tensor.detach()
+        if _strides(tensor) != self._layout():
+            tensor = self._empty(tensor.dtype).copy_(tensor)
+        return _flat(tensor)
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """The inverse of `flat`: the same memory in the shape of the weights."""
+        if torch.ops.aten.is_non_overlapping_and_dense(self.host):
+            return flat.as_strided(self.host.shape, self.host.stride())
+        return flat.view(self.host.shape)
+
+    def zeros(self, dtype: torch.dtype) -> torch.Tensor:
+        """A new state of the weights' shape, in their layout."""
+        return self._empty(dtype).zero_()
+
+    def adopt(self, value: Any, dtype: torch.dtype) -> torch.Tensor | None:
+        """A loaded state as one that can be updated in place; None when it is none of ours (another dtype or shape)."""
+        if not isinstance(value, torch.Tensor) or value.dtype != dtype or value.shape != self.host.shape:
+            return None
+        if value.device.type != "cpu":  # Lightning and accelerate move state to the accelerator
+            value = value.to("cpu")
+        return value if _strides(value) == self._layout() else self._empty(dtype).copy_(value)
+
+    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
+        if torch.ops.aten.is_non_overlapping_and_dense(self.host):
+            return torch.empty_strided(self.host.shape, self.host.stride(), dtype=dtype)
+        return torch.empty(self.host.shape, dtype=dtype)
+
+    def _layout(self) -> tuple[int, ...]:
+        if torch.ops.aten.is_non_overlapping_and_dense(self.host):
+            return _strides(self.host)
+        return _strides(torch.empty(self.host.shape, device="meta"))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides that matter: those of dimensions with more than one element."""
+    return tuple(step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)

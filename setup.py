@@ -1,0 +1,23 @@
+"""How is the native optimizer kernel built? As a plain shared library; where there is no compiler, without it.
+
+Everything else about the package stands in pyproject.toml.
+"""
+
+from setuptools import Extension, setup
+
+# The flags follow GCC and Clang. Fused multiply-adds are written out where PyTorch's kernels have them, so the compiler
+# must not add any; neither of the other two changes a result.
+_FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+
+setup(
+    ext_modules=[
+        Extension(
+            "millrace.optim._kernel",
+            sources=["millrace/optim/csrc/kernel.cpp"],
+            depends=["millrace/optim/csrc/kernel.h", "millrace/optim/csrc/kernel_body.h"],
+            extra_compile_args=_FLAGS,
+            language="c++",
+            optional=True,  # without a compiler the package installs all the same
+        )
+    ]
+)
