@@ -15,8 +15,10 @@ Note "four bounds". The steady state of any schedule takes, per cycle, at least
    This sees that a forward pass waits for its loads although a long backward pass behind it leaves the lane idle;
 4. the smallest cycle time T whose memory has room for the loads in flight: over a cycle the budget offers budget * T
    byte seconds; each visit takes its bytes times its compute, each load its bytes times its time on the lane, and each
-   block kept through a gap its bytes times the gap. Keeping frees the lane, which must load all the rest within T. The
-   best choice of what to keep, relaxed to fractions, is a knapsack; what is feasible for T is feasible for more.
+   block kept through a gap its bytes times the gap's length (at least its compute, and what must be loaded in it by
+   bound 3; not T less the visit: where cycles take turns, the gaps that keep may be the short ones). Keeping frees the
+   lane, which must load all the rest within T. The best choice of what to keep, relaxed to fractions, is a knapsack;
+   what is feasible for T is feasible for more.
 """
 
 from __future__ import annotations
@@ -65,32 +67,53 @@ def memory_bound(problem: Problem) -> float:
     total = sum(gap.seconds for gap in tape.gaps)
     used = sum(size * seconds for size, seconds in zip(tape.base, tape.compute, strict=True))
     used += sum(gap.size * gap.seconds for gap in tape.gaps)
-    ends = [0.0]
-    for seconds in tape.compute:
-        ends.append(ends[-1] + seconds)
-    # bytes, seconds of the load, length of the gap, and whether that is the cycle less the one visit (given negative)
-    choices = []
-    for gap in tape.gaps:
-        if gap.keepable:
-            whole = gap.end - gap.begin == tape.slots
-            length = ends[gap.end] - ends[(gap.begin + 1) % tape.slots] + (ends[-1] if gap.begin < -1 else 0.0)
-            choices.append((gap.size, gap.seconds, -tape.compute[gap.end] if whole else length, whole))
+    lengths = _gap_lengths(tape)
+    choices = [
+        (gap.size * (length - gap.seconds), gap.seconds)
+        for gap, length in zip(tape.gaps, lengths, strict=True)
+        if gap.keepable
+    ]
     low, high = problem.compute_seconds, max(problem.compute_seconds, total)
     for _ in range(40):
         middle = (low + high) / 2
-        if total - _most_saved(choices, middle, tape.budget * middle - used) > middle:
+        if total - _most_saved(choices, tape.budget * middle - used) > middle:
             low = middle
         else:
             high = middle
     return low
 
 
-def _most_saved(choices: list[tuple[int, float, float, bool]], cycle: float, room: float) -> float:
-    """The most lane seconds that keeping saves in a cycle of `cycle` seconds with `room` byte seconds: a knapsack."""
+def _gap_lengths(tape: Tape) -> list[float]:
+    """How long each gap takes at the least while its block is kept: its compute, and what it must load (bound 3)."""
+    ends = [0.0]
+    for seconds in tape.compute:
+        ends.append(ends[-1] + seconds)
+    slots_of: dict[int, list[Gap]] = {}
+    for gap in tape.gaps:
+        slots_of.setdefault(gap.block, []).append(gap)
+    loads = sum(gaps[0].seconds for gaps in slots_of.values() if gaps[0].size)
+    densest = max((gap.seconds / gap.size for gap in tape.gaps if gap.size), default=0.0)
+    shortest = min((visit.compute_seconds for visit in tape.problem.visits), default=0.0)
+    lengths = []
+    for gap in tape.gaps:
+        length = ends[gap.end] - ends[(gap.begin + 1) % tape.slots] + (ends[-1] if gap.begin < -1 else 0.0)
+        if gap.end - gap.begin == tape.slots and gap.size:  # all other visits lie in the gap
+            here = [
+                other for other in slots_of.values() if len(other) == 1 and other[0].end == gap.end and other[0].size
+            ]
+            inside = loads - sum(other[0].seconds for other in here)
+            needed = inside - (tape.budget - gap.size) * densest
+            if needed > 0:
+                length = max(length, needed + shortest)
+        lengths.append(length)
+    return lengths
+
+
+def _most_saved(choices: list[tuple[float, float]], room: float) -> float:
+    """The most lane seconds that keeping saves with `room` byte seconds: a knapsack of (byte seconds, lane seconds)."""
     saved = 0.0
     graded = []
-    for size, seconds, length, whole in choices:
-        weight = size * (length + (cycle if whole else 0.0) - seconds)
+    for weight, seconds in choices:
         if weight <= 0:
             saved += seconds
             room -= weight

@@ -15,14 +15,15 @@ from millrace.planning.tape import Tape
 
 _TOLERANCE = 0.05  # first threshold: how much worse than the current time a change may be,
 _TOLERANCE_SLOTS = 0.6  # and this over the number of slots: on a long tape one change matters less
+_ONE_MORE = 0.3  # how often a change is made of one more
 _LATE_SHARE = 0.4  # how often a load is placed late
 
 
-def climb(tape: Tape, schedule: Schedule, goal: float, moves: int) -> Schedule:
+def climb(tape: Tape, schedule: Schedule, goal: float, moves: int, seed: int = 0) -> Schedule:
     """The best schedule met in a walk of `moves` changes; ends early at `goal` seconds."""
     if schedule.seconds <= goal:
         return schedule
-    walk = _Walk(tape, schedule)
+    walk = _Walk(tape, schedule, seed)
     for move in range(moves):
         walk.tolerance = min(_TOLERANCE, _TOLERANCE_SLOTS / tape.slots) * (1 - (move + 1) / moves) ** 2
         if walk.best.seconds <= goal:
@@ -31,12 +32,40 @@ def climb(tape: Tape, schedule: Schedule, goal: float, moves: int) -> Schedule:
     return walk.best
 
 
+def polish(tape: Tape, schedule: Schedule, goal: float, most: int) -> Schedule:
+    """The best schedule that no change of one choice or of two improves; for short tapes: at most `most` are tried."""
+    options = [
+        (index, choice)
+        for index, gap in enumerate(tape.gaps)
+        if not gap.free
+        for choice in (AHEAD, LATE, LATE + 1, KEEP)
+        if choice != KEEP or gap.keepable
+    ]
+    pairs = [(one, two) for place, one in enumerate(options) for two in options[place:]]
+    best, trials = schedule, 0
+    improved = True
+    while improved and best.seconds > goal and trials < most:
+        improved = False
+        for pair in pairs:
+            choices = list(best.choices)
+            for index, choice in pair:
+                choices[index] = choice
+            trials += 1
+            found = evaluate(tape, choices, profile(tape, choices), best.seconds)
+            if found is not None and (found.seconds, found.load_bytes) < (best.seconds * (1 - 1e-9), best.load_bytes):
+                best, improved = found, True
+                break
+            if trials >= most:
+                break
+    return best
+
+
 class _Walk:
     """The current choices, the best so far, and where the current ones stall."""
 
-    def __init__(self, tape: Tape, schedule: Schedule) -> None:
+    def __init__(self, tape: Tape, schedule: Schedule, seed: int) -> None:
         self.tape = tape
-        self.random = random.Random(0)
+        self.random = random.Random(seed)
         self.choices = list(schedule.choices)
         self.held = profile(tape, self.choices)
         self.current = schedule
@@ -54,6 +83,8 @@ class _Walk:
         """Try one change; keep it when the time allows."""
         before: dict[int, int] = {}
         self._propose(before)
+        while self.random.random() < _ONE_MORE:
+            self._propose(before)
         if not before:
             return
         limit = self.current.seconds * (1 + self.tolerance)

@@ -8,16 +8,18 @@ candidate is within `CLOSE` of the lower bound.
 from __future__ import annotations
 
 from millrace.planning.candidates import candidates
-from millrace.planning.climb import climb
+from millrace.planning.climb import climb, polish
 from millrace.planning.problem import Problem
-from millrace.planning.schedule import Schedule, make_schedule
+from millrace.planning.schedule import AHEAD, KEEP, Schedule, make_schedule
 from millrace.planning.tape import Tape, make_tape
 
 CLOSE = 1.005  # over the lower bound: good enough to stop
 TURNING_MAY_WIN = 1.05  # a candidate of several cycles is walked from when it is not slower than this
 TURNING_MUST_SAVE = 0.995  # and taken when it is faster than this, over the one-cycle plan
 _WALKS = 2  # how many candidates of several cycles are walked from
-_SHORT = 40  # slots up to which a one-cycle plan is tried over several cycles
+_SHORT = 40  # slots up to which a plan is polished, and a one-cycle plan is tried over several cycles
+_TINY = 14  # slots up to which a steady state is walked to more than once
+_TRIALS = 3000  # pairs of changes that polishing tries, at most
 _LONG = 120  # slots up to which a plan of several cycles is improved by a walk
 _MOVES = 1500  # changes that the walk tries, at most
 
@@ -54,7 +56,7 @@ def _improved(tape: Tape, leaders: list[tuple[Tape, Schedule]], goal: float) -> 
     leaders.sort(key=lambda pair: (_score(*pair), pair[0].cycles))
     best = next((pair for pair in leaders if pair[0].cycles == tape.cycles), None)
     if best is not None:
-        best = (tape, climb(tape, best[1], goal * tape.cycles, _moves(tape)))
+        best = (tape, _walked(tape, best[1], goal * tape.cycles))
         if best[1].seconds <= goal * tape.cycles:
             return best
     turning = [pair for pair in leaders if pair[0].cycles != tape.cycles]
@@ -68,6 +70,22 @@ def _improved(tape: Tape, leaders: list[tuple[Tape, Schedule]], goal: float) -> 
     if best is None:
         raise ValueError("no schedule fits the budget although every visit does: please report this problem")
     return best
+
+
+def _walked(tape: Tape, schedule: Schedule, goal: float) -> Schedule:
+    """The best of some walks: one from the schedule; where that is quick, more from loading everything and the best."""
+    best = climb(tape, schedule, goal, _moves(tape))
+    if tape.slots > _SHORT:
+        return best
+    trials = _TRIALS // 4
+    if tape.slots <= _TINY or not tape.ring:
+        trials = _TRIALS
+        plain = make_schedule(tape, [KEEP if gap.free else AHEAD for gap in tape.gaps])
+        for seed, start in enumerate((plain, None, plain), start=1):
+            found = climb(tape, start or best, goal, _moves(tape), seed)
+            if _score(tape, found) < _score(tape, best):
+                best = found
+    return polish(tape, best, goal, trials)
 
 
 def _repeated(single: tuple[Tape, Schedule] | None, tape: Tape) -> list[tuple[Tape, Schedule]]:

@@ -30,14 +30,14 @@ def test_decoder(kind, ratio, uneven):
             assert over <= 1.03, (budget, over)
             assert predicted.cycle_seconds / bytes_bound(problem) <= 1.03, budget
         elif budget >= 6:
-            assert over <= (1.07 if uneven else 1.06), (budget, over)  # see docs/design/planner.md on uneven blocks
+            assert over <= 1.06, (budget, over)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_blocks(kind):
     for ratio in RATIOS:
         predicted = make_plan(decoder(ratio=ratio, budget_blocks=2, **KINDS[kind])).predicted
-        assert predicted.cycle_seconds <= 1.02 * predicted.lower_bound_seconds
+        assert predicted.cycle_seconds <= 1.04 * predicted.lower_bound_seconds
 
 
 def test_training_waits_for_forward_when_loads_are_longer():

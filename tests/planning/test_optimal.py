@@ -1,6 +1,7 @@
 """How close do plans come to the best of all schedules, for models small enough to try them all?"""
 
 import pytest
+from hypothesis import Phase as Phases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,20 +56,20 @@ def check_steady(problem: Problem, cycles: int, window: int) -> None:
     best = (ends[-1] - ends[-1 - window]) / window
     assert plan.predicted.cycle_seconds <= 1.05 * best
     assert plan.predicted.lower_bound_seconds <= plan.predicted.cycle_seconds * (1 + 1e-9)
-    # A bound on any steady state holds for the best run too, less what an empty start and an open end can be worth.
-    assert plan.predicted.lower_bound_seconds * cycles <= ends[-1] + sum(problem.load_seconds) + problem.compute_seconds
+    assert plan.predicted.lower_bound_seconds <= 1.001 * best
 
 
-SETTINGS = {"derandomize": True, "deadline": None, "database": None}
+# No shrinking: a smaller case would be found by minutes of brute force.
+SETTINGS = {"derandomize": True, "deadline": None, "database": None, "phases": [Phases.generate]}
 
 
-@settings(max_examples=60, **SETTINGS)
+@settings(max_examples=40, **SETTINGS)
 @given(small_models(most=5, kinds=("inference", "training", "frozen")))
 def test_two_cycles_from_cold(problem):
     check_cold(problem)
 
 
-@settings(max_examples=60, **SETTINGS)
+@settings(max_examples=40, **SETTINGS)
 @given(small_models(most=4, kinds=("inference", "training", "frozen")))
 def test_steady_state(problem):
     check_steady(problem, cycles=12, window=6)
@@ -79,3 +80,29 @@ def test_steady_state(problem):
 def test_up_to_six_blocks(problem):
     check_cold(problem)
     check_steady(problem, cycles=6, window=3)
+
+
+def test_a_short_load_late_makes_room_for_a_long_one():
+    """Loading block 1 only at its visit lets the long load of block 2 run behind the first visit's compute."""
+    compute = (1.7, 0.1, 0.1, 0.1)
+    problem = Problem(
+        block_bytes=(36, 46, 153, 28),
+        load_seconds=(0.45, 0.575, 1.9125, 0.35),
+        visits=tuple(Visit(blocks=(block,), compute_seconds=seconds) for block, seconds in enumerate(compute)),
+        budget_bytes=216,
+    )
+    check_cold(problem)
+    assert 2 * make_run(problem, cycles=2).predicted.cycle_seconds == pytest.approx(6.7625)
+
+
+def test_taking_turns_beats_a_fixed_set():
+    """Three blocks, room for two, long loads: Belady's rule loads three blocks in two cycles, a fixed set four."""
+    problem = Problem(
+        block_bytes=(100,) * 3,
+        load_seconds=(1.0,) * 3,
+        visits=tuple(Visit(blocks=(block,), compute_seconds=0.1) for block in range(3)),
+        budget_bytes=200,
+    )
+    plan = make_plan(problem)
+    assert plan.predicted.onloads == pytest.approx(1.5)
+    check_steady(problem, cycles=12, window=6)

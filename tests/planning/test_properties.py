@@ -66,7 +66,7 @@ def check_consistent(plan: Plan, present: frozenset[int], rounds: int) -> frozen
     return frozenset(fresh)
 
 
-@settings(max_examples=150, **SETTINGS)
+@settings(max_examples=80, **SETTINGS)
 @given(problems())
 def test_steady_plans_are_consistent(problem):
     plan = make_plan(problem)
@@ -79,7 +79,7 @@ def test_steady_plans_are_consistent(problem):
     assert run.present & used == plan.start & used
 
 
-@settings(max_examples=60, **SETTINGS)
+@settings(max_examples=30, **SETTINGS)
 @given(problems(), st.integers(1, 3), st.data())
 def test_runs_are_consistent(problem, cycles, data):
     present = data.draw(st.frozensets(st.integers(0, len(problem.block_bytes) - 1))) - problem.residents
@@ -90,7 +90,7 @@ def test_runs_are_consistent(problem, cycles, data):
     check_consistent(plan, present | problem.residents, rounds=1)
 
 
-@settings(max_examples=60, **SETTINGS)
+@settings(max_examples=30, **SETTINGS)
 @given(problems(), st.data())
 def test_a_steady_plan_is_safe_from_any_part_of_its_start(problem, data):
     plan = make_plan(problem)
@@ -103,7 +103,7 @@ def test_a_steady_plan_is_safe_from_any_part_of_its_start(problem, data):
     assert run.present & used == plan.start & used
 
 
-@settings(max_examples=60, **SETTINGS)
+@settings(max_examples=30, **SETTINGS)
 @given(problems())
 def test_nothing_is_loaded_earlier_than_allowed(problem):
     if problem.max_ahead is None:
