@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -110,12 +110,12 @@ def ensure_built() -> Path:
     return target
 
 
-def load() -> ModuleType:
-    """Builds when needed, and imports."""
+def load() -> Any:
+    """Builds when needed, and imports. The module's functions are declared in C++, not here."""
     path = ensure_built()
     name = f"{__package__}.emu.{MODULE_NAME}"
     loader = importlib.machinery.ExtensionFileLoader(name, str(path))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path, loader=loader))
+    module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, loader, origin=str(path)))
     loader.exec_module(module)
     return module
 

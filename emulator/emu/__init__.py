@@ -60,7 +60,7 @@ def configure(**settings: Any) -> None:
 
 def settings() -> dict[str, Any]:
     """All settings and their values."""
-    return native.settings()
+    return dict(native.settings())
 
 
 @contextlib.contextmanager
@@ -76,7 +76,7 @@ def configured(**settings: Any) -> Iterator[None]:
 
 def stats() -> dict[str, Any]:
     """Counters since the last `reset_stats()`; bytes and seconds as the names say."""
-    return native.stats()
+    return dict(native.stats())
 
 
 def reset_stats() -> None:
@@ -85,7 +85,7 @@ def reset_stats() -> None:
 
 def take_reports() -> list[str]:
     """The races and misuses found since the last call, at most 200."""
-    return native.take_reports()
+    return list(native.take_reports())
 
 
 def set_tag(tag: str) -> None:

@@ -85,7 +85,7 @@ class DeviceModule(types.ModuleType):
     def get_amp_supported_dtype() -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
 
-    class device(contextlib.nullcontext):  # noqa: N801
+    class device(contextlib.nullcontext[None]):  # noqa: N801
         """The name that PyTorch looks up. There is one device, so choosing it changes nothing."""
 
 

@@ -17,12 +17,12 @@ _stream_names: dict[int, str] = {}
 
 def virtual_seconds() -> float:
     """The virtual clock of the calling host thread: it moves at each enqueue and at each wait."""
-    return native.virtual_seconds()
+    return float(native.virtual_seconds())
 
 
 def event_seconds(event: torch.Event) -> float:
     """When the event passes, on the virtual clock; known from the moment that it is recorded. RuntimeError before."""
-    return native.event_seconds(event.event_id or 0)
+    return float(native.event_seconds(event.event_id or 0))
 
 
 def host_works(seconds: float, what: str) -> None:
