@@ -30,7 +30,8 @@ def test_decoder(kind, ratio, uneven):
             assert over <= 1.03, (budget, over)
             assert predicted.cycle_seconds / bytes_bound(problem) <= 1.03, budget
         elif budget >= 6:
-            assert over <= 1.06, (budget, over)
+            most = 1.07 if uneven and kind == "inference" else 1.06  # see docs/design/planner.md
+            assert over <= most, (budget, over)
 
 
 @pytest.mark.parametrize("kind", KINDS)
