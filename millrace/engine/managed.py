@@ -66,7 +66,9 @@ class Managed:
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return copyreg.__newobj__, (_plain_class(type(self)),), _plain_state(self)  # type: ignore[attr-defined, arg-type]
+        # not copyreg.__newobj__: pickle wants the object's own class there
+        plain = _plain_class(type(self))
+        return copyreg._reconstructor, (plain, object, None), _plain_state(self)  # type: ignore[attr-defined, arg-type]
 
 
 class _HasDevice:
