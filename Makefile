@@ -1,4 +1,4 @@
-# make demo | test | check | bench | setup | clean. Each sets up what it needs; `make setup` alone does only that.
+# make demo | test | check | format | bench | setup | clean. Each sets up what it needs; `make setup` alone does only that.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin

@@ -8,11 +8,15 @@ class MillraceError(Exception):
 
 
 class BudgetError(MillraceError, ValueError):
-    """A request does not fit a budget. Raised before anything is allocated; names the numbers and what to change."""
+    """A request does not fit a budget; names the numbers and what to change.
+
+    From `offload()` before anything is allocated; from the first pass with gradients when `host_memory` has no room for
+    them; and from a pass that needs more blocks at once than `device_memory` holds.
+    """
 
 
 class LayoutError(MillraceError, TypeError):
-    """A parameter cannot be laid out as bytes of a block (meta, sparse, quantised subclass, overlapping memory)."""
+    """A parameter cannot be laid out as bytes of a block (meta, sparse, quantised, a subclass, lazy)."""
 
 
 class StateError(MillraceError, RuntimeError):

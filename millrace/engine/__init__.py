@@ -1,1 +1,1 @@
-"""Blocks, visits and gradients: how weights come to the device when a model computes, and how gradients leave it."""
+"""How do weights come to the device when a model computes, and how do gradients leave it?"""

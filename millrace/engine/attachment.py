@@ -125,7 +125,7 @@ class Attachment:
     def _site(self, module: nn.Module, name: str, inventory: Inventory) -> Site:
         own = [self._block_of[key] for key in inventory.owned.get(module, ()) if key in self._block_of]
         streamed = [block for block in dict.fromkeys((*self._mains.get(module, ()), *own)) if block.index >= 0]
-        return Site(self._engine, module, name or type(module).__name__, tuple(streamed), main=module in self._mains)
+        return Site(self._engine, name or type(module).__name__, tuple(streamed), main=module in self._mains)
 
     def _place_buffers(self, module: nn.Module) -> None:
         site = site_of(module)

@@ -114,11 +114,6 @@ class Block:
         self._presence = Presence.ABSENT
 
     @property
-    def trainable(self) -> bool:
-        """Whether any parameter wants a gradient."""
-        return any(slot.home.requires_grad for slot in self.slots)
-
-    @property
     def stale(self) -> bool:
         """Whether the device copy may differ from a home."""
         return any(slot.stale for slot in self.slots)

@@ -20,7 +20,7 @@ from millrace.engine.site import Site
 from millrace.engine.slot import Slot
 from millrace.engine.stray import replacing_homes
 from millrace.engine.tensors import map_tensors, tensors_in
-from millrace.planning.visit import Phase
+from millrace.planning import Phase
 
 __all__ = ["Engine"]
 

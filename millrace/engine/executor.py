@@ -12,7 +12,7 @@ import torch
 from millrace.engine.block import Block
 from millrace.engine.meter import Meter, VisitRecord
 from millrace.engine.residency import Residency
-from millrace.engine.trace import Course, Trace, TraceBook, VisitKey
+from millrace.engine.trace import Course, Entry, Trace, TraceBook, VisitKey
 from millrace.planning import Phase, Plan, Problem, Visit, make_plan
 from millrace.runtime.lanes import Lanes
 
@@ -34,7 +34,7 @@ class Executor:
         self._max_ahead = max_ahead
         self._book = TraceBook()
         self._course: Course | None = None
-        self._entry: tuple[str, Phase, bool] | None = None  # of the cycle under way
+        self._entry: Entry | None = None  # of the cycle under way
         self._records: list[VisitRecord] = []
         self._changed: frozenset[int] = frozenset()  # streamed blocks whose homes changed before this cycle
         self._changed_now: set[int] = set()  # those that changed after it began
@@ -57,17 +57,17 @@ class Executor:
         """An outermost forward begins, and a cycle with it."""
         if self._entry is not None:  # a forward with gradients that no backward followed
             self._close()
-        self._open((name, Phase.FORWARD, torch.is_grad_enabled()))
+        self._open(Entry(name, Phase.FORWARD, torch.is_grad_enabled()))
 
     def end_pass(self) -> None:
         """The outermost forward ends: without gradients, no backward can follow."""
-        if self._entry is not None and not self._entry[2]:
+        if self._entry is not None and not self._entry.gradients:
             self.end_cycle()
 
     def begin_backward(self) -> None:
         """A backward begins: a part of the cycle of its forward, unless another backward has ended that."""
         if self._entry is None:
-            self._open(("", Phase.BACKWARD, True))
+            self._open(Entry("", Phase.BACKWARD, True))
 
     def end_cycle(self) -> None:
         """The cycle is over; loads for the next one are submitted, as far as its homes do not change before."""
@@ -88,7 +88,7 @@ class Executor:
         self._course = None
 
     def homes_changed(self) -> None:
-        """An optimizer has stepped: device copies of old weights go, and loads that waited for this are submitted."""
+        """Homes were written (optimizer step, `refresh()`): old device copies go, loads that waited are submitted."""
         self._note_changes()  # before loads make it look as if nothing had changed
         self._drop_old_copies()
 
@@ -159,7 +159,7 @@ class Executor:
         return self._clock - self._last_used.get(block, 0)  # unknown: what was used last is needed first
 
     # learning ---------------------------------------------------------------------------------------------------------
-    def _open(self, entry: tuple[str, Phase, bool]) -> None:
+    def _open(self, entry: Entry) -> None:
         last, self._course = self._course, None
         self._entry = entry
         self._records = []

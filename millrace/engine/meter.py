@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
-from millrace.planning.visit import Phase
+from millrace.planning import Phase
 from millrace.runtime.lanes import Lane, Lanes, Tick, Transfer
 
 __all__ = ["LinkSpeed", "Meter", "Timing", "VisitRecord"]

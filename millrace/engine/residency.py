@@ -17,7 +17,7 @@ from millrace.runtime.lanes import Event, Lane, Lanes
 
 __all__ = ["Residency"]
 
-NextUse = Callable[[Block], float]  # how many visits ahead a block is needed again; infinity when unknown
+NextUse = Callable[[Block], float]  # the larger, the later a block is needed again; infinity: not in sight
 
 
 class Residency:

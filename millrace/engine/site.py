@@ -22,11 +22,8 @@ class Site:
     blocks, which only counts as the outermost call.
     """
 
-    def __init__(
-        self, engine: "Engine", module: nn.Module, name: str, blocks: tuple[Block, ...], *, main: bool
-    ) -> None:
+    def __init__(self, engine: "Engine", name: str, blocks: tuple[Block, ...], *, main: bool) -> None:
         self.engine = engine
-        self.module = module
         self.name = name
         self.blocks = blocks
         self.main = main

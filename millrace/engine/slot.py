@@ -68,7 +68,7 @@ class Slot:
         self.home: Home = as_home(parameter, self)
         self.leaf = nn.Parameter(absent, requires_grad=parameter.requires_grad)
         self.leaf.__dict__.update(
-            {name: value for name, value in parameter.__dict__.items() if name[:9] != "_millrace"}
+            {key: value for key, value in parameter.__dict__.items() if not key.startswith("_millrace")}
         )
         self._move_in()
 

@@ -7,13 +7,21 @@ evaluation inside training, or two forwards before two backwards, have traces of
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from millrace.planning import Phase, Plan, Step
 
-__all__ = ["Course", "Trace", "TraceBook", "VisitKey"]
+__all__ = ["Course", "Entry", "Trace", "TraceBook", "VisitKey"]
 
 VisitKey = tuple[tuple[int, ...], Phase]  # indices of the streamed blocks, and the phase
-Entry = tuple[str, Phase, bool]  # how a cycle begins: the site called, the phase, whether gradients are recorded
+
+
+class Entry(NamedTuple):
+    """How a cycle begins."""
+
+    site: str  # the name of the one that was called; "" for a backward
+    phase: Phase
+    gradients: bool  # whether autograd records
 
 
 @dataclass(eq=False)

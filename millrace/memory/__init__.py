@@ -1,1 +1,1 @@
-"""Arenas, device buffers and the ledger: where bytes lie and how many. Knows nothing of modules."""
+"""Where do bytes lie, and how many are they? Arenas, device buffers and the ledger; nothing here knows modules."""

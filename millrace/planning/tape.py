@@ -3,7 +3,7 @@
 A tape is one or more cycles laid out as slots. Each cycle is its boundary (slot `c * (visits + 1)`, no blocks, no
 compute) followed by its visits. A cyclic tape is a ring: what follows the last slot is slot 0. A gap lies between two
 consecutive uses of a block, at slots `begin` < `end`; either the block is *kept* through the gap, or it is evicted at
-slot `begin + 1` and loaded again for `end`. These choices, one bit per gap, are all that has to be decided: see
+slot `begin + 1` and loaded again for `end`, ahead of it or late. One choice per gap is all that has to be decided: see
 `schedule.py` for why everything else follows.
 """
 

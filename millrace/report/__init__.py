@@ -1,4 +1,4 @@
-"""What a run did: measured numbers, and the text that shows them."""
+"""What did a run do? Measured numbers, the text that shows them, and the timeline."""
 
 from millrace.report.stats import Stats
 from millrace.report.timeline import write_trace

@@ -15,6 +15,9 @@ class Stats:
     arriving) and managed buffers. `device_gradient_peak_bytes` are gradients on their way out, `host_bytes` all that
     millrace holds in host memory. `demand_onloads` came too late to be hidden: nobody had foreseen them.
     `stall_seconds` is how long compute waited for the onload lane, `compute_seconds` the rest of the visits' time.
+    `onload_bytes` went to the device in `onloads` transfers, `offload_bytes` are gradients that left it; `steps` counts
+    optimizer steps over managed parameters. `disk_bytes`, `fetch_bytes` and `spill_bytes` are 0: nothing uses the disk
+    yet.
     """
 
     device_peak_bytes: int

@@ -1,1 +1,1 @@
-"""Streams, events, copies, pinning and probing: what moves bytes, and knows nothing of models."""
+"""What moves bytes, and knows nothing of models? Streams, events, copies, pinned memory."""

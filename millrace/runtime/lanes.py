@@ -17,7 +17,7 @@ import torch
 
 from millrace.runtime.device import is_accelerator
 
-__all__ = ["Event", "Lane", "Lanes", "Tick", "Transfer", "open_lanes"]
+__all__ = ["Copy", "Event", "Lane", "Lanes", "Tick", "Transfer", "open_lanes"]
 
 Copy = tuple[torch.Tensor, torch.Tensor]  # destination, source: the same shape and number of bytes
 Tick = Any  # a moment on the compute lane: an event on an accelerator, seconds on the CPU

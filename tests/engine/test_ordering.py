@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import millrace
-from millrace.engine.block import Block
+from millrace.engine.block import Block, Presence
 from millrace.engine.gradients import Gradients
 from millrace.engine.residency import Residency
 from millrace.runtime import lanes as lanes_module
@@ -63,18 +63,18 @@ def without_waiting_on(lane: Lane) -> Callable[..., Any]:
     return altered
 
 
+_evict = Residency.evict
+
+
 def evict_without_arrival(self: Residency, block: Block) -> None:
     """`Residency.evict`, but a buffer that is still arriving goes back to the allocator at once."""
     arrive, self.arrive = self.arrive, lambda block: None
-    presence = block.presence
     try:
-        block._presence = type(presence).PRESENT if block.buffer is not None else presence
+        if block.buffer is not None:
+            block._presence = Presence.PRESENT
         _evict(self, block)
     finally:
         self.arrive = arrive
-
-
-_evict = Residency.evict
 
 
 def found(emu: ModuleType) -> str:
@@ -103,8 +103,8 @@ def test_edge_1_onload_waits_for_the_allocation(emu_device, decoder, tokens, mon
 
 def test_edge_2_compute_waits_for_the_arrival(emu_device, decoder, tokens, monkeypatch):
     def arrive(self: Residency, block: Block) -> None:
-        if block.arrival is not None and block.presence is not type(block.presence).PRESENT:
-            block.presence = type(block.presence).PRESENT
+        if block.arrival is not None and block.presence is not Presence.PRESENT:
+            block.presence = Presence.PRESENT
 
     monkeypatch.setattr(Residency, "arrive", arrive)
     train(emu_device, decoder, tokens)
