@@ -43,6 +43,15 @@ class HostOptimizer(Optimizer):
                 " leave it at 0"
             )
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as torch.optim does. Raises ValueError for a parameter that is in it twice, or in another."""
+        params = param_group["params"] if isinstance(param_group, dict) else None
+        if isinstance(params, list | tuple):
+            tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
+            if len({id(tensor) for tensor in tensors}) < len(tensors):
+                raise ValueError("optimizer contains a parameter group with duplicate parameters; name each one once")
+        super().add_param_group(param_group)
+
     def _perform(self, members: Sequence[Member], scale: float) -> None:
         """Updates the weights of `members`, in host memory. `scale` multiplies their gradients."""
         raise NotImplementedError

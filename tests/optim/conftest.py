@@ -1,4 +1,4 @@
-"""What do the tests of the optimizers share? One intra-op thread: PyTorch's pool would wait for busy cores, spinning."""
+"""What do the tests of the optimizers share? One intra-op thread: on busy cores PyTorch's pool spins for its turn."""
 
 from collections.abc import Iterator
 
