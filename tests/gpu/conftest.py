@@ -1,0 +1,52 @@
+"""Which accelerator do these tests use, and when are they skipped?
+
+They need a real one: `pytest tests/gpu`, in a session of its own, because other tests register the emulated
+accelerator, and PyTorch drives one accelerator in a process. To check the tests themselves without a real one, let them
+run on the emulator:
+
+    MILLRACE_TEST_ACCELERATOR=emu pytest tests/gpu
+"""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.gpu.runs import EMULATED
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS is not deterministic; read when CUDA starts
+
+if EMULATED:
+    import emulator.emu  # before the first backward: PyTorch counts the devices then
+
+
+def why_not() -> str | None:
+    """The reason to skip; None where the tests can run."""
+    if not torch.accelerator.is_available():
+        return (
+            "needs a real accelerator, and PyTorch finds none here; MILLRACE_TEST_ACCELERATOR=emu runs the emulated one"
+        )
+    if torch.accelerator.current_accelerator().type == "emu" and not EMULATED:
+        return "needs a real accelerator, and this session registered the emulated one: run `pytest tests/gpu` alone"
+    return None
+
+
+@pytest.fixture
+def accelerator() -> Iterator[torch.device]:
+    """The current accelerator, with deterministic kernels; skips where there is none."""
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    device = torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
+    if EMULATED:  # lazy: nothing runs before something waits for it, so a missing wait shows in the data
+        emulator.emu.reset(scheduler="lazy", allocator="exact")
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    yield device
+    torch.accelerator.synchronize()
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_num_threads(threads)
+    if EMULATED:
+        assert emulator.emu.take_reports() == []

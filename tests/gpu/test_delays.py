@@ -1,0 +1,120 @@
+"""Does every wait between lanes hold when a lane is slow? A sleep stands in front of its copies, or of visits.
+
+On a fast lane a missing wait shows rarely. Each delay has a control, which takes out the wait that it is meant to
+expose and must then give wrong results: else the delay would prove nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import millrace
+from millrace.engine.gradients import Gradients
+from millrace.engine.residency import Residency
+from millrace.runtime import lanes as lanes_module
+from millrace.runtime.lanes import Lane
+from tests.gpu.runs import EMULATED, LANES, Runs, hold_up
+from tests.matrix.compare import Outcome, weight_bytes
+from tests.matrix.models import CASES, Case
+
+pytestmark = pytest.mark.gpu
+
+DENSE = next(case for case in CASES if case.name == "dense")
+DELAYED = [case for case in CASES if case.name in ("dense", "tied", "unet", "multihead")]
+
+
+def offloaded(runs: Runs, **settings: Any) -> Outcome:
+    model = runs.build()
+    buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
+    budget_bytes = int(weight_bytes(model) * runs.case.share) + buffer_bytes
+    with millrace.offload(model, device=runs.device, device_memory=budget_bytes, **settings):
+        return runs.run(model, on_host=True)
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("training", ["full", "inference"])
+@pytest.mark.parametrize("case", DELAYED, ids=lambda case: case.name)
+def test_a_slow_lane_changes_nothing(
+    case: Case, training: str, lane: str, accelerator: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = Runs(case, accelerator, training=training)
+    _, plain = runs.plain()
+    hold_up(monkeypatch, lane)
+    offloaded(runs).assert_equals(plain)
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_slow_lane_changes_nothing_in_accumulated_gradients(
+    lane: str, accelerator: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two micro-batches: the second one's gradients go through staging memory and are added by the host lane."""
+    runs = Runs(DENSE, accelerator)
+
+    def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        for batch in runs.batches[:2]:
+            runs.forward(model, batch)[1].backward()
+        return {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}
+
+    plain = gradients(runs.build().to(accelerator))
+    hold_up(monkeypatch, lane)
+    model = runs.build()
+    with millrace.offload(model, device=accelerator, device_memory=weight_bytes(model) // 2):
+        for name, gradient in gradients(model).items():
+            assert torch.equal(gradient, plain[name]), name
+
+
+def without_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute does not wait for a block to arrive."""
+
+    def arrive(self: Residency, block: Any) -> None:
+        if block.arrival is not None:
+            block._presence = type(block.presence).PRESENT
+
+    monkeypatch.setattr(Residency, "arrive", arrive)
+
+
+def without_delivery(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward returns while gradients are still leaving."""
+
+    def deliver(self: Gradients) -> None:
+        self._submit_ready()
+        arrived = self._arriving
+        self._forget()
+        for slot, gradient in arrived.items():
+            slot.home.grad = gradient
+
+    monkeypatch.setattr(Gradients, "deliver", deliver)
+
+
+def without_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients leave before compute has made them."""
+    copy = lanes_module._StreamLanes.copy
+
+    def hasty(self: Any, lane: Lane, copies: Any, after: Any) -> Any:
+        return copy(self, lane, copies, torch.Event(self.device) if lane is Lane.OFFLOAD else after)
+
+    monkeypatch.setattr(lanes_module._StreamLanes, "copy", hasty)
+
+
+@pytest.mark.parametrize(
+    ("lane", "take_out"), [("onload", without_arrival), ("offload", without_delivery), ("compute", without_compute)]
+)
+def test_the_delay_shows_a_wait_that_is_missing(
+    lane: str,
+    take_out: Callable[[pytest.MonkeyPatch], None],
+    accelerator: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs = Runs(DENSE, accelerator)
+    _, plain = runs.plain()
+    take_out(monkeypatch)
+    hold_up(monkeypatch, lane)
+    with pytest.raises(AssertionError, match=r"differs|output"):
+        offloaded(runs).assert_equals(plain)
+    torch.accelerator.synchronize()
+    if EMULATED:
+        from emulator import emu
+
+        emu.take_reports()  # races are what this test makes

@@ -1,0 +1,68 @@
+"""Is training and inference on a real accelerator exact and within its budget, for every kind of model?"""
+
+import pytest
+import torch
+from torch import nn
+
+import millrace
+from tests.gpu.runs import Runs
+from tests.matrix.compare import (
+    Allocations,
+    largest_block_bytes,
+    peak_activation_bytes,
+    rounding_bytes,
+    weight_bytes,
+)
+from tests.matrix.models import CASES, CHECKPOINTING, Case
+
+pytestmark = pytest.mark.gpu
+
+KINDS = [(case, checkpointing) for case in CASES for checkpointing in CHECKPOINTING if case.name == "dense"]
+KINDS += [(case, "none") for case in CASES if case.name != "dense"]
+
+
+def copies_of_recurrent_weights(model: nn.Module) -> int:
+    """Bytes of the copies that cuDNN makes of RNN weights that do not lie as it wants them, and keeps until backward."""
+    return sum(p.nbytes for module in model.modules() if isinstance(module, nn.RNNBase) for p in module.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk:UserWarning")
+@pytest.mark.parametrize("training", ["full", "adapters", "inference"])
+@pytest.mark.parametrize(("case", "checkpointing"), KINDS, ids=[f"{case.name}-{how}" for case, how in KINDS])
+def test_kind(case: Case, checkpointing: str, training: str, accelerator: torch.device) -> None:
+    runs = Runs(case, accelerator, checkpointing=checkpointing, training=training)
+    plain_model, plain = runs.plain()
+    with torch.set_grad_enabled(runs.trains):
+        activation_bytes = peak_activation_bytes(plain_model, runs.batches[0], runs.forward, accelerator)
+    del plain_model
+
+    model = runs.build()
+    budget_bytes = int(weight_bytes(model) * case.share) + sum(buffer.nbytes for buffer in model.buffers())
+    allocations = Allocations(accelerator)
+    with millrace.offload(model, device=accelerator, device_memory=budget_bytes) as handle:
+        offloaded = runs.run(model, on_host=True, allocations=allocations)
+        offloaded.assert_equals(plain)
+        stats = handle.stats()
+        assert stats.onload_bytes > weight_bytes(model)
+        assert 0 < stats.device_peak_bytes <= budget_bytes
+        limit_bytes = budget_bytes + rounding_bytes(handle, model) + activation_bytes
+        if runs.trains:
+            limit_bytes += 2 * largest_block_bytes(handle)  # gradients on their way out
+        if accelerator.type == "cuda":
+            limit_bytes += copies_of_recurrent_weights(model)
+        assert 0 < allocations.peak_bytes <= limit_bytes
+    assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in model.parameters())
+
+
+def test_bfloat16_in_the_least_memory_that_is_allowed(accelerator: torch.device) -> None:
+    """One block comes when the last one has gone."""
+    runs = Runs(CASES[0], accelerator)
+    plain_model = runs.build().bfloat16().to(accelerator)
+    plain = runs.run(plain_model, on_host=False)
+    model = runs.build().bfloat16()
+    with pytest.raises(millrace.BudgetError, match="raise it to at least") as refused:
+        millrace.offload(model, device=accelerator, device_memory=1, blocks=[model.layers])
+    least = str(refused.value).split("at least ")[1].split(",")[0]
+    with millrace.offload(model, device=accelerator, device_memory=least) as handle:
+        runs.run(model, on_host=True).assert_equals(plain)
+        assert handle.stats().device_peak_bytes <= weight_bytes(model) // 2
