@@ -22,7 +22,7 @@ KINDS += [(case, "none") for case in CASES if case.name != "dense"]
 
 
 def copies_of_recurrent_weights(model: nn.Module) -> int:
-    """Bytes of the copies that cuDNN makes of RNN weights that do not lie as it wants them, and keeps until backward."""
+    """Bytes of copies that cuDNN makes of RNN weights that do not lie as it wants them, and keeps until backward."""
     return sum(p.nbytes for module in model.modules() if isinstance(module, nn.RNNBase) for p in module.parameters())
 
 
