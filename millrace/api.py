@@ -23,6 +23,7 @@ from millrace.engine.managed import site_of
 from millrace.engine.meter import Meter
 from millrace.engine.partition import Part, Partition, partition
 from millrace.engine.residency import Residency
+from millrace.engine.slot import Slot
 from millrace.errors import BudgetError, StateError
 from millrace.memory.arena import whole_pages
 from millrace.memory.ledger import Ledger, Tier
@@ -35,8 +36,8 @@ from millrace.runtime.lanes import open_lanes
 __all__ = ["Offloaded", "offload"]
 
 _DEVICE_RESERVE = 0.1  # of what is free: workspaces and fragmentation, when no device_memory is given
-_live_handles: "weakref.WeakSet[Offloaded]" = weakref.WeakSet()
 _HOST_RESERVE = 0.15  # of what is available: the rest of the process, when no host_memory is given
+_live_handles: "weakref.WeakSet[Offloaded]" = weakref.WeakSet()
 
 
 def offload(
@@ -65,14 +66,19 @@ def offload(
       less 15%.
     - `blocks`: what travels together: "auto" (repeated layers, then by size), a size such as "256MiB", or a list of
       modules, ModuleLists and name patterns (fnmatch, such as "model.layers.*").
-    - `resident`: modules and name patterns that stay on the device. Adapters do so by default.
+    - `resident`: modules and name patterns that stay on the device. Adapters and small weights beside the blocks stay
+      anyway.
     - `prefetch`: how many visits ahead a block is loaded at most; "auto": as the plan says.
     - `param_dtype`: dtype in which floating-point weights travel and compute; homes keep theirs.
     - `grad_dtype`: dtype of `home.grad`, in which micro-batches are summed up; default the parameter's own.
 
     Raises BudgetError when a budget is too small, LayoutError for parameters that have no plain bytes (meta, sparse,
     quantised), StateError for a model that is offloaded already or carries accelerate or diffusers hooks, and
-    ValueError or TypeError for settings that make no sense. Nothing is changed then.
+    ValueError or TypeError for settings that make no sense. Nothing is changed then. Host memory for gradients is made
+    by the first pass with gradients, which raises BudgetError when `host_memory` has no room for them.
+
+    Gradients of parameters come from `backward()` alone: `torch.autograd.grad` and `backward(inputs=...)` do not find
+    them, because the graph holds the copies on the device.
     """
     config = OffloadConfig(
         device=resolve_device(device),
@@ -91,7 +97,7 @@ def offload(
 
 
 class Offloaded:
-    """The handle on an offloaded model. As a context manager it calls `remove()` at the end."""
+    """The handle on an offloaded model, made by `offload()`. As a context manager it calls `remove()` at the end."""
 
     def __init__(self, model: nn.Module, config: OffloadConfig) -> None:
         inventory = take_inventory(model, param_dtype=config.param_dtype)
@@ -182,7 +188,7 @@ class Offloaded:
 
     # control ----------------------------------------------------------------------------------------------------------
     def synchronize(self) -> None:
-        """Waits until everything submitted for this model is done."""
+        """The host waits until every copy for this model is done, and whatever else the device was given."""
         for block in self._blocks():
             if block.arrival is not None:
                 block.arrival.done.synchronize()
@@ -240,7 +246,7 @@ class Offloaded:
             self._meter.steps += 1
             self._executor.homes_changed()
 
-    def _slots_of(self, optimizer: torch.optim.Optimizer) -> list[Any]:
+    def _slots_of(self, optimizer: torch.optim.Optimizer) -> list[Slot]:
         held = {
             id(parameter)
             for group in optimizer.param_groups

@@ -1,1 +1,1 @@
-"""The command line: `millrace --help`."""
+"""What does the command line offer? See `millrace --help`."""

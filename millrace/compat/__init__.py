@@ -1,4 +1,4 @@
-"""The APIs of other systems, thin over millrace's own: change the import, keep the code."""
+"""How does code for another system run here? Its API, thin over millrace's: change the import, keep the code."""
 
 from millrace.compat.diffsynth import OffloadTrainingManager
 from millrace.compat.mindie_sd import disable_offload, enable_offload

@@ -1,4 +1,4 @@
-"""What to load when, what to evict, what to keep: decided ahead, as frozen data, from plain numbers (no torch here)."""
+"""What is loaded when, evicted, kept? Decided ahead, as frozen data, from plain numbers (no torch here)."""
 
 from millrace.planning.bounds import bytes_bound, lower_bound
 from millrace.planning.errors import BudgetTooSmall

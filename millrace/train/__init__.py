@@ -1,1 +1,1 @@
-"""The reference trainer behind `millrace train`; `millrace.train.trainer.train` is its entrance."""
+"""What does `millrace train` do? The reference trainer; `millrace.train.trainer.train` is its entrance."""
