@@ -5,8 +5,8 @@
 A decoder of 24 blocks (uniform, and uneven) runs in training (with and without recomputation) and inference, at ratios
 of load time to forward compute time per block and budgets in blocks. Each row shows the settled step time over what
 the planner predicted, over the lower bound max(compute, fewest possible bytes / bandwidth), and over the run with all
-weights on the device; beside it the same model with synchronous per-layer offload and with one-block-ahead prefetch
-beside fixed residents, written here as those designs are described.
+weights on the device; beside it the same model with synchronous per-layer offload, and with prefetch a fixed number of
+blocks ahead beside fixed residents (`overlap_rivals.py`).
 """
 
 import argparse

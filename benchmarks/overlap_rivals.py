@@ -49,7 +49,7 @@ class _Streamed:
 
 
 def synchronous(layers: Sequence[nn.Module], device: torch.device, budget_blocks: int, *, training: bool) -> None:
-    """Copies on the compute stream, before each layer."""
+    """Copies on the compute stream, before each layer; holds one layer at a time, whatever `budget_blocks` is."""
     for layer in layers:
         streamed = _Streamed(layer, device)
         streamed.drop()

@@ -159,10 +159,13 @@ def test_edge_6_backward_returns_when_gradients_are_home(emu_device, decoder, to
     assert "copy D2H" in reports
 
 
-def test_edge_7_additions_wait_for_the_staged_copy(emu_device, decoder, tokens, monkeypatch):
-    """The host lane's reads are announced where they happen."""
+@pytest.mark.parametrize("waits", [True, False])
+def test_edge_7_additions_wait_for_the_staged_copy(emu_device, decoder, tokens, monkeypatch, waits):
+    """The host lane's reads are announced when it is given them; with the wait before that, they are in order."""
 
     def run(self: Lanes, job: Callable[[], None], after: Any) -> Any:
+        if waits:
+            after.synchronize()
         for piece in staged:
             emu_device.host_access(piece, write=False, what="host adds a staged gradient")
         return self._host.submit(job)
@@ -177,6 +180,9 @@ def test_edge_7_additions_wait_for_the_staged_copy(emu_device, decoder, tokens, 
     monkeypatch.setattr(Gradients, "_send", remember)
     monkeypatch.setattr(Lanes, "run", run)
     train(emu_device, decoder, tokens, micro_batches=2)
+    if waits:
+        assert emu_device.take_reports() == []
+        return
     reports = found(emu_device)
     assert "host adds a staged gradient" in reports
     assert "copy D2H" in reports
