@@ -4,6 +4,7 @@ PyTorch's own pinned allocator rounds every allocation up to a power of two and 
 its memory itself and registers it with the device (see docs/design/arenas.md).
 """
 
+import ctypes
 import mmap
 import sys
 import warnings
@@ -15,7 +16,7 @@ import torch
 
 from millrace.config import format_bytes
 from millrace.memory.ledger import Ledger, Tier
-from millrace.runtime.device import is_accelerator, register_host_memory
+from millrace.runtime.device import can_register_host_memory, is_accelerator, register_host_memory
 
 __all__ = ["ALIGNMENT_BYTES", "Arena", "aligned", "whole_pages"]
 
@@ -43,6 +44,14 @@ class _Mapping(mmap.mmap):
             self.before_unmap()
 
 
+def _allocate_pinned(nbytes: int) -> "ctypes.Array[ctypes.c_char]":
+    """Memory of PyTorch's pinned allocator, for devices that cannot register the caller's: rounded up, but pinned."""
+    owner = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    view = (ctypes.c_char * nbytes).from_address(owner.data_ptr())
+    view.owner = owner  # type: ignore[attr-defined]  # which lives as long as the view
+    return view
+
+
 class Arena:
     """`nbytes` of host memory, rounded up to whole pages, page-locked for `device` if that is an accelerator.
 
@@ -54,13 +63,17 @@ class Arena:
         self.nbytes = whole_pages(nbytes)
         self._context = device, ledger, purpose
         ledger.check_host(self.nbytes, purpose)
-        self._mapping = _Mapping(-1, self.nbytes, flags=_MAP_FLAGS)
+        self._memory: Any
+        if is_accelerator(device) and not can_register_host_memory(device):
+            self._memory, self.pinned = _allocate_pinned(self.nbytes), True
+        else:
+            self._memory = _Mapping(-1, self.nbytes, flags=_MAP_FLAGS)
+            self.pinned = is_accelerator(device) and self._pin(device)
         ledger.add(Tier.HOST, purpose, self.nbytes)
-        weakref.finalize(self._mapping, ledger.add, Tier.HOST, purpose, -self.nbytes).atexit = False
-        self.pinned = is_accelerator(device) and self._pin(device)
+        weakref.finalize(self._memory, ledger.add, Tier.HOST, purpose, -self.nbytes).atexit = False
 
     def _pin(self, device: torch.device) -> bool:
-        address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
+        address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         try:
             unregister = register_host_memory(device, address, self.nbytes)
         except RuntimeError:
@@ -73,7 +86,7 @@ class Arena:
                 stacklevel=2,
             )
             return False
-        self._mapping.before_unmap = unregister
+        self._memory.before_unmap = unregister
         return True
 
     def like(self, nbytes: int) -> "Arena":
@@ -87,4 +100,4 @@ class Arena:
         """
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=offset)
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)

@@ -5,7 +5,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["free_device_bytes", "is_accelerator", "register_host_memory", "resolve_device"]
+__all__ = [
+    "can_register_host_memory",
+    "free_device_bytes",
+    "is_accelerator",
+    "register_host_memory",
+    "resolve_device",
+]
 
 _CUDA_HOST_REGISTER_PORTABLE = 1
 
@@ -49,10 +55,15 @@ def free_device_bytes(device: torch.device) -> int:
     return int(free + unused)
 
 
+def can_register_host_memory(device: torch.device) -> bool:
+    """Whether memory that the caller owns can be page-locked for the device (CUDA and ROCm can; XPU and NPU cannot)."""
+    return device.type == "cuda" or hasattr(torch.get_device_module(device), "host_register")
+
+
 def register_host_memory(device: torch.device, address: int, nbytes: int) -> Callable[[], Any] | None:
     """Page-locks memory that the caller owns, for asynchronous copies; returns the call that undoes it.
 
-    None where the device has no such call or the system refuses (a limit on locked memory, WSL2).
+    None where the system refuses (a limit on locked memory, WSL2). Only where `can_register_host_memory`.
     """
     module = torch.get_device_module(device)
     if device.type == "cuda":
@@ -60,7 +71,5 @@ def register_host_memory(device: torch.device, address: int, nbytes: int) -> Cal
         if int(runtime.cudaHostRegister(address, nbytes, _CUDA_HOST_REGISTER_PORTABLE)) != 0:
             return None
         return lambda: runtime.cudaHostUnregister(address)
-    if not hasattr(module, "host_register"):
-        return None
     module.host_register(address, nbytes)
     return lambda: module.host_unregister(address)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import millrace
+from millrace.memory import arena
 from millrace.memory.ledger import Tier
 from tests.engine.models import Decoder, loss_of, weight_bytes
 
@@ -56,3 +57,21 @@ def test_a_model_that_is_dropped_takes_its_handle_along(compute_device, tokens):
             return
         time.sleep(0.01)
     pytest.fail("the handle is still alive")
+
+
+@pytest.mark.emu("random:0")
+def test_a_device_that_registers_nothing_gets_pinned_memory_all_the_same(emu_device, tokens, monkeypatch):
+    """As XPU and NPU do: the memory comes from PyTorch's own pinned allocator."""
+    monkeypatch.setattr(arena, "can_register_host_memory", lambda device: False)
+    model = Decoder()
+    before = emu_device.stats()["pinned_bytes"]
+    with millrace.offload(model, device="emu", device_memory=weight_bytes(model) // 2) as handle:
+        for _ in range(3):
+            loss_of(model, tokens).backward()
+        assert all(parameter.is_pinned() and parameter.grad.is_pinned() for parameter in model.parameters())
+        assert emu_device.stats()["pinned_bytes"] >= before + 2 * weight_bytes(model)
+        assert handle.stats().onload_bytes > 0
+        ledger = handle._ledger
+    del model, handle
+    gc.collect()
+    assert ledger.by_purpose() == {}
