@@ -1,0 +1,56 @@
+"""Does what the README says about limits hold: what is refused, and how, and what works instead?"""
+
+import pytest
+import torch
+
+import millrace
+from tests.engine.models import loss_of, weight_bytes
+
+
+@pytest.fixture
+def handle(compute_device, decoder):
+    with millrace.offload(decoder, device=compute_device, device_memory=weight_bytes(decoder) // 2) as handle:
+        yield handle
+
+
+def test_autograd_grad_does_not_find_parameters(handle, decoder, tokens):
+    parameters = list(decoder.parameters())
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(loss_of(decoder, tokens), parameters)
+    found = torch.autograd.grad(loss_of(decoder, tokens), parameters, allow_unused=True)
+    assert found == (None,) * len(parameters)
+    loss_of(decoder, tokens).backward(inputs=parameters)
+    assert all(parameter.grad is None for parameter in parameters)
+    loss_of(decoder, tokens).backward()
+    assert all(parameter.grad is not None for parameter in parameters)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_a_graph_over_the_gradients_of_parameters_is_refused(handle, decoder, tokens):
+    with pytest.raises(millrace.StateError, match="create_graph=True"):
+        loss_of(decoder, tokens).backward(create_graph=True)
+    assert all(parameter.grad is None for parameter in decoder.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's own
+def test_compilation_goes_around_blocks(handle, decoder, tokens):
+    with pytest.raises(millrace.StateError, match="compile its blocks instead"):
+        torch.compile(decoder, backend="eager")(tokens)
+    torch.compiler.reset()
+    plain = loss_of(decoder, tokens).detach()
+    for layer in decoder.layers:
+        layer.compile(backend="eager")
+    assert torch.equal(loss_of(decoder, tokens).detach(), plain)
+    torch.compiler.reset()
+
+
+def test_a_write_through_a_kept_tensor_needs_refresh(compute_device, decoder, tokens):
+    with millrace.offload(decoder, device=compute_device, device_memory=2 * weight_bytes(decoder)) as handle:
+        kept = decoder.head.weight.data
+        with torch.no_grad():
+            for _ in range(3):  # after these every block stays on the device
+                decoder(tokens)
+            kept.zero_()
+            assert decoder(tokens).any()
+            handle.refresh()
+            assert not decoder(tokens).any()
