@@ -11,8 +11,8 @@ One model (transformers' LlamaForCausalLM, bfloat16, random weights) makes the s
 
 A step is a forward and a backward. The optimizer is left out, because it would be another one on the host; the homes
 count as changed after each step (`handle.refresh()`), so millrace loads all weights again, as it must after an
-optimizer's. Shown: tokens per second, the allocator's peak, and where the time went; `--output FILE` writes all of it as
-JSON.
+optimizer's. Shown: tokens per second, the allocator's peak, and where the time went; `--output FILE` writes all of it
+as JSON.
 
 Without an accelerator it says so and does nothing. `--device emu` runs it on the emulated one, to check the program:
 its seconds mean nothing.
