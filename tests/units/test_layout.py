@@ -13,7 +13,7 @@ from millrace.engine.inventory import take_inventory
 from millrace.engine.layout import check_can_travel, lay_out, travel_dtype
 from millrace.engine.slot import Layout
 from millrace.errors import LayoutError
-from millrace.memory.arena import ALIGNMENT_BYTES, aligned
+from millrace.memory.arena import ALIGNMENT_BYTES, KERNEL_ALIGNMENT_BYTES, aligned
 
 SETTINGS = settings(derandomize=True, max_examples=40, deadline=None)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.complex64)
@@ -56,7 +56,10 @@ def test_parameters_of_any_kind_lie_apart_and_come_back(drawn: list[Any]) -> Non
     layouts, nbytes = lay_out(parameters, None)
     assert nbytes == sum(aligned(one.nbytes) for one in parameters)
     for one, layout in zip(parameters, layouts, strict=True):
-        assert layout.offset % ALIGNMENT_BYTES == 0
+        assert (
+            layout.offset % (KERNEL_ALIGNMENT_BYTES if layout.nbytes >= KERNEL_ALIGNMENT_BYTES else ALIGNMENT_BYTES)
+            == 0
+        )
         assert (layout.dtype, layout.shape, layout.nbytes) == (one.dtype, one.shape, one.nbytes)
         assert not one.numel() or layout.stride == one.stride()
     ends = sorted((layout.offset, layout.offset + aligned(layout.nbytes)) for layout in layouts)

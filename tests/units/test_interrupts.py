@@ -1,0 +1,76 @@
+"""Does Ctrl-C in the middle of a load leave a model that computes what it should?"""
+
+from typing import Any
+
+import pytest
+import torch
+
+import millrace
+from millrace.engine.block import Block
+from millrace.engine.residency import Residency
+from tests.units.models import Decoder, tokens
+
+BUDGET_BYTES = 9 << 10  # a fifth of the Decoder: blocks come and go all the time
+
+
+def step(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt at the n-th call of a method, before or after its work."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, owner: Any, name: str, *, at: int, after: bool) -> None:
+        self.count = 0
+        method = getattr(owner, name)
+
+        def interrupted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            if self.count == at and not after:
+                raise KeyboardInterrupt
+            result = method(*args, **kwargs)
+            if self.count == at:
+                raise KeyboardInterrupt
+            return result
+
+        patch.setattr(owner, name, interrupted)
+
+
+def steps(model: torch.nn.Module, batch: torch.Tensor) -> None:
+    for _ in range(3):
+        step(model, batch).backward()
+
+
+@pytest.mark.parametrize("at", [1, 2, 4, 9])
+@pytest.mark.parametrize(
+    ("where", "after"),
+    [("copy", False), ("copies_in", True), ("_submit", True)],
+)
+def test_the_next_step_is_right(
+    compute_device: torch.device, where: str, after: bool, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block that was being loaded must not be taken for one that is there."""
+    model, plain = Decoder(), Decoder()
+    plain.load_state_dict(model.state_dict())
+    plain.to(compute_device)
+    batch = tokens().to(compute_device)
+    with millrace.offload(model, device=compute_device, device_memory=BUDGET_BYTES) as handle:
+        step(model, batch).backward()
+        model.zero_grad()
+        owners: dict[str, Any] = {"_submit": Residency, "copies_in": Block}
+        with monkeypatch.context() as patch:
+            interrupts = Interrupts(patch, owners.get(where, type(handle._lanes)), where, at=at, after=after)
+            with pytest.raises(KeyboardInterrupt):
+                steps(model, batch)
+            assert interrupts.count >= at
+        model.zero_grad()
+        for _ in range(2):
+            loss, expected = step(model, batch), step(plain, batch)
+            assert torch.equal(loss, expected)
+            loss.backward()
+            expected.backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad.cpu())
+        handle.reset_stats()
+        steps(model, batch)
+        assert handle.stats().device_peak_bytes <= BUDGET_BYTES
