@@ -6,6 +6,7 @@ See docs/design/engine.md.
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from millrace.engine.block import Block
 from millrace.engine.executor import Executor
 from millrace.engine.gradients import Gradients
-from millrace.engine.handles import SavedTensors
+from millrace.engine.handles import SavedTensors, pop_left_over
 from millrace.engine.residency import Residency
 from millrace.engine.site import Site
 from millrace.engine.slot import Slot
@@ -51,6 +52,7 @@ class Engine:
         self.busy = False  # an outermost call or a backward is under way
         self._backward_site: Site | None = None  # whose backward is under way
         self._backward: _Backward | None = None
+        self._settling = threading.RLock()  # a backward that raised may end on autograd's thread, during the next pass
         for block in (*blocks, *residents):
             self._adopt(block)
 
@@ -86,8 +88,14 @@ class Engine:
                 args, kwargs = call.begin_pass(args, kwargs)
             call.begin_visit()
             output = forward(*args, **kwargs)
-        finally:
             call.end()
+        except BaseException:
+            try:
+                call.end()
+            finally:
+                if outermost:  # an interrupt may have hit the bookkeeping itself: nothing may seem to be under way
+                    self._recover()
+            raise
         if torch.is_grad_enabled():
             self._watch_output(site, output)
         return output
@@ -118,8 +126,6 @@ class Engine:
     def release_everything(self) -> None:
         """Homes are bound everywhere; nothing is under way."""
         self._recover()
-        self._backward_site = None
-        self._gradients.abandon()
 
     # backward ---------------------------------------------------------------------------------------------------------
     def begin_backward_of(self, site: Site) -> None:
@@ -150,16 +156,28 @@ class Engine:
     def _expect_end_of_backward(self) -> None:
         """Once for the outermost backward: nested ones (reentrant checkpoints) end inside of it."""
         if self._backward is None:
-            self._backward = _Backward(self)
+            self._gradients.abandon()  # what is left of a backward whose end was interrupted
+            self._backward_site = None
+            backward = _Backward(self)
+            torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(backward))
+            self._backward = backward
             self.busy = True
-            torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self._backward))
             self._executor.begin_backward()
             self._begin_residents()
 
     def end_of_backward(self, backward: "_Backward", *, completed: bool) -> None:
         """Backward returned, or raised: homes are bound again; gradients are delivered, or dropped."""
-        if backward is not self._backward:
-            return
+        with self._settling:
+            if backward is not self._backward:
+                return
+            try:
+                self._finish_backward(completed=completed)
+            except BaseException:
+                if not self._calls:
+                    self._recover()
+                raise
+
+    def _finish_backward(self, *, completed: bool) -> None:
         self._backward = None
         self.busy = False
         if self._backward_site is not None:
@@ -172,7 +190,13 @@ class Engine:
             self._gradients.deliver()
         else:
             self._executor.abandon_cycle()
-            self._gradients.abandon()
+            self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        """What an unfinished backward computed, also where autograd had set it and an interrupt kept it from us."""
+        for slot in self._blocks_by_slot:
+            slot.leaf.grad = None
+        self._gradients.abandon()
 
     # passes -----------------------------------------------------------------------------------------------------------
     def begin_pass(
@@ -196,13 +220,21 @@ class Engine:
         self._residency.wait_for_consumed_reads()
 
     def _recover(self) -> None:
-        """After an interrupt in the middle of a visit's bookkeeping, nothing may stay bound."""
-        self.busy = False
-        self._calls.clear()
-        for block in (*self.blocks, *self.residents):
-            if block.users:
-                block.users = 0
-                block.unbind()
+        """After an interrupt amid bookkeeping, or a backward that raised: nothing stays bound or pending."""
+        with self._settling:
+            self.busy = False
+            self._calls.clear()
+            self._backward_site = None
+            pop_left_over(self._residency)
+            for block in (*self.blocks, *self.residents):
+                if block.users:
+                    block.unbind()
+                    block.users = 0
+            if self._backward is not None:
+                self._backward = None
+                self._executor.abandon_cycle()
+            self._residency.mend((*self.blocks, *self.residents))
+            self._drop_gradients()
 
     def _begin_residents(self) -> None:
         for block in self.residents:
@@ -324,6 +356,6 @@ def _bind(blocks: Sequence[Block]) -> None:
 
 def _release(blocks: Sequence[Block]) -> None:
     for block in blocks:
+        if block.users == 1:
+            block.unbind()  # before it counts as done: an interrupt in between is made good by the next pass
         block.users -= 1
-        if block.users == 0:
-            block.unbind()

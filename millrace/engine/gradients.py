@@ -101,12 +101,11 @@ class Gradients:
 
     def abandon(self) -> None:
         """Backward raised: what it computed is dropped, once nothing is in flight any more."""
-        for _, gradient in self._ready:
-            self._ledger.add(Tier.DEVICE, _PURPOSE, -_dense_bytes(gradient))
         self._ready.clear()
         self._ready_bytes = 0
         self._wait_for_sent()
         self._forget()
+        self._ledger.add(Tier.DEVICE, _PURPOSE, -self._ledger.held_bytes(Tier.DEVICE, _PURPOSE))
 
     def _wait_for_sent(self) -> None:
         """The host waits for every copy: of those on one lane, the last one ends last."""

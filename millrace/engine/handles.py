@@ -20,7 +20,7 @@ from millrace.engine.residency import Residency
 from millrace.engine.slot import Slot, Token
 from millrace.errors import WeightChangedError
 
-__all__ = ["Handle", "SavedTensors"]
+__all__ = ["Handle", "SavedTensors", "pop_left_over"]
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -96,7 +96,8 @@ class SavedTensors:
                 return _handle_of(block, tensor)
         if self._outer is not None:
             return _Outer(self._outer[0](tensor), self._outer[1])
-        return _Saved(tensor, tensor._version)
+        # Detached: an output that is saved by the very node that made it would keep the graph alive for good.
+        return _Saved(tensor.detach(), tensor._version)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         self._on_unpack()
@@ -113,6 +114,15 @@ class SavedTensors:
                 f" {saved.version}"
             )
         return saved.tensor
+
+
+def pop_left_over(residency: Residency) -> None:
+    """Takes off the hooks of visits of this model that an interrupt kept from ending."""
+    while (hooks := _top_hooks(True)) is not None:
+        owner: Any = getattr(hooks[0], "__self__", None)
+        if not isinstance(owner, SavedTensors) or owner._residency is not residency:
+            return
+        _pop_hooks()
 
 
 def _handle_of(block: Block, tensor: torch.Tensor) -> Handle:

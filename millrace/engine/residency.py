@@ -132,6 +132,25 @@ class Residency:
             " smaller blocks"
         )
 
+    def mend(self, blocks: Iterable[Block]) -> None:
+        """After Ctrl-C in the middle of an eviction or an onload: blocks are wholly here or wholly away."""
+        held: dict[int, Block] = {}
+        for block in blocks:
+            buffer = block.buffer
+            key = -1 if buffer is None else buffer.untyped_storage()._cdata
+            if buffer is not None and block.presence is not Presence.ABSENT and self._by_storage.get(key) is block:
+                held[key] = block
+            elif buffer is not None or block.presence is not Presence.ABSENT:
+                self._lanes.copy(Lane.ONLOAD, (), self._lanes.mark()).done.synchronize()
+                block.lost()
+                block.arrival = None
+                with torch.inference_mode(False):
+                    block.point_leaves(None)
+                if buffer is not None:
+                    self._buffers.release(buffer)
+        self._by_storage = held
+        self.held_bytes = sum(block.nbytes for block in held.values())
+
     def close(self) -> None:
         """Evicts everything."""
         for block in list(self._by_storage.values()):

@@ -1,0 +1,62 @@
+"""Which bugs were found once and must not come back?"""
+
+import contextlib
+import random
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import millrace
+from tests.engine.models import Decoder, loss_of
+
+
+def _train(model: Decoder, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Losses, which tell gradients too: each but the first follows from those before."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(model, tokens)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().cpu())
+    return losses
+
+
+class _Interrupt:
+    """Raises KeyboardInterrupt when the n-th function of millrace's engine is entered, as a signal handler may."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def __call__(self, frame: FrameType, event: str, _arg: Any) -> None:
+        if event == "call" and "/millrace/engine/" in frame.f_code.co_filename and frame.f_code.co_name != "__del__":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+
+
+@pytest.mark.timeout(60)
+def test_training_after_interrupts_anywhere_in_the_engine_equals_plain(decoder: Decoder, tokens: torch.Tensor) -> None:
+    weights = {name: tensor.clone() for name, tensor in decoder.state_dict().items()}
+    expected = _train(decoder, tokens)
+    decoder.load_state_dict(weights)
+    decoder.zero_grad()
+    chance = random.Random(0)
+    with millrace.offload(decoder, device="cpu", device_memory=20000):
+        for _ in range(8):
+            with contextlib.suppress(KeyboardInterrupt):
+                sys.setprofile(_Interrupt(chance.randrange(1, 1200)))
+                try:
+                    _train(decoder, tokens)
+                finally:
+                    sys.setprofile(None)
+            with torch.no_grad():
+                decoder(tokens)
+            decoder.load_state_dict(weights)
+            decoder.zero_grad()
+            assert all(map(torch.equal, _train(decoder, tokens), expected))
+            decoder.zero_grad()
