@@ -30,6 +30,7 @@ from millrace.memory.ledger import Ledger, Tier
 from millrace.planning import Plan
 from millrace.report import Stats, write_trace
 from millrace.runtime.device import free_device_bytes, is_accelerator, resolve_device
+from millrace.runtime.grad_scaler import make_grad_scaler_wait
 from millrace.runtime.host import available_host_bytes
 from millrace.runtime.lanes import open_lanes
 
@@ -111,6 +112,8 @@ class Offloaded:
         self._lanes = open_lanes(config.device)
         self._meter = Meter(self._lanes)
         self._made: list[Block] = []
+        if is_accelerator(config.device):
+            make_grad_scaler_wait()
         try:
             self._wire(model, inventory, parts, budget_bytes - buffer_bytes)
         except BaseException:

@@ -1,14 +1,14 @@
 """How do parameters become the byte range of a block? Aligned one behind the other; shared storages stay shared."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from millrace.engine.slot import Layout
 from millrace.errors import LayoutError
-from millrace.memory.arena import ALIGNMENT_BYTES, aligned
+from millrace.memory.arena import KERNEL_ALIGNMENT_BYTES, aligned, is_large
 
 __all__ = ["by_storage", "check_can_travel", "lay_out", "travel_dtype"]
 
@@ -38,22 +38,24 @@ def check_can_travel(name: str, parameter: nn.Parameter) -> None:
 
 
 def lay_out(parameters: Sequence[nn.Parameter], param_dtype: torch.dtype | None) -> tuple[list[Layout], int]:
-    """The layout of each parameter, in order, and the bytes of all: every region begins at a multiple of 64 bytes.
+    """The layout of each parameter, in order, and the bytes of all.
 
-    A region is one parameter, or all that share a storage and travel as they are: these keep their distances, so that
-    a write through one is still seen through the others.
+    Every region begins at a multiple of 64 bytes; those of 256 bytes and more come first, at multiples of 256. A region
+    is one parameter, or all that share a storage and travel as they are: these keep their distances, so that a write
+    through one is still seen through the others.
     """
     layouts: dict[int, Layout] = {}
     end = 0
-    for group in by_storage(parameters, param_dtype):
+    groups = by_storage(parameters, param_dtype)
+    for group in sorted(groups, key=lambda group: not is_large(_region_bytes(parameters, group, param_dtype))):
         if len(group) == 1:
             index = group[0]
             layouts[index] = _alone(parameters[index], end, travel_dtype(parameters[index], param_dtype))
             end += aligned(layouts[index].nbytes)
         else:
             shared = {index: _span(parameters[index]) for index in group}
-            base = min(begin for begin, _ in shared.values()) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-            region = end, end + aligned(max(stop for _, stop in shared.values()) - base)
+            base = _base(shared.values())
+            region = end, end + aligned(_region_bytes(parameters, group, param_dtype))
             for index, (begin, stop) in shared.items():
                 parameter = parameters[index]
                 layouts[index] = Layout(
@@ -85,6 +87,20 @@ def _alone(parameter: nn.Parameter, offset: int, dtype: torch.dtype) -> Layout:
     nbytes = parameter.numel() * dtype.itemsize
     region = offset, offset + nbytes
     return Layout(offset=offset, nbytes=nbytes, region=region, dtype=dtype, shape=parameter.shape, stride=stride)
+
+
+def _region_bytes(parameters: Sequence[nn.Parameter], group: list[int], param_dtype: torch.dtype | None) -> int:
+    """Bytes of a region, before it is rounded up."""
+    if len(group) == 1:
+        parameter = parameters[group[0]]
+        return parameter.numel() * travel_dtype(parameter, param_dtype).itemsize
+    spans = [_span(parameters[index]) for index in group]
+    return max(stop for _, stop in spans) - _base(spans)
+
+
+def _base(spans: Iterable[tuple[int, int]]) -> int:
+    """Where the region of a shared storage begins: before its first byte, so that all keep their alignment."""
+    return min(begin for begin, _ in spans) // KERNEL_ALIGNMENT_BYTES * KERNEL_ALIGNMENT_BYTES
 
 
 def _span(parameter: nn.Parameter) -> tuple[int, int]:

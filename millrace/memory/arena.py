@@ -18,15 +18,25 @@ from millrace.config import format_bytes
 from millrace.memory.ledger import Ledger, Tier
 from millrace.runtime.device import can_register_host_memory, is_accelerator, register_host_memory
 
-__all__ = ["ALIGNMENT_BYTES", "Arena", "aligned", "whole_pages"]
+__all__ = ["ALIGNMENT_BYTES", "KERNEL_ALIGNMENT_BYTES", "Arena", "aligned", "is_large", "whole_pages"]
 
 ALIGNMENT_BYTES = 64  # of every tensor in an arena or a block: a cache line, and any dtype's own alignment
+KERNEL_ALIGNMENT_BYTES = (
+    256  # of all but small ones: libraries choose kernels by alignments up to this one, so a weight
+)
+# at a lesser one could be computed with another kernel than in the plain run, and differ in the last bit
 _MAP_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to the alignment."""
-    return (nbytes + ALIGNMENT_BYTES - 1) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    """`nbytes` rounded up to the alignment of a tensor of that size."""
+    alignment = KERNEL_ALIGNMENT_BYTES if is_large(nbytes) else ALIGNMENT_BYTES
+    return (nbytes + alignment - 1) // alignment * alignment
+
+
+def is_large(nbytes: int) -> bool:
+    """Whether a tensor of that size has the alignment that kernels ask for. In a block, large ones come first."""
+    return nbytes >= KERNEL_ALIGNMENT_BYTES
 
 
 def whole_pages(nbytes: int) -> int:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import millrace
+from millrace.memory.arena import aligned
 
-ALIGNMENT_BYTES = 64  # of every tensor in a block
 GRANULE_BYTES = 512  # a device's allocator rounds every allocation up to a multiple
 
 
@@ -191,7 +191,7 @@ def largest_block_bytes(handle: millrace.Offloaded) -> int:
 def resident_bytes(handle: millrace.Offloaded, model: nn.Module) -> int:
     """Of the weights that stay."""
     assert handle.plan is not None, "no plan was made"
-    total = sum(-(-p.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for p in model.parameters())
+    total = sum(aligned(p.nbytes) for p in model.parameters())
     return total - sum(handle.plan.problem.block_bytes)
 
 

@@ -56,10 +56,8 @@ def test_parameters_of_any_kind_lie_apart_and_come_back(drawn: list[Any]) -> Non
     layouts, nbytes = lay_out(parameters, None)
     assert nbytes == sum(aligned(one.nbytes) for one in parameters)
     for one, layout in zip(parameters, layouts, strict=True):
-        assert (
-            layout.offset % (KERNEL_ALIGNMENT_BYTES if layout.nbytes >= KERNEL_ALIGNMENT_BYTES else ALIGNMENT_BYTES)
-            == 0
-        )
+        alignment = KERNEL_ALIGNMENT_BYTES if layout.nbytes >= KERNEL_ALIGNMENT_BYTES else ALIGNMENT_BYTES
+        assert layout.offset % alignment == 0
         assert (layout.dtype, layout.shape, layout.nbytes) == (one.dtype, one.shape, one.nbytes)
         assert not one.numel() or layout.stride == one.stride()
     ends = sorted((layout.offset, layout.offset + aligned(layout.nbytes)) for layout in layouts)
