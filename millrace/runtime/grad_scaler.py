@@ -1,7 +1,7 @@
 """Why may a GradScaler not read its scale at once? Because PyTorch copies it to the CPU without waiting for the copy.
 
 `torch.amp.GradScaler` keeps its scale on the loss's device and unscales gradients where they are. For gradients on the
-CPU, as those of homes, it copies the scale with `non_blocking=True` and computes with it straight away: on an accelerator
+CPU, as those of homes, it copies the scale with `non_blocking=True` and computes with it at once: on an accelerator
 that is what the memory held before. The copy is waited for here; the rest is PyTorch's own.
 """
 
