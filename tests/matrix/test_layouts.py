@@ -1,0 +1,267 @@
+"""Do parameters of every layout travel unharmed: dtypes, strides, ties, shared storages, no elements at all?"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import millrace
+from tests.matrix.compare import (
+    Outcome,
+    assert_exact,
+    assert_streamed,
+    offload,
+    on_cpu,
+    same,
+    to_device,
+    train,
+    weight_bytes,
+)
+from tests.matrix.models import CASES, WIDTH, Decoder, UNet
+
+UNET = CASES[3]
+
+
+def vectors(device: torch.device, width: int = WIDTH) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [(x.to(device), x.to(device)) for x in torch.randn(3, 4, width, generator=generator)]
+
+
+def mean_square(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    output = model(batch[0])
+    return output, (output.float() - batch[1]).square().mean()
+
+
+def assert_trains(make: Callable[[], nn.Module], device: torch.device, share: float = 0.5) -> Any:
+    def seeded() -> nn.Module:
+        torch.manual_seed(0)
+        return make()
+
+    return assert_exact(seeded, lambda model: train(model, vectors(device), mean_square), device, share)
+
+
+class Mixed(nn.Module):
+    """A layer of many dtypes: bfloat16 and float32 that learn, frozen float8, float16, int8, bool, and complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(WIDTH, WIDTH)
+        self.narrow = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+        weight = torch.randn(WIDTH, WIDTH)
+        self.eight = nn.Parameter(weight.to(torch.float8_e4m3fn), requires_grad=False)
+        self.sixteen = nn.Parameter(weight.half(), requires_grad=False)
+        self.signs = nn.Parameter((weight * 20).to(torch.int8), requires_grad=False)
+        self.mask = nn.Parameter(weight > 0, requires_grad=False)
+        self.phase = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.bits = nn.Parameter(torch.arange(5, dtype=torch.int64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.wide(x) + self.narrow(x.to(torch.bfloat16)).float()
+        for weight in (self.eight, self.sixteen, self.signs, self.mask):
+            x = x + 0.01 * F.linear(x, weight.float())
+        return x * self.scale + self.phase.abs().sum() + self.bits.float().mean()
+
+
+def test_mixed_dtypes(compute_device: torch.device) -> None:
+    assert_trains(lambda: nn.Sequential(*(Mixed() for _ in range(4))), compute_device, 0.6)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "non-reentrant"])
+def test_channels_last(checkpointing: str, compute_device: torch.device) -> None:
+    """Strides are kept: of weights, of gradients, and of what is saved."""
+    formats: list[list[tuple[int, ...]]] = []
+
+    def make() -> nn.Module:
+        return UNET.build(checkpointing).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+    def script(model: nn.Module) -> Outcome:
+        batches = to_device(UNET.batches(3), compute_device)
+        batches = [(x.contiguous(memory_format=torch.channels_last), y) for x, y in batches]
+
+        def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            output = model(batch[0])
+            return output, UNET.loss(output, batch[1])
+
+        outcome = train(model, batches, forward)
+        formats.append([parameter.stride() for parameter in model.parameters()])
+        return outcome
+
+    _, model = assert_exact(make, script, compute_device, UNET.share)
+    assert formats[0] == formats[1]
+    assert isinstance(model, UNet)
+    assert model.middle.first.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+class Odd(nn.Module):
+    """Transposed, expanded and sliced parameters, ones without elements, and single numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transposed = nn.Parameter(torch.randn(WIDTH, WIDTH).T)
+        self.sliced = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH)[:, ::2])
+        self.empty = nn.Parameter(torch.empty(0, WIDTH))
+        self.number = nn.Parameter(torch.randn(()))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.transposed / WIDTH + x @ self.sliced.contiguous() / WIDTH + (x @ self.empty.T).sum()
+        return self.linear(x) * self.number
+
+
+def test_strides_and_empty_parameters(compute_device: torch.device) -> None:
+    assert_trains(lambda: nn.Sequential(*(Odd() for _ in range(5))), compute_device)
+
+
+class SharedStorage(nn.Module):
+    """Two parameters that are views of one storage: a write through one is seen through the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.randn(3 * WIDTH, WIDTH) * 0.1
+        self.query = nn.Parameter(whole[:WIDTH])
+        self.key = nn.Parameter(whole[WIDTH : 2 * WIDTH])
+        self.both = nn.Parameter(whole[: 2 * WIDTH], requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.linear(x, self.query) * F.linear(x, self.key) + F.linear(x, self.both).sum(-1, keepdim=True)
+
+
+def test_parameters_that_share_a_storage(compute_device: torch.device) -> None:
+    """On the CPU `.to()` keeps what is shared. Elsewhere the plain model has copies of it."""
+
+    def forward_of(model: nn.Module) -> list[Tensor]:
+        return [on_cpu(mean_square(model, batch)[0]) for batch in vectors(compute_device)]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(SharedStorage() for _ in range(5)))
+    handle = offload(model, compute_device, 0.5)
+    layer: Any = model[2]
+    for step in range(3):
+        train(model, vectors(compute_device)[:1], mean_square)
+        assert same(on_cpu(layer.both[:WIDTH]), on_cpu(layer.query)), step
+        assert same(on_cpu(layer.both[WIDTH:]), on_cpu(layer.key)), step
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(SharedStorage() for _ in range(5)))
+    with torch.no_grad():
+        for ours, theirs in zip(plain.parameters(), model.parameters(), strict=True):
+            ours.copy_(theirs)
+    plain = plain.to(compute_device)
+    with torch.no_grad():
+        for ours, theirs in zip(forward_of(model), forward_of(plain), strict=True):
+            assert same(ours, theirs)
+    assert_streamed(handle, model)
+
+
+class Tied(Decoder):
+    """One weight in several blocks: embedding and head, and the same projection in two layers."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        first: Any = self.layers[0]
+        last: Any = self.layers[5]
+        last.attention.query.weight = first.attention.query.weight
+        last.mlp = first.mlp
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
+def test_weights_tied_across_blocks(checkpointing: str, compute_device: torch.device) -> None:
+    dense = CASES[0]
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = Tied()
+        model.checkpointing = checkpointing
+        return model
+
+    def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        output = model(batch[0])
+        return output, dense.loss(output, batch[1])
+
+    batches = to_device(dense.batches(3), compute_device)
+    _, model = assert_exact(make, lambda model: train(model, batches, forward), compute_device, 0.5)
+    assert isinstance(model, Tied)
+    assert model.head.weight is model.embedding.weight
+    layers: Any = model.layers
+    assert layers[5].mlp is layers[0].mlp
+
+
+def test_batch_norm_statistics(compute_device: torch.device) -> None:
+    """They are on the device, change there, and are right in state_dict, also in its names and order."""
+
+    def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        output = model(batch[0])
+        return output, UNET.loss(output, batch[1])
+
+    batches = to_device(UNET.batches(3), compute_device)
+
+    def script(model: Any) -> Outcome:
+        outcome = train(model, batches, forward)
+        model.eval()
+        with torch.no_grad():
+            outcome.outputs.append(on_cpu(model(batches[0][0])))
+        outcome.outputs.append(on_cpu(model.middle.first_norm.running_mean))
+        model.middle.first_norm.reset_running_stats()
+        with torch.no_grad():
+            outcome.outputs.append(on_cpu(model(batches[0][0])))
+        return outcome.read(model)
+
+    handle, model = assert_exact(UNET.build, script, compute_device, UNET.share)
+    assert all(buffer.device == compute_device for buffer in model.buffers())
+    handle.remove()
+    assert all(buffer.device.type == "cpu" for buffer in model.buffers())
+
+
+def test_sparse_embedding_gradients() -> None:
+    """On the CPU alone: the emulated accelerator has no sparse tensors."""
+    compute_device = torch.device("cpu")
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = Decoder()
+        model.embedding.sparse = True
+        return model
+
+    dense = CASES[0]
+
+    def script(model: Any) -> Outcome:
+        batches = to_device(dense.batches(3), compute_device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        outcome = Outcome()
+        for batch in batches:
+            for _ in range(2):  # accumulates
+                output = model(batch[0])
+                dense.loss(output, batch[1]).backward()
+                outcome.outputs.append(on_cpu(output))
+            assert model.embedding.weight.grad.is_sparse
+            outcome.outputs.append(on_cpu(model.embedding.weight.grad.to_dense()))
+            optimizer.step()
+            optimizer.zero_grad()
+        return outcome.read(model)
+
+    assert_exact(make, script, compute_device)
+
+
+def test_a_model_of_one_block(compute_device: torch.device) -> None:
+    """Nothing to stream: the whole model fits, is exact, and comes once for each step."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(WIDTH, WIDTH)
+
+    plain = train(make().to(compute_device), vectors(compute_device), mean_square)
+    model = make()
+    handle = offload(model, compute_device, 1.5)
+    train(model, vectors(compute_device), mean_square).assert_equals(plain)
+    stats = handle.stats()
+    assert weight_bytes(model) <= stats.device_peak_bytes <= stats.device_budget_bytes
+    assert stats.onload_bytes >= 3 * weight_bytes(model)
+
+
+def test_a_model_without_parameters(compute_device: torch.device) -> None:
+    model = nn.Sequential(nn.ReLU(), nn.Flatten())
+    with millrace.offload(model, device=compute_device):
+        assert model(torch.randn(2, 3)).device == compute_device
