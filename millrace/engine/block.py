@@ -181,6 +181,9 @@ class Block:
 
     def unbind(self) -> None:
         """The modules' attributes become the homes again."""
+        if self.buffer is not None:
+            for slot in self.slots:
+                slot.keep_leaf_writes()
         for place, slot in self._places:
             if place.get() is slot.leaf:
                 place.put(slot.home)

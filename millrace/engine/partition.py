@@ -161,7 +161,9 @@ class _Cutter:
     def _matching(self, pattern: object) -> list[nn.Module]:
         if not isinstance(pattern, str):
             raise TypeError(f"{pattern!r} is neither a module nor a name pattern such as 'model.layers.*'")
-        return [module for module, name in self._inventory.names.items() if fnmatchcase(name, pattern)]
+        found = [module for module, name in self._inventory.names.items() if fnmatchcase(name, pattern)]
+        inner = {below for module in found for below in module.modules() if below is not module}
+        return [module for module in found if module not in inner]  # "*" goes across dots: the outermost are meant
 
     def _own(self, module: nn.Module, setting: str) -> nn.Module:
         for element in _elements([module]):

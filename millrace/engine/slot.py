@@ -70,6 +70,7 @@ class Slot:
         self.leaf.__dict__.update(
             {key: value for key, value in parameter.__dict__.items() if not key.startswith("_millrace")}
         )
+        self._leaf_version = self.leaf._version
         self._move_in()
 
     @property
@@ -115,6 +116,15 @@ class Slot:
     def source(self) -> torch.Tensor:
         """What a copy to the device reads: the home, or the cast of it."""
         return self.rest if self.casts else self.data
+
+    def keep_leaf_writes(self) -> None:
+        """What the model wrote in place into the leaf (nn.Embedding's max_norm, a user's hook) is the home's too."""
+        if self.leaf._version == self._leaf_version:
+            return
+        self._leaf_version = self.leaf._version
+        self._before_touch()
+        self.data.copy_(self.leaf.detach())  # leaves no trace in the version: the device copy is what it should be
+        self._cast = None
 
     @property
     def cast_is_old(self) -> bool:

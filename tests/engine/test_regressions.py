@@ -1,6 +1,7 @@
 """Which bugs were found once and must not come back?"""
 
 import contextlib
+import copy
 import random
 import sys
 from types import FrameType
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import millrace
 from tests.engine.models import Decoder, loss_of
@@ -60,3 +62,39 @@ def test_training_after_interrupts_anywhere_in_the_engine_equals_plain(decoder: 
             decoder.zero_grad()
             assert all(map(torch.equal, _train(decoder, tokens), expected))
             decoder.zero_grad()
+
+
+class _Renormed(nn.Module):
+    """Its embedding writes into its own weight in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 8, max_norm=0.5)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden.square().sum()
+
+
+def test_weights_written_in_forward_are_written_at_home(compute_device: torch.device, tokens: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    plain = _Renormed()
+    model = copy.deepcopy(plain)
+    with millrace.offload(model, device=compute_device, device_memory=1600, blocks=["embedding", "layers.*"]):
+        for each in (plain, model):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                each(tokens).backward()
+                optimizer.step()
+        assert all(map(torch.equal, plain.parameters(), model.parameters()))
+
+
+def test_a_pattern_means_the_outermost_modules_that_match(decoder: Decoder) -> None:
+    with millrace.offload(decoder, device="cpu", blocks=["layers.*"]) as handle:
+        assert [block.name for block in handle._engine.blocks if "layers" in block.name] == [
+            f"layers.{index}" for index in range(5)
+        ]
