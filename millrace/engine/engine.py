@@ -50,6 +50,7 @@ class Engine:
         self._calls: list[_Call] = []  # visits whose call is under way, outermost first
         self._blocks_by_slot: dict[Slot, Block] = {}
         self.busy = False  # an outermost call or a backward is under way
+        self._pass_thread = 0  # which thread made the last outermost call, and so waits while its backward is under way
         self._backward_site: Site | None = None  # whose backward is under way
         self._backward: _Backward | None = None
         self._settling = threading.RLock()  # a backward that raised may end on autograd's thread, during the next pass
@@ -177,6 +178,12 @@ class Engine:
                     self._recover()
                 raise
 
+    def settle(self) -> None:
+        """The user looks at the model: a backward that raised is over, even if autograd's thread still holds it."""
+        over = self._backward is not None and not _in_backward() and threading.get_ident() == self._pass_thread
+        if over:
+            self._recover()
+
     def _finish_backward(self, *, completed: bool) -> None:
         self._backward = None
         self.busy = False
@@ -205,6 +212,7 @@ class Engine:
         """The outermost call: residents are renewed and bound, inputs come to the device."""
         self._recover()
         self.busy = True
+        self._pass_thread = threading.get_ident()
         self.before_call()
         if torch.is_grad_enabled():
             self._gradients.prepare([*self.residents, *self.blocks])

@@ -52,7 +52,13 @@ class Managed:
                 site.keep_buffer(module, name)
         return module
 
+    def _named_members(self, *args: Any, **kwargs: Any) -> Any:
+        """Behind `parameters()`, `zero_grad()` and their like: homes, also right after a backward that raised."""
+        self.__dict__[_SITE].engine.settle()
+        return super()._named_members(*args, **kwargs)  # type: ignore[misc]
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self.__dict__[_SITE].engine.settle()
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         if not keep_vars:  # a checkpoint is a host's: buffers rest on the device, parameters on the host
             for name, buffer in self._buffers.items():  # type: ignore[attr-defined]
