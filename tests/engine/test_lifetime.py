@@ -49,8 +49,9 @@ def test_registered_memory_is_given_back(emu_device, tokens):
     with millrace.offload(model, device="emu", device_memory=weight_bytes(model) // 2):
         loss_of(model, tokens).backward()
         assert emu_device.stats()["registered_bytes"] >= before + 2 * weight_bytes(model)
+    parameter = weakref.ref(model.head.weight)
     del model
-    gc.collect()
+    assert is_gone(parameter)
     torch.accelerator.synchronize()
     assert emu_device.stats()["registered_bytes"] == before
 
