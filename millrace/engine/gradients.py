@@ -39,6 +39,7 @@ class Gradients:
         self._ready_bytes = 0
         # Submitted, with the count of blocks before; they hold the device gradients until compute has waited for them.
         self._leaving: deque[tuple[int, Transfer]] = deque()
+        self._sending: list[Copy] = []  # being submitted: alive even if that is interrupted
         self._last_sent: Event | None = None  # of the last copy; compute may have waited for it, the host has not
         self._blocks_left = 0  # how many blocks backward has left behind
         self._arriving: dict[Slot, torch.Tensor] = {}  # what is accumulated into homes at the end of this backward
@@ -103,6 +104,9 @@ class Gradients:
         """Backward raised: what it computed is dropped, once nothing is in flight any more."""
         self._ready.clear()
         self._ready_bytes = 0
+        if self._sending:  # Ctrl-C between a copy and its note: whatever was submitted is before an empty copy
+            self._lanes.copy(Lane.OFFLOAD, (), self._lanes.mark()).done.synchronize()
+            self._sending = []
         self._wait_for_sent()
         self._forget()
         self._ledger.add(Tier.DEVICE, _PURPOSE, -self._ledger.held_bytes(Tier.DEVICE, _PURPOSE))
@@ -147,10 +151,12 @@ class Gradients:
         copies = direct + [copy for _, copy in staged]
         if not copies:
             return
+        self._sending = copies
         transfer = self._lanes.copy(Lane.OFFLOAD, copies, self._lanes.mark())
         self._meter.offloaded(transfer)
         self._leaving.append((self._blocks_left, transfer))
         self._last_sent = transfer.done
+        self._sending = []
         if staged:
             additions = [(*self._destination(slot), piece) for slot, (piece, _) in staged]
             self._staging.turn(self._lanes.run(lambda: _add_up(additions), transfer.done))

@@ -97,10 +97,12 @@ class Residency:
     def _let_go(self, block: Block, buffer: torch.Tensor) -> None:
         self._by_storage.pop(buffer.untyped_storage()._cdata)
         self.held_bytes -= block.nbytes
-        with torch.inference_mode(False):
-            block.point_leaves(None)
-        block.arrival = None
-        self._buffers.release(buffer)
+        try:
+            with torch.inference_mode(False):
+                block.point_leaves(None)
+        finally:  # Ctrl-C: `mend` would find no buffer to release
+            block.buffer = block.arrival = None
+            self._buffers.release(buffer)
 
     def _undo(self, block: Block, buffer: torch.Tensor) -> None:
         """After a changed shape or Ctrl-C in the middle: what the buffer holds is unknown, so it goes."""

@@ -44,7 +44,7 @@ def steps(model: torch.nn.Module, batch: torch.Tensor) -> None:
 @pytest.mark.parametrize("at", [1, 2, 4, 9])
 @pytest.mark.parametrize(
     ("where", "after"),
-    [("copy", False), ("copies_in", True), ("_submit", True)],
+    [("copy", False), ("copy", True), ("copies_in", True), ("_submit", True), ("point_leaves", True)],
 )
 def test_the_next_step_is_right(
     compute_device: torch.device, where: str, after: bool, at: int, monkeypatch: pytest.MonkeyPatch
@@ -57,7 +57,7 @@ def test_the_next_step_is_right(
     with millrace.offload(model, device=compute_device, device_memory=BUDGET_BYTES) as handle:
         step(model, batch).backward()
         model.zero_grad()
-        owners: dict[str, Any] = {"_submit": Residency, "copies_in": Block}
+        owners: dict[str, Any] = {"_submit": Residency, "copies_in": Block, "point_leaves": Block}
         with monkeypatch.context() as patch:
             interrupts = Interrupts(patch, owners.get(where, type(handle._lanes)), where, at=at, after=after)
             with pytest.raises(KeyboardInterrupt):
