@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ._autograd_exit import wait_for_autograd
 from ._device_module import register
 from ._host_watch import host_access, watch_host
 from ._native import native
@@ -110,6 +111,7 @@ def reset(**settings: Any) -> None:
 def _shut_down() -> None:
     with contextlib.suppress(RuntimeError):  # an error that no test waited for
         torch.accelerator.synchronize()
+    wait_for_autograd()
     native.shut_down()
 
 
