@@ -1,6 +1,7 @@
 """After an exception in the middle of forward or backward: is the next step complete and exact?"""
 
 import gc
+import time
 from typing import Any
 
 import pytest
@@ -122,6 +123,7 @@ def test_an_interrupted_pass_leaves_no_bytes_behind(compute_device: torch.device
     allocations = Allocations(compute_device)
     handle = offload(model, compute_device)
     train(model, batches, forward)
+    limit = handle.stats().device_budget_bytes + rounding_bytes(handle, model)
     for where in [("forward", 4), ("backward", 4), ("backward", 1)] * 2:
         model.breaks_at = where
         with pytest.raises(StopError):
@@ -132,8 +134,12 @@ def test_an_interrupted_pass_leaves_no_bytes_behind(compute_device: torch.device
         stats = handle.stats()
         assert stats.device_peak_bytes <= stats.device_budget_bytes
         if is_counted(compute_device):
-            allocations.forward_done(0)
-            assert allocations.after_forward_bytes[-1] <= stats.device_budget_bytes + rounding_bytes(handle, model)
+            for _ in range(100):  # autograd's own thread lets go of the graph in its time
+                allocations.forward_done(0)
+                if allocations.after_forward_bytes[-1] <= limit:
+                    break
+                time.sleep(0.01)
+            assert allocations.after_forward_bytes[-1] <= limit
 
 
 def test_a_failed_backward_adds_a_gradient_whole_or_not_at_all(compute_device: torch.device) -> None:
