@@ -1,6 +1,7 @@
 """What must be asked of a device in its own words? The one file with calls that are particular to a kind of device."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,13 +64,24 @@ def can_register_host_memory(device: torch.device) -> bool:
 def register_host_memory(device: torch.device, address: int, nbytes: int) -> Callable[[], Any] | None:
     """Page-locks memory that the caller owns, for asynchronous copies; returns the call that undoes it.
 
+    That call waits for the device: a model that is let go of may have a copy out of this memory under way.
     None where the system refuses (a limit on locked memory, WSL2). Only where `can_register_host_memory`.
     """
     module = torch.get_device_module(device)
+    undo: Callable[[], Any]
     if device.type == "cuda":
         runtime = module.cudart()
         if int(runtime.cudaHostRegister(address, nbytes, _CUDA_HOST_REGISTER_PORTABLE)) != 0:
             return None
-        return lambda: runtime.cudaHostUnregister(address)
-    module.host_register(address, nbytes)
-    return lambda: module.host_unregister(address)
+        undo = partial(runtime.cudaHostUnregister, address)
+    else:
+        module.host_register(address, nbytes)
+        undo = partial(module.host_unregister, address)
+
+    def unregister() -> None:
+        try:
+            torch.accelerator.synchronize(device)
+        finally:
+            undo()
+
+    return unregister
