@@ -5,6 +5,7 @@ writes. Batches of parameters pass through three lanes at once: gradients of lat
 the weights of earlier ones leave. Order comes from events alone; the host waits for arrivals, never for departures.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,12 +43,11 @@ class Twins:
         self._twins: dict[torch.Tensor, torch.Tensor] = {}
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._leaving: list[Transfer] = []
+        weakref.finalize(self, _close, self._lanes, self._leaving)
 
     def update(self, members: Sequence[Member], perform: Callable[[Sequence[Member]], None]) -> None:
         """Calls `perform` on batches of `members`, their gradients in host memory, and sends their weights back."""
-        for transfer in self._leaving:  # of the last step: twins may still be read
-            transfer.done.synchronize()
-        self._leaving.clear()
+        _wait(self._leaving)  # of the last step: twins may still be read
         begin = self._lanes.mark()
         sources = [member.gradient for member in members]
         self._make_room(members)
@@ -97,6 +97,18 @@ class Twins:
             flat = arena.tensor(offset, tensor.numel() * tensor.itemsize).view(tensor.dtype)
             yield flat.as_strided(tensor.shape, strides)
             offset += aligned(tensor.nbytes)
+
+
+def _wait(transfers: list[Transfer]) -> None:
+    for transfer in transfers:
+        transfer.done.synchronize()
+    transfers.clear()
+
+
+def _close(lanes: Lanes, leaving: list[Transfer]) -> None:
+    """Page-locked memory may go only when no copy reads it any more."""
+    _wait(leaving)
+    lanes.close()
 
 
 def _batches(members: list[tuple[Member, torch.Tensor]]) -> Iterable[list[tuple[Member, torch.Tensor]]]:

@@ -6,6 +6,7 @@
 
 #define RESTRICT __restrict__
 #define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
 
 #if defined(__FMA__) || defined(__aarch64__)
 #define FMA(a, b, c) __builtin_fmaf((a), (b), (c))

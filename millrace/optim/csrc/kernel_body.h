@@ -1,10 +1,13 @@
-// How is a chunk updated? In blocks that stay in the first-level cache: numbers are widened to float32, the rule is
-// applied, the results are narrowed. Main memory is read once and written once.
+// How is a chunk updated? Main memory is read once and written once, in one of two ways.
+//
+// Direct, for what is common (Adam with float32 moments): one loop widens, applies the rule and narrows. In stages, for
+// all the rest: blocks that stay in the first-level cache are widened, then the rule is applied, then they are narrowed;
+// memory waits while the CPU works there, so that is slower, but not every combination needs a loop of its own.
 //
 // Included several times, each time for another level of vector instructions, so it has no include guard. Loops are
 // written for the compiler's vectoriser: no calls, no branches that depend on an element.
 
-enum { BLOCK = 512, TORCH_VECTOR = 8 };
+enum { BLOCK = 128, TORCH_VECTOR = 8 };
 
 struct Scratch {
   alignas(64) float weight[BLOCK];
@@ -59,6 +62,81 @@ INLINE uint16_t to_bfloat16_stochastic(float value, uint32_t random) {
   return (uint16_t)((bits & 0x7f800000u) == 0x7f800000u ? bits >> 16 : rounded);
 }
 
+// One element at a time: what the direct loops are made of. `store` returns what the checksum takes up -----------------
+struct PlainWeights {
+  float *RESTRICT weight;
+  INLINE_MEMBER float load(int i) const { return weight[i]; }
+  INLINE_MEMBER uint32_t store(int i, float value) const {
+    weight[i] = value;
+    return 0;
+  }
+  INLINE_MEMBER PlainWeights from(int i) const { return {weight + i}; }
+};
+
+struct SplitWeights {  // ties up in the bits: then 16 more bits tell all floats of one bfloat16 apart
+  uint16_t *RESTRICT weight;
+  uint16_t *RESTRICT remainder;
+  uint32_t factor;
+  INLINE_MEMBER float load(int i) const {
+    return as_float(((uint32_t)weight[i] << 16) + (uint32_t)(int32_t)(int16_t)remainder[i]);
+  }
+  INLINE_MEMBER uint32_t store(int i, float value) const {
+    uint32_t bits = value != value ? 0x7fc00000u : as_bits(value);
+    uint32_t high = (bits + 0x8000u) >> 16;
+    weight[i] = (uint16_t)high;
+    remainder[i] = (uint16_t)bits;
+    return high * (factor + 2u * (uint32_t)i);
+  }
+  INLINE_MEMBER SplitWeights from(int i) const { return {weight + i, remainder + i, factor + 2u * (uint32_t)i}; }
+};
+
+struct FullWeights {  // the master counts where it rounds to the weight; elsewhere somebody wrote the weight
+  uint16_t *RESTRICT weight;
+  float *RESTRICT master;
+  INLINE_MEMBER float load(int i) const {
+    return to_bfloat16(master[i]) == weight[i] ? master[i] : from_bfloat16(weight[i]);
+  }
+  INLINE_MEMBER uint32_t store(int i, float value) const {
+    master[i] = value;
+    weight[i] = to_bfloat16(value);
+    return 0;
+  }
+  INLINE_MEMBER FullWeights from(int i) const { return {weight + i, master + i}; }
+};
+
+struct Float16Weights {
+  uint16_t *RESTRICT weight;
+  float *RESTRICT master;
+  INLINE_MEMBER float load(int i) const {
+    return to_float16(master[i]) == weight[i] ? master[i] : from_float16(weight[i]);
+  }
+  INLINE_MEMBER uint32_t store(int i, float value) const {
+    master[i] = value;
+    weight[i] = to_float16(value);
+    return 0;
+  }
+};
+
+struct Gradient32 {
+  const float *RESTRICT gradient;
+  float scale;
+  INLINE_MEMBER float load(int i) const { return gradient[i] * scale; }
+  INLINE_MEMBER Gradient32 from(int i) const { return {gradient + i, scale}; }
+};
+
+struct Gradient16 {
+  const uint16_t *RESTRICT gradient;
+  INLINE_MEMBER float load(int i) const { return from_bfloat16(gradient[i]); }
+  INLINE_MEMBER Gradient16 from(int i) const { return {gradient + i}; }
+};
+
+struct ScaledGradient16 {  // rounded as if the gradient itself had been scaled in place
+  const uint16_t *RESTRICT gradient;
+  float scale;
+  INLINE_MEMBER float load(int i) const { return from_bfloat16(to_bfloat16(from_bfloat16(gradient[i]) * scale)); }
+  INLINE_MEMBER ScaledGradient16 from(int i) const { return {gradient + i, scale}; }
+};
+
 // Into scratch ---------------------------------------------------------------------------------------------------------
 INLINE const float *load_gradient(const void *from, int number, float scale, float *RESTRICT into, int count) {
   if (number == FLOAT32) {
@@ -81,47 +159,15 @@ INLINE const float *load_gradient(const void *from, int number, float scale, flo
   return into;
 }
 
-// A float32 master counts where it rounds to the weight that is there; elsewhere somebody wrote the weight.
-INLINE void load_master(const uint16_t *weight, int number, int form, const void *master, float *RESTRICT into, int count) {
-  if (form == MASTER_SPLIT) {
-    const int16_t *remainder = (const int16_t *)master;
-    for (int i = 0; i < count; ++i)
-      into[i] = as_float(((uint32_t)weight[i] << 16) + (uint32_t)(int32_t)remainder[i]);
-  } else if (number == BFLOAT16) {
-    const float *exact = (const float *)master;
-    for (int i = 0; i < count; ++i) into[i] = to_bfloat16(exact[i]) == weight[i] ? exact[i] : from_bfloat16(weight[i]);
-  } else {
-    const float *exact = (const float *)master;
-    for (int i = 0; i < count; ++i) into[i] = to_float16(exact[i]) == weight[i] ? exact[i] : from_float16(weight[i]);
-  }
+template <class Weights>
+INLINE void load_weights(Weights weight, float *RESTRICT into, int count) {
+  for (int i = 0; i < count; ++i) into[i] = weight.load(i);
 }
 
-INLINE uint32_t store_master(const float *RESTRICT from, uint16_t *RESTRICT weight, int number, int form, void *master,
-                             int64_t place, int count) {
+template <class Weights>
+INLINE uint32_t store_weights(const float *RESTRICT from, Weights weight, int count) {
   uint32_t sum = 0;
-  if (form == MASTER_SPLIT) {  // ties up in the bits: then 16 more bits tell all floats of one bfloat16 apart
-    uint16_t *RESTRICT remainder = (uint16_t *)master;
-    uint32_t factor = 2u * (uint32_t)place + 1u;
-    for (int i = 0; i < count; ++i) {
-      uint32_t bits = from[i] != from[i] ? 0x7fc00000u : as_bits(from[i]);
-      uint32_t high = (bits + 0x8000u) >> 16;
-      weight[i] = (uint16_t)high;
-      remainder[i] = (uint16_t)bits;
-      sum += high * (factor + 2u * (uint32_t)i);
-    }
-  } else if (number == BFLOAT16) {
-    float *RESTRICT exact = (float *)master;
-    for (int i = 0; i < count; ++i) {
-      exact[i] = from[i];
-      weight[i] = to_bfloat16(from[i]);
-    }
-  } else {
-    float *RESTRICT exact = (float *)master;
-    for (int i = 0; i < count; ++i) {
-      exact[i] = from[i];
-      weight[i] = to_float16(from[i]);
-    }
-  }
+  for (int i = 0; i < count; ++i) sum += weight.store(i, from[i]);
   return sum;
 }
 
@@ -136,15 +182,16 @@ INLINE void store_state(const float *from, uint16_t *into, uint32_t place, int s
 // Rules: the order of operations and the fused multiply-adds are those of PyTorch's fused CPU kernels -----------------
 // Those work on vectors of 8 (also where the CPU has longer ones) and do the elements that are left over one by one;
 // there its compiler fused the other one of two multiplications with the addition. TAIL marks them.
-template <bool TAIL, bool ADDED_DECAY, bool AMSGRAD>
-INLINE void adam(const Constants &c, float *RESTRICT weight, const float *RESTRICT gradient, float *RESTRICT first,
-                 float *RESTRICT second, float *RESTRICT maximum, int count) {
+template <bool TAIL, bool ADDED_DECAY, bool AMSGRAD, class Weights, class Gradient>
+INLINE uint32_t adam(const Constants &c, Weights weight, Gradient gradient, float *RESTRICT first,
+                     float *RESTRICT second, float *RESTRICT maximum, int count) {
   const float sign = c.maximize ? -1.0f : 1.0f;
   const bool small = c.take_first < 0.5f;
   const float pull = small ? c.take_first : c.take_first - 1.0f;
+  uint32_t sum = 0;
   for (int i = 0; i < count; ++i) {
-    float g = gradient[i] * sign;
-    float w = weight[i];
+    float g = gradient.load(i) * sign;
+    float w = weight.load(i);
     if (ADDED_DECAY)
       g = FMA(w, c.decay, g);
     else
@@ -160,8 +207,19 @@ INLINE void adam(const Constants &c, float *RESTRICT weight, const float *RESTRI
       maximum[i] = v;
     }
     float denominator = __builtin_sqrtf(v) / c.correction + c.epsilon;
-    weight[i] = w + c.step_size * m / denominator;
+    sum += weight.store(i, w + c.step_size * m / denominator);
   }
+  return sum;
+}
+
+template <bool TAIL, class Weights, class Gradient>
+INLINE uint32_t any_adam(const Constants &c, Weights weight, Gradient gradient, float *first, float *second,
+                         float *maximum, int count) {
+  if (c.flags & 1)
+    return maximum ? adam<TAIL, true, true>(c, weight, gradient, first, second, maximum, count)
+                   : adam<TAIL, true, false>(c, weight, gradient, first, second, maximum, count);
+  return maximum ? adam<TAIL, false, true>(c, weight, gradient, first, second, maximum, count)
+                 : adam<TAIL, false, false>(c, weight, gradient, first, second, maximum, count);
 }
 
 template <bool TAIL, bool ADDED_DECAY, bool MOMENTUM, bool NESTEROV>
@@ -201,12 +259,8 @@ INLINE void apply_to(const Constants &c, const Task &task, float *weight, const 
   const bool added = c.flags & 1;
   if (c.rule == RULE_LION) {
     lion(c, weight, gradient, first, count);
-  } else if (c.rule == RULE_ADAM && added) {
-    maximum ? adam<TAIL, true, true>(c, weight, gradient, first, second, maximum, count)
-            : adam<TAIL, true, false>(c, weight, gradient, first, second, maximum, count);
   } else if (c.rule == RULE_ADAM) {
-    maximum ? adam<TAIL, false, true>(c, weight, gradient, first, second, maximum, count)
-            : adam<TAIL, false, false>(c, weight, gradient, first, second, maximum, count);
+    any_adam<TAIL>(c, PlainWeights{weight}, Gradient32{gradient, 1.0f}, first, second, maximum, count);
   } else if (!first) {
     added ? sgd<TAIL, true, false, false>(c, false, weight, gradient, first, count)
           : sgd<TAIL, false, false, false>(c, false, weight, gradient, first, count);
@@ -219,7 +273,7 @@ INLINE void apply_to(const Constants &c, const Task &task, float *weight, const 
   }
 }
 
-static void apply(const Constants &c, const Task &task, float *weight, const float *gradient, float *first,
+INLINE void apply(const Constants &c, const Task &task, float *weight, const float *gradient, float *first,
                   float *second, float *maximum, int body, int tail) {
   apply_to<false>(c, task, weight, gradient, first, second, maximum, body);
   if (tail)
@@ -232,33 +286,91 @@ INLINE const char *at(const void *base, int64_t element, int number) {
   return (const char *)base + element * (number == FLOAT32 ? 4 : 2);
 }
 
-static void block(const Constants &c, Task &task, int64_t start, int count, Scratch &scratch, uint32_t &sum) {
-  const int tail = start + count == task.elements ? (int)(task.elements % TORCH_VECTOR) : 0;
+struct Range {  // elements of a task
+  int64_t start;
+  int count;
+  int tail;  // how many of them, the last ones, PyTorch does one by one
+};
+
+template <class Weights, class Gradient>
+static uint32_t direct(const Constants &c, const Task &task, Range range, Weights weight, Gradient gradient) {
+  float *first = (float *)task.first + range.start, *second = (float *)task.second + range.start;
+  float *maximum = task.maximum ? task.maximum + range.start : nullptr;
+  const int body = range.count - range.tail;
+  uint32_t sum = any_adam<false>(c, weight, gradient, first, second, maximum, body);
+  if (range.tail)
+    sum += any_adam<true>(c, weight.from(body), gradient.from(body), first + body, second + body,
+                          maximum ? maximum + body : maximum, range.tail);
+  return sum;
+}
+
+template <class Weights>
+INLINE uint32_t direct_of(const Constants &c, const Task &task, Range range, Weights weight) {
+  if (task.gradient_number == FLOAT32)
+    return direct(c, task, range, weight, Gradient32{(const float *)task.gradient + range.start, c.gradient_scale});
+  const uint16_t *gradient = (const uint16_t *)task.gradient + range.start;
+  if (c.gradient_scale == 1.0f) return direct(c, task, range, weight, Gradient16{gradient});
+  return direct(c, task, range, weight, ScaledGradient16{gradient, c.gradient_scale});
+}
+
+INLINE bool goes_direct(const Constants &c, const Task &task) {
+  return c.rule == RULE_ADAM && task.state_number == FLOAT32 && task.gradient_number != FLOAT16 &&
+         task.weight_number != FLOAT16;
+}
+
+static uint32_t in_stages(const Constants &c, const Task &task, Range range, Scratch &scratch) {
+  const int64_t start = range.start;
+  const int count = range.count;
   const float *gradient = load_gradient(at(task.gradient, start, task.gradient_number), task.gradient_number,
                                         c.gradient_scale, scratch.gradient, count);
   float *weight = (float *)task.weight + start;
   uint16_t *narrow = (uint16_t *)task.weight + start;
-  void *master = (void *)at(task.master, start, task.master_form == MASTER_SPLIT ? BFLOAT16 : FLOAT32);
+  const SplitWeights split{narrow, (uint16_t *)task.master + start, 2u * (uint32_t)start + 1u};
+  const FullWeights full{narrow, (float *)task.master + start};
+  const Float16Weights half{narrow, (float *)task.master + start};
   if (task.master_form != MASTER_IS_WEIGHT) {
     weight = scratch.weight;
-    load_master(narrow, task.weight_number, task.master_form, master, weight, count);
+    if (task.master_form == MASTER_SPLIT)
+      load_weights(split, weight, count);
+    else if (task.weight_number == BFLOAT16)
+      load_weights(full, weight, count);
+    else
+      load_weights(half, weight, count);
   }
   float *first = task.first ? (float *)at(task.first, start, task.state_number) : nullptr;
   float *second = task.second ? (float *)at(task.second, start, task.state_number) : nullptr;
   float *maximum = task.maximum ? task.maximum + start : nullptr;
   if (task.state_number == FLOAT32) {
-    apply(c, task, weight, gradient, first, second, maximum, count - tail, tail);
+    apply(c, task, weight, gradient, first, second, maximum, count - range.tail, range.tail);
   } else {
     if (first) load_state((uint16_t *)first, scratch.first, count);
     if (second) load_state((uint16_t *)second, scratch.second, count);
     apply(c, task, weight, gradient, first ? scratch.first : nullptr, second ? scratch.second : nullptr, maximum,
-          count - tail, tail);
+          count - range.tail, range.tail);
     uint32_t place = random_bits(c.seed + task.stream) + (uint32_t)start;
     if (first) store_state(scratch.first, (uint16_t *)first, place, 0, count);
     if (second) store_state(scratch.second, (uint16_t *)second, place, 16, count);
   }
-  if (task.master_form != MASTER_IS_WEIGHT)
-    sum += store_master(weight, narrow, task.weight_number, task.master_form, master, start, count);
+  if (task.master_form == MASTER_IS_WEIGHT) return 0;
+  if (task.master_form == MASTER_SPLIT) return store_weights(weight, split, count);
+  return task.weight_number == BFLOAT16 ? store_weights(weight, full, count) : store_weights(weight, half, count);
+}
+
+static uint32_t update(const Constants &c, const Task &task, int64_t start, int64_t end, Scratch &scratch) {
+  const int tail = end == task.elements ? (int)(task.elements % TORCH_VECTOR) : 0;
+  if (goes_direct(c, task)) {
+    Range range{start, (int)(end - start), tail};
+    if (task.master_form == MASTER_IS_WEIGHT)
+      return direct_of(c, task, range, PlainWeights{(float *)task.weight + start});
+    uint16_t *weight = (uint16_t *)task.weight + start;
+    if (task.master_form == MASTER_SPLIT)
+      return direct_of(c, task, range,
+                       SplitWeights{weight, (uint16_t *)task.master + start, 2u * (uint32_t)start + 1u});
+    return direct_of(c, task, range, FullWeights{weight, (float *)task.master + start});
+  }
+  uint32_t sum = 0;
+  for (; start + BLOCK < end; start += BLOCK) sum += in_stages(c, task, Range{start, BLOCK, 0}, scratch);
+  return sum + in_stages(c, task, Range{start, (int)(end - start), tail}, scratch);
 }
 
 static int64_t task_of(const Job &job, int64_t chunk) {
@@ -282,11 +394,7 @@ static void work(Job &job) {
     const Constants &c = job.constants[task.constants];
     int64_t start = (chunk - task.chunk) * CHUNK_ELEMENTS;
     int64_t end = start + CHUNK_ELEMENTS < task.elements ? start + CHUNK_ELEMENTS : task.elements;
-    uint32_t sum = 0;
-    for (; start < end; start += BLOCK) {
-      const int64_t left = end - start;
-      block(c, task, start, left < BLOCK ? (int)left : (int)BLOCK, scratch, sum);
-    }
+    uint32_t sum = update(c, task, start, end, scratch);
     __atomic_fetch_add(&task.checksum, sum, __ATOMIC_RELAXED);
   }
 }

@@ -1,0 +1,159 @@
+"""Does training give the same bits when weights visit a device, or live there and their gradients come to the host?"""
+
+import copy
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import millrace
+from millrace.optim import SGD, Adafactor, AdamW, Lion
+from tests.optim.references import assert_equal, copies, give_gradients, parameters, ties_up
+
+SHAPES = ((40, 30), (9,), (130, 70), ())
+
+
+def model(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Linear(24, 24) for _ in range(5)), nn.Linear(24, 3)).to(dtype)
+
+
+def train(net: nn.Module, optimizer: Any, steps: int, *, clip: float | None = None, accumulate: int = 1) -> None:
+    for step in range(steps):
+        for part in range(accumulate):
+            generator = torch.Generator().manual_seed(10 * step + part)
+            batch = torch.randn(6, 24, generator=generator).to(next(net.parameters()).dtype)
+            net(batch.to("emu")).square().mean().backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_homes_of_an_offloaded_model(emu_device: ModuleType, clip: float | None) -> None:
+    """An offloaded model trains as with PyTorch's own optimizer, clipping inside ours and before theirs."""
+    trained = []
+    for own in (True, False):
+        net = model(torch.float32)
+        with millrace.offload(net, device="emu", device_memory=3 * 24 * 32 * 4, blocks=list(net)) as handle:
+            if own:
+                train(net, AdamW(net.parameters(), lr=0.01, max_grad_norm=clip), 6)
+            else:
+                stock = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
+                train(net, stock, 6, clip=clip)
+            assert handle.stats().onload_bytes > 0
+        trained.append(list(net.parameters()))
+    assert_equal(*trained)
+
+
+def test_narrow_homes_equal_narrow_weights_on_the_device(emu_device: ModuleType) -> None:
+    managed = model(torch.bfloat16)
+    plain = copy.deepcopy(managed).to("emu")
+    train(plain, AdamW(plain.parameters(), lr=0.01), 6)
+    with millrace.offload(managed, device="emu", device_memory=3 * 24 * 32 * 4, blocks=list(managed)):
+        train(managed, AdamW(managed.parameters(), lr=0.01), 6)
+    assert_equal(list(managed.parameters()), list(plain.parameters()))
+
+
+def test_narrow_homes_accumulated_and_clipped(emu_device: ModuleType) -> None:
+    trained = []
+    for inside in (None, 0.05):
+        net = model(torch.bfloat16)
+        with millrace.offload(net, device="emu", device_memory=3 * 24 * 32 * 4, blocks=list(net)):
+            optimizer = AdamW(net.parameters(), lr=0.01, max_grad_norm=inside)
+            train(net, optimizer, 6, accumulate=2, clip=0.05 if inside is None else None)
+        trained.append(list(net.parameters()))
+    assert_equal(*trained)
+
+
+def test_weights_of_an_offloaded_model_loaded_in_the_middle(emu_device: ModuleType) -> None:
+    managed = model(torch.bfloat16)
+    plain = copy.deepcopy(managed).to("emu")
+    new = {name: torch.randn_like(value) for name, value in managed.state_dict().items()}
+    optimizer, other = AdamW(plain.parameters(), lr=0.01), AdamW(managed.parameters(), lr=0.01)
+    with millrace.offload(managed, device="emu", device_memory="64KiB"):
+        for net, each in ((plain, optimizer), (managed, other)):
+            train(net, each, 2)
+            net.load_state_dict(new)
+            train(net, each, 2)
+    assert_equal(list(managed.parameters()), list(plain.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("optimizer_class", [AdamW, SGD, Lion, Adafactor])
+def test_parameters_on_the_device(emu_device: ModuleType, dtype: torch.dtype, optimizer_class: Any) -> None:
+    """Classic ZeRO-Offload: weights stay on the device, state and update are on the host."""
+    on_host = parameters(dtype, SHAPES)
+    on_device = [nn.Parameter(weight.detach().to("emu")) for weight in on_host]
+    optimizer, other = optimizer_class(on_host), optimizer_class(on_device)
+    for step in range(5):
+        give_gradients(on_device, on_host, step)
+        optimizer.step()
+        other.step()
+        if step == 2:  # somebody writes weights on the device
+            with torch.no_grad():
+                on_host[0].fill_(0.5)
+                on_device[0].fill_(0.5)
+    assert_equal(on_device, on_host)
+    for entries in other.state.values():
+        assert all(value.device.type == "cpu" for value in entries.values())
+
+
+def test_state_moved_to_the_device_comes_back(emu_device: ModuleType) -> None:
+    """Lightning moves optimizer.state to the device, accelerate a state_dict."""
+    ours, theirs = parameters(torch.bfloat16, SHAPES), parameters(torch.bfloat16, SHAPES)
+    optimizer, other = AdamW(ours), AdamW(theirs)
+    for step in range(3):
+        give_gradients(ours, theirs, step)
+        optimizer.step()
+        other.step()
+        if step == 0:
+            for entries in optimizer.state.values():
+                entries.update({name: value.to("emu") for name, value in entries.items()})
+        else:
+            moved = copy.deepcopy(optimizer.state_dict())
+            for entries in moved["state"].values():
+                entries.update({name: value.to("emu") for name, value in entries.items()})
+            optimizer.load_state_dict(moved)
+    assert_equal(ours, theirs)
+    assert all(value.device.type == "cpu" for entries in optimizer.state.values() for value in entries.values())
+
+
+def test_clipping_counts_parameters_of_both_places(emu_device: ModuleType) -> None:
+    on_host = parameters(torch.float32, SHAPES)
+    mixed = [nn.Parameter(w.detach().to("emu") if index % 2 else w.detach().clone()) for index, w in enumerate(on_host)]
+    optimizer, other = AdamW(on_host), AdamW(mixed, max_grad_norm=0.5)
+    for step in range(3):
+        give_gradients(mixed, on_host, step)
+        reference = nn.utils.get_total_norm([w.grad for w in mixed if w.grad is not None])
+        for weight in on_host:
+            weight.grad.mul_(torch.clamp(0.5 / (reference.cpu() + 1e-6), max=1.0))  # type: ignore[union-attr]
+        optimizer.step()
+        other.step()
+    assert_equal(mixed, on_host)
+
+
+def test_device_bytes_do_not_grow(emu_device: ModuleType) -> None:
+    """The step takes no device memory, and 14 bytes per parameter of the host's."""
+    weight = nn.Parameter(torch.zeros(1 << 16, dtype=torch.bfloat16, device="emu"))
+    weight.grad = torch.ones_like(weight)
+    optimizer = AdamW([weight])
+    before = torch.accelerator.max_memory_allocated()
+    optimizer.step()
+    optimizer.step()
+    assert torch.accelerator.max_memory_allocated() == before
+    assert optimizer.held_bytes() <= 14.01 * weight.numel()
+
+
+def test_narrow_master_on_the_device(emu_device: ModuleType) -> None:
+    ours = [nn.Parameter(weight.detach().to("emu")) for weight in parameters(torch.bfloat16, SHAPES)]
+    exact = copies(parameters(torch.bfloat16, SHAPES), torch.float32)
+    optimizer, reference = AdamW(ours), torch.optim.AdamW(exact, fused=True)
+    for step in range(4):
+        give_gradients(ours, exact, step)
+        optimizer.step()
+        reference.step()
+    assert_equal(ours, [ties_up(weight) for weight in exact])
