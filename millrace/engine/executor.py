@@ -34,6 +34,7 @@ class Executor:
         self._max_ahead = max_ahead
         self._book = TraceBook()
         self._course: Course | None = None
+        self.plan: Plan | None = None  # the plan that is followed, or was last
         self._entry: Entry | None = None  # of the cycle under way
         self._records: list[VisitRecord] = []
         self._changed: frozenset[int] = frozenset()  # streamed blocks whose homes changed before this cycle
@@ -41,11 +42,6 @@ class Executor:
         self._at_boundary: list[Block] = []  # loads that wait for the homes to change
         self._clock = 0  # visits so far
         self._last_used: dict[Block, int] = {}
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan that is followed, or was last."""
-        return None if self._course is None else self._course.plan
 
     @property
     def recording(self) -> bool:
@@ -167,7 +163,7 @@ class Executor:
         self._changed, self._changed_now = frozenset(self._changed_now), set()
         trace = self._book.expect(entry)
         if trace is not None:
-            plan = self._plan_for(trace)
+            self.plan = plan = self._plan_for(trace)
             turn = last.turn + 1 if last is not None and last.plan is plan else 0
             self._course = Course(trace, plan, turn)
         self._drop_old_copies()
