@@ -237,8 +237,7 @@ class Offloaded:
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Homes are about to be written: no copy may be reading them."""
         if self._slots_of(optimizer):
-            for block in self._blocks():
-                block.wait_for_reads()
+            self._engine.wait_for_reads()
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Homes were written; fused optimizers leave no trace of it."""

@@ -178,6 +178,11 @@ class Engine:
                     self._recover()
                 raise
 
+    def wait_for_reads(self) -> None:
+        """The host waits until no copy reads any home."""
+        for block in (*self.blocks, *self.residents):
+            block.wait_for_reads()
+
     def settle(self) -> None:
         """The user looks at the model: a backward that raised is over, even if autograd's thread still holds it."""
         over = self._backward is not None and not _in_backward() and threading.get_ident() == self._pass_thread

@@ -65,6 +65,10 @@ class Managed:
                 if buffer is not None and prefix + name in destination:
                     destination[prefix + name] = destination[prefix + name].to("cpu")
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.__dict__[_SITE].engine.wait_for_reads()  # homes are about to be written
+        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied: Any = object.__new__(_plain_class(type(self)))
         memo[id(self)] = copied

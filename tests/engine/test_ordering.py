@@ -95,6 +95,14 @@ def test_inference_as_it_is_has_no_race(emu_device, decoder, tokens, through_dat
     assert emu_device.take_reports() == []
 
 
+def test_a_state_dict_of_device_tensors_is_loaded_when_no_copy_reads_the_homes(emu_device, decoder, tokens):
+    with offloaded(decoder), torch.no_grad():
+        for _ in range(4):
+            decoder(tokens)
+            decoder.load_state_dict({name: 2 * value.to("emu") for name, value in decoder.state_dict().items()})
+    assert emu_device.take_reports() == []
+
+
 def test_edge_1_onload_waits_for_the_allocation(emu_device, decoder, tokens, monkeypatch):
     monkeypatch.setattr(lanes_module._StreamLanes, "copy", without_waiting_on(Lane.ONLOAD))
     train(emu_device, decoder, tokens)
