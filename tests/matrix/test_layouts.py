@@ -215,9 +215,9 @@ def test_batch_norm_statistics(compute_device: torch.device) -> None:
     assert all(buffer.device.type == "cpu" for buffer in model.buffers())
 
 
-def test_sparse_embedding_gradients() -> None:
-    """On the CPU alone: the emulated accelerator has no sparse tensors."""
-    compute_device = torch.device("cpu")
+def test_sparse_embedding_gradients(compute_device: torch.device) -> None:
+    if compute_device.type != "cpu":
+        return  # the emulated accelerator has no sparse tensors
 
     def make() -> nn.Module:
         torch.manual_seed(0)

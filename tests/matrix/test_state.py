@@ -155,6 +155,7 @@ def test_moves_are_harmless(compute_device: torch.device) -> None:
         model.to(compute_device)
         model.to(compute_device, torch.float32)
         model.cpu()
+        getattr(model, compute_device.type)()  # as model.cuda()
         model.float()
         model.requires_grad_(True).train()
 
