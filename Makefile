@@ -35,9 +35,10 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 # These tests count every byte of the device, so they have processes to themselves.
-COUNTING := emulator/tests tests/matrix/test_bad_input.py tests/units/test_bad_input.py
+COUNTING := tests/matrix/test_bad_input.py tests/units/test_bad_input.py
 
 test: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGUMENTS) emulator/tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGUMENTS) $(COUNTING)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGUMENTS) tests $(COUNTING:%=--ignore=%)
 
