@@ -25,7 +25,10 @@ def wait_for_autograd() -> None:
 
 
 def _name(task: Path) -> str:
-    return (task / "comm").read_text()
+    try:
+        return (task / "comm").read_text()
+    except OSError:  # the thread has ended meanwhile
+        return ""
 
 
 def _state(task: Path) -> str:
