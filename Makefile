@@ -34,13 +34,8 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# These tests count every byte of the device, so they have processes to themselves.
-COUNTING := tests/matrix/test_bad_input.py tests/units/test_bad_input.py
-
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGUMENTS) emulator/tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGUMENTS) $(COUNTING)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGUMENTS) tests $(COUNTING:%=--ignore=%)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGUMENTS)
 
 # A Llama with random weights learns to write Python, in device memory for a quarter of its weights. Its first losses
 # are compared, to the last bit, with those of the same model trained without millrace.

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from millrace.config import BlocksSpec, OffloadConfig, Size, format_bytes, parse_bytes
+from millrace.config import BlocksSpec, OffloadConfig, Size, parse_bytes
 from millrace.engine.attachment import Attachment
 from millrace.engine.block import Block, Member
+from millrace.engine.budgets import Budgets
 from millrace.engine.engine import Engine
 from millrace.engine.executor import Executor
 from millrace.engine.gradients import Gradients
@@ -21,23 +22,19 @@ from millrace.engine.home import Home
 from millrace.engine.inventory import Inventory, take_inventory
 from millrace.engine.managed import site_of
 from millrace.engine.meter import Meter
-from millrace.engine.partition import Part, Partition, partition
+from millrace.engine.partition import Partition, partition
 from millrace.engine.residency import Residency
 from millrace.engine.slot import Slot
-from millrace.errors import BudgetError, StateError
-from millrace.memory.arena import whole_pages
+from millrace.errors import StateError
 from millrace.memory.ledger import Ledger, Tier
 from millrace.planning import Plan
 from millrace.report import Stats, write_trace
-from millrace.runtime.device import free_device_bytes, is_accelerator, resolve_device
+from millrace.runtime.device import is_accelerator, resolve_device
 from millrace.runtime.grad_scaler import make_grad_scaler_wait
-from millrace.runtime.host import available_host_bytes
 from millrace.runtime.lanes import open_lanes
 
 __all__ = ["Offloaded", "offload"]
 
-_DEVICE_RESERVE = 0.1  # of what is free: workspaces and fragmentation, when no device_memory is given
-_HOST_RESERVE = 0.15  # of what is available: the rest of the process, when no host_memory is given
 _live_handles: "weakref.WeakSet[Offloaded]" = weakref.WeakSet()
 
 
@@ -102,33 +99,32 @@ class Offloaded:
 
     def __init__(self, model: nn.Module, config: OffloadConfig) -> None:
         inventory = take_inventory(model, param_dtype=config.param_dtype)
-        buffer_bytes = _buffer_bytes(model)
-        budget_bytes = _device_budget(config, inventory, buffer_bytes)
-        parts = partition(model, inventory, config.blocks, config.resident, budget_bytes - buffer_bytes)
-        _check_budgets(config, inventory, parts.streamed, parts.resident, budget_bytes, buffer_bytes)
+        budgets = Budgets.of(model, inventory, config)
+        parts = partition(model, inventory, config.blocks, config.resident, budgets.weights_bytes)
+        budgets.check(inventory, parts, config.device)
         self._config = config
-        self._budget_bytes = budget_bytes
-        self._ledger = Ledger(frozenset({"weights", "buffers"}), _host_budget(config, inventory))
+        self._budgets = budgets
+        self._ledger = Ledger(frozenset({"weights", "buffers"}), budgets.host_bytes)
         self._lanes = open_lanes(config.device)
         self._meter = Meter(self._lanes)
         self._made: list[Block] = []
         if is_accelerator(config.device):
             make_grad_scaler_wait()
         try:
-            self._wire(model, inventory, parts, budget_bytes - buffer_bytes)
+            self._wire(model, inventory, parts)
         except BaseException:
             for block in self._made:
                 block.release()
             raise
         _live_handles.add(self)
 
-    def _wire(self, model: nn.Module, inventory: Inventory, parts: Partition, weights_budget_bytes: int) -> None:
+    def _wire(self, model: nn.Module, inventory: Inventory, parts: Partition) -> None:
         config = self._config
         streamed = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.streamed]
         residents = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.resident]
         for index, block in enumerate(streamed):
             block.index = index
-        self._residency = Residency(config.device, weights_budget_bytes, self._lanes, self._ledger, self._meter)
+        self._residency = Residency(config.device, self._budgets.weights_bytes, self._lanes, self._ledger, self._meter)
         self._executor = Executor(streamed, self._residency, self._lanes, self._meter, config.prefetch_blocks)
         gradients = Gradients(self._lanes, self._ledger, self._meter, config.grad_dtype)
         self._engine = Engine(config.device, streamed, residents, self._residency, self._executor, gradients)
@@ -154,7 +150,7 @@ class Offloaded:
         stall_seconds, compute_seconds = self._meter.seconds()
         return Stats(
             device_peak_bytes=self._ledger.budgeted_peak_bytes,
-            device_budget_bytes=self._budget_bytes,
+            device_budget_bytes=self._budgets.device_bytes,
             device_gradient_peak_bytes=self._ledger.peak_bytes(Tier.DEVICE, "gradients"),
             host_bytes=self._ledger.held_bytes(Tier.HOST),
             host_peak_bytes=self._ledger.peak_bytes(Tier.HOST),
@@ -305,63 +301,3 @@ def _refuse_unmanageable(model: nn.Module) -> None:
             raise StateError(
                 f"{where} carries a diffusers hook, which moves weights too; disable group offloading first"
             )
-
-
-def _buffer_bytes(model: nn.Module) -> int:
-    buffers = {id(buffer): buffer.nbytes for buffer in model.buffers()}
-    return sum(buffers.values())
-
-
-def _device_budget(config: OffloadConfig, inventory: Inventory, buffer_bytes: int) -> int:
-    if config.device_memory_bytes is not None:
-        return config.device_memory_bytes
-    if is_accelerator(config.device):
-        return int(free_device_bytes(config.device) * (1 - _DEVICE_RESERVE))
-    return min(available_host_bytes() // 2, 2 * inventory.nbytes(list(inventory.members)) + buffer_bytes)
-
-
-def _host_budget(config: OffloadConfig, inventory: Inventory) -> int:
-    """What millrace may hold in host memory. The weights are there already, and are moved, not copied."""
-    if config.host_memory_bytes is not None:
-        return config.host_memory_bytes
-    return int(available_host_bytes() * (1 - _HOST_RESERVE)) + inventory.nbytes(list(inventory.members))
-
-
-def _check_budgets(
-    config: OffloadConfig,
-    inventory: Inventory,
-    streamed: list[Part],
-    resident: list[Part],
-    budget_bytes: int,
-    buffer_bytes: int,
-) -> None:
-    """Refuses what cannot fit, before anything is allocated."""
-    sizes = {part.name: inventory.nbytes(part.keys) for part in streamed}
-    kept_bytes = sum(inventory.nbytes(part.keys) for part in resident) + buffer_bytes
-    largest = max(streamed, key=lambda part: sizes[part.name], default=Part("", [], []))
-    needed_bytes = kept_bytes + sizes.get(largest.name, 0)
-    if needed_bytes > budget_bytes:
-        what = f"resident weights and buffers need {format_bytes(kept_bytes)}"
-        if streamed:
-            what = f"block {largest.name!r} needs {format_bytes(sizes[largest.name])} beside"
-            what += f" {format_bytes(kept_bytes)} of resident weights and buffers"
-        raise BudgetError(
-            f"{what}; device_memory allows {format_bytes(budget_bytes)}; raise it to at least"
-            f" {format_bytes(needed_bytes, at_least=True)}"
-            + _smaller_blocks(inventory, largest, (budget_bytes - kept_bytes) // 2)
-        )
-    wanted_bytes = min(budget_bytes, sum(sizes.values()) + kept_bytes)
-    if is_accelerator(config.device) and wanted_bytes > (free_bytes := free_device_bytes(config.device)):
-        raise BudgetError(
-            f"device_memory={format_bytes(budget_bytes)} is more than {config.device} has free,"
-            f" {format_bytes(free_bytes)}; lower it, or end what else uses the device"
-        )
-    arenas_bytes = sum(whole_pages(inventory.nbytes(part.keys)) for part in (*streamed, *resident))
-    Ledger(host_budget_bytes=_host_budget(config, inventory)).check_host(arenas_bytes, "weights")
-
-
-def _smaller_blocks(inventory: Inventory, part: Part, limit_bytes: int) -> str:
-    """The advice to cut a part into blocks of that size, where that can be done."""
-    if max((inventory.nbytes([key]) for key in part.keys), default=limit_bytes) >= limit_bytes:
-        return ""
-    return f", or pass smaller blocks such as blocks={format_bytes(limit_bytes).replace(' ', '')!r}"

@@ -5,6 +5,7 @@ checkpointing that wraps `forward` stays inside, and PyTorch's fast paths, which
 """
 
 import copyreg
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Managed", "make_managed", "make_plain", "site_of"]
 
 _SITE = "_millrace_site"
-_classes: dict[type, type] = {}
+_classes: "weakref.WeakKeyDictionary[type, weakref.ref[type]]" = weakref.WeakKeyDictionary()  # by the user's class
 
 
 class Managed:
@@ -99,12 +100,7 @@ def _refuse_compilation_of_all() -> None:
 
 def make_managed(module: nn.Module, site: "Site") -> None:
     """Puts the managed class on a module, in place."""
-    own = type(module)
-    if own not in _classes:
-        mixins = (Managed, _HasDevice) if isinstance(getattr(own, "device", None), property) else (Managed,)
-        names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-        _classes[own] = type(own.__name__, (*mixins, own), names)
-    module.__class__ = _classes[own]
+    module.__class__ = _managed_class(type(module))
     module.__dict__[_SITE] = site
 
 
@@ -117,6 +113,18 @@ def make_plain(module: nn.Module) -> None:
 def site_of(module: nn.Module) -> "Site | None":
     """The site of a managed module; None for any other."""
     return module.__dict__.get(_SITE)
+
+
+def _managed_class(own: type) -> type:
+    """The managed class of a user's class: made once, and gone with its last module, as the user's class may be."""
+    known = _classes[own]() if own in _classes else None
+    if known is not None:
+        return known
+    mixins = (Managed, _HasDevice) if isinstance(getattr(own, "device", None), property) else (Managed,)
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    managed = type(own.__name__, (*mixins, own), names)
+    _classes[own] = weakref.ref(managed)
+    return managed
 
 
 def _plain_class(managed: type) -> type:

@@ -3,7 +3,7 @@
 import gc
 import time
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -54,6 +54,19 @@ def test_registered_memory_is_given_back(emu_device, tokens):
     assert is_gone(parameter)
     torch.accelerator.synchronize()
     assert emu_device.stats()["registered_bytes"] == before
+
+
+def test_the_class_of_a_model_goes_with_its_last_module(compute_device):
+    class Local(torch.nn.Linear):
+        made: ClassVar[list[torch.nn.Module]] = []  # as a script's globals do, a class may refer to its objects
+
+    model = Local(4, 4)
+    Local.made.append(model)
+    millrace.offload(model, device=compute_device, device_memory="1MiB")
+    model(torch.ones(2, 4))
+    own = weakref.ref(Local)
+    del model, Local
+    assert is_gone(own)
 
 
 def test_a_model_that_is_dropped_takes_its_handle_along(compute_device, tokens):

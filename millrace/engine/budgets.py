@@ -1,0 +1,80 @@
+"""How many bytes may a model take, in which tier? As the user set, or as the machine has; checked before all else."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from millrace.config import OffloadConfig, format_bytes
+from millrace.engine.inventory import Inventory
+from millrace.engine.partition import Part, Partition
+from millrace.errors import BudgetError
+from millrace.memory.arena import whole_pages
+from millrace.memory.ledger import Ledger
+from millrace.runtime.device import free_device_bytes, is_accelerator
+from millrace.runtime.host import available_host_bytes
+
+__all__ = ["Budgets"]
+
+_DEVICE_RESERVE = 0.1  # of what is free: workspaces and fragmentation, when no device_memory is given
+_HOST_RESERVE = 0.15  # of what is available: the rest of the process, when no host_memory is given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """Ceilings in bytes. `device_bytes` holds the weights on the device and the modules' buffers."""
+
+    device_bytes: int
+    buffer_bytes: int
+    host_bytes: int
+
+    @classmethod
+    def of(cls, model: nn.Module, inventory: Inventory, config: OffloadConfig) -> "Budgets":
+        """What the user set, and else what device and host have to spare."""
+        weights_bytes = inventory.nbytes(list(inventory.members))
+        buffer_bytes = sum({id(buffer): buffer.nbytes for buffer in model.buffers()}.values())
+        device_bytes, host_bytes = config.device_memory_bytes, config.host_memory_bytes
+        if device_bytes is None and is_accelerator(config.device):
+            device_bytes = int(free_device_bytes(config.device) * (1 - _DEVICE_RESERVE))
+        elif device_bytes is None:
+            device_bytes = min(available_host_bytes() // 2, 2 * weights_bytes + buffer_bytes)
+        if host_bytes is None:  # the weights are there already, and are moved, not copied
+            host_bytes = int(available_host_bytes() * (1 - _HOST_RESERVE)) + weights_bytes
+        return cls(device_bytes=device_bytes, buffer_bytes=buffer_bytes, host_bytes=host_bytes)
+
+    @property
+    def weights_bytes(self) -> int:
+        """What the device budget leaves for weights."""
+        return self.device_bytes - self.buffer_bytes
+
+    def check(self, inventory: Inventory, parts: Partition, device: torch.device) -> None:
+        """Raises BudgetError for what cannot fit, before anything is allocated."""
+        sizes = {part.name: inventory.nbytes(part.keys) for part in parts.streamed}
+        kept_bytes = sum(inventory.nbytes(part.keys) for part in parts.resident) + self.buffer_bytes
+        largest = max(parts.streamed, key=lambda part: sizes[part.name], default=Part("", [], []))
+        needed_bytes = kept_bytes + sizes.get(largest.name, 0)
+        if needed_bytes > self.device_bytes:
+            what = f"resident weights and buffers need {format_bytes(kept_bytes)}"
+            if parts.streamed:
+                what = f"block {largest.name!r} needs {format_bytes(sizes[largest.name])} beside"
+                what += f" {format_bytes(kept_bytes)} of resident weights and buffers"
+            raise BudgetError(
+                f"{what}; device_memory allows {format_bytes(self.device_bytes)}; raise it to at least"
+                f" {format_bytes(needed_bytes, at_least=True)}"
+                + _smaller_blocks(inventory, largest, (self.device_bytes - kept_bytes) // 2)
+            )
+        wanted_bytes = min(self.device_bytes, sum(sizes.values()) + kept_bytes)
+        if is_accelerator(device) and wanted_bytes > (free_bytes := free_device_bytes(device)):
+            raise BudgetError(
+                f"device_memory={format_bytes(self.device_bytes)} is more than {device} has free,"
+                f" {format_bytes(free_bytes)}; lower it, or end what else uses the device"
+            )
+        arenas_bytes = sum(whole_pages(inventory.nbytes(part.keys)) for part in (*parts.streamed, *parts.resident))
+        Ledger(host_budget_bytes=self.host_bytes).check_host(arenas_bytes, "weights")
+
+
+def _smaller_blocks(inventory: Inventory, part: Part, limit_bytes: int) -> str:
+    """The advice to cut a part into blocks of that size, where that can be done."""
+    if max((inventory.nbytes([key]) for key in part.keys), default=limit_bytes) >= limit_bytes:
+        return ""
+    return f", or pass smaller blocks such as blocks={format_bytes(limit_bytes).replace(' ', '')!r}"
