@@ -152,10 +152,10 @@ class Block:
         self.buffer = buffer
         for slot in self.slots:
             if buffer is None:
-                slot.leaf.data = slot.absent
+                slot.leaf.point(slot.absent)
                 slot.mark_absent()
             else:
-                slot.leaf.data = slot.layout.view(buffer)
+                slot.leaf.point(slot.layout.view(buffer))
 
     def read_until(self, done: Event) -> None:
         """The homes are being read, and may not be written before `done`."""
@@ -183,7 +183,7 @@ class Block:
         """The modules' attributes become the homes again."""
         if self.buffer is not None:
             for slot in self.slots:
-                slot.keep_leaf_writes()
+                slot.keep_leaf_writes(self.buffer)
         for place, slot in self._places:
             if place.get() is slot.leaf:
                 place.put(slot.home)

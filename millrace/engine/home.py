@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-__all__ = ["Home", "Owner", "as_home", "as_parameter", "owner_of", "raw_data"]
+__all__ = ["Home", "Leaf", "Owner", "as_home", "as_parameter", "owner_of", "raw_data"]
 
 _OWNER = "_millrace_owner"
 _data: Any = torch._C.TensorBase.data  # the property that nn.Parameter inherits
@@ -53,6 +53,26 @@ class Home(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return nn.Parameter(raw_data(self), self.requires_grad).__repr__()
+
+
+class Leaf(nn.Parameter):
+    """What a module computes with. Its `data` notices, too, that it was handed out: the module may write to its weight."""
+
+    handed_out: bool
+
+    @property
+    def data(self) -> torch.Tensor:
+        self.handed_out = True
+        return raw_data(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.handed_out = True
+        _data.__set__(self, value)
+
+    def point(self, value: torch.Tensor) -> None:
+        """`self.data = value`, unnoticed."""
+        _data.__set__(self, value)
 
 
 def as_home(parameter: nn.Parameter, owner: Owner) -> Home:

@@ -3,12 +3,13 @@
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from millrace.engine.home import Home, as_home, as_parameter, raw_data
+from millrace.engine.home import Home, Leaf, as_home, as_parameter, raw_data
 from millrace.errors import LayoutError
 
 __all__ = ["Layout", "Slot", "Token"]
@@ -66,10 +67,11 @@ class Slot:
         self.on_gradient: Callable[[Slot], None] | None = None  # called when the leaf's gradient is complete
         self._hook: RemovableHandle | None = None
         self.home: Home = as_home(parameter, self)
-        self.leaf = nn.Parameter(absent, requires_grad=parameter.requires_grad)
+        self.leaf = Leaf(absent, requires_grad=parameter.requires_grad)
         self.leaf.__dict__.update(
             {key: value for key, value in parameter.__dict__.items() if not key.startswith("_millrace")}
         )
+        self.leaf.handed_out = False
         self._leaf_version = self.leaf._version
         self._move_in()
 
@@ -117,14 +119,21 @@ class Slot:
         """What a copy to the device reads: the home, or the cast of it."""
         return self.rest if self.casts else self.data
 
-    def keep_leaf_writes(self) -> None:
-        """What the model wrote in place into the leaf (nn.Embedding's max_norm, a user's hook) is the home's too."""
-        if self.leaf._version == self._leaf_version:
+    def keep_leaf_writes(self, buffer: torch.Tensor) -> None:
+        """What the model wrote to the leaf (nn.Embedding's max_norm, a codebook's `weight.data`) is the home's too."""
+        if self.leaf._version == self._leaf_version and not self.leaf.handed_out:
             return
         self._leaf_version = self.leaf._version
+        self.leaf.handed_out = False
+        written = raw_data(self.leaf)
+        self._check_shape(written)
         self._before_touch()
-        self.data.copy_(self.leaf.detach())  # leaves no trace in the version: the device copy is what it should be
+        self.data.copy_(written)  # leaves no trace in the version: the device copy is what it should be
         self._cast = None
+        place = self.layout.view(buffer)
+        if written.data_ptr() != place.data_ptr():  # `weight.data = t`
+            place.copy_(written)
+            self.leaf.point(place)
 
     @property
     def cast_is_old(self) -> bool:
@@ -142,7 +151,8 @@ class Slot:
             self.leaf.requires_grad_(wanted)
         if wanted and self._hook is None and self.on_gradient is not None:
             own = weakref.ref(self)  # a cycle through autograd's hooks is never collected
-            self._hook = self.leaf.register_post_accumulate_grad_hook(lambda _: _pass_on_gradient(own()))
+            register: Any = self.leaf.register_post_accumulate_grad_hook
+            self._hook = register(lambda _: _pass_on_gradient(own()))
 
     def adopt(self, parameter: nn.Parameter) -> None:
         """The user put another Parameter in the home's place (`load_state_dict(assign=True)`): it is the home now."""
@@ -161,10 +171,13 @@ class Slot:
 
     def check_shape(self) -> None:
         """Raises LayoutError when the home's shape is no longer the one it was laid out with."""
-        if self.home.shape != self.layout.shape:
+        self._check_shape(self.home)
+
+    def _check_shape(self, data: torch.Tensor) -> None:
+        if data.shape != self.layout.shape:
             raise LayoutError(
                 f"parameter {self.name!r} was offloaded with shape {tuple(self.layout.shape)} and now has shape"
-                f" {tuple(self.home.shape)}; call remove() on the handle before such a change, and offload"
+                f" {tuple(data.shape)}; call remove() on the handle before such a change, and offload"
                 " again after it"
             )
 

@@ -93,6 +93,33 @@ def test_weights_written_in_forward_are_written_at_home(compute_device: torch.de
         assert all(map(torch.equal, plain.parameters(), model.parameters()))
 
 
+class _Codebook(nn.Module):
+    """It writes to its own weights through `data` while it computes: in place, and by pointing it elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(32, 8))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.embedding(tokens, self.codes) * self.scale
+        self.codes.data.mul_(0.9)
+        self.scale.data = self.scale.data + 0.125
+        return hidden
+
+
+def test_weights_written_through_data_in_forward_are_written_at_home(
+    compute_device: torch.device, tokens: torch.Tensor
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(_Codebook(), *(nn.Linear(8, 8) for _ in range(3)))
+    model = copy.deepcopy(plain)
+    with millrace.offload(model, device=compute_device, device_memory=2048, blocks=["*"]), torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(plain(tokens), model(tokens).cpu())
+        assert all(map(torch.equal, plain.parameters(), model.parameters()))
+
+
 def test_a_pattern_means_the_outermost_modules_that_match(decoder: Decoder) -> None:
     with millrace.offload(decoder, device="cpu", blocks=["layers.*"]) as handle:
         assert [block.name for block in handle._engine.blocks if "layers" in block.name] == [
