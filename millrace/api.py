@@ -27,6 +27,7 @@ from millrace.engine.residency import Residency
 from millrace.engine.slot import Slot
 from millrace.errors import StateError
 from millrace.memory.ledger import Ledger, Tier
+from millrace.optim.optimizer import HostOptimizer
 from millrace.planning import Plan
 from millrace.report import Stats, write_trace
 from millrace.runtime.device import is_accelerator, resolve_device
@@ -187,7 +188,8 @@ class Offloaded:
 
     # control ----------------------------------------------------------------------------------------------------------
     def synchronize(self) -> None:
-        """The host waits until every copy for this model is done, and whatever else the device was given."""
+        """The host waits until every copy and update for this model is done, and what else the device was given."""
+        self._engine.wait_for_updates()
         for block in self._blocks():
             if block.arrival is not None:
                 block.arrival.done.synchronize()
@@ -232,8 +234,10 @@ class Offloaded:
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Homes are about to be written: no copy may be reading them."""
+        if isinstance(optimizer, HostOptimizer) and optimizer.overlaps:
+            return  # waits by itself, for each block when it comes to it
         if self._slots_of(optimizer):
-            self._engine.wait_for_reads()
+            self._engine.wait_until_free()
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Homes were written; fused optimizers leave no trace of it."""
@@ -242,6 +246,7 @@ class Offloaded:
             slot.untraced_changes += 1
         if slots:
             self._meter.steps += 1
+            self._engine.updates_changed()
             self._executor.homes_changed()
 
     def _slots_of(self, optimizer: torch.optim.Optimizer) -> list[Slot]:

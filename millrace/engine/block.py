@@ -15,6 +15,7 @@ from millrace.errors import StateError
 from millrace.memory.arena import Arena
 from millrace.memory.ledger import Ledger
 from millrace.runtime.lanes import Copy, Event, Transfer
+from millrace.runtime.pending import Pending, Watcher
 
 __all__ = ["Block", "Member", "Place", "Presence"]
 
@@ -82,6 +83,9 @@ class Block:
         self.buffer: torch.Tensor | None = None
         self.arrival: Transfer | None = None  # the last copy into the buffer
         self.users = 0  # visits under way that have it bound
+        self.updates: list[Pending] = []  # write the homes; whoever reads those waits for them
+        self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()  # are told when gradients are complete
+        self.order = -1  # its place among those that a forward needs first
         self._presence = Presence.ABSENT
         self._last_read: Event | None = None  # the end of the last copy that reads the homes
         members = list(members)
@@ -90,9 +94,11 @@ class Block:
         self.rest = arena.tensor(0, self.nbytes)
         absent = _AbsentLeaves(device)
         self.slots = [
-            Slot(member.name, member.parameter, layout, rest, absent.of(layout), self.wait_for_reads)
+            Slot(member.name, member.parameter, layout, rest, absent.of(layout), self.wait_until_free)
             for member, layout, rest in zip(members, layouts, _rests(layouts, arena), strict=True)
         ]
+        for slot in self.slots:
+            slot.unit = self
         self.slots_by_offset = sorted(self.slots, key=lambda slot: slot.layout.offset)
         self.slot_offsets = [slot.layout.offset for slot in self.slots_by_offset]
         self._places = [
@@ -132,6 +138,7 @@ class Block:
         """
         if self.buffer is None:
             raise StateError(f"block {self.name!r} has no buffer to copy into")
+        self.wait_for_updates()
         for slot in self.slots:
             slot.check_shape()
             if slot.cast_is_old:
@@ -166,6 +173,22 @@ class Block:
         if self._last_read is not None:
             self._last_read.synchronize()
             self._last_read = None
+
+    @property
+    def being_updated(self) -> bool:
+        """Whether an optimizer still writes the homes."""
+        return any(not update.done() for update in self.updates)
+
+    def wait_for_updates(self) -> None:
+        """The host waits until no optimizer writes the homes any more. Raises what failed in an update."""
+        for update in list(self.updates):
+            update.wait()
+        self.updates = [update for update in self.updates if not update.done()]
+
+    def wait_until_free(self) -> None:
+        """The host may read and write the homes: nobody else does."""
+        self.wait_for_updates()
+        self.wait_for_reads()
 
     # binding ----------------------------------------------------------------------------------------------------------
     def bind(self) -> None:

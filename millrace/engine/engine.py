@@ -7,6 +7,7 @@ See docs/design/engine.md.
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from millrace.engine.handles import SavedTensors, pop_left_over
 from millrace.engine.residency import Residency
 from millrace.engine.site import Site
 from millrace.engine.slot import Slot
-from millrace.engine.stray import replacing_homes
+from millrace.engine.stray import replacing_homes, waiting_for_homes
 from millrace.engine.tensors import map_tensors, tensors_in
 from millrace.planning import Phase
 
@@ -53,6 +54,9 @@ class Engine:
         self._pass_thread = 0  # which thread made the last outermost call, and so waits while its backward is under way
         self._backward_site: Site | None = None  # whose backward is under way
         self._backward: _Backward | None = None
+        self._guard = contextlib.ExitStack()  # while homes are being updated
+        self._guarded = False
+        weakref.finalize(self, self._guard.close)
         self._settling = threading.RLock()  # a backward that raised may end on autograd's thread, during the next pass
         for block in (*blocks, *residents):
             self._adopt(block)
@@ -165,6 +169,7 @@ class Engine:
             self.busy = True
             self._executor.begin_backward()
             self._begin_residents()
+            self.updates_changed()
 
     def end_of_backward(self, backward: "_Backward", *, completed: bool) -> None:
         """Backward returned, or raised: homes are bound again; gradients are delivered, or dropped."""
@@ -178,13 +183,33 @@ class Engine:
                     self._recover()
                 raise
 
-    def wait_for_reads(self) -> None:
-        """The host waits until no copy reads any home."""
+    def wait_until_free(self) -> None:
+        """The host may read and write all homes: no copy reads them, no optimizer writes them."""
         for block in (*self.blocks, *self.residents):
-            block.wait_for_reads()
+            block.wait_until_free()
 
-    def settle(self) -> None:
-        """The user looks at the model: a backward that raised is over, even if autograd's thread still holds it."""
+    def wait_for_updates(self) -> None:
+        """The host waits until no optimizer writes any home."""
+        for block in (*self.blocks, *self.residents):
+            block.wait_for_updates()
+        self.updates_changed()
+
+    def updates_changed(self) -> None:
+        """Updates began or ended: while there are any, torch functions that take a home wait for its own."""
+        pending = any(block.being_updated for block in (*self.blocks, *self.residents))
+        if pending and not self._guarded:
+            self._guard.enter_context(waiting_for_homes(Slot.wait_for_updates))
+        elif self._guarded and not pending:
+            self._guard.close()
+        self._guarded = pending
+
+    def settle(self, *, updates: bool = True) -> None:
+        """The user looks at the model: a backward that raised is over, even if autograd's thread still holds it.
+
+        With `updates`, the user also sees what every optimizer step has done.
+        """
+        if updates and not self.busy:  # inside a pass, modules look at parameters only to ask what they are
+            self.wait_for_updates()
         over = self._backward is not None and not _in_backward() and threading.get_ident() == self._pass_thread
         if over:
             self._recover()

@@ -40,7 +40,9 @@ class Executor:
         self._changed: frozenset[int] = frozenset()  # streamed blocks whose homes changed before this cycle
         self._changed_now: set[int] = set()  # those that changed after it began
         self._at_boundary: list[Block] = []  # loads that wait for the homes to change
+        self._put_off: dict[Block, None] = {}  # loads that wait for the update of their homes
         self._clock = 0  # visits so far
+        self._cycle_clock = 0  # those before the cycle under way
         self._last_used: dict[Block, int] = {}
 
     @property
@@ -82,6 +84,7 @@ class Executor:
         self._entry = None
         self._records = []
         self._course = None
+        self._put_off.clear()
 
     def homes_changed(self) -> None:
         """Homes were written (optimizer step, `refresh()`): old device copies go, loads that waited are submitted."""
@@ -118,8 +121,11 @@ class Executor:
                     self._evict(self._blocks[index])
         for block in blocks:
             self.bring(block, keep=blocks)
+        self._load_updated()
         for block in blocks:
             self._residency.arrive(block)
+            if phase is Phase.FORWARD and self._last_used.get(block, -1) < self._cycle_clock:
+                block.order = len(self._records)
             self._last_used[block] = self._clock
         self._clock += 1
         if not again and len(self._records) < _MOST_RECORDED_VISITS:
@@ -130,6 +136,8 @@ class Executor:
 
     def bring(self, block: Block, keep: Sequence[Block] = ()) -> None:
         """Submits what it takes to make one block present and current; compute has yet to wait for its arrival."""
+        block.wait_for_updates()
+        self._put_off.pop(block, None)
         if block.buffer is None:
             self._residency.make_room(block, keep, self._next_use)
             self._residency.onload(block)
@@ -139,11 +147,19 @@ class Executor:
             self._meter.demand_onloads += block.index >= 0
 
     def _prefetch(self, block: Block) -> None:
-        if block.buffer is None:
+        if block.being_updated:
+            self._put_off[block] = None
+        elif block.buffer is None:
             if self._residency.fits(block):
                 self._residency.onload(block)
         elif block.stale:
             self._residency.renew(block)
+
+    def _load_updated(self) -> None:
+        """Loads that were put off are submitted where the update is done by now; in the plan's order among them."""
+        waiting, self._put_off = self._put_off, {}
+        for block in waiting:
+            self._prefetch(block)
 
     def _evict(self, block: Block) -> None:
         if not block.users:
@@ -159,6 +175,7 @@ class Executor:
         last, self._course = self._course, None
         self._entry = entry
         self._records = []
+        self._cycle_clock = self._clock
         self._note_changes()
         self._changed, self._changed_now = frozenset(self._changed_now), set()
         trace = self._book.expect(entry)

@@ -10,9 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from millrace.runtime.pending import OWNER
+
 __all__ = ["Home", "Leaf", "Owner", "as_home", "as_parameter", "owner_of", "raw_data"]
 
-_OWNER = "_millrace_owner"
 _data: Any = torch._C.TensorBase.data  # the property that nn.Parameter inherits
 
 
@@ -21,6 +22,9 @@ class Owner(Protocol):
 
     def touch(self) -> None:
         """The home's data is about to be handed out or re-pointed."""
+
+    def wait_for_updates(self) -> None:
+        """The host waits until no optimizer writes the home any more."""
 
 
 class Home(nn.Parameter):
@@ -42,16 +46,19 @@ class Home(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
+            owner_of(self).wait_for_updates()
             copied = raw_data(self).clone(memory_format=torch.preserve_format)
             memo[id(self)] = nn.Parameter(copied, self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        owner_of(self).wait_for_updates()
         plain = nn.Parameter(raw_data(self), self.requires_grad)
-        plain.__dict__.update({name: value for name, value in self.__dict__.items() if name != _OWNER})
+        plain.__dict__.update({name: value for name, value in self.__dict__.items() if name != OWNER})
         return plain.__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        owner_of(self).wait_for_updates()
         return nn.Parameter(raw_data(self), self.requires_grad).__repr__()
 
 
@@ -78,20 +85,20 @@ class Leaf(nn.Parameter):
 def as_home(parameter: nn.Parameter, owner: Owner) -> Home:
     """Makes the object itself a home of `owner`."""
     parameter.__class__ = Home
-    parameter.__dict__[_OWNER] = owner
+    parameter.__dict__[OWNER] = owner
     return parameter  # type: ignore[return-value]
 
 
 def as_parameter(home: nn.Parameter) -> nn.Parameter:
     """The inverse of `as_home`."""
-    home.__dict__.pop(_OWNER, None)
+    home.__dict__.pop(OWNER, None)
     home.__class__ = nn.Parameter
     return home
 
 
 def owner_of(home: Home) -> Any:
     """The Owner that was given to `as_home`."""
-    return home.__dict__[_OWNER]
+    return home.__dict__[OWNER]
 
 
 def raw_data(parameter: nn.Parameter) -> torch.Tensor:

@@ -58,6 +58,18 @@ class Managed:
         self.__dict__[_SITE].engine.settle()
         return super()._named_members(*args, **kwargs)  # type: ignore[misc]
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As nn.Module has it; without waiting for updates under way, which keep the gradients that they read."""
+        if not set_to_none:
+            super().zero_grad(set_to_none=False)  # type: ignore[misc]
+            return
+        self.__dict__[_SITE].engine.settle(updates=False)
+        module: nn.Module = self  # type: ignore[assignment]
+        for part in module.modules():
+            for parameter in part._parameters.values():
+                if parameter is not None:
+                    parameter.grad = None
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self.__dict__[_SITE].engine.settle()
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
@@ -67,7 +79,7 @@ class Managed:
                     destination[prefix + name] = destination[prefix + name].to("cpu")
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.__dict__[_SITE].engine.wait_for_reads()  # homes are about to be written
+        self.__dict__[_SITE].engine.wait_until_free()  # homes are about to be written
         super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from millrace.engine.home import Home, Leaf, as_home, as_parameter, raw_data
 from millrace.errors import LayoutError
+from millrace.runtime.pending import Unit
 
 __all__ = ["Layout", "Slot", "Token"]
 
@@ -59,6 +60,7 @@ class Slot:
         self.rest = rest
         self.absent = absent  # what the leaf's data is while there is no device copy
         self.untraced_changes = 0  # writes that a hook reported: fused optimizers leave no trace in _version
+        self.unit: Unit | None = None  # what it travels with
         self._before_touch = before_touch
         self._touches = 0  # how often the home's `data` was handed out or re-pointed
         self._loaded: object = None  # fingerprint of what the device copy was made of
@@ -185,6 +187,7 @@ class Slot:
         """The home is an ordinary Parameter again; its data stays where it is. Nothing refers back to the slot."""
         as_parameter(self.home)
         self.on_gradient = None
+        self.unit = None
         self._before_touch = _nothing
         if self._hook is not None:
             self._hook.remove()
@@ -201,6 +204,11 @@ class Slot:
 
     def _fingerprint(self) -> object:
         return self.home._version, self.untraced_changes, self._touches, self.home.data_ptr()
+
+    def wait_for_updates(self) -> None:
+        """The host waits until no optimizer writes the home any more."""
+        if self.unit is not None:
+            self.unit.wait_for_updates()
 
     def touch(self) -> None:
         """The home's data is about to be handed out, and may be written through what was."""

@@ -1,7 +1,8 @@
-"""Which weights does a module use without calling their module? Found in the first pass of a kind, and remembered.
+"""Who uses homes directly? Modules that do so without calling their module, and users while an update is under way.
 
 `F.linear(x, self.child.weight)` computes with the home of a block that no visit brought. While a pass is recorded,
-torch functions that take homes come through here, and get the leaves instead.
+torch functions that take homes come through here, and get the leaves instead. While an optimizer updates homes beside
+the next pass they come through here too, and wait.
 """
 
 import contextlib
@@ -13,9 +14,10 @@ from torch.utils._pytree import tree_map_only
 
 from millrace.engine.home import Home, owner_of
 
-__all__ = ["replacing_homes"]
+__all__ = ["replacing_homes", "waiting_for_homes"]
 
 Replace = Callable[[Any], torch.Tensor | None]
+Wait = Callable[[Any], None]
 
 # What asks about a tensor, or hooks into it, and does not compute with its values.
 # fmt: off
@@ -27,29 +29,46 @@ _ASKS = frozenset((
     "__set__", "__delete__",
 ))
 # fmt: on
+_grad: Any = torch.Tensor.grad  # may be written in place next, and an update reads it
 _COMPUTING_PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag"))
 
 _replacers: list[Replace] = []
+_waits: list[Wait] = []
 
 
 @contextlib.contextmanager
 def replacing_homes(replace: Replace) -> Iterator[None]:
     """Torch functions get `replace(owner)` for a home; None leaves the home in place."""
-    _replacers.append(replace)
-    if len(_replacers) == 1:
+    with _taking_part(_replacers, replace):
+        yield
+
+
+@contextlib.contextmanager
+def waiting_for_homes(wait: Wait) -> Iterator[None]:
+    """Torch functions call `wait(owner)` for a home before they read it, or hand out its gradient."""
+    with _taking_part(_waits, wait):
+        yield
+
+
+@contextlib.contextmanager
+def _taking_part(present: list[Any], one: Any) -> Iterator[None]:
+    if not _replacers and not _waits:
         Home.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment]
+    present.append(one)
     try:
         yield
     finally:
-        _replacers.remove(replace)
-        if not _replacers:
+        present.remove(one)
+        if not _replacers and not _waits:
             del Home.__torch_function__
 
 
 def _torch_function(_cls: type, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
     with torch._C.DisableTorchFunctionSubclass():
-        if _computes(func):
+        if _waits and (_computes(func) or func == _grad.__get__):
+            tree_map_only(Home, _waited_for, (args, kwargs))
+        if _replacers and _computes(func):
             args, kwargs = tree_map_only(Home, _replaced, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -59,6 +78,12 @@ def _computes(func: Any) -> bool:
     if name == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", "") in _COMPUTING_PROPERTIES
     return name not in _ASKS
+
+
+def _waited_for(home: Home) -> Home:
+    for wait in list(_waits):
+        wait(owner_of(home))
+    return home
 
 
 def _replaced(home: Home) -> torch.Tensor:

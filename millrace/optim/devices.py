@@ -31,6 +31,7 @@ class Member:
     parameter: torch.Tensor
     weights: Weights
     gradient: torch.Tensor  # in host memory once its batch is performed
+    updated: bool = False  # whether its update has been performed
 
 
 class Twins:

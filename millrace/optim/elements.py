@@ -34,16 +34,22 @@ class ElementOptimizer(HostOptimizer):
     def _perform(self, members: Sequence[Member], scale: float) -> None:
         rules: dict[tuple[int, float], ElementRule] = {}
         updates = []
+        states = []
         for member in members:
             state, fresh = self._state_of(member)
+            states.append(state)
             step = float(state["step"]) if "step" in state else 1.0
             key = (id(member.group), step)
             if key not in rules:
                 rules[key] = self._rule(member.group, step)
             updates.append(self._update_of(member, state, rules[key], fresh))
         update.perform(updates, scale)
-        for member, item in zip(members, updates, strict=True):
+        for member, item, state in zip(members, updates, states, strict=True):
             member.weights.performed(item.checksum)
+            member.updated = True
+            kept = self.entries[member.parameter]
+            kept.clear()
+            kept.update(state)
 
     def _update_of(self, member: Member, state: dict[str, Any], rule: ElementRule, fresh: bool) -> Update:
         weights = member.weights
@@ -63,8 +69,11 @@ class ElementOptimizer(HostOptimizer):
         )
 
     def _state_of(self, member: Member) -> tuple[dict[str, Any], bool]:
-        """The state of a parameter in host memory, counted one step on, and whether it was made just now."""
-        state: dict[str, Any] = self.state[member.parameter]
+        """The state of a parameter in host memory, counted one step on, and whether it was made just now.
+
+        Its entries become the parameter's when the update has been performed: nothing has changed if that fails.
+        """
+        state: dict[str, Any] = dict(self.entries.get(member.parameter, {}))
         weights = member.weights
         own_dtype = weights.host.dtype if weights.host.dtype == torch.float64 else torch.float32
         moments = self._options.state_dtype if own_dtype == torch.float32 else own_dtype

@@ -27,7 +27,7 @@ class _MatrixOptimizer(HostOptimizer):
     def _perform(self, members: Sequence[Member], scale: float) -> None:
         for member in members:
             weights = member.weights
-            state: dict[str, Any] = self.state[member.parameter]
+            state: dict[str, Any] = self.entries[member.parameter]
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.device.type != "cpu":
                     state[name] = value.to("cpu")
@@ -42,6 +42,7 @@ class _MatrixOptimizer(HostOptimizer):
             self._apply(member.group, state, shaped, gradient.to(exact.dtype))
             narrow.part(exact, stored, master, weights.form)
             weights.performed(kernel.checksum(stored) if weights.form is Master.SPLIT else None)
+            member.updated = True
 
 
 class Adafactor(_MatrixOptimizer, torch.optim.Adafactor):

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from millrace.optim.devices import Member, Twins
 from millrace.optim.loading import values_from
 from millrace.optim.options import Options
+from millrace.optim.overlap import Updater, by_unit
 from millrace.optim.weights import Weights
 
 __all__ = ["HostOptimizer"]
@@ -36,6 +37,7 @@ class HostOptimizer(Optimizer):
         self.skipped_steps = 0
         self.last_grad_norm: float | None = None
         self._forget_weights()
+        self._updater = Updater()
         super().__init__(params, **stock)
         if options.device_fraction > 0:
             raise ValueError(
@@ -66,6 +68,7 @@ class HostOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.synchronize()
         members = self._members()
         scale = self._clipping_factor([member.gradient for member in members])
         if scale is None:
@@ -74,7 +77,38 @@ class HostOptimizer(Optimizer):
             self._update(members, scale)
         return loss
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether updates of an offloaded model's parameters run beside passes over it."""
+        return self._options.overlap != "none"
+
+    def synchronize(self) -> None:
+        """The host waits for updates that are under way (with `overlap`). Raises what failed in one."""
+        self._updater.synchronize()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch.optim has it. Without `set_to_none` it waits for updates that are under way and read gradients."""
+        if not set_to_none:
+            self.synchronize()
+            super().zero_grad(set_to_none=False)
+            return
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
     def _update(self, members: list[Member], scale: float) -> None:
+        if self.overlaps:
+            units, members = by_unit(members)
+            groups = {id(group): _snapshot(group) for group in self.param_groups}
+            for unit, travelling in units:
+                for member in travelling:
+                    member.group = groups[id(member.group)]
+                self._written(travelling)
+                self._updater.submit(unit, travelling, lambda batch: self._perform(batch, scale))
+        if members:
+            self._update_now(members, scale)
+
+    def _update_now(self, members: list[Member], scale: float) -> None:
         places: dict[torch.device, list[Member]] = defaultdict(list)
         for member in members:
             places[member.parameter.device].append(member)
@@ -85,6 +119,9 @@ class HostOptimizer(Optimizer):
                 if device not in self._twins:
                     self._twins[device] = Twins(device)
                 self._twins[device].update(present, lambda batch: self._perform(batch, scale))
+        self._written(members)
+
+    def _written(self, members: Sequence[Member]) -> None:
         torch.autograd.graph.increment_version([member.parameter for member in members])
         for member in members:
             member.weights.written()
@@ -94,26 +131,26 @@ class HostOptimizer(Optimizer):
         pairs = ((group, parameter) for group in self.param_groups for parameter in group["params"])
         members = []
         for index, (group, parameter) in enumerate(pairs):
-            if parameter.grad is None:
+            with torch._C.DisableTorchFunctionSubclass():  # another optimizer may be updating others beside it
+                gradient = parameter.grad
+            if gradient is None:
                 continue
-            self._check_gradient(index, parameter)
+            self._check_gradient(index, parameter, gradient)
             weights = self._weights.get(parameter)
             if weights is None:
                 weights = self._weights[parameter] = Weights(parameter, self._options.master_form)
-            members.append(
-                Member(index=index, group=group, parameter=parameter, weights=weights, gradient=parameter.grad)
-            )
+            weights.look()
+            members.append(Member(index=index, group=group, parameter=parameter, weights=weights, gradient=gradient))
         return members
 
-    def _check_gradient(self, index: int, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
+    def _check_gradient(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         what = f"parameter {index} of shape {tuple(parameter.shape)} has one"
-        if gradient is not None and gradient.layout != torch.strided:
+        if gradient.layout != torch.strided:
             raise RuntimeError(
                 f"{type(self).__name__} does not support sparse gradients: {what}; make it dense, as with"
                 " nn.Embedding(sparse=False)"
             )
-        if gradient is not None and not gradient.is_floating_point():
+        if not gradient.is_floating_point():
             raise RuntimeError(
                 f"{type(self).__name__} does not support {gradient.dtype} gradients: {what}; optimize"
                 " torch.view_as_real of the parameter"
@@ -130,6 +167,21 @@ class HostOptimizer(Optimizer):
             return None
         return float(torch.clamp(limit / (norm + 1e-6), max=1.0))
 
+    @property
+    def entries(self) -> defaultdict[torch.Tensor, Any]:
+        """`state`, without waiting for updates that are under way."""
+        return self.__dict__["state"]  # type: ignore[no-any-return]
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
+        """State by parameter, as torch.optim has it. Waits for updates that are under way."""
+        self.synchronize()
+        return self.entries
+
+    @state.setter
+    def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
+        self.__dict__["state"] = value
+
     # state -----------------------------------------------------------------------------------------------------------
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict()` of this or of the stock optimizer returned. Moments keep their values.
@@ -137,6 +189,7 @@ class HostOptimizer(Optimizer):
         Raises ValueError when groups or shapes do not match; nothing has changed then.
         """
         before, after = self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks
+        self.synchronize()
         state_dict = state_dict.copy()
         for hook in before.values():
             state_dict = hook(self, state_dict) or state_dict
@@ -155,7 +208,8 @@ class HostOptimizer(Optimizer):
 
     def held_bytes(self) -> int:
         """Bytes of host memory that state, masters and copies take; the user's own tensors do not count."""
-        state = [value for entries in self.state.values() for value in entries.values()]
+        self.synchronize()
+        state = [value for entries in self.entries.values() for value in entries.values()]
         held = sum(value.nbytes for value in state if isinstance(value, torch.Tensor))
         return held + sum(twins.held_bytes() for twins in self._twins.values())
 
@@ -169,4 +223,14 @@ class HostOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_weights" not in self.__dict__:  # of a copy or an unpickled optimizer
             self._forget_weights()
+            self._updater = Updater()
         super().__setstate__(state)
+
+
+def _snapshot(group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a group as they are now: a learning-rate schedule changes them while updates are under way."""
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }

@@ -12,7 +12,7 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "master_form": ("split", "full"),
     "state_dtype": (torch.float32, torch.bfloat16),
     "tier": ("host",),
-    "overlap": ("none",),
+    "overlap": ("none", "forward"),
 }
 
 

@@ -35,12 +35,12 @@ class Weights:
         self._key = {Master.SPLIT: REMAINDER, Master.FULL: FULL}.get(self.form)
         self._checksum: int | None = None  # of what we wrote last; None when the state was made or loaded since
         self._mark: tuple[int, int] | None = None
+        self.changed = True  # whether somebody may have written the parameter since our last update
         self._dense: torch.Tensor | None = None  # stands in for weights that have gaps between their elements
 
-    @property
-    def changed(self) -> bool:
-        """Whether somebody may have written the parameter since our last update."""
-        return self._mark != (self.parameter._version, self.parameter.data_ptr())
+    def look(self) -> None:
+        """A step begins: has somebody written the parameter since our last one?"""
+        self.changed = self._mark != (self.parameter._version, self.parameter.data_ptr())
 
     def master(self, state: dict[str, Any]) -> torch.Tensor | None:
         """The flat master of the weights, made to agree with them where it is missing or they were written."""

@@ -198,7 +198,7 @@ def test_edge_7_additions_wait_for_the_staged_copy(emu_device, decoder, tokens, 
 
 
 def test_edge_8_homes_are_handed_out_when_no_copy_reads_them(emu_device, decoder, tokens, monkeypatch):
-    monkeypatch.setattr(Block, "wait_for_reads", lambda self: None)
+    monkeypatch.setattr(Block, "wait_until_free", lambda self: None)
     infer(emu_device, decoder, tokens, through_data=True)
     reports = found(emu_device)
     assert "host writes a home" in reports

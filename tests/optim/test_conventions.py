@@ -243,7 +243,7 @@ BAD = [
     ({"tier": "tape"}, "tier='tape' is not available; allowed: 'host'"),
     ({"tier": "disk"}, "allowed: 'host'"),
     ({"disk": "/nvme"}, "disk='/nvme'"),
-    ({"overlap": "backward"}, "overlap='backward' is not available; allowed: 'none'"),
+    ({"overlap": "sideways"}, "overlap='sideways' is not available; allowed: 'none'"),
     ({"master_dtype": torch.float64}, "master_dtype=torch.float64"),
     ({"master_form": "both"}, "allowed: 'split' or 'full'"),
     ({"state_dtype": torch.int8}, "state_dtype=torch.int8"),

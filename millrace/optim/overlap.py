@@ -1,0 +1,76 @@
+"""How does an update run beside the next pass? On a thread of its own, block by block, in the order of their next use.
+
+Each block is given a `Pending`, which whoever reads its parameters waits for. See docs/design/optimizers.md.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from millrace.optim.devices import Member
+from millrace.runtime.pending import Pending, Unit, unit_of
+
+__all__ = ["Updater", "by_unit"]
+
+
+class Updater:
+    """The thread that performs one optimizer's updates, one block after the other."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="millrace-update")
+        self._under_way: list[Pending] = []
+        weakref.finalize(self, self._thread.shutdown, wait=False)
+
+    def submit(
+        self,
+        unit: Unit,
+        members: Sequence[Member],
+        perform: Callable[[Sequence[Member]], None],
+        arrived: Callable[[], None] | None = None,
+    ) -> None:
+        """Performs the update of parameters of `unit`, when `arrived` has returned. Never blocks.
+
+        The gradients are let go of at its end. If it fails, they are the parameters' again.
+        """
+        held = list(members)
+
+        def job() -> None:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                if arrived is not None:
+                    arrived()
+                unit.wait_for_reads()
+                perform(held)
+            held.clear()  # before anyone is told: gradients lie in memory that the next backward wants back
+
+        pending = Pending(self._thread.submit(job), lambda: _give_back(held))
+        unit.updates.append(pending)
+        self._under_way.append(pending)
+
+    def synchronize(self) -> None:
+        """The host waits for every update; raises what failed in one that nobody was told of."""
+        for pending in list(self._under_way):
+            pending.wait()
+        self._under_way = [pending for pending in self._under_way if not pending.done()]
+
+
+def by_unit(members: Iterable[Member]) -> tuple[list[tuple[Unit, list[Member]]], list[Member]]:
+    """Members that travel with others, by what they travel in and in the order of its next use; and the other ones."""
+    units: dict[int, tuple[Unit, list[Member]]] = {}
+    alone = []
+    for member in members:
+        unit = unit_of(member.parameter)
+        if unit is None:
+            alone.append(member)
+        else:
+            units.setdefault(id(unit), (unit, []))[1].append(member)
+    return sorted(units.values(), key=lambda entry: entry[0].order), alone
+
+
+def _give_back(members: list[Member]) -> None:
+    """After a failure nothing is lost: what was not updated has its gradient again, for another step."""
+    for member in members:
+        if not member.updated and member.parameter.grad is None:
+            member.parameter.grad = member.gradient
+    members.clear()

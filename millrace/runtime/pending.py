@@ -1,0 +1,69 @@
+"""How is memory read that an update, under way elsewhere, is still to write? Whoever needs it waits for its `Pending`.
+
+An optimizer that updates parameters beside the next pass, and the model that the parameters belong to, know each other
+by this page alone: a parameter that travels with others names its `Unit`; the optimizer leaves a `Pending` there; and
+the unit's owner waits for it before the parameters are copied, handed out or written.
+"""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+
+__all__ = ["OWNER", "Pending", "Unit", "Watcher", "unit_of"]
+
+OWNER = "_millrace_owner"  # attribute of a managed parameter; its owner's `unit` is what it travels with
+
+
+class Pending:
+    """An update that was submitted. What failed in it is raised once, by whoever waits first."""
+
+    def __init__(self, job: "Future[None]", on_failure: Callable[[], None]) -> None:
+        self._job = job
+        self._on_failure = on_failure
+        self._told = False
+
+    def done(self) -> bool:
+        """Whether waiting would not take any time."""
+        return self._job.done()
+
+    def wait(self) -> None:
+        """The host waits for the update."""
+        error = self._job.exception()
+        if error is not None and not self._told:
+            self._told = True
+            self._on_failure()
+            raise error
+
+
+class Watcher(Protocol):
+    """Who is told of gradients on their way home."""
+
+    def complete(self, unit: "Unit", gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]) -> bool:
+        """No more gradients of `unit` come in this backward. Never blocks.
+
+        `gradients`: for each parameter, what its `grad` will be; complete in host memory when `arrived` returns.
+        Returns whether the watcher updates these parameters now, without waiting for a step.
+        """
+
+
+class Unit(Protocol):
+    """Parameters that travel together, and are updated together."""
+
+    updates: list[Pending]
+    watchers: "WeakSet[Watcher]"
+    order: int  # the smaller, the earlier a pass needs the parameters
+
+    def wait_for_updates(self) -> None:
+        """The host waits until no optimizer writes the parameters any more."""
+
+    def wait_for_reads(self) -> None:
+        """The host waits until no copy reads the parameters."""
+
+
+def unit_of(parameter: torch.Tensor) -> Unit | None:
+    """What a parameter travels with; None for one that nobody manages."""
+    owner = parameter.__dict__.get(OWNER)
+    return None if owner is None else owner.unit

@@ -1,0 +1,289 @@
+"""Does an update that runs beside passes give the same bits, and is it waited for wherever it must be?"""
+
+import contextlib
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import millrace
+from millrace.optim import AdamW
+from millrace.optim.devices import Member
+from tests.engine.models import Decoder, loss_of, weight_bytes
+from tests.optim.references import assert_equal
+
+TOKENS = torch.arange(16).reshape(2, 8) % 32
+SETTINGS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+
+
+def decoder(dtype: torch.dtype = torch.float32) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder().to(dtype)
+
+
+def batch(step: int) -> torch.Tensor:
+    return (TOKENS * (step + 1) + step) % 32
+
+
+@contextlib.contextmanager
+def offloaded(model: nn.Module) -> Iterator[millrace.Offloaded]:
+    with millrace.offload(model, device="emu", device_memory=weight_bytes(model) // 2) as handle:
+        yield handle
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, *, clip: float | None = None, micro_batches: int = 1) -> None:
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for step in range(steps):
+        for part in range(micro_batches):
+            loss_of(model, batch(step * micro_batches + part)).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> list[int]:
+    """Updates take longer: by `seconds` of how many came before."""
+    begun: list[int] = []
+    perform = AdamW._perform
+
+    def slowly(self: AdamW, members: Sequence[Member], scale: float) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            begun.append(len(begun))
+            time.sleep(seconds(len(begun)))
+        perform(self, members, scale)
+
+    monkeypatch.setattr(AdamW, "_perform", slowly)
+    return begun
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_equals_none(
+    emu_device: ModuleType, clip: float | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = slow(monkeypatch, lambda count: 0.001 * (count % 4))
+    trained = []
+    for overlap in ("none", "forward"):
+        model = decoder(dtype)
+        with offloaded(model) as handle:
+            optimizer = AdamW(model.parameters(), overlap=overlap, **SETTINGS)
+            train(model, optimizer, 12, clip=clip)
+            assert handle.stats().onload_bytes > weight_bytes(model)
+        trained.append([*model.parameters(), *(value for s in optimizer.state.values() for value in s.values())])
+    assert_equal(*trained)
+    assert len(begun) >= 12 * 7  # every block of every step, on a thread of its own
+    assert emu_device.take_reports() == []
+
+
+def test_accumulated_micro_batches(emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow(monkeypatch, lambda count: 0.001)
+    trained = []
+    for overlap in ("none", "forward"):
+        model = decoder()
+        with offloaded(model):
+            train(model, AdamW(model.parameters(), overlap=overlap, **SETTINGS), 4, micro_batches=3, clip=1.0)
+        trained.append(list(model.parameters()))
+    assert_equal(*trained)
+
+
+class Held:
+    """Updates that do not begin before they are let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gate = threading.Event()
+        self.waited = 0
+        perform = AdamW._perform
+
+        def held(optimizer: AdamW, members: Sequence[Member], scale: float) -> None:
+            if not self.gate.is_set():
+                self.waited += 1
+                assert self.gate.wait(60)
+            perform(optimizer, members, scale)
+
+        monkeypatch.setattr(AdamW, "_perform", held)
+
+    def release_soon(self) -> None:
+        threading.Timer(0.05, self.gate.set).start()
+
+
+LOOKS: dict[str, Callable[[Any, Any, Any], object]] = {
+    "forward": lambda model, optimizer, handle: loss_of(model, TOKENS).item(),
+    "evaluation": lambda model, optimizer, handle: torch.no_grad()(model)(TOKENS).cpu(),
+    "state_dict": lambda model, optimizer, handle: {k: v.clone() for k, v in model.state_dict().items()},
+    "parameters": lambda model, optimizer, handle: [p.detach().clone() for p in model.parameters()],
+    "optimizer.state": lambda model, optimizer, handle: [s["exp_avg"].clone() for s in optimizer.state.values()],
+    "optimizer.state_dict": lambda model, optimizer, handle: copy.deepcopy(optimizer.state_dict()),
+    "handle.synchronize": lambda model, optimizer, handle: (handle.synchronize(), raw(model)),
+    "optimizer.synchronize": lambda model, optimizer, handle: (optimizer.synchronize(), raw(model)),
+    "handle.remove": lambda model, optimizer, handle: (handle.remove(), raw(model)),
+    "deepcopy": lambda model, optimizer, handle: list(copy.deepcopy(model).parameters()),
+    "held data": lambda model, optimizer, handle: [p.data.clone() for p in held(optimizer)],
+    "held parameter": lambda model, optimizer, handle: [p.sum().item() for p in held(optimizer)],
+    "held list": lambda model, optimizer, handle: torch._foreach_norm(held(optimizer)),
+    "held gradient": lambda model, optimizer, handle: [p.grad.zero_() for p in held(optimizer)] and raw(model),
+    "zero_grad": lambda model, optimizer, handle: (optimizer.zero_grad(set_to_none=False), raw(model)),
+    "model.zero_grad": lambda model, optimizer, handle: (model.zero_grad(set_to_none=False), raw(model)),
+    "step": lambda model, optimizer, handle: (optimizer.step(), optimizer.synchronize(), raw(model)),
+}
+
+
+def held(optimizer: Any) -> list[nn.Parameter]:
+    """The Parameter objects, without asking the model for them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def raw(model: nn.Module) -> list[torch.Tensor]:
+    """What lies in memory now, whoever is writing there."""
+    with torch._C.DisableTorchFunctionSubclass():
+        parts = [p for part in model.modules() for p in part._parameters.values() if p is not None]
+        return [p.detach().clone() for p in parts]
+
+
+@pytest.mark.emu("random:0")
+@pytest.mark.parametrize("look", list(LOOKS))
+def test_whoever_looks_waits(emu_device: ModuleType, look: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    held_back = None
+    for overlap in ("none", "forward"):
+        model = decoder()
+        with offloaded(model) as handle:
+            optimizer = AdamW(model.parameters(), overlap=overlap, **SETTINGS)
+            train(model, optimizer, 2)
+            loss_of(model, TOKENS).backward()
+            if overlap == "forward":
+                optimizer.synchronize()
+                before = raw(model)
+                held_back = Held(monkeypatch)
+            optimizer.step()
+            if held_back is not None:
+                assert_equal(raw(model), before)
+                held_back.release_soon()
+            seen.append(LOOKS[look](model, optimizer, handle))
+    assert held_back is not None
+    assert held_back.waited
+    torch.testing.assert_close(*seen, rtol=0, atol=0)
+
+
+def test_zero_grad_to_none_does_not_wait(emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decoder()
+    with offloaded(model):
+        optimizer = AdamW(model.parameters(), overlap="forward", **SETTINGS)
+        loss_of(model, TOKENS).backward()
+        held_back = Held(monkeypatch)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.zero_grad()
+        assert not held_back.gate.is_set()
+        held_back.gate.set()
+
+
+def test_gradient_memory_is_used_again(emu_device: ModuleType) -> None:
+    model = decoder()
+    with offloaded(model) as handle:
+        optimizer = AdamW(model.parameters(), overlap="forward", **SETTINGS)
+        train(model, optimizer, 2)
+        before = handle.stats().host_bytes
+        train(model, optimizer, 6)
+        assert handle.stats().host_bytes == before
+
+
+class BrokenError(RuntimeError):
+    pass
+
+
+def break_the_third(monkeypatch: pytest.MonkeyPatch) -> None:
+    perform = AdamW._perform
+    count = iter(range(100))
+
+    def failing(self: AdamW, members: Sequence[Member], scale: float) -> None:
+        if next(count) == 2:
+            raise BrokenError("the third block")
+        perform(self, members, scale)
+
+    monkeypatch.setattr(AdamW, "_perform", failing)
+
+
+@pytest.mark.emu("random:0")
+@pytest.mark.parametrize("where", ["forward", "synchronize", "step"])
+def test_a_failed_update_reaches_the_user_and_can_be_made_up_for(
+    emu_device: ModuleType, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = []
+    for overlap in ("none", "forward"):
+        model = decoder()
+        with offloaded(model):
+            optimizer = AdamW(model.parameters(), overlap=overlap, **SETTINGS)
+            train(model, optimizer, 2)
+            loss_of(model, TOKENS).backward()
+            if overlap == "forward":
+                with monkeypatch.context() as patch:
+                    break_the_third(patch)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    asks = {
+                        "forward": lambda model=model: loss_of(model, TOKENS),
+                        "step": optimizer.step,
+                        "synchronize": optimizer.synchronize,
+                    }
+                    with pytest.raises(BrokenError):
+                        asks[where]()
+                    optimizer.synchronize()  # told once
+            optimizer.step()  # what was not updated has its gradient still
+            optimizer.zero_grad()
+            train(model, optimizer, 2)
+        trained.append(list(model.parameters()))
+    assert_equal(*trained)
+
+
+def test_two_optimizers_on_one_model(emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow(monkeypatch, lambda count: 0.001)
+    trained = []
+    for overlap in ("none", "forward"):
+        model = decoder()
+        with offloaded(model):
+            matrices = [p for p in model.layers.parameters() if p.dim() == 2]
+            others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+            optimizers = [
+                millrace.optim.Muon(matrices, lr=0.01, overlap=overlap),
+                AdamW(others, overlap=overlap, **SETTINGS),
+            ]
+            for step in range(6):
+                loss_of(model, batch(step)).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        trained.append(list(model.parameters()))
+    assert_equal(*trained)
+
+
+def test_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the compute device is the CPU itself."""
+    slow(monkeypatch, lambda count: 0.001)
+    trained = []
+    for overlap in ("none", "forward"):
+        model = decoder()
+        with millrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2):
+            train(model, AdamW(model.parameters(), overlap=overlap, **SETTINGS), 6, clip=0.5)
+        trained.append(list(model.parameters()))
+    assert_equal(*trained)
+
+
+def test_weights_written_between_steps_refresh_the_master(emu_device: ModuleType) -> None:
+    trained = []
+    for overlap in ("none", "forward"):
+        model = decoder(torch.bfloat16)
+        with offloaded(model):
+            optimizer = AdamW(model.parameters(), overlap=overlap, **SETTINGS)
+            train(model, optimizer, 2)
+            model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+            train(model, optimizer, 2)
+        trained.append(list(model.parameters()))
+    assert_equal(*trained)
