@@ -173,7 +173,7 @@ class HostOptimizer(Optimizer):
         return self.__dict__["state"]  # type: ignore[no-any-return]
 
     @property
-    def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
+    def state(self) -> defaultdict[torch.Tensor, Any]:
         """State by parameter, as torch.optim has it. Waits for updates that are under way."""
         self.synchronize()
         return self.entries
