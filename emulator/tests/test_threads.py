@@ -3,8 +3,11 @@
 import queue
 import threading
 from types import ModuleType
+from typing import Any
 
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROUNDS, WORKERS, COUNT = 60, 3, 1024
 
@@ -50,3 +53,21 @@ def test_workers_wait_while_others_enqueue(emu_device: ModuleType) -> None:
         thread.join()
     assert failures == []
     assert sorted(sums) == [float(number * COUNT) for number in range(ROUNDS)]
+
+
+@pytest.mark.emu("lazy")
+def test_kernels_run_on_a_thread_inside_a_python_mode(emu_device: ModuleType) -> None:
+    """A host thread that waits while a compiler traces may run what was enqueued before: real kernels, not traced ones."""
+    seen: list[str] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    table = torch.arange(12.0).view(4, 3).to("emu")
+    picked = table.index_select(0, torch.tensor([2, 0]).to("emu"))
+    with Mode():
+        torch.accelerator.synchronize()
+    assert seen == []
+    assert torch.equal(picked.cpu(), torch.tensor([[6.0, 7.0, 8.0], [0.0, 1.0, 2.0]]))
