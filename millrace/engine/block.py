@@ -176,7 +176,7 @@ class Block:
 
     @property
     def being_updated(self) -> bool:
-        """Whether an optimizer still writes the homes."""
+        """Whether an optimizer still writes the homes, or failed to and nobody was told yet."""
         return any(not update.done() for update in self.updates)
 
     def wait_for_updates(self) -> None:

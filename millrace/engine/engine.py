@@ -225,6 +225,7 @@ class Engine:
             self._gradients.leave_block()
             self._executor.end_cycle()
             self._gradients.deliver()
+            self.updates_changed()
         else:
             self._executor.abandon_cycle()
             self._drop_gradients()

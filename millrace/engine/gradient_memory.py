@@ -83,6 +83,10 @@ class Staging:
         self._turn = 1 - self._turn
         self._used = 0
 
+    def under_way(self) -> list[Future[None]]:
+        """Additions that were submitted and not waited for."""
+        return [busy for busy in self._busy if busy is not None]
+
     def wait(self) -> None:
         """The host waits for all additions; raises what failed in one."""
         self._used = 0

@@ -6,9 +6,11 @@ micro-batch, another dtype) it goes into pinned staging memory, from which the h
 
 from collections import deque
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
+from millrace.engine.arrivals import Arrivals
 from millrace.engine.block import Block
 from millrace.engine.gradient_memory import HostGradient, Staging
 from millrace.engine.meter import Meter
@@ -17,6 +19,7 @@ from millrace.errors import StateError
 from millrace.memory.arena import Arena, aligned
 from millrace.memory.ledger import Ledger, Tier
 from millrace.runtime.lanes import Copy, Event, Lane, Lanes, Transfer
+from millrace.runtime.pending import Unit, Watcher
 
 __all__ = ["Gradients"]
 
@@ -43,6 +46,7 @@ class Gradients:
         self._last_sent: Event | None = None  # of the last copy; compute may have waited for it, the host has not
         self._blocks_left = 0  # how many blocks backward has left behind
         self._arriving: dict[Slot, torch.Tensor] = {}  # what is accumulated into homes at the end of this backward
+        self._arrivals = Arrivals()
         self._added: dict[Slot, None] = {}  # homes whose gradient was there before and is added to on the host lane
 
     def prepare(self, blocks: Iterable[Block]) -> None:
@@ -74,8 +78,34 @@ class Gradients:
         self._ledger.add(Tier.DEVICE, _PURPOSE, _dense_bytes(gradient))
         self._ready.append((slot, gradient))
         self._ready_bytes += _dense_bytes(gradient)
+        if slot.unit is not None and slot.unit.watchers:
+            complete = self._arrivals.complete(slot, slot.unit)
+            if complete:
+                self._announce(slot.unit, complete)
         if self._ready_bytes >= _SEND_BYTES:
             self._submit_ready()
+
+    def _announce(self, unit: Unit, slots: list[Slot]) -> None:
+        """All gradients of a unit are complete: who watches it may update its parameters at once."""
+        if any(slot.home._backward_hooks or _late_hooks(slot) for slot in slots):
+            return  # they want to see gradients before anyone uses them
+        self._submit_ready()
+        sent, additions = self._last_sent, self._staging.under_way()
+        targets = {slot: self._arriving.get(slot, slot.home.grad) for slot in slots}
+        gradients = {slot.home: target for slot, target in targets.items() if target is not None}
+
+        def arrived() -> None:
+            if sent is not None:
+                sent.synchronize()
+            for addition in additions:
+                addition.result()
+
+        for watcher in list(unit.watchers):
+            begun = {id(parameter) for parameter in watcher.complete(unit, gradients, arrived)}
+            for slot in slots:
+                if id(slot.home) in begun:
+                    slot.untraced_changes += 1
+                    self._arrivals.taken(unit)
 
     def leave_block(self) -> None:
         """Backward goes on to another block. Compute waits for what the block before this one sent, and that goes.
@@ -93,11 +123,18 @@ class Gradients:
         self._wait_for_sent()
         arrived, added = self._arriving, self._added
         self._forget()
-        for slot, gradient in arrived.items():
-            _accumulate(slot.home, gradient)
+        with torch._C.DisableTorchFunctionSubclass():  # homes may be being updated already
+            for slot, gradient in arrived.items():
+                _accumulate(slot.home, gradient)
+            self._arrivals.end(completed=True)
+            watched: dict[Watcher, list[Slot]] = {}
+            for slot in arrived | added:
+                for watcher in () if slot.unit is None else slot.unit.watchers:
+                    watched.setdefault(watcher, []).append(slot)
+            for watcher, slots in watched.items():
+                watcher.delivered([slot.home for slot in slots])
         for slot in arrived | added:
-            hooks = getattr(slot.home, "_post_accumulate_grad_hooks", None) or {}
-            for hook in list(hooks.values()):
+            for hook in _late_hooks(slot):
                 hook(slot.home)
 
     def abandon(self) -> None:
@@ -109,6 +146,7 @@ class Gradients:
             self._sending = []
         self._wait_for_sent()
         self._forget()
+        self._arrivals.end(completed=False)
         self._ledger.add(Tier.DEVICE, _PURPOSE, -self._ledger.held_bytes(Tier.DEVICE, _PURPOSE))
 
     def _wait_for_sent(self) -> None:
@@ -183,6 +221,11 @@ class Gradients:
 
     def _dtype(self, slot: Slot) -> torch.dtype:
         return slot.home.dtype if self._grad_dtype is None else self._grad_dtype
+
+
+def _late_hooks(slot: Slot) -> list[Any]:
+    """The user's own, that fire when a gradient has been accumulated."""
+    return list((getattr(slot.home, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
 def _accumulate(home: torch.nn.Parameter, gradient: torch.Tensor) -> None:

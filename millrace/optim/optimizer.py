@@ -2,17 +2,19 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from millrace.optim.devices import Member, Twins
+from millrace.optim.early import EarlyUpdates
 from millrace.optim.loading import values_from
 from millrace.optim.options import Options
 from millrace.optim.overlap import Updater, by_unit
 from millrace.optim.weights import Weights
+from millrace.runtime.pending import Unit
 
 __all__ = ["HostOptimizer"]
 
@@ -37,7 +39,7 @@ class HostOptimizer(Optimizer):
         self.skipped_steps = 0
         self.last_grad_norm: float | None = None
         self._forget_weights()
-        self._updater = Updater()
+        self._begin_anew(options)
         super().__init__(params, **stock)
         if options.device_fraction > 0:
             raise ValueError(
@@ -68,13 +70,18 @@ class HostOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.synchronize()
+        if self._early is None or not self._early.updated:
+            self.synchronize()
+        if self._early is not None:
+            self._early.check()
         members = self._members()
         scale = self._clipping_factor([member.gradient for member in members])
         if scale is None:
             self.skipped_steps += 1
         elif members:
             self._update(members, scale)
+        if self._early is not None:
+            self._early.end_step(self._places())
         return loss
 
     @property
@@ -99,14 +106,30 @@ class HostOptimizer(Optimizer):
     def _update(self, members: list[Member], scale: float) -> None:
         if self.overlaps:
             units, members = by_unit(members)
-            groups = {id(group): _snapshot(group) for group in self.param_groups}
             for unit, travelling in units:
-                for member in travelling:
-                    member.group = groups[id(member.group)]
-                self._written(travelling)
-                self._updater.submit(unit, travelling, lambda batch: self._perform(batch, scale))
+                self._submit(unit, travelling, scale)
         if members:
             self._update_now(members, scale)
+
+    def _submit(
+        self, unit: Unit, members: Sequence[Member], scale: float, arrived: Callable[[], None] | None = None
+    ) -> None:
+        """Begins the update of parameters of a unit, with the settings that their groups have now."""
+        groups = {id(member.group): member.group for member in members}
+        snapshots = {key: _snapshot(group) for key, group in groups.items()}
+        for member in members:
+            member.group = snapshots[id(member.group)]
+        self._written(members)
+        self._updater.submit(unit, members, lambda batch: self._perform(batch, scale), arrived)
+
+    def _begin_early(
+        self, unit: Unit, gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]
+    ) -> Sequence[Any]:
+        places = self._places()
+        begun = [parameter for parameter in gradients if parameter in places]
+        members = [self._member(*places[parameter], parameter, gradients[parameter]) for parameter in begun]
+        self._submit(unit, members, 1.0, arrived)
+        return begun
 
     def _update_now(self, members: list[Member], scale: float) -> None:
         places: dict[torch.device, list[Member]] = defaultdict(list)
@@ -128,20 +151,27 @@ class HostOptimizer(Optimizer):
 
     def _members(self) -> list[Member]:
         """The parameters that have a gradient."""
-        pairs = ((group, parameter) for group in self.param_groups for parameter in group["params"])
+        updated = {} if self._early is None else self._early.updated
         members = []
-        for index, (group, parameter) in enumerate(pairs):
+        for parameter, (index, group) in self._places().items():
             with torch._C.DisableTorchFunctionSubclass():  # another optimizer may be updating others beside it
                 gradient = parameter.grad
-            if gradient is None:
-                continue
-            self._check_gradient(index, parameter, gradient)
-            weights = self._weights.get(parameter)
-            if weights is None:
-                weights = self._weights[parameter] = Weights(parameter, self._options.master_form)
-            weights.look()
-            members.append(Member(index=index, group=group, parameter=parameter, weights=weights, gradient=gradient))
+            if gradient is not None and parameter not in updated:
+                members.append(self._member(index, group, parameter, gradient))
         return members
+
+    def _places(self) -> dict[torch.Tensor, tuple[int, dict[str, Any]]]:
+        """The number and the group of each parameter."""
+        pairs = ((group, parameter) for group in self.param_groups for parameter in group["params"])
+        return {parameter: (index, group) for index, (group, parameter) in enumerate(pairs)}
+
+    def _member(self, index: int, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor) -> Member:
+        self._check_gradient(index, parameter, gradient)
+        weights = self._weights.get(parameter)
+        if weights is None:
+            weights = self._weights[parameter] = Weights(parameter, self._options.master_form)
+        weights.look()
+        return Member(index=index, group=group, parameter=parameter, weights=weights, gradient=gradient)
 
     def _check_gradient(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         what = f"parameter {index} of shape {tuple(parameter.shape)} has one"
@@ -213,6 +243,19 @@ class HostOptimizer(Optimizer):
         held = sum(value.nbytes for value in state if isinstance(value, torch.Tensor))
         return held + sum(twins.held_bytes() for twins in self._twins.values())
 
+    def _begin_anew(self, options: Options) -> None:
+        """Nothing is under way."""
+        self._updater = Updater()
+        early = options.overlap == "backward"
+        self._early = EarlyUpdates(self._begin_early, self._settings) if early else None
+
+    def _settings(self) -> list[dict[str, Any]]:
+        """The settings of all groups, to be compared."""
+        return [
+            {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in kept.items()}
+            for kept in map(_snapshot, self.param_groups)
+        ]
+
     def _forget_weights(self) -> None:
         self._weights: dict[torch.Tensor, Weights] = {}
         self._twins: dict[torch.device, Twins] = {}
@@ -223,7 +266,7 @@ class HostOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_weights" not in self.__dict__:  # of a copy or an unpickled optimizer
             self._forget_weights()
-            self._updater = Updater()
+            self._begin_anew(state["_options"])
         super().__setstate__(state)
 
 

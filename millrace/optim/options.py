@@ -12,7 +12,7 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "master_form": ("split", "full"),
     "state_dtype": (torch.float32, torch.bfloat16),
     "tier": ("host",),
-    "overlap": ("none", "forward"),
+    "overlap": ("none", "backward", "forward"),
 }
 
 
@@ -40,5 +40,10 @@ class Options:
         fraction = self.device_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
             raise ValueError(f"device_fraction={fraction!r} is outside [0, 1]")
+        if self.overlap == "backward" and self.max_grad_norm is not None:
+            raise ValueError(
+                'overlap="backward" updates weights before the norm of all gradients is known, so it cannot clip to'
+                f' max_grad_norm={self.max_grad_norm}; use overlap="forward", which can, or leave max_grad_norm out'
+            )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm={self.max_grad_norm!r} is not a positive number; None clips nothing")

@@ -5,7 +5,7 @@ by this page alone: a parameter that travels with others names its `Unit`; the o
 the unit's owner waits for it before the parameters are copied, handed out or written.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -26,8 +26,8 @@ class Pending:
         self._told = False
 
     def done(self) -> bool:
-        """Whether waiting would not take any time."""
-        return self._job.done()
+        """Whether waiting would neither take any time nor raise."""
+        return self._job.done() and (self._told or self._job.exception() is None)
 
     def wait(self) -> None:
         """The host waits for the update."""
@@ -41,12 +41,17 @@ class Pending:
 class Watcher(Protocol):
     """Who is told of gradients on their way home."""
 
-    def complete(self, unit: "Unit", gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]) -> bool:
+    def complete(
+        self, unit: "Unit", gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]
+    ) -> Sequence[Any]:
         """No more gradients of `unit` come in this backward. Never blocks.
 
         `gradients`: for each parameter, what its `grad` will be; complete in host memory when `arrived` returns.
-        Returns whether the watcher updates these parameters now, without waiting for a step.
+        Returns the parameters whose update the watcher has begun, without waiting for a step.
         """
+
+    def delivered(self, parameters: Iterable[Any]) -> None:
+        """Backward is over, and the gradients that it brought are the `grad` of these parameters."""
 
 
 class Unit(Protocol):

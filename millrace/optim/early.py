@@ -1,0 +1,97 @@
+"""May parameters be updated while backward still runs? Only where nothing happens to gradients before the step.
+
+An update in backward takes gradients as they land, with the settings of that moment. Clipping, a GradScaler, a second
+micro-batch and a learning rate set before `step()` all come later. So the first steps are watched: nothing is updated
+early before one whole step has shown that the loop does none of this, and each later step is checked for it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from millrace.errors import StateError
+from millrace.runtime.grad_scaler import make_grad_scaler_leave_traces
+from millrace.runtime.pending import Unit, unit_of
+
+__all__ = ["EarlyUpdates"]
+
+
+class Begin(Protocol):
+    """Begins the update of parameters of a unit, given their gradients."""
+
+    def __call__(
+        self, unit: Unit, gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]
+    ) -> Sequence[Any]: ...
+
+
+class EarlyUpdates:
+    """What one optimizer updated since its last step, and whether it may."""
+
+    def __init__(self, begin: Begin, settings: Callable[[], list[dict[str, Any]]]) -> None:
+        self._begin = begin
+        self._settings = settings  # of all param groups, as they are now
+        self._proven = False  # one step was watched, and did nothing to gradients
+        self._watched: dict[Any, tuple[torch.Tensor, int]] = {}  # gradients, as they were when backward ended
+        self._repeated = False
+        self._used: list[dict[str, Any]] | None = None  # the settings of updates in this backward
+        self.updated: dict[Any, None] = {}  # parameters updated since the last step
+        make_grad_scaler_leave_traces()
+
+    # as a Watcher -----------------------------------------------------------------------------------------------------
+    def complete(self, unit: Unit, gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]) -> Sequence[Any]:
+        """All gradients of a unit are here, or on their way."""
+        if not self._proven:
+            return ()
+        if self._watched:
+            self._refuse("backward ran again before step(): gradients accumulate, or a GradScaler skipped a step")
+        if self._used is None:
+            self._used = self._settings()
+        begun = self._begin(unit, gradients, arrived)
+        self.updated |= dict.fromkeys(begun)
+        return begun
+
+    def delivered(self, parameters: Iterable[Any]) -> None:
+        """Backward is over, and the gradients are the parameters'."""
+        for parameter in parameters:
+            self._repeated = self._repeated or parameter in self._watched
+            self._watched[parameter] = (parameter.grad, parameter.grad._version)
+        if self._used is None:
+            self._used = self._settings()
+
+    # in step() --------------------------------------------------------------------------------------------------------
+    def check(self) -> None:
+        """A step begins. Raises StateError when something happened to gradients that an early update does not know."""
+        if self._repeated:
+            self._refuse("backward ran again before step(): gradients accumulate, or a GradScaler skipped a step")
+        with torch._C.DisableTorchFunctionSubclass():  # which would wait for the updates
+            changed = any(
+                parameter.grad is not gradient or gradient._version != version
+                for parameter, (gradient, version) in self._watched.items()
+            )
+        if changed:
+            self._refuse("gradients were changed after backward (clipping, GradScaler.unscale_, or by hand)")
+        if self._used is not None and self._used != self._settings():
+            self._refuse("settings of param groups (such as lr) were changed between backward and step()")
+
+    def end_step(self, parameters: Iterable[torch.Tensor]) -> None:
+        """A step is over; `parameters` are watched from now on."""
+        self._proven = self._proven or bool(self._watched)
+        self._forget()
+        for unit in {id(unit): unit for parameter in parameters if (unit := unit_of(parameter)) is not None}.values():
+            unit.watchers.add(self)
+
+    def _refuse(self, reason: str) -> None:
+        late = f"; {len(self.updated)} parameters were updated already" if self.updated else "; nothing was updated"
+        self._proven = False
+        self._forget()
+        raise StateError(
+            f'{reason}, which overlap="backward" cannot take into account: it updates parameters while backward runs'
+            f'{late}; use overlap="forward", which is exact with all of this'
+        )
+
+    def _forget(self) -> None:
+        self._watched.clear()
+        self.updated.clear()
+        self._used = None
+        self._repeated = False

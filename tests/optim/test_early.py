@@ -1,0 +1,201 @@
+"""Do updates that begin in backward give the same bits, and is the mode refused where it could not?"""
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from millrace.errors import StateError
+from millrace.optim import AdamW
+from tests.engine.models import loss_of, weight_bytes
+from tests.optim.references import assert_equal
+from tests.optim.test_overlap import SETTINGS, BrokenError, batch, decoder, offloaded, raw, slow, train
+
+
+class InBackward:
+    """Counts updates that were begun while backward ran."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        begin = AdamW._begin_early
+
+        def counted(optimizer: AdamW, unit: Any, gradients: Any, arrived: Callable[[], None]) -> Sequence[Any]:
+            begun = begin(optimizer, unit, gradients, arrived)
+            self.count += len(begun)
+            return begun
+
+        monkeypatch.setattr(AdamW, "_begin_early", counted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_backward_equals_none(
+    emu_device: ModuleType, dtype: torch.dtype, to_none: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_backward = InBackward(monkeypatch)
+    slow(monkeypatch, lambda count: 0.001 * (count % 4))
+    trained = []
+    for overlap in ("none", "backward"):
+        model = decoder(dtype)
+        with offloaded(model) as handle:
+            optimizer = AdamW(model.parameters(), overlap=overlap, **SETTINGS)
+            for step in range(10):
+                loss_of(model, batch(step)).backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=to_none)
+            assert handle.stats().onload_bytes > weight_bytes(model)
+        trained.append([*model.parameters(), *(value for s in optimizer.state.values() for value in s.values())])
+    assert_equal(*trained)
+    assert in_backward.count == len(list(model.parameters())) * 7  # all, from the fourth step on
+    assert emu_device.take_reports() == []
+
+
+def test_with_a_schedule_and_checkpoints(emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_backward = InBackward(monkeypatch)
+    trained = []
+    for overlap in ("none", "backward"):
+        model = decoder()
+        model.layers[1].requires_grad_(False)
+        for index, layer in enumerate(model.layers):
+            if index % 2 == 0:
+                forward = layer.forward
+                layer.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+        with offloaded(model):
+            train(model, AdamW(model.parameters(), overlap=overlap, **SETTINGS), 8)
+        trained.append(list(model.parameters()))
+    assert_equal(*trained)
+    assert in_backward.count
+
+
+def test_parameters_that_get_gradients_only_now_and_then(
+    emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_backward = InBackward(monkeypatch)
+    trained = []
+    for overlap in ("none", "backward"):
+        model = decoder()
+        layers = model.layers
+        with offloaded(model):
+            optimizer = AdamW(model.parameters(), overlap=overlap, **SETTINGS)
+            for step in range(16):
+                model.layers = layers if step % 5 < 4 else nn.ModuleList(layers[:3])
+                loss_of(model, batch(step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            model.layers = layers
+        trained.append(list(model.parameters()))
+    assert_equal(*trained)
+    assert in_backward.count
+
+
+def clipped(model: nn.Module, optimizer: Any, step: int) -> None:
+    loss_of(model, batch(step)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+
+
+def scaled(model: nn.Module, optimizer: Any, step: int) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(loss_of(model, batch(step))).backward()
+    scaler.step(optimizer)
+
+
+def accumulated(model: nn.Module, optimizer: Any, step: int) -> None:
+    for part in range(2):
+        loss_of(model, batch(2 * step + part)).backward()
+    optimizer.step()
+
+
+def late_rate(model: nn.Module, optimizer: Any, step: int) -> None:
+    loss_of(model, batch(step)).backward()
+    optimizer.param_groups[0]["lr"] *= 0.5
+    optimizer.step()
+
+
+LOOPS = {
+    "clipping": (clipped, "gradients were changed after backward"),
+    "GradScaler": (scaled, "gradients were changed after backward"),
+    "accumulation": (accumulated, r"ran again before step\(\)"),
+    "lr before step": (late_rate, "settings of param groups"),
+}
+
+
+@pytest.mark.emu("random:0")
+@pytest.mark.parametrize("loop", list(LOOPS))
+def test_refused_before_anything_is_updated_wrongly(emu_device: ModuleType, loop: str) -> None:
+    one_step, reason = LOOPS[loop]
+    trained = []
+    for overlap in ("none", "backward"):
+        model = decoder()
+        with offloaded(model):
+            optimizer = AdamW(model.parameters(), overlap=overlap, **SETTINGS)
+            one_step(model, optimizer, 0)  # none of it was in backward: right, whatever the loop does
+            optimizer.zero_grad()
+            if overlap == "backward":
+                optimizer.synchronize()
+                before = raw(model)
+                with pytest.raises(StateError, match=f"{reason}.*nothing was updated.*forward"):
+                    one_step(model, optimizer, 1)
+                assert_equal(raw(model), before)
+        trained.append(list(model.parameters()) if overlap == "none" else before)
+    assert_equal(*trained)
+
+
+@pytest.mark.emu("random:0")
+@pytest.mark.parametrize("loop", list(LOOPS))
+def test_refused_later_too(emu_device: ModuleType, loop: str) -> None:
+    """A loop that changes its ways is told so, once."""
+    one_step, reason = LOOPS[loop]
+    model = decoder()
+    with offloaded(model):
+        optimizer = AdamW(model.parameters(), overlap="backward", **SETTINGS)
+        train(model, optimizer, 5)
+        with pytest.raises(StateError, match=f"{reason}.*were updated already"):
+            one_step(model, optimizer, 6)
+        optimizer.zero_grad()
+        train(model, optimizer, 5)
+
+
+def test_a_failed_update_reaches_the_user(emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decoder()
+    with offloaded(model):
+        optimizer = AdamW(model.parameters(), overlap="backward", **SETTINGS)
+        train(model, optimizer, 5)
+        perform = AdamW._perform
+        count = iter(range(100))
+
+        def failing(self: AdamW, members: Any, scale: float) -> None:
+            if next(count) == 2:
+                raise BrokenError("the third block")
+            perform(self, members, scale)
+
+        monkeypatch.setattr(AdamW, "_perform", failing)
+        loss_of(model, batch(0)).backward()
+        optimizer.step()
+        with torch._C.DisableTorchFunctionSubclass():  # look without waiting
+            gradients = sum(parameter.grad is not None for parameter in optimizer.entries)
+        assert gradients == len(optimizer.entries)  # though one update has failed by now, or will
+        optimizer.zero_grad()
+        with pytest.raises(BrokenError):
+            optimizer.synchronize()
+        train(model, optimizer, 2)
+
+
+def test_clipping_inside_is_refused() -> None:
+    with pytest.raises(ValueError, match='overlap="backward" updates weights before the norm'):
+        AdamW([nn.Parameter(torch.zeros(3))], overlap="backward", max_grad_norm=1.0)
+
+
+def test_plain_parameters_step_as_ever() -> None:
+    """Without an offloaded model there is nothing to run beside."""
+    ours, theirs = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5))
+    optimizer, other = AdamW([ours], overlap="backward"), AdamW([theirs])
+    for _ in range(3):
+        ours.grad, theirs.grad = torch.ones(5), torch.ones(5)
+        optimizer.step()
+        other.step()
+    assert torch.equal(ours, theirs)
