@@ -165,6 +165,7 @@ def test_a_failed_update_reaches_the_user(emu_device: ModuleType, monkeypatch: p
     with offloaded(model):
         optimizer = AdamW(model.parameters(), overlap="backward", **SETTINGS)
         train(model, optimizer, 5)
+        optimizer.synchronize()
         perform = AdamW._perform
         count = iter(range(100))
 
