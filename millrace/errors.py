@@ -1,6 +1,6 @@
 """Which errors does millrace raise? Arguments raise ValueError or TypeError; budgets, layout and state raise these."""
 
-__all__ = ["BudgetError", "LayoutError", "MillraceError", "StateError", "WeightChangedError"]
+__all__ = ["BudgetError", "DiskError", "LayoutError", "MillraceError", "StateError", "WeightChangedError"]
 
 
 class MillraceError(Exception):
@@ -12,6 +12,13 @@ class BudgetError(MillraceError, ValueError):
 
     From `offload()` before anything is allocated; from the first pass with gradients when `host_memory` has no room for
     them; and from a pass that needs more blocks at once than `device_memory` holds.
+    """
+
+
+class DiskError(MillraceError, OSError):
+    """The disk tier failed: disk full, I/O fault, truncated or corrupted file. Names file, tensor, offset and numbers.
+
+    `errno` tells which: ENOSPC, EIO (also for a file that ends too early), EBADMSG for a wrong checksum.
     """
 
 

@@ -4,6 +4,7 @@ import millrace
 
 PUBLIC_NAMES = [
     "BudgetError",
+    "DiskError",
     "LayoutError",
     "MillraceError",
     "Offloaded",

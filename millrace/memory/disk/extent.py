@@ -1,0 +1,43 @@
+"""Which bytes of a file belong together? An extent: what is allocated, fetched and spilled under one name."""
+
+import mmap
+from dataclasses import dataclass
+
+__all__ = ["DISK_ALIGNMENT_BYTES", "PIECE_BYTES", "Extent", "Piece", "pieces"]
+
+# What direct I/O asks of offsets, lengths and memory, and mmap of offsets.
+DISK_ALIGNMENT_BYTES = max(4096, mmap.PAGESIZE)
+PIECE_BYTES = 8 << 20  # of one request to the drive; measured, see docs/design/disk.md
+
+
+@dataclass(frozen=True)
+class Extent:
+    """`nbytes` at `offset` of the store's file, where `capacity_bytes` (whole pages) are its own."""
+
+    name: str
+    offset: int
+    nbytes: int
+
+    @property
+    def capacity_bytes(self) -> int:
+        """`nbytes` rounded up to the alignment: the bytes that it takes on disk."""
+        return -(-self.nbytes // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an extent that goes to the drive as one request; offsets count from the begin of the extent."""
+
+    index: int
+    begin: int
+    end: int
+
+
+def pieces(offset: int, nbytes: int) -> list[Piece]:
+    """The range cut at the multiples of PIECE_BYTES, so that no page belongs to two pieces."""
+    end = offset + nbytes
+    first, last = offset // PIECE_BYTES, -(-end // PIECE_BYTES)
+    return [
+        Piece(index, max(offset, index * PIECE_BYTES), min(end, (index + 1) * PIECE_BYTES))
+        for index in range(first, last)
+    ]

@@ -1,0 +1,70 @@
+"""How does user code see bytes on disk? As memory: a mapping of a range of a file."""
+
+import ctypes
+import mmap
+import os
+import weakref
+from typing import Any
+
+import torch
+
+__all__ = ["Mapping"]
+
+_MS_SYNC = 4
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def _call(name: str, restype: Any, *argtypes: Any) -> Any:
+    """A function of libc, called without the interpreter lock. (Python's mmap keeps a descriptor for each mapping.)"""
+    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    function.restype, function.argtypes = restype, argtypes
+    return function
+
+
+_address, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_mmap = _call("mmap", _address, _address, _size, _int, _int, _int, ctypes.c_long)
+_munmap = _call("munmap", _int, _address, _size)
+_msync = _call("msync", _int, _address, _size, _int)
+_madvise = _call("madvise", _int, _address, _size, _int)
+
+
+class Mapping:
+    """`nbytes` at `offset` (a multiple of the page size) of an open file as memory.
+
+    Shared: writes reach the file. Private: writes stay with this process, page by page, and the file is only read.
+    The memory lives as long as any tensor made by `tensor` does, also after the file is closed.
+    """
+
+    def __init__(self, descriptor: int, offset: int, nbytes: int, *, shared: bool) -> None:
+        flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
+        self._nbytes = max(nbytes, 1)
+        address = _mmap(None, self._nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
+        if address == _FAILED:
+            raise _error("mmap")
+        self._address = address
+        self._memory = (ctypes.c_char * self._nbytes).from_address(address)
+        weakref.finalize(self._memory, _munmap, address, self._nbytes).atexit = False
+
+    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Bytes `offset` to `offset + nbytes` as a uint8 tensor of shape (nbytes,) with a storage of its own."""
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)
+
+    def flush(self) -> None:
+        """Waits until what was written through the mapping is on disk. Raises OSError when that fails."""
+        if _msync(self._address, self._nbytes, _MS_SYNC) != 0:
+            raise _error("msync")
+
+    def forget(self) -> None:
+        """Lets go of the pages: they count no more as memory of this process, and are read anew at the next touch.
+
+        Of a private mapping, that undoes writes.
+        """
+        if _madvise(self._address, self._nbytes, mmap.MADV_DONTNEED) != 0:
+            raise _error("madvise")
+
+
+def _error(call: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{call}: {os.strerror(number)}")

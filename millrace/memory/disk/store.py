@@ -1,0 +1,254 @@
+"""Where do bytes of the disk tier rest, and how are they reached? In one packed file; directly, or as memory.
+
+When a range is accessed directly and when by mapping, and why, is in docs/design/disk.md.
+"""
+
+import os
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+
+import torch
+
+from millrace.errors import DiskError, StateError
+from millrace.memory.disk.checksums import Checksums
+from millrace.memory.disk.directory import StoreDirectory
+from millrace.memory.disk.extent import Extent, Piece, pieces
+from millrace.memory.disk.file import DirectFile
+from millrace.memory.disk.mapping import Mapping
+from millrace.memory.disk.requests import Access, Request, Requests
+from millrace.memory.ledger import Ledger, Tier
+from millrace.runtime.lanes import Event
+
+__all__ = ["DiskStore"]
+
+_THREADS = 4  # that move bytes; measured, see docs/design/disk.md
+
+
+class DiskStore:
+    """Extents of a spill file in `directory`, read and written in the background. Safe to call from any thread.
+
+    The directory is this store's alone until `close`; it is made, for its owner only, when it is missing. The file has
+    no name and is gone with the process. Extents are packed in the order of their allocation, and booked in `ledger`.
+
+    Reads and writes of one extent happen in the order of their submission (reads beside each other). What `write` wrote
+    is checked when `read` reads it, unless the extent is mapped.
+
+    Raises ValueError when `directory` is a file, StateError when another store or process uses it, DiskError when no
+    file can be made there.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], ledger: Ledger) -> None:
+        self._directory = StoreDirectory(directory)
+        self._ledger = ledger
+        name = f"the spill file in {self._directory.path}"
+        self._file = DirectFile(self._directory.create_file(), name, writable=True)
+        self._requests = Requests(_THREADS)
+        self._checksums = Checksums()
+        self._lock = threading.Lock()
+        self._extents: list[Extent] = []
+        self._size_bytes = 0
+        self._mappings: dict[Extent, Mapping] = {}
+        self._moved: Counter[Access] = Counter()
+        self._booked: Counter[str] = Counter()
+        self._unbook = weakref.finalize(self, _unbook, ledger, self._booked)
+        self._unbook.atexit = False
+        self._warn()
+
+    @property
+    def direct(self) -> bool:
+        """Whether reads and writes bypass the page cache."""
+        return self._file.direct
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return self._size_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that were read so far; through mappings not counted."""
+        return self._moved[Access.READ]
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes that were written so far; through mappings not counted."""
+        return self._moved[Access.WRITE]
+
+    def check_free(self, nbytes: int) -> None:
+        """Raises DiskError (ENOSPC) when `nbytes` more do not fit on the disk. To be asked before the first byte."""
+        self._directory.check_free(nbytes, "the disk tier")
+
+    def allocate(self, name: str, nbytes: int, purpose: str) -> Extent:
+        """Takes `nbytes` of disk, rounded up to pages, for good; `name` is what errors say. Contents are arbitrary.
+
+        Raises DiskError (ENOSPC), and takes nothing, when the disk has no room.
+        """
+        with self._lock:
+            self._refuse_closed(name)
+            extent = Extent(name, self._size_bytes, nbytes)
+            self._directory.check_free(extent.capacity_bytes, repr(name))
+            try:
+                if extent.capacity_bytes:
+                    os.posix_fallocate(self._file.descriptor, extent.offset, extent.capacity_bytes)
+            except OSError as error:
+                os.ftruncate(self._file.descriptor, self._size_bytes)
+                raise DiskError(
+                    error.errno,
+                    f"{name!r}: {extent.capacity_bytes} bytes could not be taken in {self._directory.path}:"
+                    f" {error.strerror}. Free space there, or give a directory on a larger disk.",
+                ) from error
+            self._size_bytes += extent.capacity_bytes
+            self._booked[purpose] += extent.capacity_bytes
+            self._ledger.add(Tier.DISK, purpose, extent.capacity_bytes)
+            self._extents.append(extent)
+            return extent
+
+    def read(
+        self, extent: Extent, destination: torch.Tensor, offset: int = 0, *, after: Event | None = None
+    ) -> Request:
+        """Submits reading the bytes from `offset` of `extent` into `destination`. Never blocks.
+
+        `destination` is uint8 on the CPU, contiguous, (nbytes,); it may end in the padding of the extent. Fastest when
+        it begins at a page and has whole pages. It may be touched when the request is done, and is filled not before
+        `after`. DiskError (I/O fault, file too short, wrong checksum) comes from the request.
+        """
+        return self._submit(Access.READ, extent, destination, offset, after)
+
+    def write(self, extent: Extent, source: torch.Tensor, offset: int = 0, *, after: Event | None = None) -> Request:
+        """Submits writing `source` to `offset` of `extent`. As `read`; `source` must not change meanwhile.
+
+        After a write that failed, reads of the extent fail too, until a write of all of it has succeeded.
+        """
+        return self._submit(Access.WRITE, extent, source, offset, after)
+
+    def mapping(self, extent: Extent) -> torch.Tensor:
+        """The extent as memory: uint8, (nbytes,); the same bytes at every call. Writes to it reach the file.
+
+        To be touched when the Request of `to_mapping` is done, and until `to_direct` is called. It outlives the store.
+        Its bytes are not checked any more.
+        """
+        with self._lock:
+            self._refuse_closed(extent.name)
+            if extent not in self._mappings:
+                self._mappings[extent] = Mapping(
+                    self._file.descriptor, extent.offset, extent.capacity_bytes, shared=True
+                )
+                self._checksums.forget(extent)
+            return self._mappings[extent].tensor(0, extent.nbytes)
+
+    def to_mapping(self, extent: Extent) -> Request:
+        """Hands the extent over to those who use its mapping: done when all reads and writes before are."""
+        return self._requests.submit(Request(extent, Access.WRITE, (), whole=False), None)
+
+    def to_direct(self, extent: Extent) -> Request:
+        """Hands the extent over to `read` and `write`: submits bringing to disk what was written through the mapping.
+
+        Reads and writes that are submitted later wait for that. The pages stop counting as memory of this process.
+        """
+        mapping = self._mappings.get(extent)
+        jobs = () if mapping is None else (partial(self._hand_over, extent, mapping),)
+        return self._requests.submit(Request(extent, Access.WRITE, jobs, whole=False), None)
+
+    def synchronize(self) -> None:
+        """Waits for all that was submitted; raises the first failure of a write."""
+        self._requests.synchronize()
+
+    def close(self) -> None:
+        """Waits for what was submitted, and gives the disk back, as far as no mapping is in use. Twice is fine."""
+        with self._lock:
+            if not self._unbook.alive:
+                return
+            self._unbook()
+        self._requests.close()
+        self._mappings.clear()
+        self._file.close()
+        self._directory.close()
+
+    def __enter__(self) -> "DiskStore":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _submit(
+        self, access: Access, extent: Extent, memory: torch.Tensor, offset: int, after: Event | None
+    ) -> Request:
+        _check(extent, memory, offset)
+        job = self._read_piece if access is Access.READ else self._write_piece
+        jobs: list[Callable[[], None]] = [
+            partial(job, extent, piece, memory, piece.begin - offset) for piece in pieces(offset, memory.nbytes)
+        ]
+        whole = offset == 0 and memory.nbytes >= extent.nbytes
+        return self._requests.submit(Request(extent, access, jobs, whole=whole), after)
+
+    def _read_piece(self, extent: Extent, piece: Piece, memory: torch.Tensor, at: int) -> None:
+        address, nbytes = memory.data_ptr() + at, piece.end - piece.begin
+        self._file.read(address, nbytes, extent.offset + piece.begin, repr(extent.name))
+        if extent not in self._mappings:
+            self._checksums.verify(extent, piece, address, self._file.name)
+        self._count(Access.READ, nbytes)
+
+    def _write_piece(self, extent: Extent, piece: Piece, memory: torch.Tensor, at: int) -> None:
+        address, nbytes = memory.data_ptr() + at, piece.end - piece.begin
+        if extent not in self._mappings:
+            self._checksums.note(extent, piece, address)
+        self._file.write(address, nbytes, extent.offset + piece.begin, repr(extent.name))
+        self._count(Access.WRITE, nbytes)
+
+    def _count(self, access: Access, nbytes: int) -> None:
+        with self._lock:
+            self._moved[access] += nbytes
+
+    def _hand_over(self, extent: Extent, mapping: Mapping) -> None:
+        try:
+            mapping.flush()
+            mapping.forget()
+        except OSError as error:
+            raise DiskError(
+                error.errno,
+                f"{extent.name!r}: what was written to {extent.nbytes} bytes at offset {extent.offset} of"
+                f" {self._file.name} through memory did not reach the disk: {error.strerror}. See the kernel's log"
+                " (dmesg) for a fault of the drive.",
+            ) from error
+
+    def _refuse_closed(self, name: str) -> None:
+        if not self._unbook.alive:
+            raise StateError(f"{name!r} cannot be reached: the disk store is closed")
+
+    def _warn(self) -> None:
+        if self._directory.in_ram:
+            problem = "keeps its files in RAM: what rests there still takes host memory"
+        elif not self.direct:
+            problem = "refuses direct I/O: reads and writes go through the page cache, at about half the drive's speed"
+        else:
+            return
+        warnings.warn(
+            f"the filesystem of disk={str(self._directory.path)!r} {problem}. Give a directory on a local ext4 or XFS.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _unbook(ledger: Ledger, booked: Counter[str]) -> None:
+    for purpose, nbytes in booked.items():
+        ledger.add(Tier.DISK, purpose, -nbytes)
+
+
+def _check(extent: Extent, memory: torch.Tensor, offset: int) -> None:
+    """Raises when bytes of `memory` cannot go to or come from `offset` of `extent`."""
+    if memory.dtype != torch.uint8 or memory.device.type != "cpu" or not memory.is_contiguous():
+        raise TypeError(
+            f"{extent.name!r}: the disk reads and writes contiguous uint8 memory of the CPU, not"
+            f" {memory.dtype} on {memory.device} of stride {tuple(memory.stride())}; give tensor.view(torch.uint8)"
+        )
+    if not 0 <= offset <= offset + memory.nbytes <= extent.capacity_bytes:
+        raise ValueError(
+            f"{extent.name!r}: {memory.nbytes} bytes at offset {offset} are not within its {extent.nbytes} bytes"
+        )
