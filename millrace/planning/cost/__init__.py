@@ -1,0 +1,37 @@
+"""What will a run hold in each tier, and how long will a step take? Plain numbers about models and machines."""
+
+from millrace.planning.cost.catalogue import DEVICES, DRIVES, HOSTS, MACHINES, machine
+from millrace.planning.cost.configs import read_config, shape_of_config
+from millrace.planning.cost.hardware import Hardware
+from millrace.planning.cost.modules import is_module, shape_of_module
+from millrace.planning.cost.run_plan import RunPlan, plan_run
+from millrace.planning.cost.run_text import compare_text
+from millrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
+from millrace.planning.cost.step import Overlap
+from millrace.planning.cost.work import Activations, Method, Place, Spread, Training, Work
+
+__all__ = [
+    "DEVICES",
+    "DRIVES",
+    "HOSTS",
+    "MACHINES",
+    "Activations",
+    "BlockKind",
+    "BlockShape",
+    "Hardware",
+    "Method",
+    "ModelShape",
+    "Overlap",
+    "Place",
+    "RunPlan",
+    "Spread",
+    "Training",
+    "Work",
+    "compare_text",
+    "is_module",
+    "machine",
+    "plan_run",
+    "read_config",
+    "shape_of_config",
+    "shape_of_module",
+]

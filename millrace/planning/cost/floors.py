@@ -1,0 +1,149 @@
+"""What can no schedule beat? For each lane, the seconds that its bytes or operations take alone, per optimizer step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from millrace.planning.cost.formulas import break_even_tokens
+from millrace.planning.cost.hardware import Hardware
+from millrace.planning.cost.shape import ModelShape
+from millrace.planning.cost.tiers import block_seconds
+from millrace.planning.cost.work import Activations, Method, Place, Spread, Training, Work
+
+__all__ = ["Floors", "floors_of", "hiding_tokens"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floors:
+    """Seconds per step of each lane alone; `onload_all_seconds` is with no block kept on the device."""
+
+    compute_seconds: float
+    onload_seconds: float
+    offload_seconds: float
+    update_seconds: float
+    fetch_seconds: float
+    spill_seconds: float
+    collective_seconds: float
+
+    @property
+    def longest(self) -> float:
+        return max(float(seconds) for seconds in vars(self).values())
+
+    @property
+    def serial_update(self) -> float:
+        """The floor when nothing runs beside the update."""
+        beside = max(self.compute_seconds, self.onload_seconds, self.offload_seconds)
+        return max(self.longest, beside + max(self.update_seconds, self.fetch_seconds, self.spill_seconds))
+
+
+def floors_of(
+    shape: ModelShape, work: Work, spread: Spread, method: Method, hardware: Hardware, streaming_bytes: int
+) -> Floors:
+    """The floors of one device's part of the model. The fewest loads keep as much as the budget has room for."""
+    compute = 0.0
+    for block in shape.blocks:
+        forward, backward = block_seconds(block, work, hardware)
+        again = forward if method.activations is Activations.RECOMPUTED and block.input_elements else 0.0
+        compute += forward if work.training is Training.NONE else forward + backward + again
+    compute *= work.micro_batches
+    collective = _collective_seconds(shape, work, spread, method, hardware)
+    weights = shape.weight_bytes / spread.weight_shards
+    passes = 1 if work.training is Training.NONE else 2
+    onload = fetch = spill = offload = update = 0.0
+    changes = work.training is Training.FULL and method.state is not Place.DEVICE
+    if method.streamed:
+        missing = max(0.0, shape.weight_bytes - streaming_bytes) / spread.weight_shards
+        loaded = passes * missing * work.micro_batches
+        if changes:
+            loaded = max(loaded, weights)
+        onload = loaded / hardware.onload_bytes_per_second
+        if method.weights is Place.DISK:
+            fetch += loaded
+            spill += weights if changes else 0.0
+    elif changes:
+        onload = weights / hardware.onload_bytes_per_second
+    if work.training is not Training.NONE and method.state is not Place.DEVICE:
+        trained = shape.trainable / spread.state_shards
+        offload = work.gradient_bytes * shape.trainable / spread.gradient_shards * work.micro_batches
+        offload /= hardware.offload_bytes_per_second
+        update = work.update_bytes * trained / (hardware.update_rate / hardware.devices)
+        if method.state is Place.DISK:
+            state = (work.master_bytes + work.state_bytes) * trained
+            fetch, spill = fetch + state, spill + state
+    elif work.training is not Training.NONE:
+        compute += work.update_bytes * shape.trainable / spread.state_shards / hardware.device_bytes_per_second
+    read, write = hardware.disk_read_bytes_per_second, hardware.disk_write_bytes_per_second
+    return Floors(
+        compute_seconds=compute,
+        onload_seconds=onload,
+        offload_seconds=offload,
+        update_seconds=update,
+        fetch_seconds=fetch * hardware.devices / read if fetch else 0.0,
+        spill_seconds=spill * hardware.devices / write if spill else 0.0,
+        collective_seconds=collective,
+    )
+
+
+def tensor_seconds(shape: ModelShape, work: Work, spread: Spread, method: Method, hardware: Hardware) -> float:
+    """All-reduces of one layer's outputs across the tensor degree, per visit: two in a forward, two in a backward."""
+    if spread.tensor == 1:
+        return 0.0
+    hidden = max(block.input_elements for block in shape.blocks)
+    ring = 2 * (spread.tensor - 1) / spread.tensor
+    return 2 * ring * 2 * hidden * work.tokens / _peer_rate(hardware, spread.tensor)
+
+
+def _collective_seconds(shape: ModelShape, work: Work, spread: Spread, method: Method, hardware: Hardware) -> float:
+    """Gradients reduced once, and weights gathered for each pass at ZeRO stage 3; tensor all-reduces at every visit."""
+    visits = (1 if work.training is Training.NONE else 2) + (method.activations is Activations.RECOMPUTED)
+    seconds = tensor_seconds(shape, work, spread, method, hardware) * visits * shape.layers * work.micro_batches
+    if spread.data > 1:
+        part = (spread.data - 1) / spread.data
+        rate = _peer_rate(hardware, spread.devices)
+        if work.training is not Training.NONE:
+            times = 1 if spread.zero_stage >= 2 else 2  # a scatter alone, or a scatter and a gather
+            seconds += times * part * work.gradient_bytes * shape.trainable / rate
+        if spread.zero_stage >= 3:
+            gathers = (1 if work.training is Training.NONE else 2) * work.micro_batches
+            seconds += gathers * part * shape.weight_bytes / rate
+    return seconds
+
+
+def _peer_rate(hardware: Hardware, devices: int) -> float:
+    """Bytes per second between devices: within the node, or between nodes when they span several."""
+    within = hardware.collective_bytes_per_second or hardware.onload_bytes_per_second
+    return (
+        within if devices <= hardware.devices or not hardware.node_bytes_per_second else hardware.node_bytes_per_second
+    )
+
+
+def hiding_tokens(shape: ModelShape, work: Work, method: Method, hardware: Hardware) -> dict[str, float]:
+    """Tokens per micro-batch, or per step, from which each lane hides behind compute; only lanes that are used."""
+    hidden: dict[str, float] = {}
+    training = work.training is not Training.NONE
+    again = method.activations is Activations.RECOMPUTED
+    active = sum(block.active_parameters for block in shape.blocks)
+    backward = 4.0 if work.training is Training.FULL else 2.0
+    flops = (2.0 + (backward + 2.0 * again if training else 0.0)) * active / shape.parameters
+    width = max(block.input_elements for block in shape.blocks)
+    context = work.sequence_length / width if width else 0.0
+    bits = 8 * shape.weight_bytes / shape.parameters
+
+    def tokens(nbytes: float, rate: float) -> float:
+        return break_even_tokens(
+            nbytes, hardware.flops_per_second, rate, flops_per_parameter=flops, context_over_hidden=context
+        )
+
+    if method.streamed:
+        hidden["onload"] = tokens(bits / 8 * (2 if training else 1), hardware.onload_bytes_per_second)
+    if method.weights is Place.DISK:
+        rate = hardware.disk_read_bytes_per_second / hardware.devices
+        hidden["fetch of weights"] = tokens(bits / 8 * (2 if training else 1), rate)
+    if training and method.state is not Place.DEVICE and shape.trainable:
+        trained = shape.trainable / shape.parameters
+        hidden["update"] = tokens(work.update_bytes * trained, hardware.update_rate / hardware.devices)
+        if method.state is Place.DISK:
+            state = (work.master_bytes + work.state_bytes) * trained
+            slower = min(hardware.disk_read_bytes_per_second, hardware.disk_write_bytes_per_second)
+            hidden["state on disk"] = tokens(state, slower / hardware.devices)
+    return hidden

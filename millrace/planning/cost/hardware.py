@@ -1,0 +1,84 @@
+"""What does a machine offer a run? Capacities and speeds, as measured or from a catalogue, and where they come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Hardware"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One machine (node) of `devices` equal accelerators. Bytes, bytes per second, operations per second.
+
+    - `flops_per_second`: of matrix products in 16 bits, as they are reached, not as they are sold.
+    - `onload_bytes_per_second`, `offload_bytes_per_second`: from and to page-locked host memory, of each device;
+      both directions at once unless `duplex_share` is below 1 (the part of each that is left when both run).
+    - `dram_bytes_per_second`: of the host, which copies, optimizer and disk share; `host_memory_bytes` of RAM.
+    - `update_bytes_per_second`: DRAM traffic of the optimizer's update alone, on all its threads; 0: all of DRAM's.
+    - `disk_...`: of all drives together; 0: no disk. `disk_endurance_bytes`: what may be written in their lives; 0 when
+      not known.
+    - `collective_bytes_per_second`: each device's, to the others of the node; `node_bytes_per_second`: to other nodes.
+    - `sources`: field -> where the figure comes from.
+    """
+
+    name: str
+    devices: int = 1
+    device_memory_bytes: int
+    device_bytes_per_second: float
+    flops_per_second: float
+    onload_bytes_per_second: float
+    offload_bytes_per_second: float
+    duplex_share: float = 1.0
+    host_memory_bytes: int
+    dram_bytes_per_second: float
+    update_bytes_per_second: float = 0.0
+    disk_bytes: int = 0
+    disk_read_bytes_per_second: float = 0.0
+    disk_write_bytes_per_second: float = 0.0
+    disk_endurance_bytes: float = 0.0
+    collective_bytes_per_second: float = 0.0
+    node_bytes_per_second: float = 0.0
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in (
+            "device_memory_bytes",
+            "device_bytes_per_second",
+            "flops_per_second",
+            "onload_bytes_per_second",
+            "offload_bytes_per_second",
+            "dram_bytes_per_second",
+        ):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"hardware {self.name!r}: {name} is {value}; it must be finite and above 0")
+        if self.devices < 1:
+            raise ValueError(f"hardware {self.name!r}: devices is {self.devices}; give at least 1")
+
+    @property
+    def update_rate(self) -> float:
+        """Bytes per second of DRAM traffic that the update reaches when nothing else uses it."""
+        return min(self.update_bytes_per_second or self.dram_bytes_per_second, self.dram_bytes_per_second)
+
+    def changed(self, **fields: Any) -> Hardware:
+        """The same machine with other figures, whose source is the caller."""
+        sources = {**self.sources, **dict.fromkeys(fields, "given")}
+        return dataclasses.replace(self, **fields, sources=sources)
+
+    def to_json(self) -> str:
+        return json.dumps({**dataclasses.asdict(self), "sources": dict(self.sources)}, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Hardware:
+        """What `to_json` wrote. Raises ValueError for anything else."""
+        try:
+            fields = json.loads(text)
+            return cls(**fields)
+        except TypeError as error:
+            raise ValueError(f"this is no hardware file of this version ({error}); run millrace probe again") from error

@@ -1,0 +1,145 @@
+"""When does each task run, if lanes are served in order, tasks wait for others, and the host's DRAM is shared?
+
+A discrete-event model: a lane runs one task at a time, in the order in which tasks were given to it, each after the
+tasks that it waits for. Whoever moves bytes through host memory at the same moment shares its rate: when together they
+ask for more than there is, all slow down alike. Both directions of the link may take from each other likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["CostLane", "Span", "Task", "run_lanes"]
+
+_TINY = 1e-15
+
+
+class CostLane(Enum):
+    """What runs in order."""
+
+    COMPUTE = "compute"
+    ONLOAD = "onload"
+    OFFLOAD = "offload"
+    UPDATE = "update"
+    FETCH = "fetch"
+    SPILL = "spill"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing to do: alone it takes `seconds` and moves `dram_bytes` through host memory.
+
+    `after`: indices of tasks that must have ended; all smaller than its own. `block`, -1 for none; `nbytes` moved.
+    """
+
+    lane: CostLane
+    name: str
+    seconds: float
+    after: tuple[int, ...] = ()
+    dram_bytes: float = 0.0
+    nbytes: int = 0
+    block: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When a task ran, and the task whose end it waited for last (-1: none, its lane was busy until then)."""
+
+    begin: float
+    end: float
+    waited_for: int
+
+
+def run_lanes(tasks: Sequence[Task], *, dram_rate: float = 0.0, duplex_share: float = 1.0) -> list[Span]:
+    """The spans of `tasks`, in their order; `dram_rate` in bytes per second (0: no limit).
+
+    Raises ValueError for a task that waits for itself or for a later one.
+    """
+    for index, task in enumerate(tasks):
+        if task.after and not 0 <= min(task.after) <= max(task.after) < index:
+            raise ValueError(f"task {index} ({task.name}) waits for {task.after}; give indices below its own")
+    return _Clock(tasks, dram_rate, duplex_share).run()
+
+
+class _Clock:
+    """The moment, what runs, and how much of it is left."""
+
+    def __init__(self, tasks: Sequence[Task], dram_rate: float, duplex_share: float) -> None:
+        self.tasks = tasks
+        self.dram_rate = dram_rate
+        self.duplex_share = duplex_share
+        self.now = 0.0
+        self.queues: dict[CostLane, list[int]] = {lane: [] for lane in CostLane}
+        for index, task in enumerate(tasks):
+            self.queues[task.lane].append(index)
+        self.heads = dict.fromkeys(CostLane, 0)
+        self.running: dict[CostLane, int] = {}
+        self.left: dict[int, float] = {}
+        self.begins = [0.0] * len(tasks)
+        self.ends: list[float | None] = [None] * len(tasks)
+
+    def run(self) -> list[Span]:
+        self._start()
+        while self.running:
+            speeds = self._speeds()
+            pause = min(self.left[index] / speeds[lane] for lane, index in self.running.items())
+            self.now += pause
+            for lane, index in list(self.running.items()):
+                self.left[index] -= pause * speeds[lane]
+                if self.left[index] <= _TINY + 1e-12 * self.tasks[index].seconds:
+                    self.ends[index] = self.now
+                    del self.running[lane]
+            self._start()
+        return [self._span(index) for index in range(len(self.tasks))]
+
+    def _start(self) -> None:
+        """Starts whatever may start now; a task of no length ends at once and may free others."""
+        moved = True
+        while moved:
+            moved = False
+            for lane, queue in self.queues.items():
+                if lane in self.running or self.heads[lane] >= len(queue):
+                    continue
+                index = queue[self.heads[lane]]
+                task = self.tasks[index]
+                if self._waits(task.after):
+                    continue
+                self.heads[lane] += 1
+                self.begins[index] = self.now
+                if task.seconds <= _TINY:
+                    self.ends[index] = self.now
+                    moved = True
+                else:
+                    self.running[lane] = index
+                    self.left[index] = task.seconds
+
+    def _waits(self, after: tuple[int, ...]) -> bool:
+        for other in after:  # noqa: SIM110 - asked at every event, and a generator is three times as slow
+            if self.ends[other] is None:
+                return True
+        return False
+
+    def _speeds(self) -> dict[CostLane, float]:
+        """Seconds of work that each running task does in a second."""
+        asked = {lane: self.tasks[i].dram_bytes / self.tasks[i].seconds for lane, i in self.running.items()}
+        total = sum(asked.values())
+        slow = self.dram_rate / total if 0 < self.dram_rate < total else 1.0
+        both = CostLane.ONLOAD in self.running and CostLane.OFFLOAD in self.running
+        speeds = {}
+        for lane in self.running:
+            link = self.duplex_share if both and lane in (CostLane.ONLOAD, CostLane.OFFLOAD) else 1.0
+            speeds[lane] = min(link, slow if asked[lane] else 1.0)
+        return speeds
+
+    def _span(self, index: int) -> Span:
+        end = self.ends[index]
+        if end is None:
+            raise ValueError(f"task {index} ({self.tasks[index].name}) never ran: please report this problem")
+        begin, last, moment = self.begins[index], -1, -1.0
+        for other in self.tasks[index].after:
+            other_end = self.ends[other]
+            if other_end is not None and other_end > moment and self.tasks[other].lane is not self.tasks[index].lane:
+                last, moment = other, other_end
+        return Span(begin, end, last if moment >= begin - 1e-12 * max(1.0, begin) else -1)

@@ -1,0 +1,182 @@
+"""What does a plan of a run say? Everything that `millrace plan` prints, as frozen data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+from millrace.planning.cost.choose import Help, Option, Shortfall, best_run, helps, options, shortfall
+from millrace.planning.cost.floors import Floors, hiding_tokens
+from millrace.planning.cost.forecast import Run
+from millrace.planning.cost.formulas import wear_steps
+from millrace.planning.cost.hardware import Hardware
+from millrace.planning.cost.lanes import CostLane
+from millrace.planning.cost.shape import ModelShape
+from millrace.planning.cost.step import Overlap
+from millrace.planning.cost.tiers import Tiers
+from millrace.planning.cost.work import Method, Spread, Work
+
+__all__ = ["RunPlan", "plan_run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """A run planned before it starts, by `millrace.plan`. Bytes and seconds; per device where nothing else is said.
+
+    - `fits`: whether any method does. If not, `shortfall` says by how much and what would help, and `run` is None.
+    - `run`: the recommended method with its bytes by tier, floors, lanes and step time; `run.visits` is the plan of its
+      visits, of the class that `handle.plan` has.
+    - `options`: all methods that were considered, the simplest first; `helps`: what would speed it up most.
+    """
+
+    model: ModelShape
+    part: ModelShape
+    work: Work
+    spread: Spread
+    hardware: Hardware
+    run: Run | None
+    options: tuple[Option, ...]
+    helps: tuple[Help, ...]
+    shortfall: Shortfall | None
+
+    @property
+    def fits(self) -> bool:
+        return self.run is not None
+
+    @property
+    def tiers(self) -> Tiers:
+        """Of the recommended method, or of the one that lacks least."""
+        if self.run is not None:
+            return self.run.tiers
+        if self.shortfall is None:
+            raise ValueError("neither a run nor a shortfall was found: please report this problem")
+        return self.shortfall.tiers
+
+    @property
+    def method(self) -> Method:
+        if self.run is not None:
+            return self.run.method
+        if self.shortfall is None:
+            raise ValueError("neither a run nor a shortfall was found: please report this problem")
+        return self.shortfall.method
+
+    @property
+    def step_seconds(self) -> float | None:
+        return None if self.run is None else self.run.seconds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of all replicas together."""
+        if self.run is None:
+            return None
+        return self.work.tokens * self.work.micro_batches * self.spread.data / self.run.seconds
+
+    @property
+    def floors(self) -> Floors | None:
+        return None if self.run is None else self.run.floors
+
+    @property
+    def hiding_tokens(self) -> dict[str, float]:
+        """Lane -> tokens from which it hides behind compute."""
+        return hiding_tokens(self.part, self.work, self.method, self.hardware)
+
+    @property
+    def written_bytes(self) -> int:
+        """To the node's disks in each step."""
+        if self.run is None:
+            return 0
+        return self.run.step.moved_bytes[CostLane.SPILL] * self.hardware.devices
+
+    @property
+    def wear_steps(self) -> float | None:
+        """Steps until the drives' guaranteed writes are used up; None when nothing is written, or that is not known."""
+        if not self.written_bytes or not self.hardware.disk_endurance_bytes:
+            return None
+        return wear_steps(self.written_bytes, self.hardware.disk_endurance_bytes)
+
+    def to_text(self) -> str:
+        """What `millrace plan` prints."""
+        from millrace.planning.cost.run_text import run_plan_text
+
+        return run_plan_text(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data, for JSON."""
+        run = self.run
+        return {
+            "model": {
+                "name": self.model.name,
+                "parameters": self.model.parameters,
+                "active_parameters": self.model.active_parameters,
+                "trainable_parameters": self.model.trainable,
+            },
+            "hardware": json.loads(self.hardware.to_json()),
+            "work": _plain(dataclasses.asdict(self.work)),
+            "spread": dataclasses.asdict(self.spread),
+            "fits": self.fits,
+            "method": _plain(dataclasses.asdict(self.method)),
+            "strategy": self.method.text(self.work.training),
+            "tiers": [
+                {"tier": held.place.value, "purpose": held.purpose, "bytes": held.nbytes} for held in self.tiers.held
+            ],
+            "capacity_bytes": {place.value: nbytes for place, nbytes in self.tiers.capacity.items()},
+            "step_seconds": self.step_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "efficiency": None if run is None else run.efficiency,
+            "resident_fraction": None if run is None else run.resident_fraction,
+            "floors_seconds": None if run is None else dataclasses.asdict(run.floors),
+            "busy_seconds": None if run is None else {k.value: v for k, v in run.step.busy_seconds.items()},
+            "moved_bytes": None if run is None else {k.value: v for k, v in run.step.moved_bytes.items()},
+            "hiding_tokens": self.hiding_tokens,
+            "written_bytes_per_step": self.written_bytes,
+            "wear_steps": self.wear_steps,
+            "helps": [dataclasses.asdict(help) for help in self.helps],
+            "options": [
+                {
+                    "strategy": option.method.text(self.work.training),
+                    "lacks_bytes": {place.value: nbytes for place, nbytes in option.lacks},
+                    "floor_seconds": option.floor_seconds,
+                }
+                for option in self.options
+            ],
+            "fixes": [] if self.shortfall is None else list(self.shortfall.fixes),
+        }
+
+
+def plan_run(
+    model: ModelShape,
+    hardware: Hardware,
+    work: Work,
+    spread: Spread | None = None,
+    *,
+    overlap: Overlap = Overlap.NONE,
+    disk: bool = True,
+) -> RunPlan:
+    """The plan of `model` on `hardware`. Raises ValueError when the degrees do not go into the devices or layers."""
+    spread = spread or Spread()
+    if spread.pipeline > model.layers:
+        raise ValueError(f"pipeline={spread.pipeline} but {model.name} has {model.layers} layers; give at most that")
+    if spread.devices < hardware.devices:
+        # Devices that are not used share nothing.
+        hardware = replace(hardware, devices=spread.devices)
+    part = model.divided(spread.tensor, spread.pipeline)
+    considered = options(part, work, spread, hardware, overlap, disk)
+    run = best_run(part, work, spread, hardware, considered)
+    return RunPlan(
+        model=model,
+        part=part,
+        work=work,
+        spread=spread,
+        hardware=hardware,
+        run=run,
+        options=tuple(considered),
+        helps=() if run is None else tuple(helps(part, work, spread, hardware, run, overlap)),
+        shortfall=shortfall(hardware, work, spread, considered) if run is None else None,
+    )
+
+
+def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+    """Enums by their values."""
+    return {key: getattr(value, "value", value) for key, value in fields.items()}

@@ -1,0 +1,187 @@
+"""How does the plan of a run read? Plain text: the recommendation, the tiers, the lanes, a time line, what helps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from millrace.planning.cost.forecast import Run
+from millrace.planning.cost.lanes import CostLane
+from millrace.planning.cost.run_plan import RunPlan
+from millrace.planning.cost.work import Place, Training
+from millrace.planning.text import seconds_text
+
+__all__ = ["compare_text", "run_plan_text", "size_text"]
+
+_LINE = 72  # columns of the time line
+_SHOWN = 4  # stalls and helps
+
+
+def run_plan_text(plan: RunPlan) -> str:
+    """The plan as text."""
+    lines = [*_head(plan), "", *_tiers(plan)]
+    if plan.run is None:
+        lines += ["", *_missing(plan)]
+    else:
+        lines += ["", *_lanes(plan.run), "", *_time_line(plan.run), "", *_closing(plan, plan.run)]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def compare_text(plans: Sequence[tuple[str, RunPlan]]) -> str:
+    """Several plans side by side: one row each."""
+    rows: list[tuple[str, ...]] = [("plan", "strategy", "step", "tokens/s", "efficiency", "device", "host", "disk")]
+    for name, plan in plans:
+        tiers = [size_text(plan.tiers.total(place)) for place in Place]
+        strategy = plan.method.text(plan.work.training)
+        if plan.run is None:
+            lacks = ", ".join(
+                f"{place.value} lacks {size_text(plan.tiers.short(place))}"
+                for place in Place
+                if plan.tiers.short(place)
+            )
+            rows.append((name, f"does not fit: {lacks}", "", "", "", *tiers))
+        else:
+            speed = f"{plan.tokens_per_second:,.0f}"
+            rows.append((name, strategy, seconds_text(plan.run.seconds), speed, f"{plan.run.efficiency:.0%}", *tiers))
+    return "\n".join(_columns(rows)) + "\n"
+
+
+def size_text(nbytes: float) -> str:
+    """Bytes in decimal units, in which memory and drives are sold."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(nbytes) >= unit:
+            return f"{nbytes / unit:.3g} {name}"
+    return f"{nbytes:.0f} B"
+
+
+def _head(plan: RunPlan) -> list[str]:
+    model, work, spread = plan.model, plan.work, plan.spread
+    count = f"{model.parameters / 1e9:.3g}B parameters"
+    if model.active_parameters < 0.95 * model.parameters:
+        count += f", {model.active_parameters / 1e9:.3g}B of them active"
+    if work.training is Training.ADAPTER:
+        count += f", {model.trainable / 1e6:.3g}M trained in adapters"
+    batches = f"{work.micro_batches} x " if work.micro_batches > 1 else ""
+    tokens = f"{batches}{work.batch_size} x {work.sequence_length:,} tokens"
+    degrees = [
+        f"{name} {degree}"
+        for name, degree in (("data", spread.data), ("tensor", spread.tensor), ("pipeline", spread.pipeline))
+        if degree > 1
+    ]
+    if spread.zero_stage:
+        degrees.append(f"ZeRO stage {spread.zero_stage}")
+    over = f", {', '.join(degrees)}" if degrees else ""
+    lines = [
+        f"model     {model.name}: {count}, {model.layers} layers, weights {size_text(model.weight_bytes)}",
+        f"work      {work.training.value}: {tokens} a step{over}",
+        f"hardware  {plan.hardware.name}: {size_text(plan.hardware.device_memory_bytes)} on each of "
+        f"{plan.hardware.devices} device(s), {size_text(plan.hardware.host_memory_bytes)} of host memory, "
+        f"{size_text(plan.hardware.disk_bytes)} of disk",
+    ]
+    if plan.run is None:
+        lines.append("result    does not fit")
+    else:
+        lines.append(f"do        {plan.method.text(work.training)}")
+        lines.append(
+            f"result    {seconds_text(plan.run.seconds)} a step, {plan.tokens_per_second:,.0f} tokens/s, "
+            f"{plan.run.efficiency:.0%} of what compute alone would take"
+        )
+    return lines
+
+
+def _tiers(plan: RunPlan) -> list[str]:
+    tiers = plan.tiers
+    purposes = list(dict.fromkeys(held.purpose for held in tiers.held))
+    rows = [("bytes per device", *(place.value for place in Place))]
+    for purpose in purposes:
+        cells = []
+        for place in Place:
+            nbytes = sum(h.nbytes for h in tiers.held if h.place is place and h.purpose == purpose)
+            cells.append(size_text(nbytes) if nbytes else "")
+        rows.append((purpose, *cells))
+    rows.append(("in all", *(size_text(tiers.total(place)) for place in Place)))
+    rows.append(("of", *(size_text(tiers.capacity[place]) for place in Place)))
+    if not tiers.fits:
+        rows.append(("lacks", *(size_text(tiers.short(place)) if tiers.short(place) else "" for place in Place)))
+    return _columns(rows, right=True)
+
+
+def _lanes(run: Run) -> list[str]:
+    floors = {
+        CostLane.COMPUTE: "compute_seconds",
+        CostLane.ONLOAD: "onload_seconds",
+        CostLane.OFFLOAD: "offload_seconds",
+        CostLane.UPDATE: "update_seconds",
+        CostLane.FETCH: "fetch_seconds",
+        CostLane.SPILL: "spill_seconds",
+    }
+    rows = [("lane", "busy", "of the step", "moved", "floor")]
+    for lane, busy in run.step.busy_seconds.items():
+        floor = getattr(run.floors, floors[lane])
+        if not busy and not floor:
+            continue
+        moved = run.step.moved_bytes[lane]
+        share = f"{busy / run.step.seconds:.0%}" if run.step.seconds else ""
+        rows.append((lane.value, seconds_text(busy), share, size_text(moved) if moved else "", seconds_text(floor)))
+    if run.floors.collective_seconds:
+        rows.append(("collective", "", "", "", seconds_text(run.floors.collective_seconds)))
+    return _columns(rows, right=True)
+
+
+def _time_line(run: Run) -> list[str]:
+    """One step, a row for each lane: # busy more than half of the column's time, - busy less."""
+    step = run.step
+    lines = [f"one step of {seconds_text(step.seconds)}:"]
+    for lane in CostLane:
+        busy = [0.0] * _LINE
+        for task, span in zip(step.tasks, step.spans, strict=True):
+            if task.lane is not lane or span.end <= span.begin:
+                continue
+            first, last = span.begin / step.seconds * _LINE, span.end / step.seconds * _LINE
+            for column in range(max(0, int(first)), min(_LINE, int(last) + 1)):
+                busy[column] += max(0.0, min(last, column + 1) - max(first, column))
+        if any(busy):
+            marks = "".join("#" if share > 0.5 else "-" if share > 0.02 else " " for share in busy)
+            lines.append(f"  {lane.value:<8}|{marks}|")
+    return lines
+
+
+def _closing(plan: RunPlan, run: Run) -> list[str]:
+    lines = []
+    if run.method.streamed:
+        lines.append(f"resident  {run.resident_fraction:.0%} of the weights stay on the device")
+    for stall in sorted(run.step.stalls, key=lambda stall: -stall.seconds)[:_SHOWN]:
+        lines.append(
+            f"stall     {seconds_text(stall.seconds)}: {stall.name} waits for {stall.waited_for} ({stall.lane.value})"
+        )
+    for lane, tokens in plan.hiding_tokens.items():
+        lines.append(f"hides     {lane} hides behind compute from {tokens:,.0f} tokens on")
+    if plan.wear_steps is not None:
+        lines.append(
+            f"wear      {size_text(plan.written_bytes)} written to disk a step: the drives are guaranteed "
+            f"{plan.wear_steps:,.0f} steps"
+        )
+    for help in plan.helps[:_SHOWN]:
+        lines.append(f"helps     {help.change}: {help.gain:.2f} times the tokens/s")
+    return lines
+
+
+def _missing(plan: RunPlan) -> list[str]:
+    if plan.shortfall is None:
+        return []
+    lines = [f"closest   {plan.method.text(plan.work.training)}"]
+    for place, lack in plan.shortfall.lacks:
+        lines.append(f"lacks     {size_text(lack)} of {place.value} memory for each device")
+    lines += [f"would fit {fix}" for fix in plan.shortfall.fixes]
+    return lines
+
+
+def _columns(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if right and place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines

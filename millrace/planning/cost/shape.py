@@ -1,0 +1,131 @@
+"""What must be known of a model to price it? Its blocks: parameters, operations and activations; no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+
+__all__ = ["BlockKind", "BlockShape", "ModelShape"]
+
+
+class BlockKind(Enum):
+    """What a block is to the model."""
+
+    EMBEDDING = "embedding"
+    LAYER = "layer"
+    HEAD = "head"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockShape:
+    """One block in numbers; "per token" counts one forward.
+
+    - `parameters`: all of them; `active_parameters`: those that one token is multiplied with (mixtures of experts have
+      fewer, an embedding has none); `trainable`: those that get gradients.
+    - `weight_bits`: of one parameter as it rests and travels (16; 4.5 for NF4 with its scales).
+    - `context_flops`: attention's operations per token and per position of the context.
+    - `saved_elements`: activations per token that backward needs when nothing is recomputed; `input_elements`: those
+      of the block's input, which is all that recomputation keeps.
+    - `adapter_sizes`: inputs and outputs of all linear layers together: an adapter of rank r has r times as many
+      parameters.
+    """
+
+    name: str
+    kind: BlockKind = BlockKind.LAYER
+    parameters: int
+    active_parameters: int
+    trainable: int
+    weight_bits: float = 16.0
+    context_flops: float = 0.0
+    saved_elements: float = 0.0
+    input_elements: int = 0
+    adapter_sizes: int = 0
+
+    @property
+    def weight_bytes(self) -> int:
+        return round(self.parameters * self.weight_bits / 8)
+
+    def forward_flops(self, tokens: int, context: int) -> float:
+        """Operations of one forward of `tokens` tokens in sequences of `context`."""
+        return tokens * (2.0 * self.active_parameters + self.context_flops * context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A model as a sequence of blocks, in the order of its forward. `tied`: the head reuses the embedding's weights."""
+
+    name: str
+    blocks: tuple[BlockShape, ...]
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.blocks:
+            raise ValueError(f"model {self.name!r} has no blocks, so there is nothing to plan")
+
+    @property
+    def parameters(self) -> int:
+        return sum(block.parameters for block in self.blocks)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token meets: multiplied with, or looked up in the embedding."""
+        return sum(block.active_parameters or block.parameters for block in self.blocks)
+
+    @property
+    def trainable(self) -> int:
+        return sum(block.trainable for block in self.blocks)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(block.weight_bytes for block in self.blocks)
+
+    @property
+    def layers(self) -> int:
+        return sum(block.kind is BlockKind.LAYER for block in self.blocks)
+
+    def forward_flops(self, tokens: int, context: int) -> float:
+        return sum(block.forward_flops(tokens, context) for block in self.blocks)
+
+    def with_adapters(self, rank: int) -> ModelShape:
+        """The same model, frozen, with adapters of `rank` on the linear layers of its layers (LoRA)."""
+        if rank < 1:
+            raise ValueError(f"adapter_rank={rank}; give a rank of at least 1")
+
+        def adapted(block: BlockShape) -> BlockShape:
+            return replace(block, trainable=rank * block.adapter_sizes if block.kind is BlockKind.LAYER else 0)
+
+        return self._each(adapted)
+
+    def frozen(self) -> ModelShape:
+        """The same model, of which nothing is trained."""
+        return self._each(lambda block: replace(block, trainable=0))
+
+    def with_bits(self, bits: float) -> ModelShape:
+        """The same model with the weights of its layers stored in `bits` bits each (a quantised base)."""
+        if not 0 < bits <= 32:
+            raise ValueError(f"weight_bits={bits}; give a number of bits above 0 and up to 32")
+        return self._each(lambda block: replace(block, weight_bits=bits) if block.kind is BlockKind.LAYER else block)
+
+    def divided(self, tensor: int, pipeline: int) -> ModelShape:
+        """What one device holds and computes when each layer is cut `tensor` ways and the layers `pipeline` ways."""
+
+        def cut(block: BlockShape) -> BlockShape:
+            return replace(
+                block,
+                parameters=-(-block.parameters // tensor),
+                active_parameters=-(-block.active_parameters // tensor),
+                trainable=-(-block.trainable // tensor),
+                context_flops=block.context_flops / tensor,
+                saved_elements=block.saved_elements / tensor,
+            )
+
+        layers = [block for block in self.blocks if block.kind is BlockKind.LAYER]
+        kept = set(map(id, layers[: -(-len(layers) // pipeline)]))
+        # Of the ends, the device that is planned for holds the last: the head is the larger burden.
+        first = [b for b in self.blocks if b.kind is BlockKind.EMBEDDING and (pipeline == 1 or self.tied)]
+        blocks = [b for b in self.blocks if id(b) in kept or b.kind is BlockKind.HEAD or b in first]
+        return replace(self, blocks=tuple(cut(block) for block in blocks))
+
+    def _each(self, change: Callable[[BlockShape], BlockShape]) -> ModelShape:
+        return replace(self, blocks=tuple(change(block) for block in self.blocks))

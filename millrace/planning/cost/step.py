@@ -1,0 +1,318 @@
+"""How long does one step take, lane by lane? The planner's schedule of visits, with all else that moves, on the lanes.
+
+What the executor does is laid out as tasks (`lanes.py`): each visit's compute, the loads that the plan issues there,
+gradients and activations that leave, the update, and the disk's reads and writes. Some steps are run one behind the
+other; the last one is the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from millrace.planning.cost.hardware import Hardware
+from millrace.planning.cost.lanes import CostLane, Span, Task, run_lanes
+from millrace.planning.plan import Plan
+from millrace.planning.visit import Phase
+
+__all__ = ["BlockTraffic", "Overlap", "Stall", "StepForecast", "forecast_step"]
+
+_SETTLED = 2  # steps before the one that is measured, and rounds of a plan that takes turns
+_GRADIENT_BLOCKS = 2  # gradients on the device at once: those of two blocks
+_SLOTS = 3  # staging buffers for what passes between disk and host
+
+
+class Overlap(Enum):
+    """When blocks are updated."""
+
+    NONE = "none"  # when backward is over; the next step waits for all updates
+    FORWARD = "forward"  # when all gradients are known (exact clipping), beside the next forward
+    BACKWARD = "backward"  # as soon as a block's gradient has arrived
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTraffic:
+    """What crosses for one block besides its loads, in bytes; `update_bytes` is DRAM traffic."""
+
+    gradient_bytes: int = 0
+    update_bytes: float = 0.0
+    state_bytes: int = 0  # read before the update and written after it
+    fetch_bytes: int = 0  # weights that rest on disk: read before each load
+    spill_bytes: int = 0  # and written after the update
+    activation_bytes: int = 0  # out after forward, back before backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stall:
+    """Compute waited `seconds` at visit `visit` for the task `waited_for` of `lane`."""
+
+    visit: int
+    name: str
+    lane: CostLane
+    waited_for: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepForecast:
+    """One settled step: seconds, and what ran when (`tasks` and `spans` beside each other, from the step's begin)."""
+
+    seconds: float
+    compute_seconds: float
+    busy_seconds: dict[CostLane, float]
+    moved_bytes: dict[CostLane, int]
+    stalls: tuple[Stall, ...]
+    tasks: tuple[Task, ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def stall_seconds(self) -> float:
+        return max(0.0, self.seconds - self.compute_seconds)
+
+    @property
+    def overlap(self) -> float:
+        """The share of the transfers' time that hides behind compute."""
+        moved = sum(seconds for lane, seconds in self.busy_seconds.items() if lane is not CostLane.COMPUTE)
+        return 1.0 if not moved else min(1.0, max(0.0, 1.0 - self.stall_seconds / moved))
+
+
+def forecast_step(
+    plan: Plan,
+    traffic: Sequence[BlockTraffic],
+    hardware: Hardware,
+    *,
+    overlap: Overlap = Overlap.NONE,
+    closing_seconds: float = 0.0,
+) -> StepForecast:
+    """The settled step of `plan` on `hardware`; its visits are one optimizer step.
+
+    `closing_seconds`: compute at the end of the step (an update on the device). Link and disk rates, DRAM and its
+    sharing come from `hardware`; block loads take what the plan's problem says.
+    """
+    graph = _Graph(plan, traffic, hardware, overlap, closing_seconds)
+    turns = len(plan.cycles)
+    ends = [graph.step(cycle) for cycle in range(turns * _SETTLED + turns)]
+    spans = run_lanes(graph.tasks, dram_rate=hardware.dram_bytes_per_second, duplex_share=hardware.duplex_share)
+    begin = spans[ends[turns * _SETTLED - 1]].end
+    seconds = (spans[ends[-1]].end - begin) / turns
+    first = ends[turns * _SETTLED - 1] + 1
+    return _summary(graph.tasks[first:], spans[first:], spans, graph.tasks, begin, seconds, turns)
+
+
+def _summary(
+    tasks: Sequence[Task],
+    spans: Sequence[Span],
+    all_spans: Sequence[Span],
+    all_tasks: Sequence[Task],
+    begin: float,
+    seconds: float,
+    turns: int,
+) -> StepForecast:
+    busy = dict.fromkeys(CostLane, 0.0)
+    moved = dict.fromkeys(CostLane, 0)
+    stalls, last_end, visit = [], begin, 0
+    for task, span in zip(tasks, spans, strict=True):
+        busy[task.lane] += (span.end - span.begin) / turns
+        moved[task.lane] += task.nbytes
+        if task.lane is CostLane.COMPUTE:
+            waited = span.begin - last_end
+            if waited > 1e-9 * max(seconds, 1e-9) and span.waited_for >= 0:
+                source = all_tasks[span.waited_for]
+                stalls.append(
+                    Stall(visit=visit, name=task.name, lane=source.lane, waited_for=source.name, seconds=waited)
+                )
+            last_end = span.end
+            visit += 1
+    compute = busy[CostLane.COMPUTE]
+    return StepForecast(
+        seconds=seconds,
+        compute_seconds=compute,
+        busy_seconds=busy,
+        moved_bytes={lane: nbytes // turns for lane, nbytes in moved.items()},
+        stalls=tuple(stalls),
+        tasks=tuple(tasks),
+        spans=tuple(Span(span.begin - begin, span.end - begin, span.waited_for) for span in spans),
+    )
+
+
+class _Graph:
+    """The tasks of some steps, one behind the other."""
+
+    def __init__(
+        self, plan: Plan, traffic: Sequence[BlockTraffic], hardware: Hardware, overlap: Overlap, closing_seconds: float
+    ) -> None:
+        self.plan = plan
+        self.traffic = traffic
+        self.hardware = hardware
+        self.overlap = overlap
+        self.closing_seconds = closing_seconds
+        self.tasks: list[Task] = []
+        self.arrival: dict[int, int] = {}  # present block -> its load (-1: before all this)
+        for block in plan.start | plan.problem.residents:
+            self.arrival[block] = -1
+        self.ready: dict[int, int] = {}  # block -> the task behind which its home is as it should be
+        self.compute: list[int] = []  # compute tasks so far
+        self.fetched: list[int] = []  # loads of fetched blocks, for the ring of staging buffers
+        self.spilled: list[int] = []
+        self.leaving: list[int] = []  # offloads of gradients
+        last: dict[int, int] = {}
+        for index, visit in enumerate(plan.problem.visits):
+            for block in visit.blocks:
+                if visit.phase is Phase.BACKWARD:
+                    last[block] = index
+        self.last_backward = last
+
+    def step(self, cycle: int) -> int:
+        """Lays out one step; returns the index of its last task on the compute lane."""
+        problem = self.plan.problem
+        gradients: dict[int, int] = {}
+        kept: dict[int, int] = {}  # block -> the offload of its activations
+        back: dict[int, int] = {}
+        for index, visit in enumerate(problem.visits):
+            plan_step = self.plan.step(cycle, index)
+            waits: list[int] = []
+            for block in plan_step.evictions:
+                gone = -1 if block in problem.residents else self.arrival.pop(block, -1)
+                if gone >= 0:
+                    waits.append(gone)
+            for block in (*visit.blocks, *plan_step.loads):
+                if block not in self.arrival:
+                    self._load(block)
+            if visit.phase is Phase.BACKWARD:
+                self._bring_back(index, kept, back)
+            waits += [self.arrival[block] for block in visit.blocks if self.arrival[block] >= 0]
+            waits += [back[block] for block in visit.blocks if block in back and visit.phase is Phase.BACKWARD]
+            if len(self.leaving) >= _GRADIENT_BLOCKS and visit.phase is Phase.BACKWARD:
+                waits.append(self.leaving[-_GRADIENT_BLOCKS])
+            name = f"{visit.phase.value} {' '.join(map(str, visit.blocks))}"
+            done = self._add(CostLane.COMPUTE, name, visit.compute_seconds, waits)
+            self.compute.append(done)
+            for block in visit.blocks:
+                self._leave(index, block, visit.phase, done, gradients, kept)
+        return self._boundary(cycle, gradients)
+
+    def _bring_back(self, index: int, kept: dict[int, int], back: dict[int, int]) -> None:
+        """Activations of this visit and of the next come back."""
+        for visit in self.plan.problem.visits[index : index + 2]:
+            for block in visit.blocks:
+                nbytes = self.traffic[block].activation_bytes
+                if visit.phase is Phase.BACKWARD and block in kept and block not in back:
+                    back[block] = self._copy(CostLane.ONLOAD, "activations", block, nbytes, [kept[block], *self._now()])
+
+    def _leave(
+        self, index: int, block: int, phase: Phase, done: int, gradients: dict[int, int], kept: dict[int, int]
+    ) -> None:
+        own = self.traffic[block]
+        if phase is Phase.FORWARD and own.activation_bytes:
+            kept[block] = self._copy(CostLane.OFFLOAD, "activations", block, own.activation_bytes, [done])
+        if phase is Phase.BACKWARD and own.gradient_bytes:
+            leaves = self._copy(CostLane.OFFLOAD, "gradients", block, own.gradient_bytes, [done])
+            self.leaving.append(leaves)
+            if self.last_backward[block] == index:
+                gradients[block] = leaves
+        elif phase is Phase.BACKWARD and own.update_bytes and self.last_backward[block] == index:
+            gradients[block] = done
+
+    def _boundary(self, cycle: int, gradients: dict[int, int]) -> int:
+        """The update, and the end of the step."""
+        problem = self.plan.problem
+        end = self.compute[-1]
+        if self.closing_seconds:
+            end = self._add(CostLane.COMPUTE, "update on the device", self.closing_seconds, [])
+            self.compute.append(end)
+        everything = list(gradients.values())
+        order = sorted(gradients, reverse=False) if self.overlap is not Overlap.BACKWARD else list(gradients)
+        last = end
+        for block in order:
+            after = [gradients[block]] if self.overlap is Overlap.BACKWARD else everything
+            last = self._update(block, after)
+            self.ready[block] = last
+        if self.overlap is Overlap.NONE and order:
+            # The host steps before it goes on: nothing of the next step is given to any lane until then.
+            end = self._add(CostLane.COMPUTE, "wait for the update", 0.0, [last])
+            self.compute.append(end)
+            self.ready.update(dict.fromkeys(order, end))
+        for block in sorted(problem.changing):
+            self.arrival.pop(block, None)
+        step = self.plan.step(cycle, len(problem.visits))
+        for block in step.evictions:
+            if block not in problem.residents:
+                self.arrival.pop(block, None)
+        for block in step.loads:
+            if block not in self.arrival:
+                self._load(block)
+        if self.overlap is not Overlap.NONE or not order:
+            end = self._add(CostLane.COMPUTE, "end of step", 0.0, [])
+            self.compute.append(end)
+        return end
+
+    def _update(self, block: int, after: list[int]) -> int:
+        own, hardware = self.traffic[block], self.hardware
+        waits = list(after)
+        if own.state_bytes:
+            ring = [self.spilled[-_SLOTS]] if len(self.spilled) >= _SLOTS else []
+            waits.append(self._copy(CostLane.FETCH, "state", block, own.state_bytes, ring))
+        done = self._add(
+            CostLane.UPDATE,
+            f"update {block}",
+            own.update_bytes / hardware.update_rate,
+            waits,
+            dram_bytes=own.update_bytes,
+            block=block,
+        )
+        written = own.state_bytes + own.spill_bytes
+        if written:
+            spill = self._copy(CostLane.SPILL, "state", block, written, [done])
+            self.spilled.append(spill)
+            if own.fetch_bytes:
+                return spill
+        return done
+
+    def _load(self, block: int) -> None:
+        problem, own = self.plan.problem, self.traffic[block]
+        waits = self._now()
+        if block in self.ready:
+            waits.append(self.ready[block])
+        if own.fetch_bytes:
+            ring = [self.fetched[-_SLOTS]] if len(self.fetched) >= _SLOTS else []
+            home = [self.ready[block]] if block in self.ready else []
+            waits.append(self._copy(CostLane.FETCH, "weights", block, own.fetch_bytes, [*ring, *home]))
+        nbytes = problem.block_bytes[block]
+        # The plan's time is that of the slower of link and disk; the link's own is what its lane is busy for.
+        seconds = min(problem.load_seconds[block], nbytes / self.hardware.onload_bytes_per_second)
+        seconds = seconds if own.fetch_bytes else problem.load_seconds[block]
+        self.arrival[block] = self._add(
+            CostLane.ONLOAD, f"weights {block}", seconds, waits, dram_bytes=nbytes, nbytes=nbytes, block=block
+        )
+        if own.fetch_bytes:
+            self.fetched.append(self.arrival[block])
+
+    def _now(self) -> list[int]:
+        """What the host has given to compute so far: loads issued now start behind it."""
+        return self.compute[-1:]
+
+    def _copy(self, lane: CostLane, what: str, block: int, nbytes: int, after: list[int]) -> int:
+        rates = {
+            CostLane.ONLOAD: self.hardware.onload_bytes_per_second,
+            CostLane.OFFLOAD: self.hardware.offload_bytes_per_second,
+            CostLane.FETCH: self.hardware.disk_read_bytes_per_second,
+            CostLane.SPILL: self.hardware.disk_write_bytes_per_second,
+        }
+        return self._add(
+            lane, f"{what} {block}", nbytes / rates[lane], after, dram_bytes=nbytes, nbytes=nbytes, block=block
+        )
+
+    def _add(
+        self,
+        lane: CostLane,
+        name: str,
+        seconds: float,
+        after: Sequence[int],
+        *,
+        dram_bytes: float = 0.0,
+        nbytes: int = 0,
+        block: int = -1,
+    ) -> int:
+        self.tasks.append(Task(lane, name, seconds, tuple(sorted(set(after))), dram_bytes, nbytes, block))
+        return len(self.tasks) - 1

@@ -1,0 +1,156 @@
+"""How many bytes does a run hold in each tier, and for what?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from millrace.planning.cost.hardware import Hardware
+from millrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
+from millrace.planning.cost.step import Overlap
+from millrace.planning.cost.work import Activations, Method, Place, Spread, Training, Work
+
+__all__ = ["DEVICE_RESERVE", "HOST_RESERVE", "Held", "Tiers", "activation_bytes", "tiers_of"]
+
+DEVICE_RESERVE = 0.1  # of the device: workspaces and fragmentation
+HOST_RESERVE = 0.1  # of the host: the system and the rest of the process
+_STAGED = 3  # blocks of state, or of weights, between disk and host
+_GRADIENT_BLOCKS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes of one device's run in one tier for one purpose."""
+
+    place: Place
+    purpose: str
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiers:
+    """All that one device's run holds, and what each tier may hold of it (its share of the node's)."""
+
+    held: tuple[Held, ...]
+    capacity: dict[Place, int]
+    streaming_bytes: int  # what is left on the device for blocks that come and go (0: none come)
+
+    def total(self, place: Place) -> int:
+        return sum(held.nbytes for held in self.held if held.place is place)
+
+    def short(self, place: Place) -> int:
+        """Bytes that the tier lacks."""
+        return max(0, self.total(place) - self.capacity[place])
+
+    @property
+    def fits(self) -> bool:
+        return all(self.short(place) == 0 for place in Place)
+
+
+def activation_bytes(shape: ModelShape, work: Work, kept: Activations) -> tuple[int, int]:
+    """Activations of one micro-batch on the device and in host memory, in bytes (16 bits each).
+
+    Recomputing keeps each layer's input and the activations of one layer at a time; offloading keeps two layers'.
+    """
+    saved = [2 * block.saved_elements * work.tokens for block in shape.blocks]
+    inputs = [2 * block.input_elements * work.tokens for block in shape.blocks]
+    if work.training is Training.NONE:
+        return round(max(saved)), 0
+    layers = [size for block, size in zip(shape.blocks, saved, strict=True) if block.kind is not BlockKind.HEAD]
+    head = sum(saved) - sum(layers)
+    if kept is Activations.KEPT:
+        return round(sum(saved)), 0
+    if kept is Activations.RECOMPUTED:
+        return round(sum(inputs) + max([head, *layers])), 0
+    return round(head + 2 * max(layers, default=0.0)), round(sum(layers))
+
+
+def tiers_of(shape: ModelShape, work: Work, spread: Spread, method: Method, hardware: Hardware) -> Tiers:
+    """What one device holds of `shape`, which is its own part (`ModelShape.divided`)."""
+    blocks = shape.blocks
+    weights = shape.weight_bytes // spread.weight_shards
+    adapters = 2 * shape.trainable if work.training is Training.ADAPTER else 0
+    gradients = work.gradient_bytes * shape.trainable // spread.gradient_shards
+    state = (work.master_bytes + work.state_bytes) * shape.trainable // spread.state_shards
+    gradient_blocks = _largest((work.gradient_bytes * b.trainable for b in blocks), _GRADIENT_BLOCKS)
+    on_device, on_host = activation_bytes(shape, work, method.activations)
+    held = [Held(place=Place.DEVICE, purpose="activations", nbytes=on_device)]
+    if on_host:
+        held.append(Held(place=Place.HOST, purpose="activations", nbytes=on_host))
+    capacity = _capacity(hardware)
+    if work.training is not Training.NONE:
+        held += _training(work, method, gradients, state, min(gradients, gradient_blocks), shape, spread)
+    if adapters:
+        held.append(Held(place=Place.DEVICE, purpose="adapters", nbytes=adapters))
+    home = work.training is not Training.NONE and method.state is not Place.DEVICE
+    if method.weights is Place.DEVICE:
+        held.append(Held(place=Place.DEVICE, purpose="weights", nbytes=weights))
+        if home and not adapters:
+            held.append(Held(place=Place.HOST, purpose="weights", nbytes=weights))
+        return Tiers(held=tuple(held), capacity=capacity, streaming_bytes=0)
+    held.append(Held(place=method.weights, purpose="weights", nbytes=weights))
+    if method.weights is Place.DISK:
+        staged = _largest((b.weight_bytes // spread.weight_shards for b in blocks), _STAGED)
+        held.append(Held(place=Place.HOST, purpose="staging", nbytes=staged))
+    used = sum(item.nbytes for item in held if item.place is Place.DEVICE)
+    least = _least(shape)
+    room = max(least, min(shape.weight_bytes, capacity[Place.DEVICE] - used))
+    held.append(Held(place=Place.DEVICE, purpose="weights", nbytes=room))
+    return Tiers(held=tuple(held), capacity=capacity, streaming_bytes=room)
+
+
+def _training(
+    work: Work,
+    method: Method,
+    gradients: int,
+    state: int,
+    gradient_blocks: int,
+    shape: ModelShape,
+    spread: Spread,
+) -> Iterable[Held]:
+    """Gradients, master weights and state."""
+    if method.state is Place.DEVICE:
+        yield Held(place=Place.DEVICE, purpose="gradients", nbytes=gradients)
+        yield Held(place=Place.DEVICE, purpose="master and state", nbytes=state)
+        return
+    at_once = method.overlap is Overlap.BACKWARD and work.micro_batches == 1
+    yield Held(place=Place.DEVICE, purpose="gradients", nbytes=gradient_blocks)
+    yield Held(place=Place.HOST, purpose="gradients", nbytes=gradient_blocks if at_once else gradients)
+    yield Held(place=method.state, purpose="master and state", nbytes=state)
+    if method.state is Place.DISK:
+        per = work.master_bytes + work.state_bytes
+        staged = _largest((per * block.trainable // spread.state_shards for block in shape.blocks), _STAGED)
+        yield Held(place=Place.HOST, purpose="staging", nbytes=min(state, staged))
+
+
+def _least(shape: ModelShape) -> int:
+    """Bytes that a visit needs at least: of the largest block, with the embedding's when the head borrows it."""
+    sizes = [block.weight_bytes for block in shape.blocks]
+    borrowed = sum(b.weight_bytes for b in shape.blocks if b.kind is not BlockKind.LAYER) if shape.tied else 0
+    return max([borrowed, *sizes])
+
+
+def _capacity(hardware: Hardware) -> dict[Place, int]:
+    return {
+        Place.DEVICE: int(hardware.device_memory_bytes * (1 - DEVICE_RESERVE)),
+        Place.HOST: int(hardware.host_memory_bytes * (1 - HOST_RESERVE)) // hardware.devices,
+        Place.DISK: hardware.disk_bytes // hardware.devices,
+    }
+
+
+def _largest(sizes: Iterable[int], count: int) -> int:
+    return sum(sorted(sizes, reverse=True)[:count])
+
+
+def block_seconds(block: BlockShape, work: Work, hardware: Hardware) -> tuple[float, float]:
+    """Compute of one forward and one backward of a micro-batch, without recomputation.
+
+    Operations over their rate, and no less than the weights over the device's memory rate. Backward is twice the
+    forward where weights are trained, once where only the gradient passes through.
+    """
+    flops = block.forward_flops(work.tokens, work.sequence_length)
+    if block.kind is BlockKind.EMBEDDING:
+        return 0.0, work.gradient_bytes * block.trainable / hardware.device_bytes_per_second
+    forward = max(flops / hardware.flops_per_second, block.weight_bytes / hardware.device_bytes_per_second)
+    share = 2.0 if work.training is Training.FULL and block.trainable else 1.0
+    return forward, share * forward

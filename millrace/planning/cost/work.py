@@ -1,0 +1,131 @@
+"""What is asked of a model, and how is it spread over devices and tiers? Settings of a step, and ways to hold it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from millrace.planning.cost.step import Overlap
+
+__all__ = ["Activations", "Method", "Place", "Spread", "Training", "Work"]
+
+
+class Training(Enum):
+    """What is trained."""
+
+    FULL = "full"
+    ADAPTER = "adapter"
+    NONE = "inference"
+
+
+class Place(Enum):
+    """A tier, as the rest place of weights or state."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class Activations(Enum):
+    """What becomes of what backward needs."""
+
+    KEPT = "kept"
+    RECOMPUTED = "recomputed"
+    OFFLOADED = "offloaded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One optimizer step of one replica: `micro_batches` of `batch_size` sequences of `sequence_length` tokens.
+
+    `state_bytes` per trained parameter: two moments in float32, 8 for Adam; `master_bytes`: a float32 copy of weights
+    in 16 bits, 0 when they are in float32 themselves; `gradient_bytes` as they travel and rest.
+    """
+
+    training: Training = Training.FULL
+    batch_size: int = 1
+    sequence_length: int = 2048
+    micro_batches: int = 1
+    gradient_bytes: int = 2
+    master_bytes: int = 4
+    state_bytes: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "sequence_length", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; give at least 1")
+
+    @property
+    def tokens(self) -> int:
+        """Of one micro-batch of one replica."""
+        return self.batch_size * self.sequence_length
+
+    @property
+    def update_bytes(self) -> int:
+        """DRAM traffic of the update per parameter: gradient read, weight written, master and state read and written.
+
+        28 for Adam in mixed precision.
+        """
+        weight = 2 if self.master_bytes else 8  # without a master the weight itself is read and written
+        return self.gradient_bytes + weight + 2 * (self.master_bytes + self.state_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Parallel degrees: `tensor` ways each layer, `pipeline` ways the layers, `data` replicas with a ZeRO stage."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    zero_stage: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("data", "tensor", "pipeline"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; give at least 1")
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ValueError(f"zero_stage={self.zero_stage}; ZeRO has the stages 0 to 3")
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def weight_shards(self) -> int:
+        return self.data if self.zero_stage >= 3 else 1
+
+    @property
+    def gradient_shards(self) -> int:
+        return self.data if self.zero_stage >= 2 else 1
+
+    @property
+    def state_shards(self) -> int:
+        return self.data if self.zero_stage >= 1 else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A way to hold a run: where weights and optimizer state rest, and what becomes of activations.
+
+    Weights that rest on the device stay there; others visit it block by block.
+    """
+
+    weights: Place
+    state: Place
+    activations: Activations
+    overlap: Overlap = Overlap.NONE
+
+    @property
+    def streamed(self) -> bool:
+        return self.weights is not Place.DEVICE
+
+    def text(self, training: Training) -> str:
+        """In words."""
+        parts = []
+        if self.streamed:
+            parts.append("weights streamed from " + ("disk" if self.weights is Place.DISK else "host memory"))
+        if training is not Training.NONE and self.state is not Place.DEVICE:
+            parts.append("optimizer on the host" + (", its state on disk" if self.state is Place.DISK else ""))
+        if training is not Training.NONE and self.activations is not Activations.KEPT:
+            parts.append(f"activations {self.activations.value}")
+        return "; ".join(parts) or "everything on the device: no offloading"

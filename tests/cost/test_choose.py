@@ -1,0 +1,143 @@
+"""Is the recommended method the fastest that fits, and is a plan that does not fit told by how much?"""
+
+from typing import Any
+
+import pytest
+
+from millrace.planning.cost import (
+    MACHINES,
+    Hardware,
+    Overlap,
+    Place,
+    Spread,
+    Training,
+    Work,
+    machine,
+    plan_run,
+    shape_of_config,
+)
+from millrace.planning.cost.forecast import run_of
+from tests.cost.conftest import LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B
+
+SMALL = LLAMA_8B | {"num_hidden_layers": 6, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}
+
+
+@pytest.mark.parametrize("device_gigabytes", [3, 5, 8, 24])
+@pytest.mark.parametrize("host_gigabytes", [4, 16, 128])
+@pytest.mark.parametrize("training", list(Training))
+def test_nothing_that_fits_is_faster(device_gigabytes: int, host_gigabytes: int, training: Training) -> None:
+    hardware = MACHINES["4090"].changed(
+        device_memory_bytes=device_gigabytes * 10**9, host_memory_bytes=host_gigabytes * 10**9
+    )
+    shape = shape_of_config(SMALL)
+    if training is Training.ADAPTER:
+        shape = shape.with_adapters(8)
+    plan = plan_run(shape, hardware, Work(training=training, sequence_length=512))
+    fitting = [option for option in plan.options if not option.lacks]
+    assert plan.fits == bool(fitting)
+    if plan.run is None:
+        assert plan.shortfall is not None
+        assert plan.shortfall.fixes
+        return
+    seconds = [run_of(shape, plan.work, Spread(), option.method, hardware).seconds for option in fitting]
+    assert plan.run.seconds <= min(seconds) * 1.021
+    assert plan.run.tiers.fits
+    assert plan.run.seconds >= plan.run.floors.longest * (1 - 1e-9)
+    assert all(help.gain > 1.02 for help in plan.helps)
+
+
+def test_device_plans_stay_within_the_device() -> None:
+    for kind, config in (("4090", LLAMA_8B), ("h100", LLAMA_70B), ("a100", QWEN3_30B_A3B)):
+        plan = plan_run(shape_of_config(config), MACHINES[kind], Work(batch_size=2))
+        assert plan.run is not None
+        assert plan.run.visits.predicted.peak_bytes <= (plan.run.tiers.streaming_bytes or plan.part.weight_bytes)
+        assert plan.tiers.total(Place.DEVICE) <= 0.9 * MACHINES[kind].device_memory_bytes
+
+
+def test_what_would_make_it_fit_does() -> None:
+    """The host memory that the shortfall names is enough, and a little less is not."""
+    hardware = MACHINES["h100"].changed(disk_bytes=0, host_memory_bytes=500 * 10**9)
+    shape = shape_of_config(LLAMA_70B)
+    plan = plan_run(shape, hardware, Work())
+    assert plan.shortfall is not None
+    assert [place for place, _ in plan.shortfall.lacks] == [Place.HOST]
+    named = next(fix for fix in plan.shortfall.fixes if "of host memory in the node" in fix)
+    gigabytes = float(named.split()[0]) * (1000 if " TB " in named else 1)
+    assert plan_run(shape, hardware.changed(host_memory_bytes=int(gigabytes * 1e9)), Work()).fits
+    assert not plan_run(shape, hardware.changed(host_memory_bytes=int((gigabytes - 20) * 1e9)), Work()).fits
+
+
+def test_micro_batches_move_weights_again() -> None:
+    shape, hardware = shape_of_config(SMALL), MACHINES["4090"].changed(device_memory_bytes=5 * 10**9)
+    one, two, four = (
+        plan_run(shape, hardware, Work(sequence_length=512, micro_batches=count)).step_seconds for count in (1, 2, 4)
+    )
+    assert one is not None
+    assert two is not None
+    assert four is not None
+    assert one < two < four <= 4 * one * 1.001
+
+
+def test_degrees_divide_what_a_device_holds() -> None:
+    shape = shape_of_config(LLAMA_70B)
+    work = Work(batch_size=1)
+    held = {}
+    for name, spread in {
+        "one": Spread(),
+        "stage 1": Spread(data=8, zero_stage=1),
+        "stage 3": Spread(data=8, zero_stage=3),
+        "tensor": Spread(tensor=8),
+        "pipeline": Spread(pipeline=8),
+    }.items():
+        plan = plan_run(shape, MACHINES["8xh100"], work, spread)
+        held[name] = sum(item.nbytes for item in plan.tiers.held if item.purpose == "master and state")
+    assert held["one"] == 12 * shape.parameters
+    assert held["stage 1"] == held["stage 3"] == held["one"] // 8
+    assert held["tensor"] == pytest.approx(held["one"] / 8, rel=1e-6)
+    assert held["pipeline"] == pytest.approx(held["one"] / 8, rel=0.1)
+
+
+def test_quantised_base_moves_less() -> None:
+    shape = shape_of_config(LLAMA_70B).with_adapters(16)
+    work = Work(training=Training.ADAPTER)
+    plain = plan_run(shape, MACHINES["4090"].changed(host_memory_bytes=256 * 10**9), work)
+    quantised = plan_run(shape.with_bits(4.5), MACHINES["4090"].changed(host_memory_bytes=256 * 10**9), work)
+    assert plain.run is not None
+    assert quantised.run is not None
+    assert quantised.run.floors.onload_seconds < plain.run.floors.onload_seconds / 3
+    assert quantised.hiding_tokens["onload"] < plain.hiding_tokens["onload"] / 2
+
+
+def test_refusals() -> None:
+    shape = shape_of_config(SMALL)
+    with pytest.raises(ValueError, match="pipeline=9 but llama has 6 layers"):
+        plan_run(shape, MACHINES["4090"], Work(), Spread(pipeline=9))
+    with pytest.raises(ValueError, match="the catalogue has no device '4091'; it has 3090, 4090"):
+        machine("4091", host="desktop")
+    with pytest.raises(ValueError, match="zero_stage=4"):
+        Spread(zero_stage=4)
+    fields: dict[str, Any] = {"flops_per_second": 0.0}
+    with pytest.raises(ValueError, match=r"flops_per_second is 0\.0; it must be finite and above 0"):
+        MACHINES["4090"].changed(**fields)
+
+
+def test_hardware_survives_json() -> None:
+    for hardware in MACHINES.values():
+        assert Hardware.from_json(hardware.to_json()) == hardware
+    with pytest.raises(ValueError, match="no hardware file of this version"):
+        Hardware.from_json('{"name": "x", "wheels": 4}')
+
+
+def test_every_figure_has_a_source() -> None:
+    for hardware in MACHINES.values():
+        for figure in ("device_memory_bytes", "flops_per_second", "onload_bytes_per_second", "dram_bytes_per_second"):
+            assert hardware.sources[figure].startswith("https://"), (hardware.name, figure)
+
+
+def test_overlap_is_recommended_where_it_helps() -> None:
+    plan = plan_run(shape_of_config(LLAMA_8B), MACHINES["h100"], Work(batch_size=4), overlap=Overlap.NONE)
+    assert any("overlap" in help.change for help in plan.helps)
+    beside = plan_run(shape_of_config(LLAMA_8B), MACHINES["h100"], Work(batch_size=4), overlap=Overlap.FORWARD)
+    assert beside.step_seconds is not None
+    assert plan.step_seconds is not None
+    assert beside.step_seconds < plan.step_seconds / 1.2

@@ -1,0 +1,211 @@
+"""What are the right answers to the exercises of the offloading tutorial? The tutorial's own stand beside them."""
+
+import math
+
+import pytest
+
+from millrace.planning.cost import Hardware, Overlap, Place, Spread, Work, plan_run, shape_of_config
+from millrace.planning.cost import formulas as f
+from millrace.planning.cost.choose import options
+from millrace.planning.cost.lanes import CostLane
+from millrace.planning.cost.tiers import tiers_of
+from millrace.planning.cost.work import Activations, Method
+from tests.cost.conftest import QWEN3_30B_A3B, plain
+
+GB = 1e9
+
+
+def test_10b_gradients_and_update() -> None:
+    """The tutorial: 4N bytes of gradients in 1.25 s. They travel in 16 bits, and the update is left out there."""
+    parameters = 10e9
+    assert 4 * parameters / (32 * GB) == 1.25  # the tutorial's
+    assert 2 * parameters / (32 * GB) == 0.625
+    assert 2 * parameters / (25 * GB) == 0.8  # at the rate that a link reaches
+    assert f.adam_seconds(parameters, 200 * GB) == pytest.approx(1.4)
+    assert f.adam_seconds(parameters, 200 * GB, copies_share=True) == pytest.approx(1.7)
+
+
+def test_break_even_tokens() -> None:
+    assert f.break_even_tokens(2, 312e12, 32 * GB) == pytest.approx(9750)  # as the tutorial, at the sold rates
+    assert f.break_even_tokens(2, 156e12, 25 * GB) == pytest.approx(6240)
+    assert f.break_even_tokens(2, 989e12, 64 * GB) == pytest.approx(15453, rel=1e-4)
+    assert f.break_even_tokens(2, 0.4 * 989e12, 52 * GB) == pytest.approx(7608, rel=1e-3)
+    backward = f.break_even_tokens(2, 312e12, 32 * GB, flops_per_parameter=4)
+    recomputing = f.break_even_tokens(2, 312e12, 32 * GB, flops_per_parameter=6)
+    assert (backward, recomputing) == (pytest.approx(4875), pytest.approx(3250))
+    assert f.break_even_tokens(0.5, 312e12, 32 * GB) == pytest.approx(2437.5)  # a frozen base of 4 bits
+    assert f.break_even_tokens(2, 312e12, 32 * GB, total_over_active=10) == pytest.approx(97500)
+    assert f.break_even_tokens(2, 312e12, 32 * GB, context_over_hidden=6) == pytest.approx(4875)
+
+
+def test_activations_hide_from_a_width_on() -> None:
+    """The tutorial calls activations a poor candidate; the tokens cancel, so it is the width that decides."""
+
+    def share(hidden: float, bytes_per_width: float) -> float:
+        return f.hideable_activation_share(24 * hidden**2 / 312e12, bytes_per_width * hidden, 32 * GB)
+
+    assert share(13_812, 34) == pytest.approx(1.0, rel=1e-3)  # all of a layer's
+    assert share(813, 2) == pytest.approx(1.0, rel=1e-3)  # its input alone
+    assert share(4096, 34) == pytest.approx(0.2966, rel=1e-3)
+
+
+def test_70b_overlap() -> None:
+    """Exercise 1. The tutorial asks for 2.5 times the batch; 2.19 times is enough, and twice is 91% efficient."""
+    weights = 2 * 70e9
+    transfer = weights / (32 * GB)
+    assert transfer == 4.375
+    assert f.batch_multiplier(transfer, 2.0) == 2.1875
+    layer_transfer, layer_compute = transfer / 80, 2.0 / 80
+    assert (layer_transfer, layer_compute) == (pytest.approx(54.7e-3, rel=1e-3), 0.025)
+    doubled = f.pipelined_seconds([2 * layer_compute] * 80, [layer_transfer] * 80)
+    assert f.efficiency(2 * 2.0, doubled) == pytest.approx(0.914, abs=0.012)
+    enough = f.pipelined_seconds([2.1875 * layer_compute] * 80, [layer_transfer] * 80)
+    assert f.efficiency(2.1875 * 2.0, enough) > 0.98  # all but the first load
+    assert weights / (25 * GB) == 5.6
+    assert f.batch_multiplier(5.6, 2.0) == pytest.approx(2.8)
+    assert f.resident_fraction(layer_transfer, layer_compute) == pytest.approx(0.543, abs=1e-3)
+
+
+def test_500b_fits_with_state_on_disk(exercise_node: Hardware) -> None:
+    """Exercise 2. The tutorial's host plan sums to 2.2 TB of 2; 1.37 TB do when layers are updated in backward."""
+    shape = shape_of_config(plain(layers=120, hidden=18_634, heads=121))
+    assert shape.parameters == pytest.approx(500e9, rel=0.005)
+    assert exercise_node.host_memory_bytes < 1e12 + 1e12 + 0.2e12  # the tutorial's own sum
+    per_layer = Method(
+        weights=Place.HOST, state=Place.DISK, activations=Activations.RECOMPUTED, overlap=Overlap.BACKWARD
+    )
+    one = exercise_node.changed(devices=1)
+    host = tiers_of(shape, Work(), Spread(), per_layer, one)
+    by_purpose = {held.purpose: held.nbytes for held in host.held if held.place is Place.HOST}
+    assert by_purpose["weights"] == pytest.approx(1e12, rel=0.01)
+    assert by_purpose["gradients"] == pytest.approx(17e9, rel=0.03)  # two layers'; the tutorial says 12 GB
+    assert by_purpose["staging"] == pytest.approx(150e9, rel=0.03)
+    assert host.total(Place.HOST) + 0.2e12 == pytest.approx(1.37e12, rel=0.01)
+    # The state is read and written: 214 s there, 300 s and more here.
+    state = 12 * shape.parameters
+    assert state / (28 * GB) == pytest.approx(214, rel=0.01)
+    assert state / (28 * GB) + state / (28 * GB) == pytest.approx(428, rel=0.01)
+    assert f.wear_steps(state, exercise_node.disk_endurance_bytes) == pytest.approx(6_083, rel=0.01)
+
+
+def test_500b_without_a_disk_does_not_fit(exercise_node: Hardware) -> None:
+    shape = shape_of_config(plain(layers=120, hidden=18_634, heads=121))
+    spread = Spread(data=8, zero_stage=3)
+    with_disk = plan_run(shape, exercise_node, Work(), spread, overlap=Overlap.BACKWARD)
+    assert with_disk.fits
+    assert with_disk.method.state is Place.DISK
+    assert with_disk.run is not None
+    assert with_disk.run.floors.fetch_seconds >= 12 * shape.parameters / (28 * GB)
+    without = plan_run(shape, exercise_node, Work(), spread, disk=False)
+    assert not without.fits
+    assert without.shortfall is not None
+    assert without.shortfall.lacks[0][0] is Place.HOST
+
+
+def test_175b_on_one_node(exercise_node: Hardware) -> None:
+    """The case study says that it trains with the optimizer in 2 TB; that leaves out the master weights."""
+    shape = shape_of_config(plain(layers=96, hidden=12_288, heads=96))
+    assert shape.parameters == pytest.approx(175e9, rel=0.01)
+    assert 8 * shape.parameters == pytest.approx(1.4e12, rel=0.01)  # the tutorial's: moments alone
+    assert 12 * shape.parameters > exercise_node.host_memory_bytes
+    spread = Spread(data=8, zero_stage=3)
+    lacking = options(shape, Work(), spread, exercise_node, Overlap.NONE, disk=False)
+    assert all(option.lacks for option in lacking)
+    planned = plan_run(shape, exercise_node, Work(), spread)
+    assert planned.fits
+    assert Place.DISK in (planned.method.state, planned.method.weights)
+
+
+def test_zero_with_tensor_parallelism() -> None:
+    """The tutorial's 5.5 GB counts weights alone."""
+    assert pytest.approx(5.47e9, rel=1e-3) == 2 * 175e9 / 64
+    assert f.zero_bytes(175e9, stage=3, data=8, tensor=8) == pytest.approx(43.75e9)
+    assert [f.zero_bytes(1e9, stage=s, data=8) for s in range(4)] == [16e9, 5.5e9, 3.75e9, 2e9]
+
+
+def test_overlap_efficiency() -> None:
+    """Exercise 3, which is right as arithmetic; double buffering is the same gain counted twice there."""
+    assert f.efficiency(0.1, 0.185) == pytest.approx(0.5405, abs=1e-4)
+    assert f.efficiency(0.1, 0.105) == pytest.approx(0.952, abs=1e-3)
+    assert f.efficiency(0.1, 0.101) == pytest.approx(0.990, abs=1e-3)
+    assert f.overlap(0.1, 0.08, 0.105) == pytest.approx(0.9375)
+
+
+def test_a_third_buffer_adds_no_bandwidth() -> None:
+    """Exercise 4. The tutorial: 80 ms with two buffers and 50 with three, "1.6 times". On one link both take 80.03."""
+    layers = 1000
+    per_layer = [
+        f.pipelined_seconds([0.05] * layers, [0.08] * layers, buffers=buffers) / layers for buffers in (2, 3, 4)
+    ]
+    assert per_layer == [pytest.approx(80.05e-3, abs=3e-5)] * 3
+    uneven = [f.pipelined_seconds([0.06, 0.04] * 500, [0.02, 0.078] * 500, buffers=b) / layers for b in (2, 3)]
+    assert uneven[0] == pytest.approx(59e-3, rel=0.01)
+    assert uneven[1] == pytest.approx(50e-3, rel=0.01)  # what a third buffer is for: variance
+    # Two links would carry it: 65 ms with two buffers, 50 with three.
+    links = [f.pipelined_seconds([0.05] * layers, [0.08] * layers, buffers=b, links=2) / layers for b in (2, 3)]
+    assert links == [pytest.approx(65e-3, rel=0.01), pytest.approx(50e-3, rel=0.01)]
+
+
+def test_compression() -> None:
+    """Exercise 5, right for one after the other; in chunks the condition is C > B alone."""
+    lz4 = f.compression(10 * GB, ratio=1.5, codec_rate=2 * GB, disk_rate=7 * GB)
+    assert lz4.plain_seconds == pytest.approx(1.43, abs=0.01)
+    assert lz4.serial_seconds == pytest.approx(5.95, abs=0.01)
+    assert not lz4.pays
+    assert pytest.approx(21) == 7 / (1 - 1 / 1.5)  # GB/s: the tutorial's break-even
+    device = f.compression(10 * GB, ratio=1.5, codec_rate=50 * GB, disk_rate=7 * GB)
+    assert device.plain_seconds / device.serial_seconds == pytest.approx(1.24, abs=0.01)
+    assert device.gain == pytest.approx(1.5)
+    huge = f.compression(10 * GB, ratio=10, codec_rate=2 * GB, disk_rate=7 * GB)
+    assert not huge.pays  # the tutorial says that a ratio above 10 does
+    spinning = f.compression(10 * GB, ratio=1.5, codec_rate=2 * GB, disk_rate=0.2 * GB)
+    assert spinning.serial_seconds == pytest.approx(38.3, abs=0.1)
+    assert spinning.pipelined_seconds == pytest.approx(33.3, abs=0.1)
+    weights = f.compression(10 * GB, ratio=1.0, codec_rate=50 * GB, disk_rate=7 * GB)  # LZ4 on bf16 weights
+    assert not weights.pays
+
+
+def test_prefetch_depth() -> None:
+    """Exercise 6. The tutorial asks for a depth of 2 and calls compute busy; 40 GB/s do not go through 32."""
+    transfer = 2 * GB / (32 * GB)
+    assert transfer == 0.0625
+    assert math.ceil(transfer / 0.05) == 2  # the tutorial's
+    assert f.prefetch_depth([transfer], 0.05) is None
+    assert f.prefetch_depth([0.04], 0.05) == 1
+    assert f.prefetch_depth([0.05, 0.03], 0.05) == 2  # disk to host to device
+    assert f.staging_buffers(0.05, 0.03, 0.05) == 3
+    flat = [f.pipelined_seconds([0.05] * 400, [transfer] * 400, buffers=b) / 400 for b in (2, 3, 9)]
+    assert flat == [pytest.approx(transfer, rel=0.01)] * 3
+
+
+def test_qwen3_30b_a3b_optimizer_offload() -> None:
+    """A published table: 996 ms a step on 16 devices, and 1871, 2484, 3187, 4189 with 25 to 100% of the optimizer off.
+
+    Its slope is that of an update of 1.906B parameters on each device at 134 GB/s of DRAM for 8 devices. It saved 8
+    bytes per parameter: the moments; the masters stayed.
+    """
+    shape = shape_of_config(QWEN3_30B_A3B)
+    assert shape.parameters == pytest.approx(30.5e9, rel=0.01)
+    assert shape.active_parameters == pytest.approx(3.35e9, rel=0.05)
+    own = 1.906e9
+    for share, published in ((0.25, 1.871), (0.5, 2.484), (0.75, 3.187), (1.0, 4.189)):
+        predicted = 0.996 + f.adam_seconds(share * own, 134 * GB / 8)
+        assert predicted == pytest.approx(published, rel=0.07)
+    assert 8 * own == pytest.approx(47.2e9 - 32.0e9, rel=0.01)
+
+
+def test_update_beside_the_next_forward(exercise_node: Hardware) -> None:
+    """What the tutorial's systems leave open: exact clipping needs all gradients, and the update hides all the same."""
+    shape = shape_of_config(plain(layers=12, hidden=8192, heads=64))
+    one = exercise_node.changed(devices=1, device_memory_bytes=24 * 10**9)
+    seconds = {}
+    for overlap in Overlap:
+        method = Method(weights=Place.HOST, state=Place.HOST, activations=Activations.RECOMPUTED, overlap=overlap)
+        from millrace.planning.cost.forecast import run_of
+
+        seconds[overlap] = run_of(shape, Work(batch_size=4), Spread(), method, one)
+    none, forward, backward = (seconds[overlap].seconds for overlap in Overlap)
+    compute = seconds[Overlap.NONE].floors.compute_seconds
+    assert none > forward > backward
+    assert none > compute + seconds[Overlap.NONE].floors.update_seconds > forward
+    assert seconds[Overlap.FORWARD].step.busy_seconds[CostLane.UPDATE] > 0

@@ -1,0 +1,139 @@
+"""Are models counted as they are? Against the parameters of transformers' own models, which are made on meta."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from millrace.planning.cost import BlockKind, Work, read_config, shape_of_config, shape_of_module
+from millrace.planning.cost.tiers import activation_bytes
+from millrace.planning.cost.work import Activations
+from tests.cost.conftest import LLAMA_8B, LLAMA_70B
+
+ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 101,
+    "intermediate_size": 96,
+    **ENDS,
+}
+GROUPED = SMALL | {"num_key_value_heads": 2}
+EXPERTS = GROUPED | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+CONFIGS = {
+    "llama": GROUPED,
+    "mistral": GROUPED,
+    "qwen2": GROUPED,
+    "qwen3": GROUPED | {"head_dim": 32},
+    "phi3": GROUPED,
+    "gemma": GROUPED | {"head_dim": 16},
+    "olmo2": GROUPED,
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 50, "vocab_size": 101, **ENDS},
+    "opt": SMALL | {"ffn_dim": 96, "word_embed_proj_dim": 64, "max_position_embeddings": 40},
+    "gpt_neox": SMALL,
+    "bloom": {"hidden_size": 64, "n_layer": 3, "n_head": 4, "vocab_size": 101, **ENDS},
+    "mixtral": GROUPED | {"num_local_experts": 4},
+    "qwen3_moe": EXPERTS,
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 48},
+    "deepseek_v3": SMALL
+    | {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_counts_equal_transformers(kind: str) -> None:
+    config = transformers.AutoConfig.for_model(kind, **CONFIGS[kind])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    real = sum(parameter.numel() for parameter in model.parameters())
+    described = shape_of_config(config.to_dict())
+    counted = shape_of_module(model)
+    assert described.parameters == real
+    assert counted.parameters == real
+    assert counted.trainable == real
+    assert counted.weight_bytes == sum(parameter.nbytes for parameter in model.parameters())
+    assert described.layers == counted.layers == 3
+
+
+def test_mixtures_compute_with_few_experts() -> None:
+    shape = shape_of_config({"model_type": "qwen3_moe"} | EXPERTS)
+    dense = shape_of_config({"model_type": "qwen3"} | GROUPED | {"head_dim": 16})
+    layer = shape.blocks[1]
+    attention = dense.blocks[1].parameters - 3 * 64 * 96
+    assert layer.parameters == attention + 8 * 3 * 64 * 32 + 64 * 8
+    assert layer.active_parameters == attention + 2 * 3 * 64 * 32 + 64 * 8
+
+
+@pytest.mark.parametrize(("config", "billions"), [(LLAMA_8B, 8.030), (LLAMA_70B, 70.554)])
+def test_known_sizes(config: dict[str, Any], billions: float) -> None:
+    shape = shape_of_config(config)
+    assert shape.parameters / 1e9 == pytest.approx(billions, abs=1e-3)
+    assert shape.forward_flops(1000, 0) == pytest.approx(2 * 1000 * shape.parameters, rel=0.14)
+
+
+def test_quantised_and_adapted() -> None:
+    shape = shape_of_config(LLAMA_8B | {"quantization_config": {"load_in_4bit": True}})
+    assert shape.blocks[1].weight_bytes == pytest.approx(shape.blocks[1].parameters * 4.5 / 8, abs=1)
+    assert shape.blocks[0].weight_bits == 16
+    adapted = shape.with_adapters(16)
+    # Rank 16 on all linear layers of Llama 8B: 41.9M, as peft counts.
+    assert adapted.trainable == 41_943_040
+    assert shape.frozen().trainable == 0
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_lora_model_is_counted_as_it_is() -> None:
+    peft = pytest.importorskip("peft")
+    config = transformers.AutoConfig.for_model("llama", **GROUPED)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    trained = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
+    assert shape_of_module(adapted).trainable == trained
+    assert shape_of_config(config.to_dict()).with_adapters(4).trainable == trained
+
+
+def test_module_without_a_config() -> None:
+    model = nn.Sequential(nn.Embedding(10, 8), *(nn.Linear(8, 8) for _ in range(3)), nn.LayerNorm(8))
+    model[1].weight.requires_grad_(False)
+    shape = shape_of_module(model)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.trainable == shape.parameters - 64
+    assert len(shape.blocks) == 5
+    assert shape.weight_bytes == 4 * shape.parameters
+
+
+def test_activations_of_a_wide_layer() -> None:
+    """34 bytes per token and width is the usual count of a plain layer; recomputing keeps 2."""
+    shape = shape_of_config({"model_type": "gpt2", "n_embd": 1024, "n_layer": 10, "n_head": 16, "vocab_size": 8})
+    layer = shape.blocks[1]
+    assert layer.kind is BlockKind.LAYER
+    assert 2 * layer.saved_elements / 1024 == pytest.approx(34, rel=0.1)
+    work = Work(batch_size=1, sequence_length=100)
+    kept, recomputed = (activation_bytes(shape, work, way)[0] for way in (Activations.KEPT, Activations.RECOMPUTED))
+    assert recomputed < kept / 4
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="no hidden_size or n_embd"):
+        shape_of_config({"model_type": "llama"})
+    with pytest.raises(ValueError, match=r"no config at 'nowhere.json'"):
+        read_config("nowhere.json")
+    with pytest.raises(TypeError, match="int is no model that can be planned"):
+        read_config(3)

@@ -1,0 +1,118 @@
+"""Does the model of the lanes keep its rules, and agree with the planner's own simulation where both can speak?"""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.planning import Phase, Problem, Visit, make_plan
+from millrace.planning.cost import Hardware, Overlap
+from millrace.planning.cost.lanes import CostLane, Task, run_lanes
+from millrace.planning.cost.step import BlockTraffic, forecast_step
+
+FAST = Hardware(
+    name="fast",
+    device_memory_bytes=10**15,
+    device_bytes_per_second=1e15,
+    flops_per_second=1e15,
+    onload_bytes_per_second=1e9,
+    offload_bytes_per_second=1e9,
+    host_memory_bytes=10**15,
+    dram_bytes_per_second=1e18,
+    disk_bytes=10**15,
+    disk_read_bytes_per_second=5e8,
+    disk_write_bytes_per_second=2.5e8,
+)
+
+
+def training(blocks: int, *, budget: int, load: float, changing: bool = False) -> Problem:
+    forward = [Visit(blocks=(b,), compute_seconds=1.0) for b in range(blocks)]
+    backward = [Visit(blocks=(b,), phase=Phase.BACKWARD, compute_seconds=2.0) for b in reversed(range(blocks))]
+    return Problem(
+        block_bytes=(10**9,) * blocks,
+        load_seconds=(load,) * blocks,
+        visits=tuple(forward + backward),
+        budget_bytes=budget * 10**9,
+        changing=frozenset(range(blocks)) if changing else frozenset(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("blocks", "budget", "load", "changing"),
+    list(itertools.product((4, 9), (2, 4), (0.5, 0.9, 1.5, 4.0), (False, True))),
+)
+def test_loads_alone_agree_with_the_planner(blocks: int, budget: int, load: float, changing: bool) -> None:
+    plan = make_plan(training(blocks, budget=budget, load=load, changing=changing))
+    forecast = forecast_step(plan, [BlockTraffic()] * blocks, FAST)
+    assert forecast.seconds == pytest.approx(plan.predicted.cycle_seconds)
+    assert forecast.compute_seconds == pytest.approx(plan.predicted.compute_seconds)
+    assert forecast.moved_bytes[CostLane.ONLOAD] == plan.predicted.onload_bytes
+
+
+def test_update_serial_and_overlapped() -> None:
+    """Four blocks, 12 s of compute, updates of 1 s each: serial adds 4 s; beside the next forward less."""
+    plan = make_plan(training(4, budget=4, load=0.1, changing=True))
+    hardware = FAST.changed(dram_bytes_per_second=28e9)
+    traffic = [BlockTraffic(gradient_bytes=10**8, update_bytes=28e9)] * 4
+    seconds = [forecast_step(plan, traffic, hardware, overlap=overlap).seconds for overlap in Overlap]
+    none, forward, backward = seconds
+    assert none == pytest.approx(12 + 4 + 0.2, abs=0.1)
+    assert forward == pytest.approx(12 + 1 + 0.2, abs=0.15)
+    assert 12 <= backward < forward
+
+
+def test_state_on_disk_is_the_slower_direction() -> None:
+    plan = make_plan(training(6, budget=6, load=0.01, changing=True))
+    traffic = [BlockTraffic(gradient_bytes=1, update_bytes=1.0, state_bytes=5 * 10**9)] * 6
+    forecast = forecast_step(plan, traffic, FAST)
+    assert forecast.moved_bytes[CostLane.FETCH] == forecast.moved_bytes[CostLane.SPILL] == 30 * 10**9
+    assert forecast.busy_seconds[CostLane.SPILL] == pytest.approx(120)
+    assert forecast.seconds == pytest.approx(120)  # writes go on beside the next step, and are the slowest
+
+
+def test_stalls_name_who_waited_for_whom() -> None:
+    plan = make_plan(training(6, budget=2, load=4.0))
+    forecast = forecast_step(plan, [BlockTraffic()] * 6, FAST)
+    assert forecast.stalls
+    for stall in forecast.stalls:
+        assert stall.lane is CostLane.ONLOAD
+        assert stall.waited_for == f"weights {stall.name.split()[-1]}"
+    assert sum(stall.seconds for stall in forecast.stalls) == pytest.approx(forecast.stall_seconds, rel=1e-6)
+
+
+def test_shared_memory_slows_both() -> None:
+    tasks = [
+        Task(CostLane.UPDATE, "update", 1.0, dram_bytes=10e9),
+        Task(CostLane.ONLOAD, "copy", 1.0, dram_bytes=10e9),
+        Task(CostLane.COMPUTE, "compute", 1.0),
+    ]
+    update, copy, compute = run_lanes(tasks, dram_rate=10e9)
+    assert (update.end, copy.end, compute.end) == (pytest.approx(2.0), pytest.approx(2.0), pytest.approx(1.0))
+
+
+def test_directions_may_take_from_each_other() -> None:
+    tasks = [Task(CostLane.ONLOAD, "in", 1.0), Task(CostLane.OFFLOAD, "out", 2.0)]
+    into, out = run_lanes(tasks, duplex_share=0.5)
+    assert (into.end, out.end) == (pytest.approx(2.0), pytest.approx(3.0))
+
+
+@given(st.data())
+def test_lanes_keep_order_and_waits(data: st.DataObject) -> None:
+    tasks = []
+    for index in range(data.draw(st.integers(1, 12))):
+        after = data.draw(st.sets(st.integers(0, index - 1), max_size=3)) if index else set()
+        lane = data.draw(st.sampled_from(list(CostLane)))
+        tasks.append(Task(lane, str(index), data.draw(st.floats(0, 5)), tuple(after), data.draw(st.floats(0, 5))))
+    spans = run_lanes(tasks, dram_rate=2.0)
+    last: dict[CostLane, float] = {}
+    for task, span in zip(tasks, spans, strict=True):
+        assert span.end >= span.begin + task.seconds * (1 - 1e-9) - 1e-9
+        assert span.begin >= last.get(task.lane, 0.0) - 1e-9
+        assert all(spans[other].end <= span.begin + 1e-9 for other in task.after)
+        last[task.lane] = span.end
+
+
+def test_a_task_cannot_wait_for_itself() -> None:
+    with pytest.raises(ValueError, match="give indices below its own"):
+        run_lanes([Task(CostLane.COMPUTE, "x", 1.0, (0,))])
