@@ -24,12 +24,14 @@ class Presence(Enum):
     """Where a block's device copy stands."""
 
     ABSENT = auto()
+    RESERVED = auto()  # there is a buffer, but nothing was copied into it: the homes are being updated
     ARRIVING = auto()  # a copy into the buffer was submitted, and compute has not waited for it
     PRESENT = auto()
 
 
 _NEXT = {
-    Presence.ABSENT: {Presence.ARRIVING},
+    Presence.ABSENT: {Presence.RESERVED},
+    Presence.RESERVED: {Presence.ARRIVING, Presence.ABSENT},
     Presence.ARRIVING: {Presence.PRESENT},
     Presence.PRESENT: {Presence.ABSENT, Presence.ARRIVING},  # arriving once more: homes have changed
 }
@@ -81,6 +83,7 @@ class Block:
         self.name = name
         self.index = -1  # among the blocks that stream; -1 for a resident one
         self.buffer: torch.Tensor | None = None
+        self.allocated: Event | None = None  # when whoever had the buffer's memory before is done with it
         self.arrival: Transfer | None = None  # the last copy into the buffer
         self.users = 0  # visits under way that have it bound
         self.updates: list[Pending] = []  # write the homes; whoever reads those waits for them

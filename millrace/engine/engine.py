@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from millrace.engine.block import Block
+from millrace.engine.block import Block, Presence
 from millrace.engine.executor import Executor
 from millrace.engine.gradients import Gradients
 from millrace.engine.handles import SavedTensors, pop_left_over
@@ -150,7 +150,7 @@ class Engine:
 
     def require(self, block: Block) -> None:
         """Backward needs a block that its site did not bring."""
-        if block.buffer is None:
+        if block.presence in (Presence.ABSENT, Presence.RESERVED):
             self._executor.bring(block)
         self._residency.arrive(block)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from millrace.engine.block import Block
+from millrace.engine.block import Block, Presence
 from millrace.engine.meter import Meter, VisitRecord
 from millrace.engine.residency import Residency
 from millrace.engine.trace import Course, Entry, Trace, TraceBook, VisitKey
@@ -96,7 +96,7 @@ class Executor:
 
     def _drop_old_copies(self) -> None:
         for block in list(self._residency.present()):
-            if block.index >= 0 and block.stale:
+            if block.index >= 0 and block.presence is not Presence.RESERVED and block.stale:
                 self._evict(block)
         waiting, self._at_boundary = self._at_boundary, []
         for block in waiting:
@@ -143,26 +143,27 @@ class Executor:
             self._residency.onload(block)
             self._meter.demand_onloads += block.index >= 0
         elif block.stale:
+            self._meter.demand_onloads += block.index >= 0 and block.presence is not Presence.RESERVED
             self._residency.renew(block)
-            self._meter.demand_onloads += block.index >= 0
 
     def _prefetch(self, block: Block) -> None:
-        if block.being_updated:
-            self._put_off[block] = None
-        elif block.buffer is None:
-            if self._residency.fits(block):
-                self._residency.onload(block)
-        elif block.stale:
-            self._residency.renew(block)
+        if block.buffer is None and self._residency.fits(block):
+            self._residency.reserve(block)
+        if block.buffer is not None and block.stale:
+            if block.being_updated or self._put_off:  # loads keep the order in which they are needed
+                self._put_off[block] = None
+            else:
+                self._residency.renew(block)
 
     def _load_updated(self) -> None:
-        """Loads that were put off are submitted where the update is done by now; in the plan's order among them."""
+        """Loads that were put off are submitted, up to the first whose update is not done yet."""
         waiting, self._put_off = self._put_off, {}
         for block in waiting:
             self._prefetch(block)
 
     def _evict(self, block: Block) -> None:
         if not block.users:
+            self._put_off.pop(block, None)
             self._residency.evict(block)
 
     def _next_use(self, block: Block) -> float:

@@ -51,23 +51,29 @@ class Residency:
 
     def onload(self, block: Block) -> None:
         """Allocates a buffer and submits the copy. The caller has seen to it that the block fits."""
+        self.reserve(block)
+        self.renew(block)
+
+    def reserve(self, block: Block) -> None:
+        """Allocates a buffer, to be filled later by `renew`. The caller has seen to it that the block fits."""
         with torch.inference_mode(False):  # a leaf that once held an inference tensor could not be trained any more
             buffer = self._buffers.allocate(block.nbytes)
             self.held_bytes += block.nbytes
             self._by_storage[buffer.untyped_storage()._cdata] = block
             try:
                 block.point_leaves(buffer)
-                self._submit(block, only_changes=False)
+                block.allocated = self._lanes.mark()  # what used this memory before is ordered before the copy
+                block.presence = Presence.RESERVED
             except BaseException:
                 self._undo(block, buffer)
                 raise
 
     def renew(self, block: Block) -> None:
-        """Submits copies of what changed in the homes since the buffer was filled."""
+        """Submits copies of what changed in the homes since the buffer was filled: all, if it never was."""
         self.arrive(block)
         with torch.inference_mode(False):
             try:
-                self._submit(block, only_changes=True)
+                self._submit(block, only_changes=block.presence is not Presence.RESERVED)
             except BaseException:
                 if block.buffer is not None:
                     self._undo(block, block.buffer)
@@ -160,7 +166,8 @@ class Residency:
         self._buffers.close()
 
     def _submit(self, block: Block, *, only_changes: bool) -> None:
-        after = self._lanes.mark()  # after the allocation: what used this memory before is ordered before the copy
+        # Into a new buffer as soon as its memory is free: what compute was given since does not use it.
+        after, block.allocated = block.allocated or self._lanes.mark(), None
         copies = block.copies_in(only_changes=only_changes)
         block.arrival = self._lanes.copy(Lane.ONLOAD, copies, after)
         block.read_until(block.arrival.done)

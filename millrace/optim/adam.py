@@ -45,7 +45,11 @@ class AdamW(_AdamSteps, torch.optim.AdamW):
     - `state_dtype`: dtype of the moments: torch.float32, or torch.bfloat16 with stochastic rounding.
     - `tier`: where the state lives: "host". `disk` is for a tier that does not exist yet.
     - `device_fraction`: share of the state that is updated on the device, in [0, 1]: only 0 for now.
-    - `overlap`: what the update runs beside: "none".
+    - `overlap`: what the updates of an offloaded model's parameters run beside. "none": `step()` returns when all is
+      done. "forward": `step()` returns at once; each block's next onload, and whoever else looks at its parameters,
+      waits for that block's update. Exact with everything, clipping included. "backward": a block's update begins when
+      its last gradient has come home; `step()` raises StateError where something happened to gradients since (clipping,
+      GradScaler, accumulation). See docs/design/optimizers.md for what is waited for.
     - `max_grad_norm`: gradients are scaled so that their global norm is at most this, with the arithmetic of
       `torch.nn.utils.clip_grad_norm_` but without writing them; where the norm is not finite the step is skipped,
       nothing changes and `skipped_steps` counts one more. `math.inf` only looks for that.

@@ -12,7 +12,7 @@ import torch
 
 from millrace.errors import StateError
 from millrace.runtime.grad_scaler import make_grad_scaler_leave_traces
-from millrace.runtime.pending import Unit, unit_of
+from millrace.runtime.pending import Unit, watch
 
 __all__ = ["EarlyUpdates"]
 
@@ -78,8 +78,7 @@ class EarlyUpdates:
         """A step is over; `parameters` are watched from now on."""
         self._proven = self._proven or bool(self._watched)
         self._forget()
-        for unit in {id(unit): unit for parameter in parameters if (unit := unit_of(parameter)) is not None}.values():
-            unit.watchers.add(self)
+        watch(self, parameters)
 
     def _refuse(self, reason: str) -> None:
         late = f"; {len(self.updated)} parameters were updated already" if self.updated else "; nothing was updated"

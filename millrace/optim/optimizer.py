@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 from millrace.optim.devices import Member, Twins
 from millrace.optim.early import EarlyUpdates
 from millrace.optim.loading import values_from
+from millrace.optim.norms import GradientNorms
 from millrace.optim.options import Options
 from millrace.optim.overlap import Updater, by_unit
 from millrace.optim.weights import Weights
-from millrace.runtime.pending import Unit
+from millrace.runtime.pending import Unit, watch
 
 __all__ = ["HostOptimizer"]
 
@@ -75,13 +76,15 @@ class HostOptimizer(Optimizer):
         if self._early is not None:
             self._early.check()
         members = self._members()
-        scale = self._clipping_factor([member.gradient for member in members])
+        scale = self._clipping_factor({member.parameter: member.gradient for member in members})
         if scale is None:
             self.skipped_steps += 1
         elif members:
             self._update(members, scale)
         if self._early is not None:
             self._early.end_step(self._places())
+        if self._norms is not None:
+            watch(self._norms, self._places())
         return loss
 
     @property
@@ -186,12 +189,12 @@ class HostOptimizer(Optimizer):
                 " torch.view_as_real of the parameter"
             )
 
-    def _clipping_factor(self, gradients: list[torch.Tensor]) -> float | None:
+    def _clipping_factor(self, gradients: dict[torch.Tensor, torch.Tensor]) -> float | None:
         """The factor for all gradients, by the arithmetic of torch.nn.utils.clip_grad_norm_; None: skip this step."""
         limit = self._options.max_grad_norm
-        if limit is None or not gradients:
+        if limit is None or self._norms is None or not gradients:
             return 1.0
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = self._norms.total(gradients)
         self.last_grad_norm = float(norm)
         if not math.isfinite(self.last_grad_norm):
             return None
@@ -248,6 +251,7 @@ class HostOptimizer(Optimizer):
         self._updater = Updater()
         early = options.overlap == "backward"
         self._early = EarlyUpdates(self._begin_early, self._settings) if early else None
+        self._norms = None if options.max_grad_norm is None else GradientNorms(self._updater.run)
 
     def _settings(self) -> list[dict[str, Any]]:
         """The settings of all groups, to be compared."""

@@ -5,7 +5,7 @@ Each block is given a `Pending`, which whoever reads its parameters waits for. S
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -37,16 +37,24 @@ class Updater:
         held = list(members)
 
         def job() -> None:
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                if arrived is not None:
-                    arrived()
-                unit.wait_for_reads()
-                perform(held)
+            if arrived is not None:
+                arrived()
+            unit.wait_for_reads()
+            perform(held)
             held.clear()  # before anyone is told: gradients lie in memory that the next backward wants back
 
-        pending = Pending(self._thread.submit(job), lambda: _give_back(held))
+        pending = Pending(self.run(job), lambda: _give_back(held))
         unit.updates.append(pending)
         self._under_way.append(pending)
+
+    def run(self, job: Callable[[], None]) -> "Future[None]":
+        """Calls `job` on the thread, after what was submitted before. Never blocks."""
+
+        def quietly() -> None:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                job()
+
+        return self._thread.submit(quietly)
 
     def synchronize(self) -> None:
         """The host waits for every update; raises what failed in one that nobody was told of."""

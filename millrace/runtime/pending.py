@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 import torch
 
-__all__ = ["OWNER", "Pending", "Unit", "Watcher", "unit_of"]
+__all__ = ["OWNER", "Pending", "Unit", "Watcher", "unit_of", "watch"]
 
 OWNER = "_millrace_owner"  # attribute of a managed parameter; its owner's `unit` is what it travels with
 
@@ -66,6 +66,13 @@ class Unit(Protocol):
 
     def wait_for_reads(self) -> None:
         """The host waits until no copy reads the parameters."""
+
+
+def watch(watcher: Watcher, parameters: Iterable[torch.Tensor]) -> None:
+    """`watcher` is told of the gradients of these parameters, as far as somebody manages them."""
+    units = {id(unit): unit for parameter in parameters if (unit := unit_of(parameter)) is not None}
+    for unit in units.values():
+        unit.watchers.add(watcher)
 
 
 def unit_of(parameter: torch.Tensor) -> Unit | None:

@@ -287,3 +287,38 @@ def test_weights_written_between_steps_refresh_the_master(emu_device: ModuleType
             train(model, optimizer, 2)
         trained.append(list(model.parameters()))
     assert_equal(*trained)
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("changes", [False, True])
+def test_norms_taken_while_gradients_come(
+    emu_device: ModuleType, overlap: str, dtype: torch.dtype, changes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clipping inside equals clipping before; also when somebody changes gradients in between."""
+    taken = []
+    norm = torch._foreach_norm
+
+    def counted(tensors: Sequence[torch.Tensor], *arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            taken.extend(tensors)
+        return norm(tensors, *arguments)
+
+    monkeypatch.setattr(torch, "_foreach_norm", counted)
+    trained = []
+    for inside in (True, False):
+        model = decoder(dtype)
+        with offloaded(model):
+            optimizer = AdamW(model.parameters(), overlap=overlap, max_grad_norm=0.05 if inside else None, **SETTINGS)
+            for step in range(7):
+                for part in range(1 + step % 2):
+                    loss_of(model, batch(step + part)).backward()
+                if changes:
+                    model.layers[1].up.weight.grad.mul_(3)
+                if not inside:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+        trained.append(list(model.parameters()))
+    assert_equal(*trained)
+    assert len(taken) > 4 * len(trained[0])

@@ -281,6 +281,7 @@ def test_presence_changes_only_as_its_table_says(weight: nn.Parameter) -> None:
     block = block_of(weight)
     with pytest.raises(StateError, match="block 'block' is ABSENT and cannot become PRESENT"):
         block.presence = Presence.PRESENT
+    block.presence = Presence.RESERVED
     block.presence = Presence.ARRIVING
     with pytest.raises(StateError, match="ARRIVING and cannot become ABSENT"):
         block.presence = Presence.ABSENT

@@ -1,0 +1,155 @@
+"""How long is a training step with the optimizer's part in it? Virtual time on the emulated accelerator, so no noise.
+
+    PYTHONPATH=. python benchmarks/overlap_updates.py
+
+The decoder of `overlap.py` (24 uniform blocks, budget of 3, loads take 0.9 of a forward) trains with AdamW on the host,
+gradients clipped to a global norm, at several speeds of the update: `update / forward` says how long the update of all
+blocks takes, over the forward of all of them. An update moves 28 bytes per parameter, its norm 4. Each row shows the
+step over what `overlap="forward"` aims at, T_backward + max(T_forward, T_update), and the bar is 1.05 for that mode.
+`backward` runs without clipping, which it cannot do; the floor of its row is max(T_forward + T_backward, T_update).
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from overlap import BLOCKS, Case, configure, resident_seconds, settled_seconds
+
+import millrace
+from emulator import emu
+from millrace.optim import AdamW
+from millrace.optim.norms import GradientNorms
+from millrace.optim.overlap import Updater
+from millrace.runtime.pending import Pending
+
+RATIOS = (0.25, 0.5, 1.0, 1.5, 2.0)  # update of all blocks over forward of all blocks
+UPDATE_BYTES, NORM_BYTES = 28, 4  # per parameter, in float32
+BUDGET_BLOCKS = 3
+
+
+class Host:
+    """The host's memory, in virtual time: one update or norm at a time, each when it was handed over or later."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self.bytes_per_second = bytes_per_second
+        self.busy_until = 0.0
+
+    def works(self, elements: int, nbytes: int, what: str) -> None:
+        emu.host_works(elements * nbytes / self.bytes_per_second, what)
+
+
+@contextlib.contextmanager
+def modelled(host: Host) -> Iterator[None]:
+    """Updates take virtual time and nothing else; who waits for one waits for its moment in virtual time."""
+    kept = [
+        (AdamW, "_perform", AdamW._perform),
+        (Updater, "run", Updater.run),
+        (Pending, "done", Pending.done),
+        (Pending, "wait", Pending.wait),
+        (torch, "_foreach_norm", torch._foreach_norm),
+        (GradientNorms, "total", GradientNorms.total),
+    ]
+    run, wait, total = Updater.run, Pending.wait, GradientNorms.total
+    moments: dict[Future[None], float] = {}
+
+    def timed_run(self: Updater, job: Callable[[], None]) -> "Future[None]":
+        handed_over = emu.virtual_seconds()
+        future: Future[None]
+
+        def timed() -> None:
+            with emu.own_clock(max(handed_over, host.busy_until)):
+                job()
+                host.busy_until = emu.virtual_seconds()
+
+        future = run(self, timed)
+        future.result()  # in real time at once: what is measured is virtual
+        moments[future] = host.busy_until
+        return future
+
+    def perform(self: AdamW, members: Sequence[Any], scale: float) -> None:
+        host.works(sum(member.weights.host.numel() for member in members), UPDATE_BYTES, "update")
+        for member in members:
+            member.updated = True
+
+    def norms(tensors: Sequence[torch.Tensor], *_: Any) -> list[torch.Tensor]:
+        host.works(sum(tensor.numel() for tensor in tensors), NORM_BYTES, "norm")
+        return [torch.ones(()) for _ in tensors]
+
+    def timed_total(self: GradientNorms, gradients: Any) -> torch.Tensor:
+        for job in self._jobs:
+            emu.host_waits_until(moments[job])
+        return total(self, gradients)
+
+    def timed_wait(self: Pending) -> None:
+        emu.host_waits_until(moments[self._job])
+        wait(self)
+
+    AdamW._perform = perform
+    Updater.run = timed_run
+    Pending.done = lambda self: emu.virtual_seconds() >= moments[self._job]
+    Pending.wait = timed_wait
+    torch._foreach_norm = norms
+    GradientNorms.total = timed_total
+    try:
+        yield
+    finally:
+        for holder, name, value in kept:
+            setattr(holder, name, value)
+
+
+def step_seconds(case: Case, ratio: float, forward_seconds: float, overlap: str) -> float:
+    """Virtual seconds of a whole step in the steady state."""
+    configure(case)
+    model = case.build()
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    host = Host(elements * UPDATE_BYTES / (ratio * forward_seconds))
+    block_bytes = sum(parameter.nbytes for parameter in model.layers[0].parameters())
+    clip = None if overlap == "backward" else 1.0
+    with (
+        modelled(host),
+        millrace.offload(model, device="emu", device_memory=BUDGET_BLOCKS * block_bytes, blocks=[model.layers]),
+    ):
+        optimizer = AdamW(model.parameters(), overlap=overlap, max_grad_norm=clip)
+
+        def step() -> None:
+            hidden = torch.empty(512, 1024, device="emu")
+            model(hidden.requires_grad_()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        seconds = settled_seconds(step)
+    reports = emu.take_reports()
+    if reports:
+        raise RuntimeError(f"{len(reports)} races, the first: {reports[0]}")
+    gc.collect()
+    return seconds
+
+
+def main() -> None:
+    training = Case(model="uniform", mode="training", ratio=0.9, budget_blocks=BUDGET_BLOCKS)
+    both = resident_seconds("uniform", "training", 0.9)
+    forward = resident_seconds("uniform", "inference", 0.9)
+    backward = both - forward
+    print(f"{BLOCKS} blocks, budget of {BUDGET_BLOCKS}; forward {forward:.3f} s, backward {backward:.3f} s\n")
+    print("step over T_backward + max(T_forward, T_update), and of `backward` over its own floor")
+    print("update / forward    none  forward  backward  over its floor")
+    worst = 0.0
+    for ratio in RATIOS:
+        target = backward + max(forward, ratio * forward)
+        floor = max(both, ratio * forward)
+        modes = ("none", "backward", "forward")
+        row = {overlap: step_seconds(training, ratio, forward, overlap) for overlap in modes}
+        worst = max(worst, row["forward"] / target)
+        print(
+            f"{ratio:16.2f} {row['none'] / target:7.3f} {row['forward'] / target:8.3f} {row['backward'] / target:9.3f}"
+            f" {row['backward'] / floor:15.3f}",
+            flush=True,
+        )
+    print(f"\noverlap='forward': worst {worst:.3f} (bar 1.05)")
+
+
+if __name__ == "__main__":
+    main()
