@@ -1,12 +1,15 @@
 """Which names does a user import? These and no others."""
 
+from millrace.activations import ActivationOffloading, mark_not_offload, offload_activations
 from millrace.api import Offloaded, offload
 from millrace.errors import BudgetError, DiskError, LayoutError, MillraceError, StateError, WeightChangedError
-from millrace.report import Stats
+from millrace.report import ActivationStats, Stats
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActivationOffloading",
+    "ActivationStats",
     "BudgetError",
     "DiskError",
     "LayoutError",
@@ -16,5 +19,7 @@ __all__ = [
     "Stats",
     "WeightChangedError",
     "__version__",
+    "mark_not_offload",
     "offload",
+    "offload_activations",
 ]

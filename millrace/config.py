@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-__all__ = ["BlocksSpec", "OffloadConfig", "Size", "format_bytes", "parse_bytes"]
+__all__ = ["ActivationConfig", "BlocksSpec", "OffloadConfig", "Size", "format_bytes", "parse_bytes"]
 
 
 _UNITS = {
@@ -89,3 +89,49 @@ class OffloadConfig:
                 )
         if self.prefetch_blocks is not None and self.prefetch_blocks < 0:
             raise ValueError(f'prefetch={self.prefetch_blocks} is negative; give "auto" or a number of blocks')
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationConfig:
+    """The settings of `millrace.offload_activations`, validated; see there for what each one means."""
+
+    layers: int | tuple[nn.Module | str, ...] | None = None
+    fraction: float = 1.0
+    min_bytes: int = 2**20
+    modules: tuple[nn.Module | str, ...] | None = None
+    device_memory_bytes: int | None = None
+    most_in_flight: int | None = None
+
+    @staticmethod
+    def of(
+        *,
+        layers: int | Sequence[nn.Module | str] | None = None,
+        fraction: float = 1.0,
+        min_bytes: Size = "1MiB",
+        modules: Sequence[nn.Module | str] | None = None,
+        device_memory: Size | None = None,
+        most_in_flight: int | None = None,
+    ) -> "ActivationConfig":
+        """Settings as a user gives them."""
+        return ActivationConfig(
+            layers=layers if isinstance(layers, int) else _several(layers),
+            fraction=fraction,
+            min_bytes=parse_bytes(min_bytes, name="min_bytes"),
+            modules=_several(modules),
+            device_memory_bytes=None if device_memory is None else parse_bytes(device_memory, name="device_memory"),
+            most_in_flight=most_in_flight,
+        )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.layers, bool) or (isinstance(self.layers, int) and self.layers < 0):
+            raise ValueError(f"layers={self.layers!r}; give a number of layers, 0 or more, or modules and names")
+        if not 0 <= self.fraction <= 1:
+            raise ValueError(f"fraction={self.fraction} is not between 0 and 1")
+        if self.most_in_flight is not None and self.most_in_flight < 1:
+            raise ValueError(f"most_in_flight={self.most_in_flight}; give None or a number of copies, 1 or more")
+
+
+def _several(given: nn.Module | str | Sequence[nn.Module | str] | None) -> tuple[nn.Module | str, ...] | None:
+    if given is None:
+        return None
+    return (given,) if isinstance(given, str | nn.Module) else tuple(given)

@@ -3,6 +3,8 @@
 import millrace
 
 PUBLIC_NAMES = [
+    "ActivationOffloading",
+    "ActivationStats",
     "BudgetError",
     "DiskError",
     "LayoutError",
@@ -12,7 +14,9 @@ PUBLIC_NAMES = [
     "Stats",
     "WeightChangedError",
     "__version__",
+    "mark_not_offload",
     "offload",
+    "offload_activations",
 ]
 
 

@@ -20,7 +20,7 @@ from millrace.engine.residency import Residency
 from millrace.engine.slot import Slot, Token
 from millrace.errors import WeightChangedError
 
-__all__ = ["Handle", "SavedTensors", "pop_left_over"]
+__all__ = ["Handle", "SavedTensors", "check_version", "pop_left_over"]
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -107,13 +107,17 @@ class SavedTensors:
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
         saved: _Saved = packed
-        if saved.tensor._version != saved.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a"
-                f" tensor of shape {list(saved.tensor.shape)} is at version {saved.tensor._version}; expected version"
-                f" {saved.version}"
-            )
+        check_version(saved.tensor, saved.version, saved.tensor.shape)
         return saved.tensor
+
+
+def check_version(tensor: torch.Tensor, version: int, shape: torch.Size) -> None:
+    """Raises what autograd raises when a tensor that it saved (of that shape) was changed in place afterwards."""
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a"
+            f" tensor of shape {list(shape)} is at version {tensor._version}; expected version {version}"
+        )
 
 
 def pop_left_over(residency: Residency) -> None:

@@ -1,5 +1,6 @@
 """What is loaded when, evicted, kept? Decided ahead, as frozen data, from plain numbers (no torch here)."""
 
+from millrace.planning.activations import ActivationPlan, ActivationProblem, Saved, plan_activations
 from millrace.planning.bounds import bytes_bound, lower_bound
 from millrace.planning.errors import BudgetTooSmall
 from millrace.planning.plan import Plan, Prediction, Step
@@ -9,11 +10,14 @@ from millrace.planning.simulator import Simulation, simulate
 from millrace.planning.visit import Phase, Visit
 
 __all__ = [
+    "ActivationPlan",
+    "ActivationProblem",
     "BudgetTooSmall",
     "Phase",
     "Plan",
     "Prediction",
     "Problem",
+    "Saved",
     "Simulation",
     "Step",
     "Visit",
@@ -21,5 +25,6 @@ __all__ = [
     "lower_bound",
     "make_plan",
     "make_run",
+    "plan_activations",
     "simulate",
 ]

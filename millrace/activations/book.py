@@ -1,0 +1,87 @@
+"""What will the next forward save, and what is planned for it? Traces by what went into the model."""
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from millrace.activations.course import Course
+from millrace.activations.meter import ActivationMeter
+from millrace.config import ActivationConfig
+from millrace.engine.tensors import tensors_in
+from millrace.planning import ActivationPlan, ActivationProblem, Saved, plan_activations
+from millrace.runtime.lanes import Lanes, Tick
+
+__all__ = ["ActivationBook", "Entry", "entry_of"]
+
+_MOST_ENTRIES = 64  # shapes of inputs that are remembered; the one used longest ago goes first
+
+Entry = tuple[Any, ...]
+
+
+def entry_of(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Entry:
+    """What tells how much a forward will save: shapes and dtypes of its inputs, and the mode of the model."""
+    shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in((args, kwargs)))
+    return (training, torch.is_autocast_enabled(), *shapes)
+
+
+class ActivationBook:
+    """Plans by entry. A plan is made of the recorded forward and refined once, when its own first course is timed."""
+
+    def __init__(self, config: ActivationConfig, lanes: Lanes, meter: ActivationMeter) -> None:
+        self._config = config
+        self._lanes = lanes
+        self._meter = meter
+        self._plans: OrderedDict[Entry, tuple[ActivationPlan, bool]] = OrderedDict()  # and whether it is refined
+        self.last_plan: ActivationPlan | None = None
+
+    def expect(self, entry: Entry) -> tuple[ActivationPlan | None, bool]:
+        """The plan for a forward that begins so, and whether its seconds are final."""
+        plan, refined = self._plans.get(entry, (None, False))
+        if plan is not None:
+            self._plans.move_to_end(entry)
+            self.last_plan = plan
+        return plan, refined
+
+    def forget(self, entry: Entry) -> None:
+        """A forward that began so did not go as planned."""
+        self._plans.pop(entry, None)
+
+    def learn(self, entry: Entry, course: Course, end: Tick) -> ActivationPlan:
+        """Plans for a course that was timed from its first save to the end of its first backward."""
+        refined = course.plan is not None
+        plan = plan_activations(self._problem(course, end))
+        self._plans[entry] = plan, refined
+        if len(self._plans) > _MOST_ENTRIES:
+            self._plans.popitem(last=False)
+        self.last_plan = plan
+        return plan
+
+    def _problem(self, course: Course, end: Tick) -> ActivationProblem:
+        offload, onload = self._meter.speeds()
+        config, saves, uses = self._config, course.saves, course.uses
+        after_saves = [save.asked for save in saves[1:]] + [uses[0].asked if uses else end]
+        after_uses = [use.asked for use in uses[1:]] + [end]
+        nbytes = sum(save.nbytes for save in saves)
+        return ActivationProblem(
+            saved=tuple(
+                Saved(
+                    nbytes=save.nbytes,
+                    offload_seconds=offload.load_seconds(save.nbytes),
+                    onload_seconds=onload.load_seconds(save.nbytes),
+                    alone_at=save.alone_at,
+                    name=save.name,
+                )
+                for save in saves
+            ),
+            forward_seconds=self._seconds([save.began for save in saves], after_saves),
+            uses=tuple(use.index for use in uses),
+            backward_seconds=self._seconds([use.began for use in uses], after_uses),
+            freed_at=tuple(use.freed_at for use in uses),
+            budget_bytes=config.device_memory_bytes,
+            offload_bytes=int(nbytes * config.fraction),
+            most_in_flight=config.most_in_flight,
+        )
+
+    def _seconds(self, begins: list[Tick], ends: list[Tick]) -> tuple[float, ...]:
+        return tuple(max(0.0, self._lanes.seconds(begin, end)) for begin, end in zip(begins, ends, strict=True))

@@ -1,0 +1,162 @@
+"""What leaves and comes back during one forward and its backward? As the plan says; without one, a few at a time.
+
+Each outermost forward has a course of its own, which its saved tensors keep alive. So any number of forwards may come
+before any number of backwards. A course that has no plan, or that strays from it, is recorded and planned for.
+"""
+
+import weakref
+from dataclasses import dataclass
+
+from millrace.activations.item import Item, Place
+from millrace.activations.stash import Stash
+from millrace.planning import ActivationPlan
+from millrace.runtime.lanes import Tick
+
+__all__ = ["Course", "SaveRecord", "UseRecord"]
+
+_UNPLANNED_COPIES = 2  # in flight at once, each way, while nothing is planned
+
+
+@dataclass
+class SaveRecord:
+    """One save as it happened; ticks of the compute lane before and after what was done at it."""
+
+    nbytes: int
+    name: str
+    asked: Tick
+    began: Tick
+    alone_at: int | None = None  # the save at which nobody else held the memory any more
+
+
+@dataclass
+class UseRecord:
+    """One first use in backward as it happened."""
+
+    index: int
+    asked: Tick
+    began: Tick
+    freed_at: int  # the position of the item's last use
+
+
+class Course:
+    """One forward and its backward. `timed`: its ticks are wanted, because there is no plan or one to be refined."""
+
+    def __init__(self, stash: Stash, plan: ActivationPlan | None, *, timed: bool) -> None:
+        self._stash = stash
+        self.plan = plan
+        self.timed = timed
+        self.strayed = False
+        self.learned = False
+        self.saves: list[SaveRecord] = []
+        self.uses: list[UseRecord] = []
+        self.forward_end: Tick | None = None
+        self._positions: dict[int, int] = {}  # of first uses in the first backward, by the item's index
+        self._round = -1  # that backward
+        self._items: list[weakref.ref[Item]] = []
+        self._shared: list[Item] = []  # of a course that is timed: somebody else held their memory at the last look
+
+    @property
+    def follows(self) -> ActivationPlan | None:
+        """The plan, as long as the course is as planned."""
+        return None if self.strayed else self.plan
+
+    # forward ----------------------------------------------------------------------------------------------------------
+    def saved(self, item: Item, name: str) -> None:
+        """Autograd saved an item for the first time: it is sent out, and others are let go of."""
+        asked = self._stash.lanes.tick() if self.timed else None
+        self._items.append(weakref.ref(item))
+        self._compare(item)
+        plan = self.follows
+        if plan is None or item.index in plan.offloaded:
+            self._stash.send_out(item)
+        for other in self._to_let_go(item.index):
+            self._stash.let_go(other)
+        if self.timed:
+            self.saves.append(SaveRecord(item.nbytes, name, asked, self._stash.lanes.tick()))
+            self._shared.append(item)
+            self.look_who_is_alone()
+
+    def look_who_is_alone(self) -> None:
+        """Notes whose memory is held by nobody else any more."""
+        still_shared = []
+        for item in self._shared:
+            if item.memory is not None and not item.is_alone:
+                still_shared.append(item)
+            else:
+                self.saves[item.index].alone_at = len(self.saves) - 1
+        self._shared = still_shared
+
+    def end_forward(self) -> None:
+        """The outermost call ends."""
+        plan = self.follows
+        if plan is not None and len(self._items) != len(plan.problem.saved):
+            self._stray()
+        if self.timed:
+            self.look_who_is_alone()
+            self._shared.clear()
+
+    def _compare(self, item: Item) -> None:
+        plan = self.follows
+        if plan is None:
+            return
+        expected = plan.problem.saved
+        if item.index >= len(expected) or expected[item.index].nbytes != item.nbytes:
+            self._stray()
+
+    def _stray(self) -> None:
+        self.strayed = True
+        self.timed = False  # its beginning was not timed: the next one is recorded from its beginning
+
+    def _to_let_go(self, index: int) -> list[Item]:
+        plan = self.follows
+        if plan is not None:
+            return [item for other in plan.releases[index] if (item := self._items[other]()) is not None]
+        leaving = [item for ref in self._items if (item := ref()) is not None and item.place is Place.LEAVING]
+        return [item for item in leaving[:-_UNPLANNED_COPIES] if item.is_alone]
+
+    # backward ---------------------------------------------------------------------------------------------------------
+    def used(self, item: Item, backward_round: int) -> None:
+        """Backward needs the item, for the first time in this backward: it is there when compute goes on."""
+        stash = self._stash
+        recorded = self.timed and self._round in (-1, backward_round)
+        asked = stash.lanes.tick() if recorded else None
+        if item.place is Place.AWAY:
+            stash.meter.demand_onloads += 1
+            stash.send_for(item)
+        else:
+            stash.meter.hits += 1
+        stash.arrive(item)
+        if recorded:
+            self._round = backward_round
+            self._positions[item.index] = len(self.uses)
+            self.uses.append(UseRecord(item.index, asked, stash.lanes.tick(), len(self.uses)))
+        for other in self._to_send_for(item.index, backward_round):
+            stash.send_for(other)
+
+    def used_again(self, item: Item, backward_round: int) -> None:
+        """Another saved tensor that is part of the item is needed."""
+        position = self._positions.get(item.index)
+        if position is not None and backward_round == self._round:
+            self.uses[position].freed_at = len(self.uses) - 1
+
+    def end_backward(self) -> None:
+        """What came back and is still held for somebody goes: the host has it."""
+        for ref in self._items:
+            item = ref()
+            if item is not None:
+                self._stash.put_back(item)
+
+    def _to_send_for(self, index: int, backward_round: int) -> list[Item]:
+        plan = self.follows
+        if plan is not None:
+            position = plan.position_of_use.get(index)
+            wanted = () if position is None else plan.reloads[position]
+            return [item for other in wanted if (item := self._items[other]()) is not None]
+        found: list[Item] = []
+        for ref in reversed(self._items[:index]):
+            item = ref()
+            if item is not None and item.place is not Place.HERE and item.round != backward_round:
+                found.append(item)
+                if len(found) == _UNPLANNED_COPIES:
+                    break
+        return found

@@ -1,0 +1,77 @@
+"""Where is one piece of device memory that autograd keeps? On the device, on its way, or on the host."""
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from millrace.memory.pool import Slab
+from millrace.runtime.lanes import Transfer
+
+if TYPE_CHECKING:
+    from millrace.activations.course import Course
+
+__all__ = ["Item", "Place"]
+
+
+class Place(Enum):
+    """Where an item's bytes are."""
+
+    HERE = "on the device"  # never sent out, or back again
+    LEAVING = "on the device, and being copied to the host"
+    AWAY = "on the host"
+    ARRIVING = "on the host, and being copied to the device"
+
+
+class Item:
+    """A range of bytes of one storage, saved by autograd once or several times.
+
+    Where it is follows from what it holds, so an interrupt between two assignments leaves it in one of these places.
+    """
+
+    def __init__(
+        self,
+        course: "Course",
+        index: int,
+        storage: torch.UntypedStorage,
+        start: int,
+        nbytes: int,
+        root: torch.Tensor,
+    ) -> None:
+        self.course = course
+        self.index = index  # in the order of saving
+        self.nbytes = nbytes
+        self.start = start  # bytes from the beginning of the storage it was saved from
+        self.memory: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+            storage, start, (nbytes,), (1,)
+        )  # its device bytes, of shape (nbytes,)
+        # No other storage or tensor has the address of these as long as this lives.
+        self.identity = StorageWeakRef(storage), torch._C._WeakTensorRef(root)  # type: ignore[attr-defined]
+        self.slab: Slab | None = None
+        self.leaving: Transfer | None = None  # the copy out, until compute has waited for it
+        self.arriving: Transfer | None = None  # the copy in, until compute has waited for it
+        self.returned = False  # `memory` is a storage of its own, filled from the slab
+        self.handles = 0  # saved tensors that are part of it and were not let go
+        self.round = -1  # the backward that used it last
+        self.seen = 0  # how many of the handles that backward has used
+
+    @property
+    def place(self) -> Place:
+        if self.memory is None:
+            return Place.AWAY
+        if self.arriving is not None:
+            return Place.ARRIVING
+        return Place.HERE if self.leaving is None else Place.LEAVING
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody else holds the device memory: letting go of it frees it."""
+        return self.memory is not None and _references(self.memory) <= _SOLE_REFERENCES
+
+
+def _references(memory: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(memory.untyped_storage()._cdata))
+
+
+_SOLE_REFERENCES = _references(torch.empty(1, device="cpu"))

@@ -1,0 +1,65 @@
+"""What did activations move, and how long did compute wait for them?"""
+
+from collections import deque
+
+from millrace.engine.meter import LinkSpeed
+from millrace.runtime.lanes import Lanes, Tick, Transfer
+
+__all__ = ["ActivationMeter"]
+
+_REMEMBERED_COPIES = 512  # of each direction: from these the link's speed is taken
+_UNREAD_WAITS = 256
+
+
+class ActivationMeter:
+    """Counts what moves. Seconds are read from ticks when many have come together, or when somebody asks."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._waits: deque[tuple[Tick, Tick]] = deque()
+        self._copies: dict[str, deque[tuple[int, Tick, Tick]]] = {
+            name: deque(maxlen=_REMEMBERED_COPIES) for name in ("offload", "onload")
+        }
+        self.reset()
+
+    def reset(self) -> None:
+        """Counters start anew."""
+        self.offload_bytes = self.onload_bytes = 0
+        self.offloads = self.onloads = self.demand_onloads = self.hits = 0
+        self._stall_seconds = 0.0
+        self._waits.clear()
+
+    def offloaded(self, transfer: Transfer) -> None:
+        """A copy to the host was submitted."""
+        self.offloads += 1
+        self.offload_bytes += transfer.nbytes
+        self._copies["offload"].append((transfer.nbytes, transfer.begun, transfer.done))
+
+    def onloaded(self, transfer: Transfer) -> None:
+        """A copy to the device was submitted."""
+        self.onloads += 1
+        self.onload_bytes += transfer.nbytes
+        self._copies["onload"].append((transfer.nbytes, transfer.begun, transfer.done))
+
+    def waited(self, asked: Tick, began: Tick) -> None:
+        """Compute was told to wait between these moments."""
+        self._waits.append((asked, began))
+        while len(self._waits) > _UNREAD_WAITS:
+            self._read()
+
+    def stall_seconds(self) -> float:
+        """Seconds in which compute waited since the last reset; waits until they are known."""
+        while self._waits:
+            self._read()
+        return self._stall_seconds
+
+    def speeds(self) -> tuple[LinkSpeed, LinkSpeed]:
+        """How long the last copies to the host, and to the device, took; waits until they are done."""
+        offload, onload = (
+            LinkSpeed([(nbytes, self._lanes.seconds(begun, done)) for nbytes, begun, done in copies])
+            for copies in self._copies.values()
+        )
+        return offload, onload
+
+    def _read(self) -> None:
+        self._stall_seconds += self._lanes.seconds(*self._waits.popleft())

@@ -1,0 +1,281 @@
+"""How are a model's activations offloaded? `offload_activations()` wires it, and its handle shows what it did."""
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from millrace.activations.book import ActivationBook, Entry, entry_of
+from millrace.activations.course import Course
+from millrace.activations.item import Item
+from millrace.activations.meter import ActivationMeter
+from millrace.activations.saving import Saving, pop_left_over, top_is_foreign
+from millrace.activations.selection import Selection
+from millrace.activations.stash import PURPOSE, Stash
+from millrace.activations.targets import chosen_layers, chosen_modules, named_layers
+from millrace.activations.watched import make_watched, unwatch, watcher_of
+from millrace.config import ActivationConfig, Size, parse_bytes
+from millrace.engine.managed import site_of
+from millrace.errors import StateError
+from millrace.memory.ledger import Ledger, Tier
+from millrace.planning import ActivationPlan
+from millrace.report.activations import ActivationStats
+from millrace.runtime.device import resolve_device
+from millrace.runtime.host import available_host_bytes
+from millrace.runtime.lanes import Lanes, open_lanes
+
+__all__ = ["ActivationOffloading", "offload_activations"]
+
+_HOST_RESERVE = 0.15  # of what is available: the rest of the process, when no host_memory is given
+
+
+def offload_activations(
+    model: nn.Module,
+    *,
+    layers: int | Sequence[nn.Module | str] | None = None,
+    fraction: float = 1.0,
+    min_bytes: Size = "1MiB",
+    modules: Sequence[nn.Module | str] | None = None,
+    device_memory: Size | None = None,
+    host_memory: Size | None = None,
+    most_in_flight: int | None = None,
+) -> "ActivationOffloading":
+    """Lets what autograd saves in forward wait in host memory until backward. For a model that is on its device.
+
+    Results stay the same bit for bit. Copies begin when a tensor is saved, and the first step is recorded; from then on
+    a plan says what leaves and when it comes back, so that compute waits as little as can be. Gradient checkpointing
+    may be on: then what the checkpoints keep is what leaves. Parameters and buffers never do.
+
+    - `layers`: only what these layers save: the first so many (an int) of the model's lists of layers, or modules and
+      name patterns (fnmatch, such as "model.layers.*"). Default: whatever the model saves.
+    - `fraction`: at most this share of the bytes leaves, those saved first. 0 to 1.
+    - `min_bytes`: smaller tensors stay.
+    - `modules`: only what is saved inside of these modules or name patterns (such as "*.mlp").
+    - `device_memory`: ceiling in bytes for the saved tensors on the device, kept even if compute has to wait. Default:
+      as few as hide behind compute.
+    - `host_memory`: ceiling in bytes for the host memory. Default: what cgroup and machine leave, less 15%.
+    - `most_in_flight`: at most so many copies to the host at once. Default: as the plan says.
+
+    Returns the handle; as a context manager it calls `remove()` at the end. Weights and activations are offloaded
+    together by `millrace.offload(model, activations=True)`.
+
+    Raises ValueError and TypeError for settings that make no sense, StateError for a model whose activations or weights
+    are offloaded already. The first forward that needs more than `host_memory` raises BudgetError.
+    """
+    config = ActivationConfig.of(
+        layers=layers,
+        fraction=fraction,
+        min_bytes=min_bytes,
+        modules=modules,
+        device_memory=device_memory,
+        most_in_flight=most_in_flight,
+    )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+    for module in model.modules():
+        if site_of(module) is not None:
+            raise StateError(
+                "the model's weights are offloaded already; offload both together:"
+                " millrace.offload(model, activations=True)"
+            )
+    first = next(iter(model.parameters()), None)
+    lanes = open_lanes(resolve_device(None if first is None else first.device))
+    if host_memory is None:
+        ledger = Ledger(host_budget_bytes=int(available_host_bytes() * (1 - _HOST_RESERVE)))
+    else:
+        ledger = Ledger(host_budget_bytes=parse_bytes(host_memory, name="host_memory"))
+    return ActivationOffloading(model, config, lanes, ledger, own_lanes=True)
+
+
+class ActivationOffloading:
+    """The handle on a model whose activations are offloaded. As a context manager it calls `remove()` at the end."""
+
+    def __init__(
+        self, model: nn.Module, config: ActivationConfig, lanes: Lanes, ledger: Ledger, *, own_lanes: bool
+    ) -> None:
+        for name, module in model.named_modules():
+            if watcher_of(module) is not None:
+                raise StateError(
+                    f"the activations of module {name!r} are offloaded already; call remove() on that handle first"
+                )
+        self._model = weakref.ref(model)
+        self._lanes = lanes
+        self._own_lanes = own_lanes
+        self._ledger = ledger
+        self._meter = ActivationMeter(lanes)
+        self._stash = Stash(lanes, ledger, self._meter)
+        self._book = ActivationBook(config, lanes, self._meter)
+        layers, modules = chosen_layers(model, config.layers), chosen_modules(model, config.modules)
+        self._selection = Selection(model, lanes.device, config.min_bytes, layers, modules)
+        self._names = dict(named_layers(model)) | dict.fromkeys((*(layers or ()), *(modules or ())), "")
+        self._names = {module: name for name, module in model.named_modules() if module in self._names}
+        self._busy = False
+        self._round = 0  # backwards so far
+        self._backward: _Backward | None = None
+        self._used: dict[Course, None] = {}  # courses whose items the backward under way has used
+        self._entries: weakref.WeakKeyDictionary[Course, Entry] = weakref.WeakKeyDictionary()
+        for module in {model: "", **self._names}:
+            make_watched(module, self)
+
+    # what it did ------------------------------------------------------------------------------------------------------
+    @property
+    def plan(self) -> ActivationPlan | None:
+        """The plan that is followed now, or was last; None before the first backward is over."""
+        return self._book.last_plan
+
+    def stats(self) -> ActivationStats:
+        """What was moved and held since the beginning or the last `reset_stats()`. Waits for what is under way."""
+        self._stash.settle()
+        meter = self._meter
+        return ActivationStats(
+            host_held_bytes=self._stash.pool.held_bytes,
+            host_bytes=self._ledger.held_bytes(Tier.HOST, PURPOSE),
+            host_peak_bytes=self._ledger.peak_bytes(Tier.HOST, PURPOSE),
+            device_peak_bytes=self._ledger.peak_bytes(Tier.DEVICE, PURPOSE),
+            offload_bytes=meter.offload_bytes,
+            onload_bytes=meter.onload_bytes,
+            offloads=meter.offloads,
+            onloads=meter.onloads,
+            hits=meter.hits,
+            demand_onloads=meter.demand_onloads,
+            stall_seconds=meter.stall_seconds(),
+            skipped=self._selection.skipped_kinds,
+            pool_growths=self._stash.pool.grown,
+        )
+
+    def reset_stats(self) -> None:
+        """Counters and peaks start anew."""
+        self._meter.reset()
+        self._ledger.reset_peaks()
+
+    def report(self) -> str:
+        """The stats as text, and what the plan advises."""
+        text = self.stats().to_text()
+        plan = self.plan
+        if plan is not None and plan.beyond_bytes:
+            text += "\n" + ActivationStats.advice(plan.beyond_bytes, plan.recompute)
+        return text
+
+    # control ----------------------------------------------------------------------------------------------------------
+    def remove(self) -> None:
+        """The model is as it was. What a forward has saved already can still be used by its backward."""
+        model = self._model()
+        for module in [] if model is None else model.modules():
+            if watcher_of(module) is self:
+                unwatch(module)
+        if self._own_lanes:
+            weakref.finalize(self._stash, self._lanes.close)
+            self._own_lanes = False
+
+    def __enter__(self) -> "ActivationOffloading":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    # calls ------------------------------------------------------------------------------------------------------------
+    @property
+    def busy(self) -> bool:
+        """Whether an outermost call is under way."""
+        return self._busy
+
+    @contextlib.contextmanager
+    def calling(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """A watched module is called, in a forward or a recomputation."""
+        if module is self._model() and not self._busy and not _in_backward():
+            with self._outermost(entry_of(args, kwargs, module.training)):
+                yield
+            return
+        self._selection.enter(module, self._names.get(module, ""))
+        try:
+            yield
+        finally:
+            self._selection.leave(module)
+
+    @contextlib.contextmanager
+    def _outermost(self, entry: Entry) -> Iterator[None]:
+        pop_left_over()
+        if not torch.is_grad_enabled() or top_is_foreign():
+            yield
+            return
+        self._stash.settle()
+        self._stash.pool.consolidate()
+        self._selection.begin()
+        plan, refined = self._book.expect(entry)
+        course = Course(self._stash, plan, timed=not refined)
+        self._entries[course] = entry
+        saving = Saving(course, self._stash, self._selection, self._use)
+        self._busy = True
+        saving.push()
+        try:
+            yield
+            course.end_forward()
+        finally:
+            saving.pop()
+            self._busy = False
+            if course.strayed:
+                self._book.forget(entry)
+
+    # backward ---------------------------------------------------------------------------------------------------------
+    def _use(self, item: Item) -> int:
+        """Backward needs an item; which backward that is."""
+        if not _in_backward():  # somebody looks at what a node has saved
+            self._round += 1
+        elif self._backward is None:
+            self._round += 1
+            backward = _Backward(self)
+            torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(backward))
+            self._backward = backward
+        if item.round != self._round:
+            item.round, item.seen = self._round, 0
+            self._used[item.course] = None
+            item.course.used(item, self._round)
+        else:
+            if item.memory is None:  # a part of a graph is gone through twice
+                self._stash.send_for(item)
+            self._stash.arrive(item)
+            item.course.used_again(item, self._round)
+        return self._round
+
+    def end_of_backward(self, backward: "_Backward", *, completed: bool) -> None:
+        """Backward returned, or raised."""
+        if backward is not self._backward:
+            return
+        self._backward = None
+        self._stash.settle()
+        courses, self._used = list(self._used), {}
+        for course in courses:
+            course.end_backward()
+            if completed and course.timed and not course.learned:
+                course.learned = True
+                self._book.learn(self._entries[course], course, self._lanes.tick())
+
+
+class _Backward:
+    """One outermost backward."""
+
+    def __init__(self, offloading: ActivationOffloading) -> None:
+        self.offloading = offloading
+
+
+class _EndOfBackward:
+    """Called by autograd when a backward completes. When it raises, autograd only lets go of this object."""
+
+    def __init__(self, backward: _Backward) -> None:
+        self._backward = backward
+
+    def __call__(self) -> None:
+        self._backward.offloading.end_of_backward(self._backward, completed=True)
+
+    def __del__(self) -> None:
+        self._backward.offloading.end_of_backward(self._backward, completed=False)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,147 @@
+"""What does autograd get instead of an activation? A handle: which item, and how the tensor lies in it.
+
+These hooks are on top while the outermost call runs, below those of a block's visit (engine/handles.py), which keep
+weights to themselves and hand everything else on. A checkpoint inside puts its own on top; what it keeps comes here.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from millrace.activations.course import Course
+from millrace.activations.item import Item
+from millrace.activations.selection import Selection
+from millrace.activations.stash import Stash
+from millrace.engine.handles import check_version
+from millrace.memory.arena import KERNEL_ALIGNMENT_BYTES
+
+__all__ = ["Saving", "pop_left_over", "top_is_foreign"]
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+
+_WHOLE_SHARE = 0.5  # a view of at least so much of its storage has all of it saved: the other views come too, mostly
+
+
+class _Kept(NamedTuple):
+    """A tensor that stays where it is, and its version: hooks bypass autograd's own check."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+class _Handle:
+    """A view of an item that autograd saved."""
+
+    __slots__ = ("counter", "dtype", "item", "offset_bytes", "round", "size", "stash", "stride", "version")
+
+    def __init__(self, item: Item, tensor: torch.Tensor, stash: Stash) -> None:
+        self.item = item
+        self.stash = stash
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
+        self.counter = tensor.detach()  # shares the version counter, and from the next line on no memory
+        self.counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.version = tensor._version
+        self.round = -1  # the backward that used it last
+        item.handles += 1
+
+    def __del__(self) -> None:
+        if self.item.slab is not None:
+            self.stash.lose(self.item, self.round)
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor as it was saved, over the item's device memory."""
+        item = self.item
+        if item.memory is None:
+            raise RuntimeError(f"an activation of {item.nbytes} bytes is not on the device")
+        offset_bytes = self.offset_bytes - (item.start if item.returned else 0)
+        tensor = torch.empty(0, dtype=self.dtype, device=item.memory.device)
+        return tensor.set_(item.memory.untyped_storage(), offset_bytes // self.dtype.itemsize, self.size, self.stride)
+
+
+class Saving:
+    """The saved-tensor hooks of one outermost call. `on_use` says that an item is needed, and makes it present."""
+
+    def __init__(self, course: Course, stash: Stash, selection: Selection, on_use: Callable[[Item], int]) -> None:
+        self._course = course
+        self._stash = stash
+        self._selection = selection
+        self._on_use = on_use
+        self._count = 0
+        self._items: weakref.WeakValueDictionary[tuple[int, ...], Item] = weakref.WeakValueDictionary()
+
+    def push(self) -> None:
+        """From now on autograd saves through these hooks."""
+        _push_hooks(self._pack, self._unpack)
+
+    @staticmethod
+    def pop() -> None:
+        """The hooks that were on top before are again."""
+        _pop_hooks()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if not self._selection.wants(tensor):
+            # Detached: an output that is saved by the very node that made it would keep the graph alive for good.
+            return _Kept(tensor.detach(), tensor._version)
+        self._stash.settle()
+        storage = tensor.untyped_storage()
+        start, nbytes = _range_of(tensor, storage.nbytes())
+        # Only what shares a version counter is the same memory for sure: recurrent cells write into parts of a storage
+        # whose other parts were saved, through views that know nothing of each other.
+        root = tensor if tensor._base is None else tensor._base
+        key = (storage._cdata, root._cdata, start, nbytes, tensor._version)
+        item = self._items.get(key)
+        if item is None:
+            item = Item(self._course, self._count, storage, start, nbytes, root)
+            del storage  # a holder that would count as somebody else
+            self._count += 1
+            self._items[key] = item
+            handle = _Handle(item, tensor, self._stash)
+            self._course.saved(item, self._selection.name)
+            return handle
+        return _Handle(item, tensor, self._stash)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, _Kept):
+            check_version(packed.tensor, packed.version, packed.tensor.shape)
+            return packed.tensor
+        handle: _Handle = packed
+        check_version(handle.counter, handle.version, handle.size)
+        self._stash.settle()
+        item = handle.item
+        backward_round = self._on_use(item)
+        if handle.round != backward_round:
+            handle.round = backward_round
+            item.seen += 1
+        tensor = handle.tensor()
+        if item.seen >= item.handles:
+            self._stash.put_back(item)
+        return tensor
+
+
+def top_is_foreign() -> bool:
+    """Whether hooks are on top already: a checkpoint around the model, a user's own, or those of a call around this."""
+    return _top_hooks(True) is not None
+
+
+def pop_left_over() -> None:
+    """Takes off hooks of calls that an interrupt kept from ending."""
+    while (hooks := _top_hooks(True)) is not None and isinstance(getattr(hooks[0], "__self__", None), Saving):
+        _pop_hooks()
+
+
+def _range_of(tensor: torch.Tensor, storage_bytes: int) -> tuple[int, int]:
+    """Which bytes of the storage have to be saved: begin, and how many."""
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    span_bytes = elements * tensor.element_size()
+    if span_bytes >= _WHOLE_SHARE * storage_bytes:
+        return 0, storage_bytes
+    offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
+    start = offset_bytes // KERNEL_ALIGNMENT_BYTES * KERNEL_ALIGNMENT_BYTES  # kernels are chosen by alignments
+    return start, offset_bytes + span_bytes - start

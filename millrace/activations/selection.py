@@ -1,0 +1,103 @@
+"""Which of the tensors that autograd saves may leave? Large ones that the model made, as far as the user says so."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+__all__ = ["Selection", "mark_not_offload"]
+
+_marked: dict[int, StorageWeakRef] = {}  # by the address of the storage, which stays unique while the reference lives
+
+
+def mark_not_offload(*tensors: torch.Tensor) -> None:
+    """These tensors, and views that share their memory, stay on the device when autograd saves them.
+
+    Raises TypeError for anything that is not a tensor.
+    """
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"mark_not_offload() was given a {type(tensor).__name__}; give tensors")
+    for address in [address for address, reference in _marked.items() if reference.expired()]:
+        del _marked[address]
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        _marked[storage._cdata] = StorageWeakRef(storage)
+
+
+class Selection:
+    """Answers for each saved tensor. `layers`, `modules`: only what is saved inside of one of each; None: anywhere."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        min_bytes: int,
+        layers: Iterable[nn.Module] | None,
+        modules: Iterable[nn.Module] | None,
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._min_bytes = min_bytes
+        self._filters = [set(group) for group in (layers, modules) if group is not None]
+        self._inside = [0] * len(self._filters)  # how many modules of each filter are being called
+        self._own: frozenset[int] = frozenset()  # storages of parameters and buffers: they stay anyway
+        self._names: list[str] = []
+        self.skipped_kinds = 0  # tensors of kinds that cannot be taken apart into bytes
+
+    @property
+    def name(self) -> str:
+        """The innermost named module that is being called."""
+        return self._names[-1] if self._names else ""
+
+    def begin(self) -> None:
+        """An outermost call begins: which memory is the model's own?"""
+        self._inside = [0] * len(self._filters)
+        self._names = []
+        self._own = frozenset(
+            tensor.untyped_storage()._cdata
+            for tensors in (self._model.parameters(), self._model.buffers())
+            for tensor in tensors
+            if _is_plain(tensor) and tensor.device == self._device
+        )
+
+    def enter(self, module: nn.Module, name: str) -> None:
+        """The call of a module begins."""
+        self._names.append(name)
+        for index, group in enumerate(self._filters):
+            self._inside[index] += module in group
+
+    def leave(self, module: nn.Module) -> None:
+        """The call of a module ends."""
+        self._names.pop()
+        for index, group in enumerate(self._filters):
+            self._inside[index] -= module in group
+
+    def wants(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor may leave the device."""
+        if tensor.device != self._device or not all(self._inside) or isinstance(tensor, nn.Parameter):
+            return False
+        if not _is_plain(tensor):
+            self.skipped_kinds += 1
+            return False
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < max(1, self._min_bytes) or tensor.numel() == 0:
+            return False
+        if tensor._base is None and tensor.nbytes < storage.nbytes():
+            # A part of memory that it does not share a version counter with: whoever has the other parts may write to
+            # them, as recurrent cells do, while a copy reads.
+            self.skipped_kinds += 1
+            return False
+        marked = _marked.get(storage._cdata)
+        return storage._cdata not in self._own and (marked is None or marked.expired())
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether bytes and strides are all that it takes to make the tensor again."""
+    kind = type(tensor)
+    return (
+        (kind is torch.Tensor or issubclass(kind, nn.Parameter))
+        and tensor.layout == torch.strided
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )

@@ -1,0 +1,107 @@
+"""How do activations move between device and host? Each move submits a copy or lets compute wait for one.
+
+The order across lanes is the subject of docs/design/activations.md.
+"""
+
+from collections import deque
+
+import torch
+
+from millrace.activations.item import Item, Place
+from millrace.activations.meter import ActivationMeter
+from millrace.memory.ledger import Ledger, Tier
+from millrace.memory.pool import HostPool
+from millrace.runtime.lanes import Event, Lane, Lanes
+
+__all__ = ["PURPOSE", "Stash"]
+
+PURPOSE = "activations"
+
+
+class Stash:
+    """The host memory of one model's activations, and the copies to and from it."""
+
+    def __init__(self, lanes: Lanes, ledger: Ledger, meter: ActivationMeter) -> None:
+        self.lanes = lanes
+        self.ledger = ledger
+        self.meter = meter
+        self.pool = HostPool(lanes.device, ledger, PURPOSE)
+        self._submitting = False  # between a copy and its note
+        self._lost: deque[tuple[Item, int]] = deque()  # handles that autograd let go of, with the round of their use
+
+    # moves ------------------------------------------------------------------------------------------------------------
+    def send_out(self, item: Item) -> None:
+        """Submits the copy to the host, behind what compute was given until now."""
+        if item.memory is None or item.slab is not None:
+            return
+        item.slab = self.pool.take(item.nbytes)
+        self._submitting = True
+        item.leaving = self.lanes.copy(Lane.OFFLOAD, [(item.slab.memory, item.memory)], self.lanes.mark())
+        self._submitting = False
+        self.ledger.add(Tier.DEVICE, PURPOSE, item.nbytes)
+        self.meter.offloaded(item.leaving)
+
+    def let_go(self, item: Item) -> None:
+        """Compute waits for the copy to the host, then the device memory goes."""
+        if item.leaving is None:
+            return
+        self._wait(item.leaving.done)
+        item.leaving = item.memory = None
+        self.ledger.add(Tier.DEVICE, PURPOSE, -item.nbytes)
+
+    def send_for(self, item: Item) -> None:
+        """Allocates device memory and submits the copy back."""
+        if item.place is not Place.AWAY or item.slab is None:
+            return
+        memory = torch.empty(item.nbytes, dtype=torch.uint8, device=self.lanes.device)
+        self._submitting = True
+        item.arriving = self.lanes.copy(Lane.ONLOAD, [(memory, item.slab.memory)], self.lanes.mark())
+        item.memory, item.returned = memory, True
+        self._submitting = False
+        self.ledger.add(Tier.DEVICE, PURPOSE, item.nbytes)
+        self.meter.onloaded(item.arriving)
+
+    def arrive(self, item: Item) -> None:
+        """Compute waits for the copy back."""
+        if item.arriving is not None:
+            self._wait(item.arriving.done)
+            item.arriving = None
+
+    def put_back(self, item: Item) -> None:
+        """Our hold on device memory that was copied back ends: whoever was given it has it, and the host has it too."""
+        if item.returned and item.memory is not None:
+            self.arrive(item)
+            item.memory = None
+            self.ledger.add(Tier.DEVICE, PURPOSE, -item.nbytes)
+
+    def _wait(self, event: Event) -> None:
+        asked = self.lanes.tick()
+        self.lanes.wait(event)
+        self.meter.waited(asked, self.lanes.tick())
+
+    # ends -------------------------------------------------------------------------------------------------------------
+    def lose(self, item: Item, last_round: int) -> None:
+        """A handle was let go of. May be called by any thread at any time, so it only takes a note."""
+        self._lost.append((item, last_round))
+
+    def settle(self) -> None:
+        """Takes back the host memory of items that nobody can ask for any more."""
+        if self._submitting:  # Ctrl-C between a copy and its note: whatever was submitted is before an empty copy
+            for lane in Lane:
+                self.lanes.copy(lane, (), self.lanes.mark()).done.synchronize()
+            self._submitting = False
+        while self._lost:
+            item, last_round = self._lost.popleft()
+            item.handles -= 1
+            if last_round == item.round:
+                item.seen -= 1
+            if item.handles == 0:
+                self._forget(item)
+
+    def _forget(self, item: Item) -> None:
+        """Its copies are ordered before whatever compute does next, so both ends of them may be used again."""
+        self.let_go(item)
+        self.put_back(item)
+        slab, item.slab = item.slab, None
+        if slab is not None:
+            self.pool.give_back(slab)

@@ -1,0 +1,246 @@
+"""Which activations leave the device between forward and backward, when do they go, and when do they come back?
+
+The machine: compute, the offload lane and the onload lane, each serial. A copy out starts when its tensor is saved and
+the lane is free; compute waits for its end at the moment that lets go of the device memory. A reload is issued at a
+moment of backward, when it fits, in the order of use; compute waits for it at its use. The earliest saved go first:
+they are needed last. See docs/design/activations.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+_HIDDEN_SHARE = 0.005  # of compute: a stall below that counts as none
+_BISECTIONS = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """One tensor that autograd keeps from forward to backward.
+
+    - `offload_seconds`, `onload_seconds`: what its copies take on their lanes, alone.
+    - `alone_at`: the index of the save at which nobody but autograd held its memory any more. None: never in forward.
+    - `name`: the module that saved it, for texts.
+    """
+
+    nbytes: int
+    offload_seconds: float
+    onload_seconds: float
+    alone_at: int | None
+    name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationProblem:
+    """What one forward saves and its backward uses.
+
+    - `saved[k]`: in the order of saving; `forward_seconds[k]`: compute from that save to the next, or to the first use.
+    - `uses`: indices of `saved` in the order of their first use in backward, each at most once;
+      `backward_seconds[j]`: compute from that use to the next, or to the end; `freed_at[j]`: the position of the use
+      after which the j-th used one is gone.
+    - `budget_bytes`: ceiling for these tensors on the device. None: as few as hide behind compute.
+    - `offload_bytes`: at most so many leave; `most_in_flight`: at most so many copies out at once. None: no limit.
+    - `offload_share`, `onload_share`: the part of each lane's speed that is left for activations, 0 to 1.
+    """
+
+    saved: tuple[Saved, ...]
+    forward_seconds: tuple[float, ...]
+    uses: tuple[int, ...]
+    backward_seconds: tuple[float, ...]
+    freed_at: tuple[int, ...]
+    budget_bytes: int | None = None
+    offload_bytes: int | None = None
+    most_in_flight: int | None = None
+    offload_share: float = 1.0
+    onload_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if len(self.forward_seconds) != len(self.saved):
+            raise ValueError(f"{len(self.saved)} tensors are saved, but {len(self.forward_seconds)} times are given")
+        if not len(self.uses) == len(self.backward_seconds) == len(self.freed_at):
+            raise ValueError(f"{len(self.uses)} uses need as many times and ends")
+        if len(set(self.uses)) != len(self.uses) or not all(0 <= index < len(self.saved) for index in self.uses):
+            raise ValueError(f"uses are {list(self.uses)}; give each of 0 to {len(self.saved) - 1} at most once")
+        for name, share in (("offload_share", self.offload_share), ("onload_share", self.onload_share)):
+            if not 0 < share <= 1:
+                raise ValueError(f"{name} is {share}; it must be above 0 and at most 1")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is saved."""
+        return sum(saved.nbytes for saved in self.saved)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Forward and backward without any stall."""
+        return math.fsum(self.forward_seconds) + math.fsum(self.backward_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationPlan:
+    """Frozen decisions for one forward and its backward.
+
+    `releases[k]`: whose device memory goes right after the k-th save. `reloads[j]`: what is sent for at the j-th use,
+    in this order, behind what that use needs itself. `offloaded`: all that leave; the rest is not copied.
+    `beyond_bytes`: what neither fits `budget_bytes` nor hides behind compute; `recompute` names the modules whose
+    recomputation (gradient checkpointing) would save at least that.
+    """
+
+    problem: ActivationProblem
+    releases: tuple[tuple[int, ...], ...]
+    reloads: tuple[tuple[int, ...], ...]
+    offloaded: frozenset[int]
+    host_bytes: int
+    peak_bytes: int
+    seconds: float
+    stall_seconds: float
+    beyond_bytes: int
+    recompute: tuple[str, ...]
+
+    @cached_property
+    def position_of_use(self) -> dict[int, int]:
+        """At which use an item of `saved` is needed first."""
+        return {index: position for position, index in enumerate(self.problem.uses)}
+
+
+def plan_activations(problem: ActivationProblem) -> ActivationPlan:
+    """The plan: what fits stays, what hides behind compute leaves; a given budget is kept even if compute waits."""
+    hidden = _least_that_hides(problem)
+    if problem.budget_bytes is None:
+        return _plan(problem, hidden, beyond_bytes=0)
+    walk = _Walk(problem, problem.budget_bytes)
+    beyond_bytes = max(0, walk.peak_bytes - problem.budget_bytes)
+    if _stalls(problem, walk):
+        beyond_bytes = max(beyond_bytes, hidden.peak_bytes - problem.budget_bytes)
+    return _plan(problem, walk, beyond_bytes)
+
+
+def _least_that_hides(problem: ActivationProblem) -> _Walk:
+    """The walk with the lowest peak in which compute waits for nothing."""
+    low, high = 0, problem.nbytes
+    best = _Walk(problem, high)
+    for _ in range(_BISECTIONS):
+        if high - low <= max(1, problem.nbytes >> 12):
+            break
+        middle = (low + high) // 2
+        walk = _Walk(problem, middle)
+        if _stalls(problem, walk):
+            low = middle
+        else:
+            high = middle
+            best = walk if walk.peak_bytes <= best.peak_bytes else best
+    return best
+
+
+def _stalls(problem: ActivationProblem, walk: _Walk) -> bool:
+    return walk.seconds - problem.compute_seconds > _HIDDEN_SHARE * problem.compute_seconds
+
+
+def _plan(problem: ActivationProblem, walk: _Walk, beyond_bytes: int) -> ActivationPlan:
+    return ActivationPlan(
+        problem=problem,
+        releases=tuple(map(tuple, walk.releases)),
+        reloads=tuple(map(tuple, walk.reloads)),
+        offloaded=frozenset(walk.away),
+        host_bytes=sum(problem.saved[index].nbytes for index in walk.away),
+        peak_bytes=walk.peak_bytes,
+        seconds=walk.seconds,
+        stall_seconds=max(0.0, walk.seconds - problem.compute_seconds),
+        beyond_bytes=beyond_bytes,
+        recompute=_largest_names(problem.saved, beyond_bytes),
+    )
+
+
+def _largest_names(saved: Sequence[Saved], wanted_bytes: int) -> tuple[str, ...]:
+    """Modules that saved the most, until they make up `wanted_bytes`."""
+    by_name: dict[str, int] = {}
+    for each in saved:
+        by_name[each.name] = by_name.get(each.name, 0) + each.nbytes
+    names: list[str] = []
+    for name in sorted(by_name, key=lambda name: -by_name[name]):
+        if wanted_bytes <= 0:
+            break
+        names.append(name)
+        wanted_bytes -= by_name[name]
+    return tuple(names)
+
+
+class _Walk:
+    """One forward and backward under a ceiling for the bytes on the device; what cannot be helped goes above it."""
+
+    def __init__(self, problem: ActivationProblem, budget_bytes: int) -> None:
+        self._problem = problem
+        self._budget_bytes = budget_bytes
+        self.seconds = 0.0
+        self.peak_bytes = 0
+        self.away: set[int] = set()
+        self.releases: list[list[int]] = [[] for _ in problem.saved]
+        self.reloads: list[list[int]] = [[] for _ in problem.uses]
+        self._held_bytes = 0
+        self._forward()
+        self._backward()
+
+    def _hold(self, nbytes: int) -> None:
+        self._held_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+
+    def _forward(self) -> None:
+        problem = self._problem
+        lane_end = 0.0
+        ends: dict[int, float] = {}
+        waiting: deque[int] = deque()  # may leave, in the order of saving
+        reloadable = set(problem.uses)
+        left_bytes = problem.nbytes if problem.offload_bytes is None else problem.offload_bytes
+        for index, saved in enumerate(problem.saved):
+            self._hold(saved.nbytes)
+            if index in reloadable and saved.alone_at is not None and saved.nbytes <= left_bytes:
+                left_bytes -= saved.nbytes
+                lane_end = max(lane_end, self.seconds) + saved.offload_seconds / problem.offload_share
+                ends[index] = lane_end
+                waiting.append(index)
+            coming_bytes = problem.saved[index + 1].nbytes if index + 1 < len(problem.saved) else 0
+            for candidate in list(waiting):
+                over = self._held_bytes + coming_bytes > self._budget_bytes
+                if not over and not self._crowded(waiting, ends):
+                    break
+                if (problem.saved[candidate].alone_at or 0) > index:
+                    continue
+                waiting.remove(candidate)
+                self.seconds = max(self.seconds, ends[candidate])
+                self._held_bytes -= problem.saved[candidate].nbytes
+                self.away.add(candidate)
+                self.releases[index].append(candidate)
+            self.seconds += problem.forward_seconds[index]
+
+    def _crowded(self, waiting: Sequence[int], ends: dict[int, float]) -> bool:
+        most = self._problem.most_in_flight
+        return most is not None and sum(ends[index] > self.seconds for index in waiting) > most
+
+    def _backward(self) -> None:
+        problem = self._problem
+        lane_end = 0.0
+        arrival: dict[int, float] = {}
+        pending = deque(index for index in problem.uses if index in self.away)
+        freed: dict[int, int] = {}  # bytes by the position at which they are gone
+        for index, position in zip(problem.uses, problem.freed_at, strict=True):
+            freed[position + 1] = freed.get(position + 1, 0) + problem.saved[index].nbytes
+
+        def send_for(index: int) -> None:
+            nonlocal lane_end
+            self._hold(problem.saved[index].nbytes)
+            lane_end = max(lane_end, self.seconds) + problem.saved[index].onload_seconds / problem.onload_share
+            arrival[index] = lane_end
+
+        for position, index in enumerate(problem.uses):
+            self._held_bytes -= freed.get(position, 0)
+            if pending and pending[0] == index:
+                send_for(pending.popleft())
+            self.seconds = max(self.seconds, arrival.get(index, 0.0))
+            while pending and self._held_bytes + problem.saved[pending[0]].nbytes <= self._budget_bytes:
+                self.reloads[position].append(pending[0])
+                send_for(pending.popleft())
+            self.seconds += problem.backward_seconds[position]

@@ -1,0 +1,57 @@
+"""What did activations move and hold, in numbers?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from millrace.config import format_bytes
+
+__all__ = ["ActivationStats"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationStats:
+    """Measured since activations were offloaded or since `reset_stats()`; bytes and seconds.
+
+    `host_held_bytes` wait on the host now; `host_bytes` is the memory made for them, `host_peak_bytes` the most of it.
+    `device_peak_bytes` were on their way out or back, at most. `offload_bytes` left in `offloads` copies,
+    `onload_bytes` came back in `onloads`. Of the uses in backward, `hits` found their tensor on the device or on its
+    way there, `demand_onloads` did not. `stall_seconds` is how long compute waited for copies. `skipped` tensors were
+    of kinds that cannot be offloaded (subclasses, sparse, quantised, parts of memory that others may write to).
+    `pool_growths`: how often host memory was made.
+    """
+
+    host_held_bytes: int
+    host_bytes: int
+    host_peak_bytes: int
+    device_peak_bytes: int
+    offload_bytes: int
+    onload_bytes: int
+    offloads: int
+    onloads: int
+    hits: int
+    demand_onloads: int
+    stall_seconds: float
+    skipped: int
+    pool_growths: int
+
+    def to_text(self) -> str:
+        """The numbers as a small table."""
+        rows = [
+            ("activations on the host, peak", format_bytes(self.host_peak_bytes)),
+            ("activations in flight, peak", format_bytes(self.device_peak_bytes)),
+            ("activations offloaded", f"{format_bytes(self.offload_bytes)} in {self.offloads} copies"),
+            ("activations onloaded", f"{format_bytes(self.onload_bytes)} in {self.onloads} copies"),
+            ("uses in backward", f"{self.hits} in time, {self.demand_onloads} on demand"),
+            ("stall for activations", f"{self.stall_seconds:.3f} s"),
+        ]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    @staticmethod
+    def advice(beyond_bytes: int, names: Sequence[str]) -> str:
+        """What to do about activations that neither fit nor hide."""
+        layers = ", ".join(name or "the model itself" for name in names)
+        return (
+            f"{format_bytes(beyond_bytes)} of activations neither fit in device_memory nor hide behind compute:"
+            f" recompute them (gradient checkpointing) in {layers}"
+        )

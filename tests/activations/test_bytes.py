@@ -1,0 +1,235 @@
+"""Do the bytes that leave the device come to the bytes on the host, and the peak to the plan's?"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import millrace
+from tests.activations.models import ROWS, SAVED_BYTES, Layer, Stack, assert_same, rows, step
+from tests.matrix.compare import Allocations
+
+LAYERS = 12
+
+
+def settled(device: torch.device, steps: int = 3, **settings: object) -> tuple[Stack, millrace.ActivationOffloading]:
+    """A model whose plan is final."""
+    model = Stack(LAYERS).to(device)
+    handle = millrace.offload_activations(model, min_bytes=0, **settings)  # type: ignore[arg-type]
+    for _ in range(steps):
+        step(model, rows(device))
+    handle.reset_stats()
+    return model, handle
+
+
+def forward_bytes(model: nn.Module, x: Tensor) -> int:
+    """Device bytes that a forward holds when it has ended."""
+    allocations = Allocations(x.device)
+    loss = model(x).square().sum()
+    allocations.forward_done(0)
+    loss.backward()
+    return allocations.after_forward_bytes[0]
+
+
+def peak_bytes(model: nn.Module, x: Tensor) -> int:
+    """The most that a step adds to the weights, were every gradient to leave at once."""
+
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    model.zero_grad()
+    hooks = [p.register_post_accumulate_grad_hook(drop) for p in model.parameters()]
+    allocations = Allocations(x.device)
+    model(x).square().sum().backward()
+    for hook in hooks:
+        hook.remove()
+    return allocations.peak_bytes
+
+
+@pytest.mark.emu("random:0", "random:1")
+@pytest.mark.parametrize("budget_tensors", [0, 3, 6])
+def test_device_bytes_drop_by_the_bytes_on_the_host(emu_device, budget_tensors):
+    device = torch.device("emu", 0)
+    plain = forward_bytes(Stack(LAYERS).to(device), rows(device))
+    model, handle = settled(device, device_memory=budget_tensors * SAVED_BYTES)
+    model.zero_grad()
+    x = rows(device)
+    allocations = Allocations(device)
+    loss = model(x).square().sum()
+    allocations.forward_done(0)
+    held = handle.stats().host_held_bytes
+    loss.backward()
+    assert plain - allocations.after_forward_bytes[0] == held > 0
+    assert handle.stats().host_held_bytes == 0
+
+
+@pytest.mark.emu("random:0")
+@pytest.mark.parametrize("budget_tensors", [5, 8])
+def test_the_peak_saving_is_as_planned(emu_device, budget_tensors):
+    device = torch.device("emu", 0)
+    x = rows(device, count=8 * ROWS)  # so that weights' gradients are small beside activations
+    plain_model = Stack(LAYERS).to(device)
+    step(plain_model, x)
+    plain = peak_bytes(plain_model, x)
+    budget = budget_tensors * 8 * SAVED_BYTES
+    model = Stack(LAYERS).to(device)
+    with millrace.offload_activations(model, min_bytes=0, device_memory=budget) as handle:
+        for _ in range(3):
+            step(model, x)
+        offloaded = peak_bytes(model, x)
+        plan = handle.plan
+    assert plan is not None
+    assert plan.peak_bytes <= budget
+    predicted = plan.problem.nbytes - plan.peak_bytes
+    assert abs(plain - offloaded - predicted) <= 0.02 * predicted
+
+
+@pytest.mark.emu("random:0", "lazy")
+def test_the_peak_is_the_same_at_every_step(emu_device):
+    device = torch.device("emu", 0)
+    model, _ = settled(device, device_memory=4 * SAVED_BYTES)
+    assert len({peak_bytes(model, rows(device, seed)) for seed in range(4)}) == 1
+
+
+def test_host_memory_is_made_once(compute_device):
+    model, handle = settled(compute_device, device_memory=0)
+    grown = handle.stats().pool_growths
+    for seed in range(4):
+        step(model, rows(compute_device, seed))
+    stats = handle.stats()
+    assert stats.pool_growths == grown
+    assert stats.host_bytes <= (LAYERS + 1) * SAVED_BYTES
+
+
+def test_everything_moves_when_nothing_may_stay(compute_device):
+    model, handle = settled(compute_device, device_memory=0)
+    step(model, rows(compute_device))
+    stats, plan = handle.stats(), handle.plan
+    assert plan is not None
+    assert len(plan.offloaded) >= LAYERS - 1
+    assert stats.offload_bytes == stats.onload_bytes == plan.host_bytes == len(plan.offloaded) * SAVED_BYTES
+
+
+def test_what_fits_stays(compute_device):
+    model, handle = settled(compute_device, device_memory=2 * LAYERS * SAVED_BYTES)
+    step(model, rows(compute_device))
+    assert handle.stats().offload_bytes == 0
+
+
+def test_the_last_ones_stay(compute_device):
+    _, handle = settled(compute_device, device_memory=5 * SAVED_BYTES)
+    plan = handle.plan
+    assert plan is not None
+    count = len(plan.offloaded)
+    assert plan.offloaded == frozenset(range(1, count + 1))  # saved first, needed last; the input is the caller's
+    assert 0 < count < len(plan.problem.saved)
+
+
+class Thrice(nn.Module):
+    """Saves one tensor three times, twice as a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        z = y * y.t().contiguous().t() + y.view(32, 256).sin().view_as(y) + y.t().exp().t()
+        return torch.tanh(z + y[3:50].cos().mean())
+
+
+def test_a_storage_is_stored_once_and_comes_back_with_its_strides(compute_device):
+    x = rows(compute_device)
+    expected = step(Stack(3, Thrice).to(compute_device), x)
+    model = Stack(3, Thrice).to(compute_device)
+    with millrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
+        for _ in range(3):
+            assert_same(step(model, x), expected)
+        plan = handle.plan
+    assert plan is not None
+    # for each layer: its input, y (five times), the contiguous transpose of y, and the result of exp
+    assert len(plan.problem.saved) == 3 * 4 + 1
+
+
+def test_a_small_part_of_a_large_tensor_goes_alone(compute_device):
+    class Part(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.exp().sum() + x[5:9].sin().sum()
+
+    wide = nn.Sequential(nn.Linear(128, 128), Part()).to(compute_device)
+    x = rows(compute_device)
+    expected = step(wide, x)
+    with millrace.offload_activations(wide, min_bytes=0, device_memory=0) as handle:
+        assert_same(step(wide, x), expected)
+        plan = handle.plan
+    assert plan is not None
+    assert min(saved.nbytes for saved in plan.problem.saved) == 4 * 128 * 4
+
+
+def test_fraction_caps_what_leaves(compute_device):
+    _, handle = settled(compute_device, device_memory=0, fraction=0.5)
+    plan = handle.plan
+    assert plan is not None
+    assert 0.3 * plan.problem.nbytes < plan.host_bytes <= 0.5 * plan.problem.nbytes
+
+
+def test_at_most_so_many_copies_are_in_flight(compute_device):
+    _, handle = settled(compute_device, device_memory=0, most_in_flight=1)
+    plan = handle.plan
+    assert plan is not None
+    leaving = 0
+    for index, releases in enumerate(plan.releases):
+        leaving += (index in plan.offloaded) - len(releases)
+        assert leaving <= 2  # the one that was saved just now, whose copy begins, and one more
+
+
+def test_small_tensors_stay(compute_device):
+    model = Stack(4).to(compute_device)
+    with millrace.offload_activations(model, device_memory=0) as handle:  # 1 MiB is the least
+        step(model, rows(compute_device))
+        assert handle.stats().offload_bytes == 0
+
+
+def test_layers_and_modules_choose(compute_device):
+    for settings, wanted in (
+        ({"layers": 3}, {"layers.0", "layers.1", "layers.2"}),
+        ({"layers": ["layers.1?"]}, {"layers.10", "layers.11"}),
+        ({"modules": ["*.linear"], "layers": 2}, {"layers.0.linear", "layers.1.linear"}),
+        ({"layers": 0}, set()),
+    ):
+        _, handle = settled(compute_device, device_memory=0, **settings)
+        plan = handle.plan
+        names = set() if plan is None else {saved.name for saved in plan.problem.saved}
+        assert names == wanted
+        handle.remove()
+
+
+def test_marked_tensors_stay(compute_device):
+    class Marks(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            millrace.mark_not_offload(y)
+            return y.sin() + y.view(32, 256).cos().view_as(y)
+
+    model = Stack(4, Marks).to(compute_device)
+    with millrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
+        step(model, rows(compute_device))
+        assert handle.stats().offloads == 4  # the inputs of the linear maps
+
+
+def test_a_tensor_that_the_user_keeps_does_not_leave(compute_device):
+    kept: list[Tensor] = []
+
+    class Keeps(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            kept.append(y)
+            return y
+
+    model = Stack(6, Keeps).to(compute_device)
+    with millrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
+        for _ in range(3):
+            step(model, rows(compute_device))
+            kept.clear()
+        handle.reset_stats()
+        step(model, rows(compute_device))
+        assert handle.stats().offload_bytes == 0  # it would free nothing

@@ -1,0 +1,71 @@
+"""Does the pool hand out each byte once, merge what comes back, and shrink to what is needed?"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.errors import BudgetError
+from millrace.memory.arena import aligned, whole_pages
+from millrace.memory.ledger import Ledger, Tier
+from millrace.memory.pool import HostPool, Slab
+
+
+def make(budget_bytes: int | None = None) -> tuple[HostPool, Ledger]:
+    ledger = Ledger(host_budget_bytes=budget_bytes)
+    return HostPool(torch.device("cpu"), ledger, "activations"), ledger
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 20_000)), max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_no_byte_is_handed_out_twice(script: list[tuple[bool, int]]) -> None:
+    pool, ledger = make()
+    held: list[tuple[Slab, int]] = []
+    for index, (takes, number) in enumerate(script):
+        if takes or not held:
+            slab = pool.take(number)
+            assert slab.memory.nbytes == number
+            slab.memory.fill_(index % 251)
+            held.append((slab, index % 251))
+        else:
+            slab, value = held.pop(number % len(held))
+            assert bool((slab.memory == value).all())
+            pool.give_back(slab)
+        assert pool.held_bytes == sum(aligned(slab.memory.nbytes) for slab, _ in held)
+        assert ledger.held_bytes(Tier.HOST) == pool.arena_bytes
+    for slab, value in held:
+        assert bool((slab.memory == value).all())
+        pool.give_back(slab)
+    assert [len(ranges) for ranges in pool._free] == [1] * len(pool._free)  # merged
+
+
+def test_one_arena_of_the_peak_takes_the_place_of_many() -> None:
+    pool, _ = make()
+    sizes = [5000, 70_000, 300, 12_000]
+    grown = []
+    for _ in range(3):
+        slabs = [pool.take(size) for size in sizes]
+        pool.consolidate()  # not while something is out
+        assert pool.held_bytes > 0
+        for slab in slabs:
+            pool.give_back(slab)
+        pool.consolidate()
+        assert pool.arena_bytes == whole_pages(sum(aligned(size) for size in sizes))
+        grown.append(pool.grown)
+    assert len(set(grown)) == 1  # nothing is made after the first round
+
+
+def test_memory_outlives_the_pool_that_it_came_from() -> None:
+    pool, _ = make()
+    slab = pool.take(4096)
+    slab.memory.fill_(7)
+    pool.clear()
+    assert bool((slab.memory == 7).all())
+
+
+def test_the_budget_is_kept_to() -> None:
+    pool, _ = make(8192)
+    pool.take(4000)
+    with pytest.raises(BudgetError, match="activations need"):
+        pool.take(8000)
+    pool.take(4000)
