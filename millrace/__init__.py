@@ -2,7 +2,15 @@
 
 from millrace.activations import ActivationOffloading, mark_not_offload, offload_activations
 from millrace.api import Offloaded, offload
-from millrace.errors import BudgetError, DiskError, LayoutError, MillraceError, StateError, WeightChangedError
+from millrace.errors import (
+    BudgetError,
+    CheckpointError,
+    DiskError,
+    LayoutError,
+    MillraceError,
+    StateError,
+    WeightChangedError,
+)
 from millrace.report import ActivationStats, Stats
 
 __version__ = "0.1.0"
@@ -11,6 +19,7 @@ __all__ = [
     "ActivationOffloading",
     "ActivationStats",
     "BudgetError",
+    "CheckpointError",
     "DiskError",
     "LayoutError",
     "MillraceError",

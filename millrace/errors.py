@@ -1,6 +1,14 @@
 """Which errors does millrace raise? Arguments raise ValueError or TypeError; budgets, layout and state raise these."""
 
-__all__ = ["BudgetError", "DiskError", "LayoutError", "MillraceError", "StateError", "WeightChangedError"]
+__all__ = [
+    "BudgetError",
+    "CheckpointError",
+    "DiskError",
+    "LayoutError",
+    "MillraceError",
+    "StateError",
+    "WeightChangedError",
+]
 
 
 class MillraceError(Exception):
@@ -13,6 +21,10 @@ class BudgetError(MillraceError, ValueError):
     From `offload()` before anything is allocated; from the first pass with gradients when `host_memory` has no room for
     them; and from a pass that needs more blocks at once than `device_memory` holds.
     """
+
+
+class CheckpointError(MillraceError, ValueError):
+    """A checkpoint cannot be read: missing, damaged, not safetensors, or without a tensor that is asked for."""
 
 
 class DiskError(MillraceError, OSError):

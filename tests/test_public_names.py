@@ -6,6 +6,7 @@ PUBLIC_NAMES = [
     "ActivationOffloading",
     "ActivationStats",
     "BudgetError",
+    "CheckpointError",
     "DiskError",
     "LayoutError",
     "MillraceError",

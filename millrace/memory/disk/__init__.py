@@ -1,8 +1,9 @@
 """Where do the bytes of the disk tier lie, and how do they come and go? See docs/design/disk.md."""
 
+from millrace.memory.disk.checkpoint import Checkpoint
 from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, Extent
 from millrace.memory.disk.requests import Request
 from millrace.memory.disk.staging import Slot, StagingRing
 from millrace.memory.disk.store import DiskStore
 
-__all__ = ["DISK_ALIGNMENT_BYTES", "DiskStore", "Extent", "Request", "Slot", "StagingRing"]
+__all__ = ["DISK_ALIGNMENT_BYTES", "Checkpoint", "DiskStore", "Extent", "Request", "Slot", "StagingRing"]

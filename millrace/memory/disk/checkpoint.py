@@ -1,0 +1,190 @@
+"""How are weights read from a safetensors checkpoint as it is? By name, in the background, or as memory; in place.
+
+Tensors lie anywhere in such a file, direct I/O wants whole pages: so a thread reads the pages around them into memory
+of its own, and lays the tensors out from there.
+"""
+
+import ctypes
+import errno
+import os
+import queue
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from millrace.errors import CheckpointError, DiskError
+from millrace.memory.arena import Arena
+from millrace.memory.disk import mapping
+from millrace.memory.disk.checkpoint_files import find_files
+from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, PIECE_BYTES, Extent, pieces
+from millrace.memory.disk.file import DirectFile
+from millrace.memory.disk.requests import Access, Request, Requests
+from millrace.memory.disk.safetensors_header import TensorRecord, read_header
+from millrace.memory.ledger import Ledger
+from millrace.runtime.lanes import Event
+
+__all__ = ["Checkpoint"]
+
+_THREADS = 4
+_GAP_BYTES = 64 << 10  # bytes between two tensors that are rather read than left out
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Where bytes `begin` to `end` of a file go: to memory at `address`."""
+
+    begin: int
+    end: int
+    address: int
+    name: str
+
+
+class Checkpoint:
+    """The tensors of safetensors files: one file, an index with its shards, or a directory. Never written to.
+
+    `records` says of each tensor its file, offset, dtype, shape and bytes. Every header is checked in full: sizes,
+    ranges without overlap or hole, dtypes, names, and files that lead out of the directory.
+
+    Raises CheckpointError when something of that is wrong, and BudgetError when the ledger has no room for the memory
+    that threads read into (32 MiB at most).
+    """
+
+    def __init__(self, path: str | os.PathLike[str], ledger: Ledger) -> None:
+        self._files: dict[str, DirectFile] = {}
+        self._states: dict[str, tuple[int, int]] = {}
+        self._mappings: dict[str, mapping.Mapping] = {}
+        self.records: dict[str, TensorRecord] = {}
+        for file, names in find_files(Path(path)).items():
+            self._open(str(file), names)
+        # No range that is read at once is larger than this, with the rest of its pages.
+        biggest = max((size for size, _ in self._states.values()), default=0)
+        self._bounce_bytes = min(PIECE_BYTES, -(-biggest // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES)
+        arena = Arena(self._bounce_bytes * _THREADS, torch.device("cpu"), ledger, "staging")
+        self._bounces: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        for index in range(_THREADS):
+            self._bounces.put(arena.tensor(index * self._bounce_bytes, self._bounce_bytes))
+        self._requests = Requests(_THREADS)
+        if not self.direct:
+            warnings.warn(
+                f"the filesystem of {path} refuses direct I/O: the checkpoint is read through the page cache, at about"
+                " half the drive's speed. Keep it on a local ext4 or XFS.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    @property
+    def direct(self) -> bool:
+        """Whether reads bypass the page cache."""
+        return all(file.direct for file in self._files.values())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor `name` as memory, read page by page as it is touched. Writes to it stay with this process."""
+        record = self._record(name)
+        if record.path not in self._mappings:
+            file = self._files[record.path]
+            self._mappings[record.path] = mapping.Mapping(file.descriptor, 0, file.size(), shared=False)
+        memory = self._mappings[record.path].tensor(record.offset, record.nbytes)
+        return memory.view(record.dtype).view(record.shape)
+
+    def read(self, destinations: Mapping[str, torch.Tensor], *, after: Event | None = None) -> Request:
+        """Submits reading each named tensor into its destination. Never blocks.
+
+        A destination is contiguous memory of the CPU, of any dtype and shape with as many bytes as the tensor. It may
+        be touched when the request is done, and is filled not before `after`. DiskError (I/O fault, file too short,
+        file changed since it was opened) comes from the request.
+        """
+        parts: dict[str, list[_Part]] = defaultdict(list)
+        for name, destination in destinations.items():
+            record = self._record(name)
+            if destination.device.type != "cpu" or not destination.is_contiguous():
+                raise TypeError(f"{name!r} is read into contiguous memory of the CPU, not of {destination.device}")
+            if destination.nbytes != record.nbytes:
+                raise ValueError(f"{name!r} has {record.nbytes} bytes; its destination has {destination.nbytes}")
+            if record.nbytes:
+                begin = record.offset
+                parts[record.path].append(_Part(begin, begin + record.nbytes, destination.data_ptr(), name))
+        memory = tuple(destinations.values())  # which the jobs keep alive
+        jobs: list[Callable[[], None]] = [
+            partial(self._read_piece, path, begin, end, among, memory)
+            for path, found in parts.items()
+            for begin, end, among in _ranges(found)
+        ]
+        extent = Extent(", ".join(list(destinations)[:3]), 0, 0)
+        return self._requests.submit(Request(extent, Access.READ, jobs, whole=False), after)
+
+    def close(self) -> None:
+        """Waits for what was submitted and closes the files. Memory from `tensor` stays."""
+        self._requests.close()
+        self._mappings.clear()
+        for file in self._files.values():
+            file.close()
+
+    def _open(self, path: str, names: frozenset[str] | None) -> None:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise DiskError(error.errno, f"{path} cannot be opened: {error.strerror}") from error
+        self._files[path] = DirectFile(descriptor, path, writable=False)
+        self._states[path] = _state(descriptor)
+        found = {record.name: record for record in read_header(descriptor, path)}
+        missing = sorted(names - found.keys()) if names is not None else []
+        if missing:
+            raise CheckpointError(
+                f"{path} lacks {missing[0]!r} (of {len(missing)} missing ones), which the index says is in it;"
+                " download the checkpoint again"
+            )
+        for name in found if names is None else names:
+            if name in self.records:
+                raise CheckpointError(
+                    f"{name!r} is in {self.records[name].path} and in {path}; give the path of one of the files"
+                )
+            self.records[name] = found[name]
+
+    def _record(self, name: str) -> TensorRecord:
+        if name not in self.records:
+            raise CheckpointError(f"the checkpoint has no tensor {name!r} among its {len(self.records)}")
+        return self.records[name]
+
+    def _read_piece(
+        self, path: str, begin: int, end: int, parts: list[_Part], _memory: tuple[torch.Tensor, ...]
+    ) -> None:
+        """Reads the pages around bytes `begin` to `end`, and lays out the parts that lie there."""
+        file, what = self._files[path], repr(parts[0].name)
+        if _state(file.descriptor) != self._states[path]:
+            raise DiskError(errno.ESTALE, f"{what}: {path} was written to since it was opened; load the model again")
+        first = begin - begin % DISK_ALIGNMENT_BYTES
+        last = min(-(-end // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES, self._states[path][0])
+        bounce = self._bounces.get()  # there is one for each thread
+        try:
+            file.read(bounce.data_ptr(), last - first, first, what)
+            for part in parts:
+                at, to = max(begin, part.begin), min(end, part.end)
+                ctypes.memmove(part.address + at - part.begin, bounce.data_ptr() + at - first, to - at)
+        finally:
+            self._bounces.put(bounce)
+
+
+def _state(descriptor: int) -> tuple[int, int]:
+    """Size in bytes, and when it was written to last."""
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
+
+
+def _ranges(parts: list[_Part]) -> list[tuple[int, int, list[_Part]]]:
+    """Ranges of a file of PIECE_BYTES at most, each with the parts that it holds bytes of. Neighbours go together."""
+    runs: list[list[_Part]] = []
+    for part in sorted(parts, key=lambda part: part.begin):
+        if runs and part.begin - runs[-1][-1].end <= _GAP_BYTES:
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return [
+        (piece.begin, piece.end, [part for part in run if part.begin < piece.end and piece.begin < part.end])
+        for run in runs
+        for piece in pieces(run[0].begin, run[-1].end - run[0].begin)
+    ]
