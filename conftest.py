@@ -12,6 +12,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden anew instead of comparing")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Registers the emulated accelerator before the first test when any test may use it.
 

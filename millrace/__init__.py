@@ -1,6 +1,7 @@
 """Which names does a user import? These and no others."""
 
 from millrace.activations import ActivationOffloading, mark_not_offload, offload_activations
+from millrace.ahead import HardwareNotFound, Probe, plan, probe
 from millrace.api import Offloaded, offload
 from millrace.errors import (
     BudgetError,
@@ -11,6 +12,7 @@ from millrace.errors import (
     StateError,
     WeightChangedError,
 )
+from millrace.planning.cost import Hardware, RunPlan
 from millrace.report import ActivationStats, Stats
 
 __version__ = "0.1.0"
@@ -21,9 +23,13 @@ __all__ = [
     "BudgetError",
     "CheckpointError",
     "DiskError",
+    "Hardware",
+    "HardwareNotFound",
     "LayoutError",
     "MillraceError",
     "Offloaded",
+    "Probe",
+    "RunPlan",
     "StateError",
     "Stats",
     "WeightChangedError",
@@ -31,4 +37,6 @@ __all__ = [
     "mark_not_offload",
     "offload",
     "offload_activations",
+    "plan",
+    "probe",
 ]

@@ -8,9 +8,13 @@ PUBLIC_NAMES = [
     "BudgetError",
     "CheckpointError",
     "DiskError",
+    "Hardware",
+    "HardwareNotFound",
     "LayoutError",
     "MillraceError",
     "Offloaded",
+    "Probe",
+    "RunPlan",
     "StateError",
     "Stats",
     "WeightChangedError",
@@ -18,6 +22,8 @@ PUBLIC_NAMES = [
     "mark_not_offload",
     "offload",
     "offload_activations",
+    "plan",
+    "probe",
 ]
 
 

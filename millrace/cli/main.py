@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import millrace
+from millrace.cli.plan import add_plan_command
+from millrace.cli.probe import add_probe_command
 from millrace.cli.train import add_train_command
 from millrace.errors import MillraceError
 
@@ -25,6 +27,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"millrace {millrace.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_train_command(commands)
+    add_plan_command(commands)
+    add_probe_command(commands)
     return parser
 
 

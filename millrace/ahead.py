@@ -1,0 +1,281 @@
+"""What can be known before a run? `probe()` measures the machine, `plan()` says what a model holds and takes on it."""
+
+import dataclasses
+import os
+import platform
+import tempfile
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from millrace.config import Size, parse_bytes
+from millrace.errors import MillraceError
+from millrace.planning.cost import (
+    MACHINES,
+    Hardware,
+    ModelShape,
+    Overlap,
+    RunPlan,
+    Spread,
+    Training,
+    Work,
+    is_module,
+    plan_run,
+    read_config,
+    shape_of_config,
+    shape_of_module,
+)
+from millrace.runtime.device import is_accelerator, resolve_device
+from millrace.runtime.host import available_host_bytes
+from millrace.runtime.probe import dram_rate, link_rates, matmul_rates, update_rate
+from millrace.runtime.probe_disk import disk_rates
+
+__all__ = ["HardwareNotFound", "Probe", "cached_probe", "plan", "probe"]
+
+MEASURED = "measured"
+
+Choice = TypeVar("Choice", bound=Enum)
+
+
+class HardwareNotFound(MillraceError, ValueError):  # noqa: N818 - the name says what is wrong
+    """A machine is named that is neither in the catalogue nor measured."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Probe:
+    """What `probe()` measured: the machine as `plan()` takes it, matrix products by dtype, and what looks wrong."""
+
+    hardware: Hardware
+    matmul_flops_per_second: dict[str, float]
+    pageable_bytes_per_second: float
+    notes: tuple[str, ...]
+
+    def to_text(self) -> str:
+        """The rates as a table."""
+        hardware, products = self.hardware, self.matmul_flops_per_second
+        rows = [
+            ("device memory", f"{hardware.device_memory_bytes / 1e9:.1f} GB"),
+            ("onload, page-locked", f"{hardware.onload_bytes_per_second / 1e9:.2f} GB/s"),
+            ("onload, pageable", f"{self.pageable_bytes_per_second / 1e9:.2f} GB/s"),
+            ("offload, page-locked", f"{hardware.offload_bytes_per_second / 1e9:.2f} GB/s"),
+            ("of each, both at once", f"{hardware.duplex_share:.0%}"),
+            ("host memory", f"{hardware.host_memory_bytes / 1e9:.1f} GB"),
+            ("host memory, copies", f"{hardware.dram_bytes_per_second / 1e9:.2f} GB/s read and written"),
+            ("optimizer update", f"{hardware.update_rate / 1e9:.2f} GB/s, {hardware.update_rate / 28e9:.2f}G params/s"),
+            ("disk read", f"{hardware.disk_read_bytes_per_second / 1e9:.2f} GB/s"),
+            ("disk write", f"{hardware.disk_write_bytes_per_second / 1e9:.2f} GB/s"),
+            *((f"products, {kind}", f"{rate / 1e12:.3g} TFLOP/s") for kind, rate in products.items()),
+        ]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{hardware.name}", *(f"  {name:<{width}}  {value}" for name, value in rows)]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)]) + "\n"
+
+
+def probe(
+    device: torch.device | str | int | None = None, *, disk: str | os.PathLike[str] | None = None, cache: bool = True
+) -> Probe:
+    """Measures this machine: links (page-locked and not, both directions at once), disk, host memory, update, products.
+
+    `disk`: the directory whose disk is measured; default the one for temporary files. Takes some seconds, under a
+    minute. With `cache` the result is kept in the user's cache directory, where `plan(hardware="measured")` finds it.
+    Raises ValueError for a device that does not exist, OSError when nothing can be written to `disk`.
+    """
+    chosen = resolve_device(device)
+    directory = Path(tempfile.gettempdir() if disk is None else disk)
+    link, products = link_rates(chosen), matmul_rates(chosen)
+    disk_found = disk_rates(directory)
+    half = max(products["bfloat16"], products["float16"])
+    dram = dram_rate()
+    update = update_rate()
+    device_memory = available_host_bytes()
+    if is_accelerator(chosen):
+        device_memory = int(torch.accelerator.get_memory_info(chosen)[1])
+    hardware = Hardware(
+        name=f"{platform.node()} ({chosen})",
+        devices=max(1, torch.accelerator.device_count() if is_accelerator(chosen) else 1),
+        device_memory_bytes=device_memory,
+        device_bytes_per_second=_device_copy_rate(chosen, dram),
+        flops_per_second=half,
+        onload_bytes_per_second=link.onload,
+        offload_bytes_per_second=link.offload,
+        duplex_share=link.both_share,
+        host_memory_bytes=available_host_bytes(),
+        dram_bytes_per_second=max(dram, update),
+        update_bytes_per_second=update,
+        disk_bytes=disk_found.free_bytes,
+        disk_read_bytes_per_second=disk_found.read,
+        disk_write_bytes_per_second=disk_found.write,
+        sources={"all": "measured by millrace probe"},
+    )
+    found = Probe(
+        hardware=hardware,
+        matmul_flops_per_second=products,
+        pageable_bytes_per_second=link.pageable_onload,
+        notes=(*link.notes, *disk_found.notes, *_implausible(hardware)),
+    )
+    if cache:
+        path = _cache_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(hardware.to_json())
+    return found
+
+
+def cached_probe() -> Hardware:
+    """What `probe()` last measured on this machine. Raises HardwareNotFound when it never has."""
+    path = _cache_path()
+    if not path.exists():
+        raise HardwareNotFound("this machine has not been measured; run millrace probe, or name a machine: " + _known())
+    return Hardware.from_json(path.read_text())
+
+
+def plan(
+    model: Any,
+    *,
+    hardware: Hardware | str | None = None,
+    batch_size: int = 1,
+    sequence_length: int = 2048,
+    micro_batches: int = 1,
+    device_memory: Size | None = None,
+    host_memory: Size | None = None,
+    disk: Size | bool | None = None,
+    devices: int | None = None,
+    training: str = "full",
+    adapter_rank: int | None = None,
+    weight_bits: float | None = None,
+    overlap: str = "none",
+    tensor: int = 1,
+    pipeline: int = 1,
+    zero_stage: int = 0,
+) -> RunPlan:
+    """What a run of `model` will hold in each tier, how long a step takes and why, before anything is allocated.
+
+    - `model`: a module (on meta is enough), a transformers config, its dictionary, or a path to a config.json.
+    - `hardware`: a `Hardware`, a name of the catalogue ("4090", "8xh100"), or "measured": what `probe()` found.
+      Default: measured when there is a measurement, otherwise "4090".
+    - `batch_size`, `sequence_length`, `micro_batches`: one optimizer step of one replica.
+    - `device_memory`, `host_memory`, `disk`: bytes or text such as "24GiB", instead of the machine's own; `disk=False`:
+      without one.
+    - `devices`: how many work together; what `tensor` and `pipeline` leave are replicas, with `zero_stage` 0 to 3.
+    - `training`: "full", "adapter" (LoRA of `adapter_rank`, default 16) or "inference". `weight_bits`: of the layers'
+      weights, 4.5 for NF4. `overlap`: that of `millrace.optim`: "none", "forward" or "backward".
+
+    Raises ValueError for settings that make no sense, and HardwareNotFound for a machine that is not known. A model
+    that does not fit is an answer and no error: see `RunPlan.fits`.
+    """
+    machine = _resized(_machine(hardware), device_memory, host_memory, disk)
+    work = _one_of(Training, training, "training")
+    shape = _shape(model, work, adapter_rank, weight_bits)
+    count = tensor * pipeline if devices is None else devices
+    if count % (tensor * pipeline):
+        raise ValueError(f"devices={count} cannot be cut into tensor={tensor} times pipeline={pipeline}")
+    spread = Spread(data=count // (tensor * pipeline), tensor=tensor, pipeline=pipeline, zero_stage=zero_stage)
+    full_width = shape.weight_bytes >= 3.9 * shape.parameters
+    return plan_run(
+        shape,
+        machine,
+        Work(
+            training=work,
+            batch_size=batch_size,
+            sequence_length=sequence_length,
+            micro_batches=micro_batches,
+            gradient_bytes=4 if full_width else 2,
+            master_bytes=0 if full_width else 4,
+        ),
+        spread,
+        overlap=_one_of(Overlap, overlap, "overlap"),
+        disk=disk is not False,
+    )
+
+
+def _shape(model: Any, work: Training, adapter_rank: int | None, weight_bits: float | None) -> ModelShape:
+    if isinstance(model, ModelShape):
+        shape = model
+    elif is_module(model):
+        shape = shape_of_module(model)
+    else:
+        shape = shape_of_config(read_config(model), name=Path(model).stem if isinstance(model, str | Path) else "")
+    if weight_bits is not None:
+        shape = shape.with_bits(weight_bits)
+    if work is Training.NONE:
+        return shape.frozen()
+    if work is Training.ADAPTER and (adapter_rank is not None or shape.trainable == shape.parameters):
+        return shape.with_adapters(16 if adapter_rank is None else adapter_rank)
+    return shape
+
+
+def _machine(hardware: Hardware | str | None) -> Hardware:
+    if isinstance(hardware, Hardware):
+        return hardware
+    if hardware is None:
+        return cached_probe() if _cache_path().exists() else MACHINES["4090"]
+    if hardware == MEASURED:
+        return cached_probe()
+    if hardware not in MACHINES:
+        raise HardwareNotFound(f"hardware={hardware!r} is not known; give {_known()}")
+    return MACHINES[hardware]
+
+
+def _resized(
+    machine: Hardware, device_memory: Size | None, host_memory: Size | None, disk: Size | bool | None
+) -> Hardware:
+    fields: dict[str, Any] = {}
+    if device_memory is not None:
+        fields["device_memory_bytes"] = parse_bytes(device_memory, name="device_memory")
+    if host_memory is not None:
+        fields["host_memory_bytes"] = parse_bytes(host_memory, name="host_memory")
+    if disk is not None and not isinstance(disk, bool):
+        fields["disk_bytes"] = parse_bytes(disk, name="disk")
+        if not machine.disk_read_bytes_per_second:
+            raise ValueError(f"disk={disk!r} but the speed of {machine.name}'s disk is not known; give a Hardware")
+    return machine.changed(**fields) if fields else machine
+
+
+def _implausible(hardware: Hardware) -> list[str]:
+    """What contradicts itself."""
+    notes = []
+    if hardware.disk_read_bytes_per_second > hardware.dram_bytes_per_second / 2:
+        notes.append(
+            "the disk reads faster than half of what host memory copies: this is a file in memory (tmpfs) or a cache;"
+            " name a directory on the drive"
+        )
+    if hardware.update_rate < hardware.dram_bytes_per_second / 4:
+        notes.append(
+            "the update reaches less than a quarter of what host memory copies: too few threads"
+            " (OMP_NUM_THREADS, taskset)"
+        )
+    return notes
+
+
+def _device_copy_rate(device: torch.device, dram: float) -> float:
+    """Bytes read and written per second within the device's memory."""
+    if not is_accelerator(device):
+        return dram
+    source = torch.zeros(64 * 2**20, device=device)
+    target = torch.empty_like(source)
+    begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+    target.copy_(source)
+    stream = torch.accelerator.current_stream(device)
+    stream.record_event(begin)
+    for _ in range(5):
+        target.copy_(source)
+    stream.record_event(end)
+    torch.accelerator.synchronize(device)
+    return 2 * source.nbytes * 5 / (float(begin.elapsed_time(end)) / 1e3)
+
+
+def _cache_path() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "millrace" / f"hardware-{platform.node() or 'host'}.json"
+
+
+def _known() -> str:
+    return ", ".join(MACHINES) + ' or "measured"'
+
+
+def _one_of(kind: type[Choice], value: str, name: str) -> Choice:
+    known = {str(member.value): member for member in kind}
+    if value not in known:
+        raise ValueError(f"{name}={value!r}; give one of {', '.join(known)}")
+    return known[value]

@@ -1,0 +1,116 @@
+"""How does the command line plan a run? The arguments of `millrace plan`; several machines are shown side by side."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from millrace.ahead import plan
+from millrace.errors import MillraceError
+from millrace.planning.cost import RunPlan, compare_text
+
+EPILOG = """\
+MODEL is a transformers config.json, a directory that holds one, or the name of a model whose config transformers
+can load. Memory is bytes or text such as 24GiB. The model itself is never loaded.
+Exit codes: 0 planned and fits, 1 does not fit (the plan says what is missing), 2 the input cannot be used.
+"""
+
+
+class PlanInputError(MillraceError, ValueError):
+    """What was given cannot be planned."""
+
+
+def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="what a model will hold and how fast it will be, before it runs",
+        description="Plan a run: the strategy, bytes by tier, the step's time and why, and what would help most.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument(
+        "--hardware", nargs="+", metavar="NAME", help='of the catalogue, or "measured"; several are compared'
+    )
+    parser.add_argument("--training", default="full", metavar="KIND", help="full, adapter or inference (default: full)")
+    parser.add_argument("--overlap", default="none", metavar="KIND", help="of the update: none, forward, backward")
+    for option, kind, default, text in (
+        ("batch-size", int, 1, "sequences in a micro-batch"),
+        ("sequence-length", int, 2048, "tokens in a sequence"),
+        ("micro-batches", int, 1, "micro-batches in a step"),
+        ("devices", int, None, "devices that work together"),
+        ("tensor", int, 1, "devices that share each layer"),
+        ("pipeline", int, 1, "stages of layers"),
+        ("zero-stage", int, 0, "ZeRO stage of the replicas, 0 to 3"),
+        ("adapter-rank", int, None, "rank of LoRA adapters"),
+        ("weight-bits", float, None, "bits of a stored weight of the layers, such as 4.5"),
+    ):
+        parser.add_argument(f"--{option}", type=kind, default=default, metavar="N", help=text)
+    for option, text in (
+        ("device-memory", "of each device, instead of the machine's"),
+        ("host-memory", "of the node, instead of the machine's"),
+        ("disk", "of the node, instead of the machine's"),
+    ):
+        parser.add_argument(f"--{option}", metavar="SIZE", help=text)
+    parser.add_argument("--no-disk", action="store_true", help="nothing may rest on disk")
+    parser.add_argument("--json", action="store_true", help="all numbers, as JSON")
+    parser.set_defaults(run=run_plan)
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    model = _config(arguments.model)
+    plans = [(name or "default", _planned(model, name, arguments)) for name in arguments.hardware or [None]]
+    if arguments.json:
+        made = [one.to_dict() for _, one in plans]
+        print(json.dumps(made[0] if len(made) == 1 else made, indent=2))
+    elif len(plans) == 1:
+        print(plans[0][1].to_text(), end="")
+    else:
+        print(compare_text(plans), end="")
+    return 0 if all(one.fits for _, one in plans) else 1
+
+
+def _planned(model: Any, hardware: str | None, arguments: argparse.Namespace) -> RunPlan:
+    try:
+        return plan(
+            model,
+            hardware=hardware,
+            batch_size=arguments.batch_size,
+            sequence_length=arguments.sequence_length,
+            micro_batches=arguments.micro_batches,
+            device_memory=arguments.device_memory,
+            host_memory=arguments.host_memory,
+            disk=False if arguments.no_disk else arguments.disk,
+            devices=arguments.devices,
+            training=arguments.training,
+            adapter_rank=arguments.adapter_rank,
+            weight_bits=arguments.weight_bits,
+            overlap=arguments.overlap,
+            tensor=arguments.tensor,
+            pipeline=arguments.pipeline,
+            zero_stage=arguments.zero_stage,
+        )
+    except MillraceError:
+        raise
+    except ValueError as error:
+        raise PlanInputError(str(error)) from error
+
+
+def _config(model: str) -> Any:
+    """The path as it is, or the config that transformers has under that name."""
+    if Path(model).exists() or model.endswith(".json"):
+        return model
+    try:
+        from transformers import AutoConfig  # here: it takes seconds to import, and a path does not need it
+    except ModuleNotFoundError as error:
+        raise PlanInputError(
+            f"there is no file {model!r}; for names of models run: pip install 'millrace[transformers]'"
+        ) from error
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise PlanInputError(
+            f"{model!r} is no file, and no model whose config transformers can load: {reason}"
+        ) from error

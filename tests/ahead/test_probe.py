@@ -1,0 +1,63 @@
+"""Does a probe measure this machine, keep the result, and find what contradicts itself?"""
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import millrace
+from millrace import ahead
+from millrace.cli.main import main
+from millrace.runtime.probe import dram_rate, link_rates, matmul_rates, update_rate
+from millrace.runtime.probe_disk import disk_rates
+from tests.cost.conftest import LLAMA_8B
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Probing moves few bytes, and keeps its result here."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("millrace.runtime.probe._COPY_BYTES", 2**20)
+    monkeypatch.setattr(ahead, "link_rates", lambda device: link_rates(device, copy_bytes=2**20))
+    monkeypatch.setattr(ahead, "dram_rate", lambda: dram_rate(copy_bytes=2**20))
+    monkeypatch.setattr(ahead, "update_rate", lambda: update_rate(parameters=2**16))
+    monkeypatch.setattr(ahead, "matmul_rates", lambda device: matmul_rates(device, size=64))
+    monkeypatch.setattr(ahead, "disk_rates", lambda directory: disk_rates(directory, file_bytes=2**24))
+    return tmp_path
+
+
+def test_a_probe_is_kept_and_planned_with(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", "--device", "cpu", "--disk", str(small)]) == 0
+    assert "onload, page-locked" in capsys.readouterr().out
+    hardware = ahead.cached_probe()
+    assert hardware.sources == {"all": "measured by millrace probe"}
+    assert millrace.plan(LLAMA_8B, hardware="measured").hardware.name == hardware.name
+    assert millrace.plan(LLAMA_8B).hardware.name == hardware.name
+    assert [path.name for path in small.iterdir()] == ["millrace"]  # the file that was measured with is gone
+
+
+@pytest.mark.emu("lazy", h2d_bytes_per_second=10e9, d2h_bytes_per_second=5e9, flops_per_second=1e12)
+def test_the_device_is_measured_by_its_own_clock(emu_device: ModuleType) -> None:
+    """Rates of the emulated accelerator are known, so what is measured must be them."""
+    device = torch.device("emu", 0)
+    rates = link_rates(device, copy_bytes=64 * 2**20)
+    assert rates.onload == pytest.approx(10e9, rel=0.01)
+    assert rates.offload == pytest.approx(5e9, rel=0.01)
+    assert rates.both_share == pytest.approx(1.0, rel=0.02)  # two engines
+    products = matmul_rates(device, size=512)
+    assert products["float32"] == pytest.approx(1e12, rel=0.1)
+
+
+def test_contradictions_are_noted() -> None:
+    hardware = millrace.plan(LLAMA_8B, hardware="4090").hardware
+    assert ahead._implausible(hardware) == []
+    cached = hardware.changed(disk_read_bytes_per_second=hardware.dram_bytes_per_second)
+    assert "tmpfs" in ahead._implausible(cached)[0]
+    starved = hardware.changed(update_bytes_per_second=hardware.dram_bytes_per_second / 8)
+    assert "too few threads" in ahead._implausible(starved)[0]
+
+
+def test_a_directory_that_is_missing_is_an_error(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", "--device", "cpu", "--disk", str(small / "none")]) == 2
+    assert "none" in capsys.readouterr().err
