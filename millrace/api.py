@@ -4,6 +4,7 @@ import atexit
 import os
 import weakref
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -17,15 +18,18 @@ from millrace.engine.block import Block, Member
 from millrace.engine.budgets import Budgets
 from millrace.engine.engine import Engine
 from millrace.engine.executor import Executor
+from millrace.engine.fetching import Fetching
 from millrace.engine.gradients import Gradients
 from millrace.engine.home import Home
 from millrace.engine.inventory import Inventory, take_inventory
 from millrace.engine.managed import site_of
 from millrace.engine.meter import Meter
 from millrace.engine.partition import Partition, partition
+from millrace.engine.placement import Placement, Shelf
 from millrace.engine.residency import Residency
 from millrace.engine.slot import Slot
 from millrace.errors import StateError
+from millrace.memory.disk import DiskStore, StagingRing
 from millrace.memory.ledger import Ledger, Tier
 from millrace.optim.optimizer import HostOptimizer
 from millrace.planning import Plan
@@ -45,6 +49,7 @@ def offload(
     device: torch.device | str | int | None = None,
     device_memory: Size | None = None,
     host_memory: Size | None = None,
+    disk: str | os.PathLike[str] | None = None,
     blocks: BlocksSpec = "auto",
     resident: Sequence[nn.Module | str] = (),
     prefetch: int | str = "auto",
@@ -63,6 +68,9 @@ def offload(
       what is free now, less a tenth.
     - `host_memory`: ceiling in bytes for what millrace holds in host memory. Default: what cgroup and machine leave,
       less 15%.
+    - `disk`: a directory, on a local drive, for blocks (and gradients) that do not fit in `host_memory`. It belongs to
+      this model alone while it is offloaded. Their parameters are then tensors over mapped files: they read and write
+      as ever, and the operating system brings and takes their pages.
     - `blocks`: what travels together: "auto" (repeated layers, then by size), a size such as "256MiB", or a list of
       modules, ModuleLists and name patterns (fnmatch, such as "model.layers.*").
     - `resident`: modules and name patterns that stay on the device. Adapters and small weights beside the blocks stay
@@ -83,6 +91,7 @@ def offload(
         device=resolve_device(device),
         device_memory_bytes=None if device_memory is None else parse_bytes(device_memory, name="device_memory"),
         host_memory_bytes=None if host_memory is None else parse_bytes(host_memory, name="host_memory"),
+        disk=None if disk is None else Path(disk),
         blocks=blocks,
         resident=(resident,) if isinstance(resident, str | nn.Module) else tuple(resident),
         prefetch_blocks=_prefetch_blocks(prefetch),
@@ -103,6 +112,7 @@ class Offloaded:
         budgets = Budgets.of(model, inventory, config)
         parts = partition(model, inventory, config.blocks, config.resident, budgets.weights_bytes)
         budgets.check(inventory, parts, config.device)
+        placement = budgets.place(inventory, parts, config)
         self._config = config
         self._budgets = budgets
         self._ledger = Ledger(frozenset({"weights", "buffers"}), budgets.host_bytes)
@@ -111,23 +121,38 @@ class Offloaded:
         self._made: list[Block] = []
         if is_accelerator(config.device):
             make_grad_scaler_wait()
+        self._store: DiskStore | None = None
         try:
-            self._wire(model, inventory, parts)
+            if placement.uses_disk and config.disk is not None:
+                self._store = DiskStore(config.disk, self._ledger)
+                self._store.check_free(
+                    sum(inventory.nbytes(p.keys) for p in parts.streamed if p.name in placement.on_disk)
+                )
+            self._wire(model, inventory, parts, placement)
         except BaseException:
             for block in self._made:
                 block.release()
+            if self._store is not None:
+                self._store.close()
             raise
         _live_handles.add(self)
 
-    def _wire(self, model: nn.Module, inventory: Inventory, parts: Partition) -> None:
+    def _wire(self, model: nn.Module, inventory: Inventory, parts: Partition, placement: Placement) -> None:
         config = self._config
+        self._shelf = Shelf(config.device, self._ledger, self._meter, placement, self._store)
+        self._fetching: Fetching | None = None
+        if placement.on_disk:
+            ring = StagingRing(placement.chunk_bytes, placement.chunks, config.device, self._ledger)
+            self._fetching = Fetching(ring, placement.chunks, self._lanes, self._meter)
         streamed = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.streamed]
         residents = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.resident]
         for index, block in enumerate(streamed):
             block.index = index
-        self._residency = Residency(config.device, self._budgets.weights_bytes, self._lanes, self._ledger, self._meter)
+        self._residency = Residency(
+            config.device, self._budgets.weights_bytes, self._lanes, self._ledger, self._meter, self._fetching
+        )
         self._executor = Executor(streamed, self._residency, self._lanes, self._meter, config.prefetch_blocks)
-        gradients = Gradients(self._lanes, self._ledger, self._meter, config.grad_dtype)
+        gradients = Gradients(self._lanes, self._ledger, self._meter, self._shelf, config.grad_dtype)
         self._engine = Engine(config.device, streamed, residents, self._residency, self._executor, gradients)
         for block in residents:
             self._executor.bring(block)
@@ -155,11 +180,11 @@ class Offloaded:
             device_gradient_peak_bytes=self._ledger.peak_bytes(Tier.DEVICE, "gradients"),
             host_bytes=self._ledger.held_bytes(Tier.HOST),
             host_peak_bytes=self._ledger.peak_bytes(Tier.HOST),
-            disk_bytes=0,
+            disk_bytes=self._ledger.held_bytes(Tier.DISK),
             onload_bytes=self._meter.onload_bytes,
             offload_bytes=self._meter.offload_bytes,
-            fetch_bytes=0,
-            spill_bytes=0,
+            fetch_bytes=self._meter.fetch_bytes,
+            spill_bytes=self._meter.spill_bytes,
             onloads=self._meter.onloads,
             demand_onloads=self._meter.demand_onloads,
             stall_seconds=stall_seconds,
@@ -213,7 +238,11 @@ class Offloaded:
         self._attachment.detach()
         self._attachment = None
         _live_handles.discard(self)
+        if self._fetching is not None:
+            self._fetching.close()
         self._lanes.close()
+        if self._store is not None:
+            self._store.close()
 
     def __enter__(self) -> "Offloaded":
         return self
@@ -225,7 +254,7 @@ class Offloaded:
 
     # inside -----------------------------------------------------------------------------------------------------------
     def _block(self, name: str, members: Iterable[Member]) -> Block:
-        block = Block(name, members, self._config.device, self._ledger, self._config.param_dtype)
+        block = Block(name, members, self._config.device, self._shelf.rest_for, self._config.param_dtype)
         self._made.append(block)
         return block
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -74,6 +75,7 @@ class OffloadConfig:
     device: torch.device
     device_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
+    disk: Path | None = None
     blocks: BlocksSpec = "auto"
     resident: tuple[nn.Module | str, ...] = ()
     prefetch_blocks: int | None = None

@@ -57,7 +57,7 @@ def test_workers_wait_while_others_enqueue(emu_device: ModuleType) -> None:
 
 @pytest.mark.emu("lazy")
 def test_kernels_run_on_a_thread_inside_a_python_mode(emu_device: ModuleType) -> None:
-    """A host thread that waits while a compiler traces may run what was enqueued before: real kernels, not traced ones."""
+    """A host thread that waits while a compiler traces may run what was enqueued before: for real."""
     seen: list[str] = []
 
     class Mode(TorchDispatchMode):

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from millrace.engine.fetching import Fetch
 from millrace.engine.layout import lay_out
+from millrace.engine.rest import HostRest, RestFor, Stored
 from millrace.engine.slot import Layout, Slot
 from millrace.errors import StateError
-from millrace.memory.arena import Arena
-from millrace.memory.ledger import Ledger
-from millrace.runtime.lanes import Copy, Event, Transfer
+from millrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
 from millrace.runtime.pending import Pending, Watcher
 
 __all__ = ["Block", "Member", "Place", "Presence"]
@@ -77,28 +77,29 @@ class Block:
         name: str,
         members: Iterable[Member],
         device: torch.device,
-        ledger: Ledger,
+        rest_for: RestFor,
         param_dtype: torch.dtype | None = None,
     ) -> None:
         self.name = name
         self.index = -1  # among the blocks that stream; -1 for a resident one
         self.buffer: torch.Tensor | None = None
         self.allocated: Event | None = None  # when whoever had the buffer's memory before is done with it
-        self.arrival: Transfer | None = None  # the last copy into the buffer
+        self.arrival: Transfer | LateTransfer | None = None  # the last copy into the buffer
         self.users = 0  # visits under way that have it bound
         self.updates: list[Pending] = []  # write the homes; whoever reads those waits for them
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()  # are told when gradients are complete
         self.order = -1  # its place among those that a forward needs first
         self._presence = Presence.ABSENT
         self._last_read: Event | None = None  # the end of the last copy that reads the homes
+        self._settled: object = None  # the contents that the files have
         members = list(members)
-        layouts, self.nbytes = lay_out([member.parameter for member in members], param_dtype)
-        arena = Arena(self.nbytes, device, ledger, "weights")
-        self.rest = arena.tensor(0, self.nbytes)
+        parameters = [member.parameter for member in members]
+        layouts, self.nbytes = lay_out(parameters, param_dtype)
+        self.rest = rest_for(name, parameters, layouts, self.nbytes)
         absent = _AbsentLeaves(device)
         self.slots = [
             Slot(member.name, member.parameter, layout, rest, absent.of(layout), self.wait_until_free)
-            for member, layout, rest in zip(members, layouts, _rests(layouts, arena), strict=True)
+            for member, layout, rest in zip(members, layouts, self.rest.places(layouts), strict=True)
         ]
         for slot in self.slots:
             slot.unit = self
@@ -107,6 +108,7 @@ class Block:
         self._places = [
             (place, slot) for member, slot in zip(members, self.slots, strict=True) for place in member.places
         ]
+        self._settle(self.contents)
 
     @property
     def presence(self) -> Presence:
@@ -134,28 +136,59 @@ class Block:
 
     # bytes ------------------------------------------------------------------------------------------------------------
     def copies_in(self, *, only_changes: bool = False) -> list[Copy]:
-        """What to copy into the buffer so that it holds what the homes hold.
+        """What to copy from host memory into the buffer so that it holds what the homes hold.
 
         The arena whole, and homes that the user re-pointed on top of it; with `only_changes`, into a buffer that holds
-        an older state, just the parameters that changed, unless they are most.
+        an older state, just the parameters that changed, unless they are most. Of a block on disk, which is fetched
+        whole, only homes that were re-pointed.
         """
         if self.buffer is None:
             raise StateError(f"block {self.name!r} has no buffer to copy into")
+        self._make_homes_readable()
+        changed = [slot for slot in self.slots if slot.stale]
+        copies: list[Copy] = []
+        if not isinstance(self.rest, HostRest) or not only_changes or 2 * len(changed) > len(self.slots):
+            if isinstance(self.rest, HostRest):
+                copies.append((self.buffer, self.rest.whole))
+            changed = [slot for slot in self.slots if not slot.casts and not slot.in_place]
+        copies += [(slot.layout.view(self.buffer), slot.source) for slot in changed if slot.layout.nbytes]
+        for slot in self.slots:
+            slot.mark_loaded()
+        return copies
+
+    @property
+    def rest_is_host(self) -> bool:
+        """Whether it rests in host memory, not on disk."""
+        return isinstance(self.rest, HostRest)
+
+    @property
+    def contents(self) -> object:
+        """Differs when what the homes hold may do."""
+        return tuple(slot.fingerprint for slot in self.slots)
+
+    def fetch(self, chunk_bytes: int) -> Fetch:
+        """The way from disk for what the homes hold now, in pieces of `chunk_bytes` at most."""
+        if not isinstance(self.rest, Stored):
+            raise StateError(f"block {self.name!r} rests in host memory and cannot be fetched")
+        self._make_homes_readable()
+        contents = self.contents
+        fetch = Fetch(self.rest.pieces(chunk_bytes), self.nbytes, contents, lambda: self._settle(contents))
+        self.read_until(fetch)
+        return fetch
+
+    def _make_homes_readable(self) -> None:
         self.wait_for_updates()
         for slot in self.slots:
             slot.check_shape()
             if slot.cast_is_old:
                 self.wait_for_reads()
                 slot.cast()
-        changed = [slot for slot in self.slots if slot.stale]
-        copies: list[Copy] = []
-        if not only_changes or 2 * len(changed) > len(self.slots):
-            copies.append((self.buffer, self.rest))
-            changed = [slot for slot in self.slots if not slot.casts and not slot.in_place]
-        copies += [(slot.layout.view(self.buffer), slot.source) for slot in changed if slot.layout.nbytes]
-        for slot in self.slots:
-            slot.mark_loaded()
-        return copies
+
+    def _settle(self, contents: object) -> None:
+        """The files of a block on disk get these contents of its homes, if they have others."""
+        if isinstance(self.rest, Stored) and contents != self._settled:
+            self.rest.settle()
+            self._settled = contents
 
     def point_leaves(self, buffer: torch.Tensor | None) -> None:
         """Leaves become views of `buffer`; without one, NaN of the right shape, of no memory and read-only."""
@@ -246,11 +279,3 @@ class _AbsentLeaves:
             bits = torch.full((layout.dtype.itemsize,), 255, dtype=torch.uint8, device=self._device)
             self._scalars[layout.dtype] = bits.view(layout.dtype).squeeze(0)
         return self._scalars[layout.dtype].expand(layout.shape)
-
-
-def _rests(layouts: list[Layout], arena: Arena) -> list[torch.Tensor]:
-    """Each parameter's place in the arena, in a storage of its own, or in one that it shares as it did before."""
-    regions: dict[tuple[int, int], torch.Tensor] = {}
-    for first, stop in {layout.region for layout in layouts}:
-        regions[first, stop] = arena.tensor(first, stop - first)
-    return [layout.view(regions[layout.region], first_byte=layout.region[0]) for layout in layouts]

@@ -8,9 +8,9 @@ from torch import nn
 from millrace.config import OffloadConfig, format_bytes
 from millrace.engine.inventory import Inventory
 from millrace.engine.partition import Part, Partition
+from millrace.engine.placement import Placement, place
 from millrace.errors import BudgetError
 from millrace.memory.arena import whole_pages
-from millrace.memory.ledger import Ledger
 from millrace.runtime.device import free_device_bytes, is_accelerator
 from millrace.runtime.host import available_host_bytes
 
@@ -69,8 +69,26 @@ class Budgets:
                 f"device_memory={format_bytes(self.device_bytes)} is more than {device} has free,"
                 f" {format_bytes(free_bytes)}; lower it, or end what else uses the device"
             )
-        arenas_bytes = sum(whole_pages(inventory.nbytes(part.keys)) for part in (*parts.streamed, *parts.resident))
-        Ledger(host_budget_bytes=self.host_bytes).check_host(arenas_bytes, "weights")
+
+    def place(self, inventory: Inventory, parts: Partition, config: OffloadConfig) -> Placement:
+        """Which blocks rest on the host, and which on disk. Raises BudgetError when they have no room."""
+        sizes = {part.name: inventory.nbytes(part.keys) for part in parts.streamed}
+        resident_bytes = sum(whole_pages(inventory.nbytes(part.keys)) for part in parts.resident)
+        if config.disk is not None:
+            parameters = [member.parameter for member in inventory.members.values() if member.parameter.requires_grad]
+            gradient_bytes = sum(p.numel() * (config.grad_dtype or p.dtype).itemsize for p in parameters)
+            wide = {part.name: inventory.cast_bytes(part.keys) for part in parts.streamed}
+            return place(
+                {name: sizes[name] + wide[name] for name in sizes}, self.host_bytes - resident_bytes, gradient_bytes
+            )
+        arenas_bytes = resident_bytes + sum(map(whole_pages, sizes.values()))
+        if arenas_bytes > self.host_bytes:
+            raise BudgetError(
+                f"weights need {format_bytes(arenas_bytes)} of host memory in all; host_memory allows"
+                f" {format_bytes(self.host_bytes)}; raise it to at least {format_bytes(arenas_bytes, at_least=True)},"
+                ' or pass a directory, such as disk="/nvme/millrace", where blocks can rest'
+            )
+        return Placement()
 
 
 def _smaller_blocks(inventory: Inventory, part: Part, limit_bytes: int) -> str:

@@ -71,13 +71,15 @@ class Executor:
         """The cycle is over; loads for the next one are submitted, as far as its homes do not change before."""
         self._close()
         if self._course is not None and not self._course.strayed:
-            boundary = [self._blocks[index] for index in self._course.boundary.loads]
-            for index in self._course.boundary.evictions:
+            step = self._course.end()
+            loads = [self._blocks[index] for index in step.loads]
+            for index in step.evictions:
                 self._evict(self._blocks[index])
-            self._at_boundary = [block for block in boundary if block.index in self._changed]
-            for block in boundary:
+            self._at_boundary = [block for block in loads if block.index in self._changed]
+            for block in loads:
                 if block.index not in self._changed:
                     self._prefetch(block)
+            self._fetch_ahead(but_not=self._changed)
 
     def abandon_cycle(self) -> None:
         """The cycle was broken off by an exception: nothing is learned from it."""
@@ -90,6 +92,7 @@ class Executor:
         """Homes were written (optimizer step, `refresh()`): old device copies go, loads that waited are submitted."""
         self._note_changes()  # before loads make it look as if nothing had changed
         self._drop_old_copies()
+        self._fetch_ahead(but_not=frozenset())
 
     def _note_changes(self) -> None:
         self._changed_now.update(block.index for block in self._blocks if block.changed_since_load)
@@ -133,6 +136,7 @@ class Executor:
         if step is not None:
             for index in step.loads:
                 self._prefetch(self._blocks[index])
+        self._fetch_ahead(but_not=self._changed)
 
     def bring(self, block: Block, keep: Sequence[Block] = ()) -> None:
         """Submits what it takes to make one block present and current; compute has yet to wait for its arrival."""
@@ -160,6 +164,17 @@ class Executor:
         waiting, self._put_off = self._put_off, {}
         for block in waiting:
             self._prefetch(block)
+
+    def _fetch_ahead(self, *, but_not: frozenset[int]) -> None:
+        """Blocks on disk that the plan loads next begin their way, as far as the staging ring goes.
+
+        Not those of the next cycle that are in `but_not`, and none behind them: their homes change before.
+        """
+        if self._course is None or self._course.strayed:
+            return
+        for index in self._course.coming_loads(but_not=but_not):
+            if not self._residency.fetch_ahead(self._blocks[index]):
+                return
 
     def _evict(self, block: Block) -> None:
         if not block.users:
@@ -212,7 +227,7 @@ class Executor:
             link = self._meter.link()
             problem = Problem(
                 block_bytes=tuple(block.nbytes for block in self._blocks),
-                load_seconds=tuple(link.load_seconds(block.nbytes) for block in self._blocks),
+                load_seconds=tuple(self._residency.load_seconds(block, link) for block in self._blocks),
                 visits=tuple(
                     Visit(blocks=blocks, phase=phase, compute_seconds=seconds)
                     for (blocks, phase), seconds in zip(trace.visits, trace.compute_seconds, strict=True)

@@ -1,9 +1,11 @@
 """In which host memory do gradients arrive? In arenas made before backward: pinning there would stall it."""
 
+from collections.abc import Iterator
 from concurrent.futures import Future
 
 import torch
 
+from millrace.engine.placement import DiskGradients, GradientMemory
 from millrace.engine.slot import Slot
 from millrace.memory.arena import Arena, aligned
 from millrace.memory.ledger import Ledger
@@ -19,13 +21,18 @@ class HostGradient:
     A user may keep a gradient beyond that (`saved = p.grad`). Then the memory is theirs, and new memory replaces it.
     """
 
-    def __init__(self, slot: Slot, dtype: torch.dtype, arena: Arena, offset: int) -> None:
-        self._arena = arena
+    def __init__(self, slot: Slot, dtype: torch.dtype, memory: GradientMemory, offset: int) -> None:
+        self._arena = memory
         self._layout = (slot.layout.shape, slot.layout.stride)
         self._nbytes = slot.home.numel() * dtype.itemsize
         self._dtype = dtype
-        self._memory = self._tensor(arena.tensor(offset, self._nbytes))
+        self._memory = self._tensor(memory.tensor(offset, self._nbytes))
         self._own_references = _references(self._memory)
+
+    @property
+    def disk(self) -> DiskGradients | None:
+        """Where on disk it rests; None: in host memory."""
+        return self._arena if isinstance(self._arena, DiskGradients) else None
 
     def fresh(self) -> torch.Tensor:
         """A tensor of the home's shape and strides, in memory that nobody refers to. Contents are arbitrary."""
@@ -46,12 +53,21 @@ def _references(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
-class Staging:
-    """Two halves of pinned memory that take turns: one receives copies while the host lane adds up the other."""
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements, shape (elements,), in the order in which they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
-    def __init__(self, device: torch.device, ledger: Ledger) -> None:
+
+class Staging:
+    """Two halves of pinned memory that take turns: one receives copies while the host lane adds up the other.
+
+    A half is large enough for the gradients of a block, but no larger than `most_bytes`: then gradients are cut.
+    """
+
+    def __init__(self, device: torch.device, ledger: Ledger, most_bytes: int | None) -> None:
         self._device = device
         self._ledger = ledger
+        self._most_bytes = most_bytes
         self._wanted_bytes = 0
         self._half_bytes = 0
         self._halves: list[torch.Tensor] = []
@@ -61,14 +77,23 @@ class Staging:
 
     def grow(self, half_bytes: int) -> None:
         """A half must be able to hold `half_bytes`. The memory is made at first use: one micro-batch needs none."""
+        half_bytes = half_bytes if self._most_bytes is None else min(half_bytes, self._most_bytes)
         self._wanted_bytes = max(self._wanted_bytes, aligned(half_bytes))
 
-    def fits(self, gradient: torch.Tensor) -> bool:
-        """Whether the present half has room for it."""
-        return self._used == 0 or self._used + aligned(gradient.nbytes) <= self._half_bytes
+    def cut(self, gradient: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The pair, of the same strides, in parts that fit into a half: shape (elements,) each."""
+        if not torch.ops.aten.is_non_overlapping_and_dense(target):
+            yield gradient.contiguous(), target  # strides of a gradient that the user made
+            return
+        count = gradient.numel() if self._most_bytes is None else self._most_bytes // gradient.element_size()
+        yield from zip(_flat(gradient).split(max(1, count)), _flat(target).split(max(1, count)), strict=True)
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether the present half has room for so much."""
+        return self._used == 0 or self._used + aligned(nbytes) <= self._half_bytes
 
     def carve(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Memory for a contiguous copy of `gradient`. The host waits until the half's last additions are done."""
+        """Memory for a copy of contiguous `gradient`. The host waits until the half's last additions are done."""
         if self._wanted_bytes > self._half_bytes or aligned(gradient.nbytes) > self._half_bytes:
             self._make(max(self._wanted_bytes, aligned(gradient.nbytes)))
         if self._used == 0:

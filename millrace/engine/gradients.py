@@ -1,12 +1,13 @@
 """How do gradients leave the device? Block by block during backward, and they are in `home.grad` when it returns.
 
 Where the home has no gradient yet, the copy goes straight into the memory that becomes `home.grad`. Otherwise (a second
-micro-batch, another dtype) it goes into pinned staging memory, from which the host lane adds or casts.
+micro-batch, another dtype, a gradient that rests on disk) it goes into pinned staging memory, from which the host lane
+adds, casts or copies.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,9 +15,10 @@ from millrace.engine.arrivals import Arrivals
 from millrace.engine.block import Block
 from millrace.engine.gradient_memory import HostGradient, Staging
 from millrace.engine.meter import Meter
+from millrace.engine.placement import DiskGradients, Shelf
 from millrace.engine.slot import Slot
 from millrace.errors import StateError
-from millrace.memory.arena import Arena, aligned
+from millrace.memory.arena import aligned
 from millrace.memory.ledger import Ledger, Tier
 from millrace.runtime.lanes import Copy, Event, Lane, Lanes, Transfer
 from millrace.runtime.pending import Unit, Watcher
@@ -31,13 +33,16 @@ _SEND_BYTES = 4 * 2**20  # gradients of a block are sent in pieces of about this
 class Gradients:
     """Gradients of all blocks, between the leaf that received them and the home that keeps them."""
 
-    def __init__(self, lanes: Lanes, ledger: Ledger, meter: Meter, grad_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, lanes: Lanes, ledger: Ledger, meter: Meter, shelf: Shelf, grad_dtype: torch.dtype | None
+    ) -> None:
         self._lanes = lanes
         self._ledger = ledger
+        self._shelf = shelf
         self._meter = meter
         self._grad_dtype = grad_dtype
         self._memory: dict[Slot, HostGradient] = {}
-        self._staging = Staging(lanes.device, ledger)
+        self._staging = Staging(lanes.device, ledger, shelf.most_staged_bytes)
         self._ready: list[tuple[Slot, torch.Tensor]] = []  # complete on the device, not submitted yet
         self._ready_bytes = 0
         # Submitted, with the count of blocks before; they hold the device gradients until compute has waited for them.
@@ -50,18 +55,18 @@ class Gradients:
         self._added: dict[Slot, None] = {}  # homes whose gradient was there before and is added to on the host lane
 
     def prepare(self, blocks: Iterable[Block]) -> None:
-        """Allocates host memory for every trainable parameter that has none. Not in backward: pinning takes time."""
+        """Makes memory for gradients of trainable parameters that have none. Not in backward: pinning takes time."""
         wanted: list[tuple[Block, list[Slot], list[int]]] = []
         for block in blocks:
             slots = [slot for slot in block.slots if slot.home.requires_grad and slot not in self._memory]
             if slots:
                 sizes = [aligned(slot.home.numel() * self._dtype(slot).itemsize) for slot in slots]
                 wanted.append((block, slots, sizes))
-        self._ledger.check_host(sum(sum(sizes) for _, _, sizes in wanted), _PURPOSE)
+        self._shelf.check_gradients(sum(sum(sizes) for _, _, sizes in wanted))
         for block, slots, sizes in wanted:
-            arena = Arena(sum(sizes), self._lanes.device, self._ledger, _PURPOSE)
+            memory = self._shelf.gradient_memory(block.name, sum(sizes))
             for index, slot in enumerate(slots):
-                self._memory[slot] = HostGradient(slot, self._dtype(slot), arena, sum(sizes[:index]))
+                self._memory[slot] = HostGradient(slot, self._dtype(slot), memory, sum(sizes[:index]))
             self._staging.grow(max(sum(sizes), block.nbytes))
 
     def take(self, slot: Slot) -> None:
@@ -169,7 +174,7 @@ class Gradients:
     def _submit_ready(self) -> None:
         """Copies out the gradients that are complete, in several transfers where staging memory is short."""
         direct: list[Copy] = []
-        staged: list[tuple[Slot, Copy]] = []
+        staged: list[_Staged] = []
         ready, self._ready, self._ready_bytes = self._ready, [], 0
         for slot, gradient in ready:
             if gradient.layout != torch.strided:
@@ -179,14 +184,16 @@ class Gradients:
                 self._arriving[slot] = target
                 direct.append((target, _laid_out_like(gradient, target)))
             else:
-                if not self._staging.fits(gradient):
-                    self._send(direct, staged)
-                    direct, staged = [], []
-                staged.append((slot, (self._staging.carve(gradient), gradient.contiguous())))
+                target, adds = self._destination(slot)
+                for source, part in self._staging.cut(_laid_out_like(gradient, target), target):
+                    if not self._staging.fits(source.nbytes):
+                        self._send(direct, staged)
+                        direct, staged = [], []
+                    staged.append(_Staged(self._staging.carve(source), source, part, adds, self._memory[slot].disk))
         self._send(direct, staged)
 
-    def _send(self, direct: list[Copy], staged: list[tuple[Slot, Copy]]) -> None:
-        copies = direct + [copy for _, copy in staged]
+    def _send(self, direct: list[Copy], staged: list["_Staged"]) -> None:
+        copies = direct + [(one.piece, one.source) for one in staged]
         if not copies:
             return
         self._sending = copies
@@ -196,13 +203,12 @@ class Gradients:
         self._last_sent = transfer.done
         self._sending = []
         if staged:
-            additions = [(*self._destination(slot), piece) for slot, (piece, _) in staged]
-            self._staging.turn(self._lanes.run(lambda: _add_up(additions), transfer.done))
+            self._staging.turn(self._lanes.run(lambda: _add_up(staged), transfer.done))
 
     def _goes_straight(self, slot: Slot, gradient: torch.Tensor) -> bool:
         """Whether a copy into fresh memory is all that the home needs."""
         first = slot not in self._arriving and (slot.home.grad is None or bool(slot.home._backward_hooks))
-        return first and gradient.dtype == self._dtype(slot)
+        return first and gradient.dtype == self._dtype(slot) and self._memory[slot].disk is None
 
     def _destination(self, slot: Slot) -> tuple[torch.Tensor, bool]:
         """Where a staged gradient goes, and whether it is added to what is there."""
@@ -228,6 +234,16 @@ def _late_hooks(slot: Slot) -> list[Any]:
     return list((getattr(slot.home, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
+class _Staged(NamedTuple):
+    """A gradient, or a part of one, on its way through staging memory."""
+
+    piece: torch.Tensor  # in staging memory
+    source: torch.Tensor  # on the device
+    target: torch.Tensor  # what becomes, or is, `home.grad`
+    adds: bool  # to what the target holds
+    disk: DiskGradients | None  # where the target rests, if not on the host
+
+
 def _accumulate(home: torch.nn.Parameter, gradient: torch.Tensor) -> None:
     """What autograd does with a gradient that reaches a leaf: hooks may replace it, then it is set or added."""
     for hook in list((home._backward_hooks or {}).values()):
@@ -243,11 +259,16 @@ def _accumulate(home: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         home.grad = home.grad + gradient
 
 
-def _add_up(additions: list[tuple[torch.Tensor, bool, torch.Tensor]]) -> None:
+def _add_up(staged: "list[_Staged]") -> None:
     """On the host lane: staged gradients are added to, or cast into, their destinations."""
+    on_disk: Counter[DiskGradients] = Counter()
     with torch.no_grad():
-        for destination, adds, piece in additions:
-            destination.add_(piece) if adds else destination.copy_(piece)
+        for one in staged:
+            one.target.add_(one.piece) if one.adds else one.target.copy_(one.piece)
+            if one.disk is not None:
+                on_disk[one.disk] += one.target.nbytes
+    for disk, nbytes in on_disk.items():
+        disk.forget(nbytes)
 
 
 def _dense_bytes(gradient: torch.Tensor) -> int:

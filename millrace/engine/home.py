@@ -63,7 +63,7 @@ class Home(nn.Parameter):
 
 
 class Leaf(nn.Parameter):
-    """What a module computes with. Its `data` notices, too, that it was handed out: the module may write to its weight."""
+    """What a module computes with. Its `data` notices that it was handed out: the module may write to its weight."""
 
     handed_out: bool
 

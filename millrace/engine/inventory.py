@@ -34,6 +34,11 @@ class Inventory:
         sizes = (parameter.numel() * travel_dtype(parameter, self.param_dtype).itemsize for parameter in alone)
         return sum(aligned(nbytes) for nbytes in sizes) + lay_out(sharing, self.param_dtype)[1]
 
+    def cast_bytes(self, keys: list[int]) -> int:
+        """Bytes of those of these parameters that travel in another dtype than they have: homes beside the block."""
+        parameters = [self.members[key].parameter for key in keys]
+        return sum(p.nbytes for p in parameters if travel_dtype(p, self.param_dtype) != p.dtype)
+
     @cached_property
     def _sharing(self) -> frozenset[int]:
         """Parameters that share a storage with others: their bytes in a block depend on each other."""

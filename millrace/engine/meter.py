@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from millrace.planning import Phase
-from millrace.runtime.lanes import Lane, Lanes, Tick, Transfer
+from millrace.runtime.lanes import Lane, Lanes, LateTransfer, Tick, Transfer
 
 __all__ = ["LinkSpeed", "Meter", "Timing", "VisitRecord"]
 
@@ -58,21 +58,32 @@ class Meter:
     def reset(self) -> None:
         """Counters start anew."""
         self.onloads = self.demand_onloads = 0
-        self.onload_bytes = self.offload_bytes = 0
+        self.onload_bytes = self.offload_bytes = self.fetch_bytes = self.spill_bytes = 0
         self.steps = 0
         self._stall_seconds = self._compute_seconds = 0.0
         self._unread.clear()
 
-    def onloaded(self, transfer: Transfer) -> None:
-        """Copies to the device were submitted."""
+    def onloaded(self, nbytes: int) -> None:
+        """The onload of a block was submitted."""
         self.onloads += 1
-        self.onload_bytes += transfer.nbytes
+        self.onload_bytes += nbytes
+
+    def arrived(self, transfer: Transfer | LateTransfer) -> None:
+        """Compute was told to wait for an onload."""
         self._keep(transfer)
 
     def offloaded(self, transfer: Transfer) -> None:
         """Copies to the host were submitted."""
         self.offload_bytes += transfer.nbytes
         self._keep(transfer)
+
+    def fetched(self, nbytes: int) -> None:
+        """Bytes were read from disk."""
+        self.fetch_bytes += nbytes
+
+    def spilled(self, nbytes: int) -> None:
+        """Bytes were written to disk."""
+        self.spill_bytes += nbytes
 
     def cycle_ended(self, visits: list[VisitRecord], end: Tick) -> None:
         """A cycle is over: its ticks are read when the next but one is."""
@@ -125,5 +136,5 @@ class Meter:
         loads = [(size, begun, done) for lane, size, begun, done in self.last_transfers if lane is Lane.ONLOAD and size]
         return LinkSpeed([(size, self._lanes.seconds(begun, done)) for size, begun, done in loads])
 
-    def _keep(self, transfer: Transfer) -> None:
+    def _keep(self, transfer: Transfer | LateTransfer) -> None:
         self.last_transfers.append((transfer.lane, transfer.nbytes, transfer.begun, transfer.done))

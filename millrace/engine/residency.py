@@ -9,11 +9,12 @@ import torch
 
 from millrace.config import format_bytes
 from millrace.engine.block import Block, Presence
-from millrace.engine.meter import Meter
-from millrace.errors import BudgetError
+from millrace.engine.fetching import Fetching, Target
+from millrace.engine.meter import LinkSpeed, Meter
+from millrace.errors import BudgetError, StateError
 from millrace.memory.buffers import DeviceBuffers
 from millrace.memory.ledger import Ledger
-from millrace.runtime.lanes import Event, Lane, Lanes
+from millrace.runtime.lanes import Event, Lane, Lanes, LateTransfer
 
 __all__ = ["Residency"]
 
@@ -23,11 +24,20 @@ NextUse = Callable[[Block], float]  # the larger, the later a block is needed ag
 class Residency:
     """The buffers of all blocks on one device; `budget_bytes` caps their sum, resident, visiting and arriving."""
 
-    def __init__(self, device: torch.device, budget_bytes: int, lanes: Lanes, ledger: Ledger, meter: Meter) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        budget_bytes: int,
+        lanes: Lanes,
+        ledger: Ledger,
+        meter: Meter,
+        fetching: Fetching | None = None,
+    ) -> None:
         self.budget_bytes = budget_bytes
         self.held_bytes = 0
         self._lanes = lanes
         self._meter = meter
+        self._fetching = fetching  # None: nothing rests on disk
         self._buffers = DeviceBuffers(device, ledger)
         self._consumed: Event | None = None  # the last copy that compute was told to wait for
         self._by_storage: dict[int, Block] = {}
@@ -71,20 +81,40 @@ class Residency:
     def renew(self, block: Block) -> None:
         """Submits copies of what changed in the homes since the buffer was filled: all, if it never was."""
         self.arrive(block)
+        buffer = block.buffer
+        if buffer is None:
+            raise StateError(f"block {block.name!r} has no buffer to renew")
         with torch.inference_mode(False):
             try:
-                self._submit(block, only_changes=block.presence is not Presence.RESERVED)
+                self._submit(block, buffer, only_changes=block.presence is not Presence.RESERVED)
+            except BaseException:
+                self._undo(block, buffer)
+                raise
+
+    def arrive(self, block: Block) -> None:
+        """Compute waits for the block's last copy. Raises what kept a block from coming from disk."""
+        if block.presence is Presence.ARRIVING and block.arrival is not None:
+            try:
+                done = block.arrival.done
             except BaseException:
                 if block.buffer is not None:
                     self._undo(block, block.buffer)
                 raise
-
-    def arrive(self, block: Block) -> None:
-        """Compute waits for the block's last copy."""
-        if block.presence is Presence.ARRIVING and block.arrival is not None:
-            self._lanes.wait(block.arrival.done)
-            self._consumed = block.arrival.done
+            self._lanes.wait(done)
+            self._consumed = done
+            self._meter.arrived(block.arrival)
             block.presence = Presence.PRESENT
+
+    def fetch_ahead(self, block: Block) -> bool:
+        """Submits the fetch of a block that is onloaded later. False: nothing more can be fetched ahead now."""
+        if self._fetching is None or block.rest_is_host:
+            return True
+        return not block.being_updated and self._fetching.ahead(block)
+
+    def load_seconds(self, block: Block, link: LinkSpeed) -> float:
+        """How long the slowest part of the way to the device takes for a block."""
+        fetching = 0.0 if self._fetching is None or block.rest_is_host else self._fetching.seconds(block.nbytes)
+        return max(fetching, link.load_seconds(block.nbytes))
 
     def wait_for_consumed_reads(self) -> None:
         """The host waits until every copy that compute relies on has read its home."""
@@ -112,9 +142,15 @@ class Residency:
 
     def _undo(self, block: Block, buffer: torch.Tensor) -> None:
         """After a changed shape or Ctrl-C in the middle: what the buffer holds is unknown, so it goes."""
-        self._lanes.copy(Lane.ONLOAD, (), self._lanes.mark()).done.synchronize()  # behind what was submitted before
+        self._finish_copies(block)
         block.lost()
         self._let_go(block, buffer)
+
+    def _finish_copies(self, block: Block) -> None:
+        """The host waits until nothing is copied into the block's buffer any more, whatever came of it."""
+        if not block.rest_is_host:
+            block.wait_for_reads()
+        self._lanes.copy(Lane.ONLOAD, (), self._lanes.mark()).done.synchronize()  # behind what was submitted before
 
     def make_room(self, block: Block, keep: Iterable[Block], next_use: NextUse) -> None:
         """Evicts until `block` fits, first what is needed last; never what is in use, resident or in `keep`.
@@ -149,7 +185,7 @@ class Residency:
             if buffer is not None and block.presence is not Presence.ABSENT and self._by_storage.get(key) is block:
                 held[key] = block
             elif buffer is not None or block.presence is not Presence.ABSENT:
-                self._lanes.copy(Lane.ONLOAD, (), self._lanes.mark()).done.synchronize()
+                self._finish_copies(block)
                 block.lost()
                 block.arrival = None
                 with torch.inference_mode(False):
@@ -165,11 +201,16 @@ class Residency:
             self.evict(block)
         self._buffers.close()
 
-    def _submit(self, block: Block, *, only_changes: bool) -> None:
+    def _submit(self, block: Block, buffer: torch.Tensor, *, only_changes: bool) -> None:
         # Into a new buffer as soon as its memory is free: what compute was given since does not use it.
         after, block.allocated = block.allocated or self._lanes.mark(), None
         copies = block.copies_in(only_changes=only_changes)
-        block.arrival = self._lanes.copy(Lane.ONLOAD, copies, after)
-        block.read_until(block.arrival.done)
+        if self._fetching is None or block.rest_is_host:
+            block.arrival = self._lanes.copy(Lane.ONLOAD, copies, after)
+            block.read_until(block.arrival.done)
+        else:
+            fetch = self._fetching.onload(block, Target(buffer, after, copies))
+            block.read_until(fetch)
+            block.arrival = LateTransfer(Lane.ONLOAD, block.nbytes, fetch.arrived)
         block.presence = Presence.ARRIVING
-        self._meter.onloaded(block.arrival)
+        self._meter.onloaded(block.arrival.nbytes)

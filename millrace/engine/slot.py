@@ -95,7 +95,7 @@ class Slot:
     @property
     def stale(self) -> bool:
         """Whether the device copy may differ from the home."""
-        return self._loaded != self._fingerprint()
+        return self._loaded != self.fingerprint
 
     @property
     def changed_since_load(self) -> bool:
@@ -104,7 +104,7 @@ class Slot:
 
     def mark_loaded(self) -> None:
         """A device copy of what the home holds now is being made."""
-        self._loaded = self._fingerprint()
+        self._loaded = self.fingerprint
         self.loaded_token = self.token
 
     def mark_absent(self) -> None:
@@ -139,12 +139,12 @@ class Slot:
 
     @property
     def cast_is_old(self) -> bool:
-        return self.casts and self._cast != self._fingerprint()
+        return self.casts and self._cast != self.fingerprint
 
     def cast(self) -> None:
         """Casts the home into `rest`. Nobody may be reading there."""
         self.rest.copy_(self.data)
-        self._cast = self._fingerprint()
+        self._cast = self.fingerprint
 
     def follow_requires_grad(self) -> None:
         """The leaf wants a gradient exactly when the home does."""
@@ -196,13 +196,15 @@ class Slot:
         with torch.no_grad():
             if self.casts:
                 self.cast()
-            else:
+            elif not self.in_place:
                 self.rest.copy_(self.data)
                 self.home.point(self.rest)
             if self.home.grad is not None and self.home.grad.device.type != "cpu":
                 self.home.grad = self.home.grad.to("cpu")
 
-    def _fingerprint(self) -> object:
+    @property
+    def fingerprint(self) -> object:
+        """Differs when what the home holds may do, whether autograd would notice or not."""
         return self.home._version, self.untraced_changes, self._touches, self.home.data_ptr()
 
     def wait_for_updates(self) -> None:

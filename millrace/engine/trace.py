@@ -5,7 +5,7 @@ trace is the list of its visits. What a cycle will look like is told by how it b
 evaluation inside training, or two forwards before two backwards, have traces of their own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -43,6 +43,7 @@ class Course:
         self.plan = plan
         self.turn = turn  # which cycle of the plan
         self.strayed = False  # a visit came that the trace does not have
+        self.ended = False
         self.position = -1
 
     def advance(self, key: VisitKey) -> Step | None:
@@ -54,10 +55,21 @@ class Course:
         self.strayed = True
         return None
 
-    @property
-    def boundary(self) -> Step:
-        """What follows the last visit."""
+    def end(self) -> Step:
+        """The last visit is over: what follows it."""
+        self.ended = True
         return self.plan.step(self.turn, len(self.trace.visits))
+
+    def coming_loads(self, *, but_not: frozenset[int]) -> Iterator[int]:
+        """Blocks in the order in which the plan loads them next; in the coming cycle, until one is in `but_not`."""
+        count = len(self.trace.visits)
+        for position in range(self.position + 1, count if self.ended else count + 1):
+            yield from self.plan.step(self.turn, position).loads
+        for position in range(count):
+            for block in self.plan.step(self.turn + 1, position).loads:
+                if block in but_not:
+                    return
+                yield block
 
     def next_use(self, block: int) -> float:
         """How many visits ahead the trace needs a block again, going round."""

@@ -36,10 +36,14 @@ class Ledger:
         self._budgeted_held = 0
         self._budgeted_peak = 0
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether the host budget allows `nbytes` more."""
+        return self._host_budget_bytes is None or self.held_bytes(Tier.HOST) + nbytes <= self._host_budget_bytes
+
     def check_host(self, nbytes: int, purpose: str) -> None:
         """Raises BudgetError when `nbytes` more in host memory are over the budget. To be asked before allocating."""
-        held = self.held_bytes(Tier.HOST)
-        if self._host_budget_bytes is not None and held + nbytes > self._host_budget_bytes:
+        if self._host_budget_bytes is not None and not self.has_room(nbytes):
+            held = self.held_bytes(Tier.HOST)
             raise BudgetError(
                 f"{purpose} need {format_bytes(nbytes)} of host memory beside {format_bytes(held)} that are held;"
                 f" host_memory allows {format_bytes(self._host_budget_bytes)}; raise it to at least"

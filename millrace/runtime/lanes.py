@@ -17,7 +17,7 @@ import torch
 
 from millrace.runtime.device import is_accelerator
 
-__all__ = ["Copy", "Event", "Lane", "Lanes", "Tick", "Transfer", "open_lanes"]
+__all__ = ["Copy", "Event", "Lane", "Lanes", "LateTransfer", "Tick", "Transfer", "open_lanes"]
 
 Copy = tuple[torch.Tensor, torch.Tensor]  # destination, source: the same shape and number of bytes
 Tick = Any  # a moment on the compute lane: an event on an accelerator, seconds on the CPU
@@ -49,6 +49,24 @@ class Transfer:
     nbytes: int
     begun: Tick
     done: Any  # an Event; on an accelerator a timing event, so that it is a Tick too
+
+
+class LateTransfer:
+    """Copies that another thread submits in time. Stands where a Transfer does: asking for its begin or end waits until
+    there is one, and raises what kept it from being submitted."""
+
+    def __init__(self, lane: Lane, nbytes: int, submitted: "Future[Transfer]") -> None:
+        self.lane = lane
+        self.nbytes = nbytes
+        self._submitted = submitted
+
+    @property
+    def begun(self) -> Tick:
+        return self._submitted.result().begun
+
+    @property
+    def done(self) -> Any:
+        return self._submitted.result().done
 
 
 class Lanes(ABC):
@@ -174,6 +192,7 @@ class _ThreadLanes(Lanes):
 
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Event) -> Transfer:
         begun: Future[float] = Future()
+        pending = list(copies)
 
         def job() -> float:
             try:
@@ -181,8 +200,9 @@ class _ThreadLanes(Lanes):
             finally:
                 begun.set_result(time.perf_counter())
             with torch.inference_mode():  # no autograd bookkeeping on this thread
-                for destination, source in copies:
-                    destination.copy_(source)
+                for _ in range(len(pending)):
+                    pending[0][0].copy_(pending[0][1])
+                    del pending[0]  # this thread may outlive the job by a moment, and then holds no memory
             return time.perf_counter()
 
         done = _JobEvent(self._threads[lane].submit(job))

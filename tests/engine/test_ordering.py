@@ -183,7 +183,7 @@ def test_edge_7_additions_wait_for_the_staged_copy(emu_device, decoder, tokens, 
     send = Gradients._send
 
     def remember(self: Gradients, direct: Any, pieces: Any) -> None:
-        staged[:] = [piece for _, (piece, _) in pieces]
+        staged[:] = [one.piece for one in pieces]
         send(self, direct, pieces)
 
     monkeypatch.setattr(Gradients, "_send", remember)

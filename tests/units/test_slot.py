@@ -10,9 +10,12 @@ from torch import nn
 
 from millrace.engine.block import Block, Member, Place, Presence
 from millrace.engine.home import Home
+from millrace.engine.meter import Meter
+from millrace.engine.placement import Placement, Shelf
 from millrace.engine.slot import Slot
 from millrace.errors import LayoutError, StateError
 from millrace.memory.ledger import Ledger, Tier
+from millrace.runtime.lanes import open_lanes
 
 CPU = torch.device("cpu")
 
@@ -34,7 +37,8 @@ def block_of(*parameters: nn.Parameter, ledger: Ledger | None = None, param_dtyp
     """A block whose places are a list of the parameters."""
     container = list(parameters)
     members = [Member(f"p{index}", one, [Place(container, index)]) for index, one in enumerate(parameters)]
-    block = Block("block", members, CPU, ledger or Ledger(), param_dtype)
+    shelf = Shelf(CPU, ledger or Ledger(), Meter(open_lanes(CPU)), Placement(), None)
+    block = Block("block", members, CPU, shelf.rest_for, param_dtype)
     block.container = container  # type: ignore[attr-defined]
     return block
 
@@ -70,7 +74,7 @@ def test_the_object_stays_and_moves_into_the_arena(weight: nn.Parameter) -> None
     assert isinstance(weight, Home)
     assert isinstance(weight, nn.Parameter)
     assert weight.tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert weight.data_ptr() == block.rest.data_ptr()
+    assert weight.data_ptr() == block.rest.whole.data_ptr()
     assert ledger.held_bytes(Tier.HOST, "weights") > 0
     block.slots[0].release()
     assert type(weight) is nn.Parameter

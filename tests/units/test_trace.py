@@ -114,7 +114,7 @@ def test_a_course_gives_the_plans_steps_in_order() -> None:
         assert course.advance(key) == course.plan.step(0, position)
         assert course.position == position
     assert not course.strayed
-    assert course.boundary == course.plan.step(0, len(STEP))
+    assert course.end() == course.plan.step(0, len(STEP))
 
 
 def test_a_visit_that_is_skipped_is_passed_over() -> None:

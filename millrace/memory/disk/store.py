@@ -126,8 +126,8 @@ class DiskStore:
         """
         return self._submit(Access.WRITE, extent, source, offset, after)
 
-    def mapping(self, extent: Extent) -> torch.Tensor:
-        """The extent as memory: uint8, (nbytes,); the same bytes at every call. Writes to it reach the file.
+    def mapping(self, extent: Extent, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
+        """Bytes of the extent as memory: uint8, (nbytes,), a storage of its own at every call. Writes reach the file.
 
         To be touched when the Request of `to_mapping` is done, and until `to_direct` is called. It outlives the store.
         Its bytes are not checked any more.
@@ -139,7 +139,7 @@ class DiskStore:
                     self._file.descriptor, extent.offset, extent.capacity_bytes, shared=True
                 )
                 self._checksums.forget(extent)
-            return self._mappings[extent].tensor(0, extent.nbytes)
+            return self._mappings[extent].tensor(offset, extent.nbytes - offset if nbytes is None else nbytes)
 
     def to_mapping(self, extent: Extent) -> Request:
         """Hands the extent over to those who use its mapping: done when all reads and writes before are."""
@@ -153,6 +153,12 @@ class DiskStore:
         mapping = self._mappings.get(extent)
         jobs = () if mapping is None else (partial(self._hand_over, extent, mapping),)
         return self._requests.submit(Request(extent, Access.WRITE, jobs, whole=False), None)
+
+    def forget(self, extent: Extent) -> None:
+        """The mapping's pages stop counting as memory of this process. What was written there reaches disk in time."""
+        mapping = self._mappings.get(extent)
+        if mapping is not None:
+            mapping.forget()
 
     def synchronize(self) -> None:
         """Waits for all that was submitted; raises the first failure of a write."""

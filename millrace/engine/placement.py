@@ -1,0 +1,153 @@
+"""In which tier does each block rest? As many on the host as have room there, spread evenly; the rest on disk."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from millrace.config import format_bytes
+from millrace.engine.layout import lay_out
+from millrace.engine.meter import Meter
+from millrace.engine.rest import DiskRest, HostRest, Rest
+from millrace.engine.slot import Layout
+from millrace.errors import BudgetError
+from millrace.memory.arena import Arena, whole_pages
+from millrace.memory.disk import DiskStore
+from millrace.memory.ledger import Ledger
+
+__all__ = ["Placement", "Shelf", "place"]
+
+_CHUNK_BYTES = 8 * 2**20  # a request of this size has a drive's full speed
+_SMALLEST_CHUNK_BYTES = 2**12
+_RING_SHARE = 1 / 8  # of the host budget, for staging: what is more holds blocks
+_FEWEST_CHUNKS = 4  # one that is read, one that leaves, and their followers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Names of the blocks that rest on disk, and the staging memory that their weights and gradients pass through."""
+
+    uses_disk: bool = False
+    on_disk: frozenset[str] = frozenset()
+    chunk_bytes: int = 0  # of the ring for weights
+    chunks: int = 0
+    gradient_bytes: int | None = None  # of each half of what gradients pass through; None: as much as a block's
+
+
+def place(sizes: Mapping[str, int], host_bytes: int, all_gradient_bytes: int) -> Placement:
+    """Spreads blocks over host and disk. `sizes`: bytes by name, in order of use; `host_bytes`: what there is for them.
+
+    Evenly, so that fetches are spread over the pass, and the drive works all the time. `all_gradient_bytes`, of a model
+    that trains, have what room the weights leave, else they rest on disk. Raises BudgetError when not even the staging
+    memory fits.
+    """
+    pages = {name: whole_pages(nbytes) for name, nbytes in sizes.items()}
+    total_bytes = sum(pages.values())
+    if total_bytes + all_gradient_bytes <= host_bytes:
+        return Placement()
+    chunk_bytes = _CHUNK_BYTES
+    while chunk_bytes > _SMALLEST_CHUNK_BYTES and chunk_bytes * _FEWEST_CHUNKS > host_bytes * _RING_SHARE:
+        chunk_bytes //= 2
+    gradient_bytes = 2 * chunk_bytes if all_gradient_bytes else 0
+    if total_bytes + 2 * gradient_bytes <= host_bytes:
+        return Placement(uses_disk=all_gradient_bytes > 0, gradient_bytes=gradient_bytes or None)
+    chunks = max(_FEWEST_CHUNKS, min(int(host_bytes * _RING_SHARE), 2 * max(pages.values())) // chunk_bytes)
+    staging_bytes = chunks * chunk_bytes + 2 * gradient_bytes
+    left_bytes = host_bytes - staging_bytes
+    if left_bytes < 0:
+        raise BudgetError(
+            f"blocks on disk pass through {format_bytes(staging_bytes)} of staging memory; host_memory leaves"
+            f" {format_bytes(host_bytes)} for it; raise it by {format_bytes(-left_bytes, at_least=True)}"
+        )
+    on_disk, kept_bytes, passed_bytes = set(), 0, 0
+    for name, nbytes in pages.items():
+        passed_bytes += nbytes
+        if kept_bytes + nbytes <= left_bytes * passed_bytes / total_bytes:
+            kept_bytes += nbytes
+        else:
+            on_disk.add(name)
+    return Placement(
+        uses_disk=True,
+        on_disk=frozenset(on_disk),
+        chunk_bytes=chunk_bytes,
+        chunks=chunks,
+        gradient_bytes=gradient_bytes or chunk_bytes,
+    )
+
+
+class Shelf:
+    """Makes the memory in which blocks and gradients rest, as a placement says."""
+
+    def __init__(
+        self, device: torch.device, ledger: Ledger, meter: Meter, placement: Placement, store: DiskStore | None
+    ) -> None:
+        self._device = device
+        self._ledger = ledger
+        self._meter = meter
+        self._placement = placement
+        self._store = store
+
+    @property
+    def most_staged_bytes(self) -> int | None:
+        """The most that gradients on their way may take at once, for each half of their staging memory."""
+        return self._placement.gradient_bytes
+
+    def rest_for(self, name: str, parameters: Sequence[nn.Parameter], layouts: Sequence[Layout], nbytes: int) -> Rest:
+        """Where a block of `nbytes` rests. Homes that travel in another dtype go to the same tier as their block."""
+        if self._store is None or name not in self._placement.on_disk:
+            return HostRest(Arena(nbytes, self._device, self._ledger, "weights"), nbytes)
+        wide = [p for p, layout in zip(parameters, layouts, strict=True) if p.dtype != layout.dtype]
+        if wide:
+            wide_layouts, wide_bytes = lay_out(wide, None)
+            homes = DiskRest(self._store, f"{name} (homes)", wide_bytes, self._meter.spilled)
+            for parameter, where in zip(wide, homes.places(wide_layouts), strict=True):
+                where.copy_(parameter.detach())
+                parameter.data = where
+            homes.settle()
+        return DiskRest(self._store, name, nbytes, self._meter.spilled)
+
+    def check_gradients(self, nbytes: int) -> None:
+        """Raises BudgetError when gradients of `nbytes` have no room: on the host, if there is no disk."""
+        if self._store is None:
+            self._ledger.check_host(nbytes, "gradients")
+
+    def gradient_memory(self, name: str, nbytes: int) -> "GradientMemory":
+        """Where the gradients of a block wait: on the host while its budget has room, else on disk if there is one."""
+        staging_bytes = 2 * (self._placement.gradient_bytes or 0)  # of which some may be held already
+        no_room = not self._ledger.has_room(nbytes + staging_bytes)
+        if self._store is not None and (name in self._placement.on_disk or no_room):
+            return DiskGradients(self._store, name, nbytes, self._meter.spilled)
+        return Arena(nbytes, self._device, self._ledger, "gradients")
+
+
+class GradientMemory(Protocol):
+    """Memory that gradients are carved from. It lives as long as any of them."""
+
+    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Bytes `offset` to `offset + nbytes` as a uint8 tensor of shape (nbytes,) with a storage of its own."""
+
+    def like(self, nbytes: int) -> "GradientMemory":
+        """Another one, in the same tier."""
+
+
+class DiskGradients:
+    """Gradient memory in an extent of a disk store."""
+
+    def __init__(self, store: DiskStore, name: str, nbytes: int, spilled: Callable[[int], None]) -> None:
+        self._store, self._name, self._spilled = store, name, spilled
+        self._extent = store.allocate(f"{name} (gradients)", nbytes, "gradients")
+
+    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        """As in GradientMemory."""
+        return self._store.mapping(self._extent, offset, nbytes)
+
+    def like(self, nbytes: int) -> "DiskGradients":
+        """As in GradientMemory."""
+        return DiskGradients(self._store, self._name, nbytes, self._spilled)
+
+    def forget(self, written_bytes: int) -> None:
+        """So much was written. The pages stop counting as memory of this process; the file has them in time."""
+        self._spilled(written_bytes)
+        self._store.forget(self._extent)

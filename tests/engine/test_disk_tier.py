@@ -1,0 +1,257 @@
+"""Is a model that rests on disk exact, within all three budgets, and whole after whatever happens?"""
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import millrace
+from millrace.memory.disk import DiskStore
+from tests.engine.models import Decoder, loss_of, weight_bytes
+
+pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
+
+HOST = "256KiB"  # a third of the weights
+
+
+def build() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(layers=6, width=64, vocabulary=128)
+
+
+def offload(model: nn.Module, device: torch.device, disk: Path, **options: Any) -> millrace.Offloaded:
+    options.setdefault("device_memory", weight_bytes(model) // 3)
+    return millrace.offload(model, device=device, host_memory=HOST, disk=disk, **options)
+
+
+def train(model: nn.Module, tokens: torch.Tensor, *, steps: int = 5, micro_batches: int = 1) -> list[torch.Tensor]:
+    """Losses, gradients of the last step, parameters and optimizer state."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    values: list[torch.Tensor] = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for batch in range(micro_batches):
+            loss = loss_of(model, (tokens + step + batch) % 128)
+            loss.backward()
+            values.append(loss.detach().cpu())
+        optimizer.step()
+    values += [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+    values += [p.detach().cpu().clone() for p in model.parameters()]
+    return values + [value.cpu() for state in optimizer.state.values() for value in state.values()]
+
+
+def assert_equal(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
+    assert len(ours) == len(plain)
+    assert all(map(torch.equal, ours, plain))
+
+
+def assert_streamed(handle: millrace.Offloaded, model: nn.Module) -> None:
+    """Weights came from disk again and again, and every budget was kept."""
+    stats = handle.stats()
+    assert stats.fetch_bytes > weight_bytes(model)
+    assert stats.disk_bytes > weight_bytes(model) // 2
+    assert 0 < stats.device_peak_bytes <= stats.device_budget_bytes
+    assert stats.host_peak_bytes <= 256 << 10
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_training_is_exact(compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, micro_batches: int):
+    plain = train(build().to(compute_device), tokens.to(compute_device), micro_batches=micro_batches)
+    model = build()
+    with offload(model, compute_device, tmp_path) as handle:
+        assert_equal(train(model, tokens, micro_batches=micro_batches), plain)
+        assert_streamed(handle, model)
+        assert handle.stats().spill_bytes > 5 * weight_bytes(model)  # weights of five steps, and gradients
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_is_exact(
+    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, reentrant: bool
+):
+    class Checkpointed(Decoder):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            hidden = self.embedding(tokens)
+            for layer in self.layers:
+                hidden = checkpoint(layer, hidden, use_reentrant=reentrant)
+            return self.head(hidden)
+
+    def make() -> Checkpointed:
+        torch.manual_seed(0)
+        return Checkpointed(layers=6, width=64, vocabulary=128)
+
+    plain = train(make().to(compute_device), tokens.to(compute_device))
+    model = make()
+    with offload(model, compute_device, tmp_path) as handle:
+        assert_equal(train(model, tokens), plain)
+        assert_streamed(handle, model)
+
+
+def test_inference_is_exact_and_reads_what_the_plan_says(
+    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path
+):
+    plain = build()
+    model = copy.deepcopy(plain).requires_grad_(False)
+    with offload(model, compute_device, tmp_path) as handle, torch.no_grad():
+        for _ in range(4):
+            assert torch.equal(model(tokens).cpu(), plain.to(compute_device)(tokens.to(compute_device)).cpu())
+        assert_streamed(handle, model)
+        handle.reset_stats()
+        for _ in range(3):
+            model(tokens)
+        handle.synchronize()
+        stats = handle.stats()
+        on_disk = [block for block in handle._engine.blocks if not block.rest_is_host]
+        assert on_disk
+        assert stats.spill_bytes == 0  # nothing changed
+        # Each block from disk once a pass at most; one more of each may be on its way for the next.
+        assert stats.fetch_bytes <= 4 * sum(block.nbytes for block in on_disk)
+
+
+@pytest.mark.parametrize("param_dtype", [torch.bfloat16, torch.float64])
+def test_weights_that_travel_in_another_dtype(
+    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, param_dtype: torch.dtype
+):
+    model, other = build(), build()
+    in_ram = millrace.offload(other, device=compute_device, device_memory=weight_bytes(model), param_dtype=param_dtype)
+    expected = train(other, tokens)
+    in_ram.remove()
+    with offload(model, compute_device, tmp_path, param_dtype=param_dtype, device_memory=weight_bytes(model)) as handle:
+        assert_equal(train(model, tokens), expected)
+        assert handle.stats().fetch_bytes > 0
+
+
+def _copy_through_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    parameter.data.copy_(value)
+
+
+def _point_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    parameter.data = value.clone()
+
+
+def _copy_in_place(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        parameter.copy_(value)
+
+
+@pytest.mark.parametrize("write", [_copy_through_data, _point_data, _copy_in_place])
+def test_writes_are_seen(
+    compute_device: torch.device,
+    tokens: torch.Tensor,
+    tmp_path: Path,
+    write: Callable[[nn.Parameter, torch.Tensor], None],
+):
+    plain, model = build().requires_grad_(False), build().requires_grad_(False)
+    with offload(model, compute_device, tmp_path), torch.no_grad():
+        for number in range(4):
+            for each in (plain, model):
+                for parameter in each.parameters():
+                    write(parameter, parameter.detach() * (1.5 - number / 4))
+            plain.to(compute_device)
+            assert torch.equal(model(tokens).cpu(), plain(tokens.to(compute_device)).cpu())
+            plain.to("cpu")
+            assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_copies_of_the_model_are_whole(compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path):
+    plain, model = build(), build()
+    handle = offload(model, compute_device, tmp_path)
+    loss_of(model, tokens).backward()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all(map(torch.equal, copied.parameters(), plain.parameters()))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(state)
+    assert torch.equal(model(tokens).cpu(), plain.to(compute_device)(tokens.to(compute_device)).cpu())
+    handle.remove()
+    assert list(tmp_path.iterdir()) == []
+    assert all(map(torch.equal, model.parameters(), plain.to("cpu").parameters()))
+    assert torch.equal(model(tokens), plain(tokens))  # an ordinary model, over files that have no name any more
+
+
+def test_a_read_that_fails_reaches_the_caller_and_the_next_pass_is_right(
+    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    plain, model = build(), build()
+    expected = train(plain.to(compute_device), tokens.to(compute_device), steps=3)
+    read_piece = DiskStore._read_piece
+    for number in (0, 3, 7, 12):
+        calls = 0
+
+        def fail_once(self: DiskStore, extent: Any, *args: Any, number: int = number) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == number + 1:
+                raise millrace.DiskError(5, f"{extent.name!r}: 4096 bytes at offset 0 could not be read")
+            read_piece(self, extent, *args)
+
+        model = build()
+        with offload(model, compute_device, tmp_path):
+            with monkeypatch.context() as patch:
+                patch.setattr(DiskStore, "_read_piece", fail_once)
+                with pytest.raises(millrace.DiskError, match="could not be read"):
+                    train(model, tokens * 0, steps=3)
+            model.load_state_dict(build().state_dict())
+            model.zero_grad()
+            assert_equal(train(model, tokens, steps=3), expected)
+
+
+def test_an_interrupted_pass_leaves_the_model_whole(compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path):
+    expected = train(build().to(compute_device), tokens.to(compute_device), steps=3)
+    model = build()
+    with offload(model, compute_device, tmp_path):
+        for index in (0, 3, 5):
+            for _ in range(2):
+                hook = model.layers[index].register_forward_pre_hook(_interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    loss_of(model, tokens).backward()
+                hook.remove()
+                hook = model.layers[index].up.weight.register_hook(_interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    loss_of(model, tokens).backward()
+                hook.remove()
+        model.zero_grad()
+        assert_equal(train(model, tokens, steps=3), expected)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_removing_while_blocks_are_on_their_way(compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path):
+    plain, model = build(), build()
+    for _ in range(3):
+        handle = offload(model, compute_device, tmp_path)
+        with torch.no_grad():
+            for _ in range(3):
+                model(tokens)
+        handle.remove()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_a_disk_that_is_not_needed_is_not_used(tokens: torch.Tensor, tmp_path: Path):
+    model = build()
+    with millrace.offload(model, device="cpu", host_memory="64MiB", disk=tmp_path / "none") as handle:
+        model(tokens)
+        assert handle.stats().disk_bytes == 0
+    assert not (tmp_path / "none").exists()
+
+
+def test_too_little_host_memory(tmp_path: Path):
+    model = build()
+    with pytest.raises(millrace.BudgetError, match=r"host_memory allows 16 KiB.*or pass a directory"):
+        millrace.offload(model, device="cpu", host_memory="16KiB")
+    with pytest.raises(millrace.BudgetError, match=r"staging memory; host_memory leaves .* raise it by"):
+        millrace.offload(model, device="cpu", host_memory="16KiB", disk=tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file"):
+        millrace.offload(model, device="cpu", host_memory=HOST, disk=tmp_path / "file")
+    with offload(model, torch.device("cpu"), tmp_path), pytest.raises(millrace.StateError, match="another disk store"):
+        offload(build(), torch.device("cpu"), tmp_path)
