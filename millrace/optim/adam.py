@@ -44,7 +44,10 @@ class AdamW(_AdamSteps, torch.optim.AdamW):
       "full" keeps a float32 tensor beside it (4 bytes, ties round to even). float16 weights are always "full".
     - `state_dtype`: dtype of the moments: torch.float32, or torch.bfloat16 with stochastic rounding.
     - `tier`: where the state lives: "host". `disk` is for a tier that does not exist yet.
-    - `device_fraction`: share of the state that is updated on the device, in [0, 1]: only 0 for now.
+    - `device_fraction`: share of the state that lives and is updated on the accelerator of parameters that live there,
+      in [0, 1], exact to 64 elements; "auto" takes what is free after the first backward, less a tenth.
+    - `pin`, `overlap_d2h_h2d`: host memory of such parameters is page-locked; gradients and weights travel while others
+      are updated.
     - `overlap`: what the updates of an offloaded model's parameters run beside. "none": `step()` returns when all is
       done. "forward": `step()` returns at once; each block's next onload, and whoever else looks at its parameters,
       waits for that block's update. Exact with everything, clipping included. "backward": a block's update begins when

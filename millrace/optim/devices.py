@@ -6,7 +6,7 @@ the weights of earlier ones leave. Order comes from events alone; the host waits
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from millrace.runtime.lanes import Lane, Lanes, Transfer, open_lanes
 
 __all__ = ["Member", "Twins"]
 
+_NONE = torch.empty(0, 0, 0)  # in place of what was not made yet: no shape of a parameter's
 _BATCH_BYTES = 32 * 2**20  # of gradients: long enough for the link, short enough to overlap
 
 
@@ -29,15 +30,22 @@ class Member:
     index: int
     group: dict[str, Any]
     parameter: torch.Tensor
+    place: torch.Tensor  # the parameter's data, or the piece of it that this member is
     weights: Weights
-    gradient: torch.Tensor  # in host memory once its batch is performed
+    state: dict[str, Any]
+    gradient: torch.Tensor  # where the weights are once its batch is performed
     updated: bool = False  # whether its update has been performed
 
 
 class Twins:
-    """Host memory for the parameters of one accelerator: twins of their weights, and their gradients."""
+    """Host memory for the parameters of one accelerator: twins of their weights, and their gradients.
 
-    def __init__(self, device: torch.device) -> None:
+    `pin`: it is page-locked. `overlap`: batches travel while others are updated, instead of one after the other.
+    """
+
+    def __init__(self, device: torch.device, *, pin: bool, overlap: bool) -> None:
+        self._pin = pin
+        self._overlap = overlap
         self._lanes: Lanes = open_lanes(device)
         self._device = device
         self._ledger = Ledger()
@@ -54,18 +62,22 @@ class Twins:
         self._make_room(members)
         fetched = [member for member in members if member.weights.changed]
         if fetched:
-            copies = [(self._twins[member.parameter], member.parameter.detach()) for member in fetched]
+            copies = [(self._twins[member.parameter], member.place) for member in fetched]
             self._lanes.copy(Lane.OFFLOAD, copies, begin).done.synchronize()
         batches = list(_batches(list(zip(members, sources, strict=True))))
-        arriving = [
+        arriving: Iterator[Transfer] = (
             self._lanes.copy(Lane.OFFLOAD, [(member.gradient, source.detach()) for member, source in batch], begin)
             for batch in batches
-        ]
+        )
+        if self._overlap:
+            arriving = iter(list(arriving))  # all are on their way at once
         for batch, transfer in zip(batches, arriving, strict=True):
             transfer.done.synchronize()
             perform([member for member, _ in batch])
-            copies = [(member.parameter.detach(), member.weights.host) for member, _ in batch]
+            copies = [(member.place, member.weights.host) for member, _ in batch]
             self._leaving.append(self._lanes.copy(Lane.ONLOAD, copies, begin))
+            if not self._overlap:
+                _wait(self._leaving)
         for transfer in self._leaving:
             self._lanes.wait(transfer.done)
 
@@ -75,12 +87,14 @@ class Twins:
 
     def _make_room(self, members: Sequence[Member]) -> None:
         """Host memory for weights and gradients of parameters that have none yet, in one arena each."""
-        new = [member.parameter for member in members if member.parameter not in self._twins]
-        self._twins |= zip(new, self._carve(new), strict=True)
+        new = [member for member in members if self._twins.get(member.parameter, _NONE).shape != member.place.shape]
+        twins = self._carve([member.place for member in new])
+        self._twins |= zip((member.parameter for member in new), twins, strict=True)
         sources = [
             member
             for member in members
-            if (held := self._gradients.get(member.parameter)) is None or held.dtype != member.gradient.dtype
+            if (held := self._gradients.get(member.parameter, _NONE)).dtype != member.gradient.dtype
+            or held.shape != member.gradient.shape
         ]
         gradients = self._carve([member.gradient for member in sources])
         self._gradients |= zip((member.parameter for member in sources), gradients, strict=True)
@@ -91,7 +105,8 @@ class Twins:
     def _carve(self, tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
         if not tensors:
             return
-        arena = Arena(sum(aligned(tensor.nbytes) for tensor in tensors), self._device, self._ledger, "optimizer")
+        where = self._device if self._pin else torch.device("cpu")
+        arena = Arena(sum(aligned(tensor.nbytes) for tensor in tensors), where, self._ledger, "optimizer")
         offset = 0
         for tensor in tensors:
             strides = torch.empty_like(tensor, device="meta").stride()

@@ -47,9 +47,8 @@ class ElementOptimizer(HostOptimizer):
         for member, item, state in zip(members, updates, states, strict=True):
             member.weights.performed(item.checksum)
             member.updated = True
-            kept = self.entries[member.parameter]
-            kept.clear()
-            kept.update(state)
+            member.state.clear()
+            member.state.update(state)
 
     def _update_of(self, member: Member, state: dict[str, Any], rule: ElementRule, fresh: bool) -> Update:
         weights = member.weights
@@ -73,7 +72,7 @@ class ElementOptimizer(HostOptimizer):
 
         Its entries become the parameter's when the update has been performed: nothing has changed if that fails.
         """
-        state: dict[str, Any] = dict(self.entries.get(member.parameter, {}))
+        state: dict[str, Any] = dict(member.state)
         weights = member.weights
         own_dtype = weights.host.dtype if weights.host.dtype == torch.float64 else torch.float32
         moments = self._options.state_dtype if own_dtype == torch.float32 else own_dtype

@@ -19,6 +19,8 @@ __all__ = ["Adafactor", "Muon"]
 class _MatrixOptimizer(HostOptimizer):
     """A subclass updates one float32 (or float64) weight in place."""
 
+    SPLITS = False
+
     def _apply(
         self, group: dict[str, Any], state: dict[str, Any], weight: torch.Tensor, gradient: torch.Tensor
     ) -> None:
@@ -27,10 +29,10 @@ class _MatrixOptimizer(HostOptimizer):
     def _perform(self, members: Sequence[Member], scale: float) -> None:
         for member in members:
             weights = member.weights
-            state: dict[str, Any] = self.entries[member.parameter]
+            state = member.state
             for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                    state[name] = value.to("cpu")
+                if isinstance(value, torch.Tensor):
+                    state[name] = value.to("cpu" if name == "step" else weights.host.device)
             master = weights.master(state)
             stored = weights.exposed()
             exact = narrow.join(stored, master, weights.form)

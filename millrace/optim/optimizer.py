@@ -1,5 +1,6 @@
 """What do all optimizers of millrace share? State and update in host memory, and the conventions of torch.optim."""
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,8 @@ from millrace.optim.loading import values_from
 from millrace.optim.norms import GradientNorms
 from millrace.optim.options import Options
 from millrace.optim.overlap import Updater, by_unit
-from millrace.optim.weights import Weights
+from millrace.optim.shares import Shares, fraction_that_fits
+from millrace.optim.weights import Weights, in_memory_order
 from millrace.runtime.pending import Unit, watch
 
 __all__ = ["HostOptimizer"]
@@ -34,6 +36,7 @@ class HostOptimizer(Optimizer):
 
     # Names of the state that has its parameter's shape, in the state dtype.
     ELEMENTWISE: tuple[str, ...] = ()
+    SPLITS = True  # whether a tensor may be updated in two pieces
 
     def __init__(self, params: Any, *, options: Options, **stock: Any) -> None:
         self._options = options
@@ -42,10 +45,11 @@ class HostOptimizer(Optimizer):
         self._forget_weights()
         self._begin_anew(options)
         super().__init__(params, **stock)
-        if options.device_fraction > 0:
+        on_host = all(parameter.device.type == "cpu" for group in self.param_groups for parameter in group["params"])
+        if on_host and options.device_fraction not in (0, "auto"):
             raise ValueError(
-                f"device_fraction={options.device_fraction} is not available yet: every update happens on the host;"
-                " leave it at 0"
+                f"device_fraction={options.device_fraction} is a share of state that is updated on the accelerator its"
+                " parameters live on, and all parameters are on the CPU; leave it at 0"
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -96,6 +100,12 @@ class HostOptimizer(Optimizer):
         """The host waits for updates that are under way (with `overlap`). Raises what failed in one."""
         self._updater.synchronize()
 
+    def refresh(self) -> None:
+        """The next step reads all weights anew: after writes that leave no trace in them (`p.data.copy_`)."""
+        self.synchronize()
+        for weights in self._weights.values():
+            weights.suspect()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim has it. Without `set_to_none` it waits for updates that are under way and read gradients."""
         if not set_to_none:
@@ -142,10 +152,55 @@ class HostOptimizer(Optimizer):
             if device.type == "cpu":
                 self._perform(present, scale)
             else:
-                if device not in self._twins:
-                    self._twins[device] = Twins(device)
-                self._twins[device].update(present, lambda batch: self._perform(batch, scale))
+                self._update_beside(device, present, scale)
         self._written(members)
+
+    def _update_beside(self, device: torch.device, members: list[Member], scale: float) -> None:
+        """Parameters on an accelerator: what is updated there runs beside the transfers of what is updated here."""
+        on_host, on_device = self._divided(device, members)
+        if on_device:
+            self._perform(on_device, scale)
+        if on_host:
+            if device not in self._twins:
+                options = self._options
+                self._twins[device] = Twins(device, pin=options.pin, overlap=options.overlap_d2h_h2d)
+            self._twins[device].update(on_host, lambda batch: self._perform(batch, scale))
+        for member in (*on_host, *on_device):
+            member.weights.written()
+
+    def _divided(self, device: torch.device, members: list[Member]) -> tuple[list[Member], list[Member]]:
+        fraction = self._options.device_fraction
+        if fraction == 0:
+            return members, []
+        shares = self._shares
+        everything = [parameter for parameter in self._places() if parameter.device == device]
+        if not isinstance(fraction, str):
+            shares.assign(everything, float(fraction), splits=self.SPLITS)
+        elif shares.unassigned(everything):
+            shares.assign(everything, fraction_that_fits(everything, self._state_bytes()), splits=self.SPLITS)
+        on_host, on_device = [], []
+        for member in members:
+            border = shares.host_elements(member.parameter)
+            if border == member.parameter.numel():
+                on_host.append(member)
+            elif border == 0:
+                on_device.append(member)
+            else:
+                place = in_memory_order(member.parameter, member.parameter)
+                gradient = in_memory_order(member.gradient, member.parameter)
+                states = shares.split(member.parameter, member.state)
+                for side, part, list_of_side in ((0, slice(0, border), on_host), (1, slice(border, None), on_device)):
+                    weights = self._weights_of(member.parameter, side)
+                    weights.host = place[part]
+                    piece = dataclasses.replace(
+                        member, place=place[part], gradient=gradient[part], weights=weights, state=states[side]
+                    )
+                    list_of_side.append(piece)
+        return on_host, on_device
+
+    def _state_bytes(self) -> int:
+        """Of one element, masters included."""
+        return len(self.ELEMENTWISE) * self._options.state_dtype.itemsize + torch.float32.itemsize
 
     def _written(self, members: Sequence[Member]) -> None:
         torch.autograd.graph.increment_version([member.parameter for member in members])
@@ -170,11 +225,22 @@ class HostOptimizer(Optimizer):
 
     def _member(self, index: int, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor) -> Member:
         self._check_gradient(index, parameter, gradient)
-        weights = self._weights.get(parameter)
+        return Member(
+            index=index,
+            group=group,
+            parameter=parameter,
+            place=parameter.detach(),
+            weights=self._weights_of(parameter),
+            state=self.entries[parameter],
+            gradient=gradient,
+        )
+
+    def _weights_of(self, parameter: torch.Tensor, side: int = 0) -> Weights:
+        weights = self._weights.get((parameter, side))
         if weights is None:
-            weights = self._weights[parameter] = Weights(parameter, self._options.master_form)
+            weights = self._weights[parameter, side] = Weights(parameter, self._options.master_form)
         weights.look()
-        return Member(index=index, group=group, parameter=parameter, weights=weights, gradient=gradient)
+        return weights
 
     def _check_gradient(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         what = f"parameter {index} of shape {tuple(parameter.shape)} has one"
@@ -209,6 +275,7 @@ class HostOptimizer(Optimizer):
     def state(self) -> defaultdict[torch.Tensor, Any]:
         """State by parameter, as torch.optim has it. Waits for updates that are under way."""
         self.synchronize()
+        self._shares.join(self.entries)
         return self.entries
 
     @state.setter
@@ -234,16 +301,17 @@ class HostOptimizer(Optimizer):
         finally:
             self._optimizer_load_state_dict_pre_hooks = before
             self._optimizer_load_state_dict_post_hooks = after
-        self.__setstate__({"state": defaultdict(dict, values), "param_groups": self.param_groups})
         self._forget_weights()
+        self.__setstate__({"state": defaultdict(dict, values), "param_groups": self.param_groups})
         for post_hook in after.values():
             post_hook(self)
 
     def held_bytes(self) -> int:
         """Bytes of host memory that state, masters and copies take; the user's own tensors do not count."""
         self.synchronize()
-        state = [value for entries in self.entries.values() for value in entries.values()]
-        held = sum(value.nbytes for value in state if isinstance(value, torch.Tensor))
+        states = [*self.entries.values(), *(on_host for on_host, _ in self._shares.pieces.values())]
+        values = [value for entries in states for value in entries.values() if isinstance(value, torch.Tensor)]
+        held = sum(value.nbytes for value in values if value.device.type == "cpu")
         return held + sum(twins.held_bytes() for twins in self._twins.values())
 
     def _begin_anew(self, options: Options) -> None:
@@ -261,7 +329,8 @@ class HostOptimizer(Optimizer):
         ]
 
     def _forget_weights(self) -> None:
-        self._weights: dict[torch.Tensor, Weights] = {}
+        self._weights: dict[tuple[torch.Tensor, int], Weights] = {}
+        self._shares = Shares()
         self._twins: dict[torch.device, Twins] = {}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -25,7 +25,9 @@ class Options:
     state_dtype: torch.dtype = torch.float32
     tier: str = "host"
     disk: Any = None
-    device_fraction: float = 0.0
+    device_fraction: float | str = 0.0
+    pin: bool = True
+    overlap_d2h_h2d: bool = True
     overlap: str = "none"
     max_grad_norm: float | None = None
 
@@ -38,8 +40,9 @@ class Options:
         if self.disk is not None:
             raise ValueError(f"disk={self.disk!r} is for a tier that is not available; leave it out")
         fraction = self.device_fraction
-        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
-            raise ValueError(f"device_fraction={fraction!r} is outside [0, 1]")
+        number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+        if fraction != "auto" and not (number and 0 <= float(fraction) <= 1):
+            raise ValueError(f'device_fraction={fraction!r} is neither in [0, 1] nor "auto"')
         if self.overlap == "backward" and self.max_grad_norm is not None:
             raise ValueError(
                 'overlap="backward" updates weights before the norm of all gradients is known, so it cannot clip to'

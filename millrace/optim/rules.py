@@ -81,7 +81,7 @@ class AdamRule:
             _given(first),
             _given(second),
             _given(maximum),
-            [torch.tensor(self.step, dtype=torch.float32)],
+            [torch.full((), self.step, dtype=torch.float32, device=weight.device)],
             amsgrad=maximum is not None,
             lr=self.lr,
             beta1=self.beta1,

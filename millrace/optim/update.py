@@ -28,7 +28,7 @@ class Update:
     maximum: torch.Tensor | None = None  # float32
     first_step: bool = False
     stream: int = 0  # the parameter's own random numbers, for stochastic rounding
-    checksum: int = 0  # of what was written, in split form
+    checksum: int | torch.Tensor = 0  # of what was written, in split form
 
 
 def perform(updates: Sequence[Update], gradient_scale: float, *, native: bool | None = None) -> None:
@@ -56,7 +56,7 @@ def perform(updates: Sequence[Update], gradient_scale: float, *, native: bool | 
 
 
 def _fits_kernel(update: Update) -> bool:
-    return update.weight.dtype in _NUMBERS and update.gradient.dtype in _NUMBERS
+    return update.weight.device.type == "cpu" and update.weight.dtype in _NUMBERS and update.gradient.dtype in _NUMBERS
 
 
 def _task(update: Update, constants: int) -> Task:
@@ -83,7 +83,23 @@ def _address(tensor: torch.Tensor | None) -> int | None:
 
 
 def _perform_in_torch(updates: Sequence[Update], gradient_scale: float) -> None:
-    """Chunks that fit the cache, each on one thread with one intra-op thread: 0.8 of the memory's speed in PyTorch."""
+    """Chunks that fit the cache, each on one thread with one intra-op thread: 0.8 of the memory's speed in PyTorch.
+
+    On an accelerator the whole of it, on the stream that is current.
+    """
+    with torch.no_grad():
+        for update in updates:
+            if update.weight.device.type != "cpu":
+                _chunk_in_torch(update, slice(0, None), gradient_scale)
+    on_host = [update for update in updates if update.weight.device.type == "cpu"]
+    if on_host:
+        _perform_in_chunks(on_host, gradient_scale)
+    for update in updates:
+        if update.form is Master.SPLIT:
+            update.checksum = kernel.checksum(update.weight)
+
+
+def _perform_in_chunks(updates: Sequence[Update], gradient_scale: float) -> None:
     jobs = [(update, start) for update in updates for start in range(0, update.weight.numel(), CHUNK_ELEMENTS * 4)]
     queue = iter(jobs)  # next() on a list iterator is atomic
 
@@ -98,9 +114,6 @@ def _perform_in_torch(updates: Sequence[Update], gradient_scale: float) -> None:
             torch.set_num_threads(before)
 
     threads.on_each(work, at_most=len(jobs))
-    for update in updates:
-        if update.form is Master.SPLIT:
-            update.checksum = kernel.checksum(update.weight)
 
 
 def _chunk_in_torch(update: Update, part: slice, gradient_scale: float) -> None:
@@ -127,5 +140,5 @@ def _store_state(
             continue
         seed = update.rule.constants(1.0).seed + update.stream & 0xFFFFFFFF
         place = int(narrow.random_bits(torch.tensor([seed]))[0]) + start
-        places = torch.arange(place, place + stored.numel()) & 0xFFFFFFFF
+        places = torch.arange(place, place + stored.numel(), device=stored.device) & 0xFFFFFFFF
         stored.copy_(narrow.stochastic_bfloat16(computed, narrow.random_bits(places) >> 16 * which))

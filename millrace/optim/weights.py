@@ -13,7 +13,7 @@ import torch
 from millrace.optim import kernel
 from millrace.optim.kernel import Master
 
-__all__ = ["FULL", "REMAINDER", "Weights"]
+__all__ = ["FULL", "REMAINDER", "Weights", "in_memory_order"]
 
 REMAINDER = "master_remainder"  # keys in the state of a parameter
 FULL = "master"
@@ -21,7 +21,10 @@ _MASTER_DTYPES = {REMAINDER: torch.int16, FULL: torch.float32}
 
 
 class Weights:
-    """The weights of one parameter in host memory: the parameter itself, or its twin."""
+    """The weights of one parameter, or of a piece of it, where they are updated: `host`.
+
+    That is the parameter itself; for one on an accelerator its twin in host memory, or a piece of either.
+    """
 
     def __init__(self, parameter: torch.Tensor, master_form: str) -> None:
         self.parameter = parameter
@@ -33,10 +36,16 @@ class Weights:
         else:
             self.form = Master.IS_WEIGHT
         self._key = {Master.SPLIT: REMAINDER, Master.FULL: FULL}.get(self.form)
-        self._checksum: int | None = None  # of what we wrote last; None when the state was made or loaded since
+        self._checksum: int | torch.Tensor | None = (
+            None  # of what we wrote last; None when the state was made or loaded since
+        )
         self._mark: tuple[int, int] | None = None
         self.changed = True  # whether somebody may have written the parameter since our last update
         self._dense: torch.Tensor | None = None  # stands in for weights that have gaps between their elements
+
+    def suspect(self) -> None:
+        """Somebody may have written the parameter without a trace."""
+        self._mark = None
 
     def look(self) -> None:
         """A step begins: has somebody written the parameter since our last one?"""
@@ -59,7 +68,7 @@ class Weights:
         """Whether the weights are not those that we wrote last; a copy of the same values does not count."""
         if self._checksum is None or not self.changed:
             return False
-        return kernel.checksum(self.exposed()) != self._checksum
+        return bool(kernel.checksum(self.exposed()) != self._checksum)
 
     def _derive(self, kept: torch.Tensor, state: dict[str, Any]) -> None:
         """A master out of the state's other form, if that was loaded, else out of the weights."""
@@ -73,7 +82,7 @@ class Weights:
             if full is not None:
                 kept.copy_(full.view(torch.int32))
 
-    def performed(self, checksum: int | None) -> None:
+    def performed(self, checksum: int | torch.Tensor | None) -> None:
         """An update has been written to `exposed()`; in split form with the checksum of what was written."""
         if self._dense is not None:
             self.host.detach().copy_(self._dense)
@@ -115,19 +124,27 @@ class Weights:
         """A loaded state as one that can be updated in place; None when it is none of ours (another dtype or shape)."""
         if not isinstance(value, torch.Tensor) or value.dtype != dtype or value.shape != self.host.shape:
             return None
-        if value.device.type != "cpu":  # Lightning and accelerate move state to the accelerator
-            value = value.to("cpu")
+        value = value.to(self.host.device)  # Lightning and accelerate move state to the accelerator
         return value if _strides(value) == self._layout() else self._empty(dtype).copy_(value)
 
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
         if torch.ops.aten.is_non_overlapping_and_dense(self.host):
-            return torch.empty_strided(self.host.shape, self.host.stride(), dtype=dtype)
-        return torch.empty(self.host.shape, dtype=dtype)
+            return torch.empty_strided(self.host.shape, self.host.stride(), dtype=dtype, device=self.host.device)
+        return torch.empty(self.host.shape, dtype=dtype, device=self.host.device)
 
     def _layout(self) -> tuple[int, ...]:
         if torch.ops.aten.is_non_overlapping_and_dense(self.host):
             return _strides(self.host)
         return _strides(torch.empty(self.host.shape, device="meta"))
+
+
+def in_memory_order(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """`tensor` flat, its elements in the order in which those of the dense `parameter` lie in memory."""
+    tensor = tensor.detach()
+    if _strides(tensor) != _strides(parameter):
+        like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=tensor.dtype, device=tensor.device)
+        tensor = like.copy_(tensor)
+    return _flat(tensor)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

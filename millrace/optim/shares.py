@@ -1,0 +1,92 @@
+"""Which elements are updated on their own accelerator, and which on the host? The first ones on the host.
+
+Parameters are taken in order until the host has its share. The tensor in which the border falls is split there, at a
+multiple of 64 elements: vector instructions then meet the same elements, and results the same bits, as without a split.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from millrace.optim.weights import in_memory_order
+from millrace.runtime.device import free_device_bytes
+
+__all__ = ["SPLIT_ELEMENTS", "Shares", "fraction_that_fits"]
+
+SPLIT_ELEMENTS = 64
+_RESERVE = 0.1  # of free device memory: what "auto" leaves
+
+
+class Shares:
+    """The border between host and device in each parameter, and the state of the two pieces of a split one."""
+
+    def __init__(self) -> None:
+        self._host_elements: dict[torch.Tensor, int] = {}
+        self.pieces: dict[torch.Tensor, tuple[dict[str, Any], dict[str, Any]]] = {}
+
+    def assign(self, parameters: Iterable[torch.Tensor], device_fraction: float, *, splits: bool) -> None:
+        """Draws the border in parameters that have none yet. With `splits` it may run through a tensor."""
+        new = [parameter for parameter in parameters if parameter not in self._host_elements]
+        left = round((1 - device_fraction) * sum(parameter.numel() for parameter in new))
+        for parameter in new:
+            count = parameter.numel()
+            share = min(count, max(0, left))
+            if share < count:
+                dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
+                half = count if 2 * share > count else 0
+                share = round(share / SPLIT_ELEMENTS) * SPLIT_ELEMENTS if splits and dense else half
+            self._host_elements[parameter] = min(share, count)
+            left -= count
+
+    def unassigned(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether some of them have no border yet."""
+        return any(parameter not in self._host_elements for parameter in parameters)
+
+    def host_elements(self, parameter: torch.Tensor) -> int:
+        """How many elements of a parameter, the first ones in memory, are updated on the host."""
+        return self._host_elements[parameter]
+
+    def split(self, parameter: torch.Tensor, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state of the two pieces, on the host and on the device; taken out of `state` at first."""
+        if parameter not in self.pieces:
+            border = self._host_elements[parameter]
+            on_host: dict[str, Any] = {}
+            on_device: dict[str, Any] = {}
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim():
+                    flat = in_memory_order(value, parameter)
+                    on_host[name] = flat[:border].to("cpu", copy=True)
+                    on_device[name] = flat[border:].to(parameter.device, copy=True)
+                else:
+                    on_host[name] = on_device[name] = value
+            state.clear()
+            self.pieces[parameter] = (on_host, on_device)
+        return self.pieces[parameter]
+
+    def join(self, states: dict[torch.Tensor, dict[str, Any]]) -> None:
+        """The pieces go back into `states`, in host memory and in the shape of their parameter."""
+        pieces, self.pieces = self.pieces, {}
+        for parameter, (on_host, on_device) in pieces.items():
+            for name, value in on_host.items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    joined = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype)
+                    flat = in_memory_order(joined, parameter)
+                    flat[: value.numel()] = value
+                    flat[value.numel() :] = on_device[name]
+                    states[parameter][name] = joined
+                else:
+                    states[parameter][name] = value
+
+
+def fraction_that_fits(parameters: Iterable[torch.Tensor], state_bytes: int) -> float:
+    """The share of the state, of `state_bytes` per element, for which the accelerator has memory to spare.
+
+    What passes took at their peak stays free for the next ones.
+    """
+    parameters = list(parameters)
+    device = parameters[0].device
+    passing = torch.accelerator.max_memory_allocated(device) - torch.accelerator.memory_allocated(device)
+    spare = (free_device_bytes(device) - passing) * (1 - _RESERVE)
+    wanted = state_bytes * sum(parameter.numel() for parameter in parameters)
+    return min(1.0, max(0.0, spare / max(1, wanted)))

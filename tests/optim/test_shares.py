@@ -1,0 +1,91 @@
+"""Is the share of the state that is updated on the device the one that was asked for, and are the bits the same?"""
+
+import copy
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import millrace.optim
+from millrace.optim import AdamW
+from tests.optim.references import RULES, assert_equal, give_gradients, parameters
+
+SHAPES = ((40, 30), (9,), (130, 70), (), (3, 40, 41))
+MATRICES = ((40, 30), (130, 70), (64, 64))
+
+
+def on_device(weights: list[nn.Parameter]) -> list[nn.Parameter]:
+    return [nn.Parameter(weight.detach().to("emu")) for weight in weights]
+
+
+@pytest.mark.emu("random:0")
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["adamw", "adamw_amsgrad", "sgd_nesterov", "lion", "adafactor", "muon"])
+def test_any_share_gives_the_same_bits(emu_device: ModuleType, name: str, dtype: torch.dtype, fraction: float) -> None:
+    own, _, settings = RULES[name]
+    settings = {key: value for key, value in settings.items() if key not in ("fused", "foreach")}
+    shapes = MATRICES if name == "muon" else SHAPES
+    here = parameters(dtype, shapes)
+    there = on_device(here)
+    kind = getattr(millrace.optim, own)
+    optimizer, other = kind(here, **settings), kind(there, device_fraction=fraction, **settings)
+    for step in range(5):
+        give_gradients(there, here, step)
+        optimizer.step()
+        other.step()
+        if step == 2:  # the state leaves in the stock format and comes back
+            state = copy.deepcopy(other.state_dict())
+            for index, entries in optimizer.state_dict()["state"].items():
+                for key, value in entries.items():
+                    assert torch.equal(torch.as_tensor(value), torch.as_tensor(state["state"][index][key]).cpu()), key
+            other.load_state_dict(state)
+        if step == 3:  # somebody writes weights
+            with torch.no_grad():
+                here[0].fill_(0.5)
+                there[0].fill_(0.5)
+    assert_equal(there, here)
+
+
+@pytest.mark.emu("random:0")
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.37, 0.5, 0.99, 1.0])
+def test_the_share_is_what_was_asked_for(emu_device: ModuleType, fraction: float) -> None:
+    """Within 1%, with one tensor that is most of the model."""
+    sizes = (1000, 50_000, 10, 10, 3000)
+    weights = [nn.Parameter(torch.zeros(size, device="emu")) for size in sizes]
+    optimizer = AdamW(weights, device_fraction=fraction)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    before = torch.accelerator.memory_allocated()
+    optimizer.step()
+    torch.accelerator.synchronize()
+    taken = torch.accelerator.memory_allocated() - before
+    assert taken / (8 * sum(sizes)) == pytest.approx(fraction, abs=0.01)
+
+
+@pytest.mark.emu("random:0", device_memory=4 << 20)
+def test_auto_takes_what_is_free(emu_device: ModuleType) -> None:
+    weight = nn.Parameter(torch.zeros(1 << 18, device="emu"))  # 1 MiB, and as much of gradient; 2 MiB of state
+    weight.grad = torch.ones_like(weight)
+    optimizer = AdamW([weight], device_fraction="auto")
+    optimizer.step()
+    torch.accelerator.synchronize()
+    held = torch.accelerator.memory_allocated() - 2 * weight.nbytes
+    assert 0.5 * 2 * weight.nbytes < held < 0.95 * 2 * weight.nbytes
+
+
+@pytest.mark.emu("random:0")
+@pytest.mark.parametrize(
+    "settings", [{"pin": False}, {"overlap_d2h_h2d": False}, {"pin": False, "device_fraction": 0.5}]
+)
+def test_ways_to_travel(emu_device: ModuleType, settings: dict[str, Any]) -> None:
+    here = parameters(torch.bfloat16, SHAPES)
+    there = on_device(here)
+    optimizer, other = AdamW(here), AdamW(there, **settings)
+    for step in range(3):
+        give_gradients(there, here, step)
+        optimizer.step()
+        other.step()
+    assert_equal(there, here)
