@@ -3,7 +3,7 @@
 import atexit
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,7 +12,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from millrace.config import BlocksSpec, OffloadConfig, Size, parse_bytes
+from millrace.activations.offloading import ActivationOffloading
+from millrace.activations.targets import check_targets
+from millrace.activations.watched import watcher_of
+from millrace.config import ActivationConfig, BlocksSpec, OffloadConfig, Size, parse_bytes
 from millrace.engine.attachment import Attachment
 from millrace.engine.block import Block, Member
 from millrace.engine.budgets import Budgets
@@ -55,6 +58,7 @@ def offload(
     prefetch: int | str = "auto",
     param_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
+    activations: bool | Mapping[str, Any] = False,
 ) -> "Offloaded":
     """Lets the weights of `model` visit `device` block by block while it computes. In place; training and inference.
 
@@ -78,6 +82,8 @@ def offload(
     - `prefetch`: how many visits ahead a block is loaded at most; "auto": as the plan says.
     - `param_dtype`: dtype in which floating-point weights travel and compute; homes keep theirs.
     - `grad_dtype`: dtype of `home.grad`, in which micro-batches are summed up; default the parameter's own.
+    - `activations`: True, or settings of `offload_activations` as a dict such as `{"device_memory": "2GiB"}`: what
+      autograd saves waits on the host, too. The plans of both know of each other's copies.
 
     Raises BudgetError when a budget is too small, LayoutError for parameters that have no plain bytes (meta, sparse,
     quantised), StateError for a model that is offloaded already or carries accelerate or diffusers hooks, and
@@ -97,10 +103,13 @@ def offload(
         prefetch_blocks=_prefetch_blocks(prefetch),
         param_dtype=param_dtype,
         grad_dtype=grad_dtype,
+        activations=_activation_config(activations),
     )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
     _refuse_unmanageable(model)
+    if config.activations is not None:
+        check_targets(model, config.activations)
     return Offloaded(model, config)
 
 
@@ -164,6 +173,10 @@ class Offloaded:
             model, self._engine, mains, self._ledger, lambda members: self._block("added", members)
         )
         self._attachment.keep_alive(self)
+        self.activations: ActivationOffloading | None = None  # the handle on the model's activations
+        if config.activations is not None:
+            shared = self._meter.lane_use
+            self.activations = ActivationOffloading(model, config.activations, self._lanes, self._ledger, shared)
 
     # what it did ------------------------------------------------------------------------------------------------------
     @property
@@ -196,10 +209,13 @@ class Offloaded:
         """Counters and peaks start anew."""
         self._meter.reset()
         self._ledger.reset_peaks()
+        if self.activations is not None:
+            self.activations.reset_stats()
 
     def report(self) -> str:
         """The stats as text, each number beside its limit."""
-        return self.stats().to_text()
+        text = self.stats().to_text()
+        return text if self.activations is None else f"{text}\n{self.activations.report()}"
 
     def timeline(self, path: str | os.PathLike[str]) -> None:
         """Writes the last cycle as a Chrome trace (chrome://tracing, Perfetto): visits, stalls and copies by lane.
@@ -234,6 +250,8 @@ class Offloaded:
             return
         self.synchronize()
         self._engine.release_everything()
+        if self.activations is not None:
+            self.activations.remove()
         self._residency.close()
         self._attachment.detach()
         self._attachment = None
@@ -317,12 +335,25 @@ def _prefetch_blocks(prefetch: int | str) -> int | None:
     return prefetch
 
 
+def _activation_config(activations: bool | Mapping[str, Any]) -> ActivationConfig | None:
+    if isinstance(activations, bool):
+        return ActivationConfig() if activations else None
+    if not isinstance(activations, Mapping):
+        raise TypeError(f"activations={activations!r} is neither True nor a dict of settings of offload_activations")
+    return ActivationConfig.of(**activations)
+
+
 def _refuse_unmanageable(model: nn.Module) -> None:
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"
         if isinstance(module, torch.jit.ScriptModule):
             raise StateError(
                 f"{where} is compiled by TorchScript, which millrace cannot manage; offload it before that"
+            )
+        if watcher_of(module) is not None:
+            raise StateError(
+                f"the activations of {where} are offloaded already; call remove() on that handle, and pass"
+                " activations=True here"
             )
         if site_of(module) is not None:
             raise StateError(f"{where} is offloaded already; use that handle, or call remove() on it first")

@@ -81,6 +81,7 @@ class OffloadConfig:
     prefetch_blocks: int | None = None
     param_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
+    activations: "ActivationConfig | None" = None
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "grad_dtype"):

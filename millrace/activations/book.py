@@ -1,5 +1,6 @@
 """What will the next forward save, and what is planned for it? Traces by what went into the model."""
 
+import itertools
 from collections import OrderedDict
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from millrace.activations.course import Course
 from millrace.activations.meter import ActivationMeter
 from millrace.config import ActivationConfig
+from millrace.engine.meter import LinkSpeed
 from millrace.engine.tensors import tensors_in
 from millrace.planning import ActivationPlan, ActivationProblem, Saved, plan_activations
 from millrace.runtime.lanes import Lanes, Tick
@@ -81,7 +83,14 @@ class ActivationBook:
             budget_bytes=config.device_memory_bytes,
             offload_bytes=int(nbytes * config.fraction),
             most_in_flight=config.most_in_flight,
+            other_seconds=self._weights_seconds(course, onload),
         )
+
+    @staticmethod
+    def _weights_seconds(course: Course, onload: LinkSpeed) -> tuple[float, ...]:
+        """How long the onload lane is taken by weights that are sent for between the uses."""
+        counts = [course.saves[-1].weights_bytes, *(use.weights_bytes for use in course.uses)]
+        return tuple(onload.seconds(after - before) for before, after in itertools.pairwise(counts))
 
     def _seconds(self, begins: list[Tick], ends: list[Tick]) -> tuple[float, ...]:
         return tuple(max(0.0, self._lanes.seconds(begin, end)) for begin, end in zip(begins, ends, strict=True))

@@ -25,6 +25,7 @@ class SaveRecord:
     name: str
     asked: Tick
     began: Tick
+    weights_bytes: int  # what had been sent for by the weights since the beginning
     alone_at: int | None = None  # the save at which nobody else held the memory any more
 
 
@@ -36,6 +37,7 @@ class UseRecord:
     asked: Tick
     began: Tick
     freed_at: int  # the position of the item's last use
+    weights_bytes: int  # what had been sent for by the weights since the beginning
 
 
 class Course:
@@ -49,7 +51,6 @@ class Course:
         self.learned = False
         self.saves: list[SaveRecord] = []
         self.uses: list[UseRecord] = []
-        self.forward_end: Tick | None = None
         self._positions: dict[int, int] = {}  # of first uses in the first backward, by the item's index
         self._round = -1  # that backward
         self._items: list[weakref.ref[Item]] = []
@@ -72,7 +73,8 @@ class Course:
         for other in self._to_let_go(item.index):
             self._stash.let_go(other)
         if self.timed:
-            self.saves.append(SaveRecord(item.nbytes, name, asked, self._stash.lanes.tick()))
+            weights_bytes = self._stash.meter.lane_use.weights_bytes
+            self.saves.append(SaveRecord(item.nbytes, name, asked, self._stash.lanes.tick(), weights_bytes))
             self._shared.append(item)
             self.look_who_is_alone()
 
@@ -129,7 +131,8 @@ class Course:
         if recorded:
             self._round = backward_round
             self._positions[item.index] = len(self.uses)
-            self.uses.append(UseRecord(item.index, asked, stash.lanes.tick(), len(self.uses)))
+            weights_bytes = stash.meter.lane_use.weights_bytes
+            self.uses.append(UseRecord(item.index, asked, stash.lanes.tick(), len(self.uses), weights_bytes))
         for other in self._to_send_for(item.index, backward_round):
             stash.send_for(other)
 

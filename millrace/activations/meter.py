@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from millrace.engine.meter import LinkSpeed
+from millrace.engine.meter import LaneUse, LinkSpeed
 from millrace.runtime.lanes import Lanes, Tick, Transfer
 
 __all__ = ["ActivationMeter"]
@@ -14,8 +14,9 @@ _UNREAD_WAITS = 256
 class ActivationMeter:
     """Counts what moves. Seconds are read from ticks when many have come together, or when somebody asks."""
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(self, lanes: Lanes, lane_use: LaneUse) -> None:
         self._lanes = lanes
+        self.lane_use = lane_use
         self._waits: deque[tuple[Tick, Tick]] = deque()
         self._copies: dict[str, deque[tuple[int, Tick, Tick]]] = {
             name: deque(maxlen=_REMEMBERED_COPIES) for name in ("offload", "onload")
@@ -39,6 +40,7 @@ class ActivationMeter:
         """A copy to the device was submitted."""
         self.onloads += 1
         self.onload_bytes += transfer.nbytes
+        self.lane_use.activations_bytes += transfer.nbytes
         self._copies["onload"].append((transfer.nbytes, transfer.begun, transfer.done))
 
     def waited(self, asked: Tick, began: Tick) -> None:

@@ -20,6 +20,7 @@ from millrace.activations.targets import chosen_layers, chosen_modules, named_la
 from millrace.activations.watched import make_watched, unwatch, watcher_of
 from millrace.config import ActivationConfig, Size, parse_bytes
 from millrace.engine.managed import site_of
+from millrace.engine.meter import LaneUse
 from millrace.errors import StateError
 from millrace.memory.ledger import Ledger, Tier
 from millrace.planning import ActivationPlan
@@ -88,14 +89,19 @@ def offload_activations(
         ledger = Ledger(host_budget_bytes=int(available_host_bytes() * (1 - _HOST_RESERVE)))
     else:
         ledger = Ledger(host_budget_bytes=parse_bytes(host_memory, name="host_memory"))
-    return ActivationOffloading(model, config, lanes, ledger, own_lanes=True)
+    return ActivationOffloading(model, config, lanes, ledger)
 
 
 class ActivationOffloading:
     """The handle on a model whose activations are offloaded. As a context manager it calls `remove()` at the end."""
 
     def __init__(
-        self, model: nn.Module, config: ActivationConfig, lanes: Lanes, ledger: Ledger, *, own_lanes: bool
+        self,
+        model: nn.Module,
+        config: ActivationConfig,
+        lanes: Lanes,
+        ledger: Ledger,
+        shared: LaneUse | None = None,
     ) -> None:
         for name, module in model.named_modules():
             if watcher_of(module) is not None:
@@ -104,9 +110,9 @@ class ActivationOffloading:
                 )
         self._model = weakref.ref(model)
         self._lanes = lanes
-        self._own_lanes = own_lanes
+        self._own_lanes = shared is None
         self._ledger = ledger
-        self._meter = ActivationMeter(lanes)
+        self._meter = ActivationMeter(lanes, shared or LaneUse())
         self._stash = Stash(lanes, ledger, self._meter)
         self._book = ActivationBook(config, lanes, self._meter)
         layers, modules = chosen_layers(model, config.layers), chosen_modules(model, config.modules)

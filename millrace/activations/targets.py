@@ -5,7 +5,15 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-__all__ = ["chosen_layers", "chosen_modules", "named_layers"]
+from millrace.config import ActivationConfig
+
+__all__ = ["check_targets", "chosen_layers", "chosen_modules", "named_layers"]
+
+
+def check_targets(model: nn.Module, config: ActivationConfig) -> None:
+    """Raises ValueError when the settings name what the model does not have."""
+    chosen_layers(model, config.layers)
+    chosen_modules(model, config.modules)
 
 
 def named_layers(model: nn.Module) -> dict[nn.Module, str]:

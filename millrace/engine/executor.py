@@ -5,6 +5,7 @@ budget the planner makes a plan; the executor walks it without deciding. Where a
 loaded on demand, the one that is needed again last makes room, and the trace is learned anew.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -132,7 +133,7 @@ class Executor:
             self._last_used[block] = self._clock
         self._clock += 1
         if not again and len(self._records) < _MOST_RECORDED_VISITS:
-            self._records.append(VisitRecord(*key, name, asked, self._lanes.tick()))
+            self._records.append(VisitRecord(*key, name, asked, self._lanes.tick(), self._other_bytes()))
         if step is not None:
             for index in step.loads:
                 self._prefetch(self._blocks[index])
@@ -213,11 +214,20 @@ class Executor:
             self._book.followed(entry, course.trace)
             if not course.trace.refined and len(records) == len(course.trace.visits):
                 course.trace.compute_seconds = self._compute_seconds(records, end)
+                course.trace.other_bytes = self._others(records)
                 course.trace.refined = True
                 course.trace.plans.clear()
             return
         visits = [(record.blocks, record.phase) for record in records]
-        self._book.enter(entry, visits, self._compute_seconds(records, end))
+        self._book.enter(entry, visits, self._compute_seconds(records, end), self._others(records))
+
+    def _other_bytes(self) -> int:
+        return self._meter.lane_use.activations_bytes
+
+    def _others(self, records: list[VisitRecord]) -> tuple[int, ...]:
+        """Bytes that each visit sent for besides weights."""
+        counts = [*(record.other_bytes for record in records), self._other_bytes()]
+        return tuple(after - before for before, after in itertools.pairwise(counts)) if counts[0] < counts[-1] else ()
 
     def _compute_seconds(self, records: list[VisitRecord], end: object) -> tuple[float, ...]:
         return tuple(timing.compute_seconds for timing in self._meter.timings(records, end))
@@ -229,8 +239,10 @@ class Executor:
                 block_bytes=tuple(block.nbytes for block in self._blocks),
                 load_seconds=tuple(self._residency.load_seconds(block, link) for block in self._blocks),
                 visits=tuple(
-                    Visit(blocks=blocks, phase=phase, compute_seconds=seconds)
-                    for (blocks, phase), seconds in zip(trace.visits, trace.compute_seconds, strict=True)
+                    Visit(blocks=blocks, phase=phase, compute_seconds=seconds, other_load_seconds=link.seconds(nbytes))
+                    for (blocks, phase), seconds, nbytes in zip(
+                        trace.visits, trace.compute_seconds, trace.other_bytes or (0,) * len(trace.visits), strict=True
+                    )
                 ),
                 budget_bytes=self._residency.streaming_budget_bytes,
                 changing=self._changed,

@@ -7,7 +7,7 @@ from statistics import median
 from millrace.planning import Phase
 from millrace.runtime.lanes import Lane, Lanes, LateTransfer, Tick, Transfer
 
-__all__ = ["LinkSpeed", "Meter", "Timing", "VisitRecord"]
+__all__ = ["LaneUse", "LinkSpeed", "Meter", "Timing", "VisitRecord"]
 
 
 @dataclass
@@ -19,6 +19,7 @@ class VisitRecord:
     name: str
     asked: Tick  # compute had done what came before
     began: Tick  # and the blocks had arrived
+    other_bytes: int = 0  # what had been sent for besides weights since the beginning
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,14 @@ class Timing:
 
     stall_seconds: float
     compute_seconds: float
+
+
+@dataclass
+class LaneUse:
+    """Bytes that were ever submitted to the onload lane of one model, by what they are."""
+
+    weights_bytes: int = 0
+    activations_bytes: int = 0
 
 
 class LinkSpeed:
@@ -42,7 +51,11 @@ class LinkSpeed:
     def load_seconds(self, nbytes: int) -> float:
         """The median of loads of that size; by the mean speed where there were none."""
         measured = self._by_size.get(nbytes)
-        return median(measured) if measured else nbytes * self._seconds_per_byte
+        return median(measured) if measured else self.seconds(nbytes)
+
+    def seconds(self, nbytes: int) -> float:
+        """Seconds for that many bytes in loads of any size, by the mean speed."""
+        return nbytes * self._seconds_per_byte
 
 
 class Meter:
@@ -53,6 +66,7 @@ class Meter:
         self._unread: deque[tuple[list[VisitRecord], Tick]] = deque()
         self.last_cycle: tuple[list[VisitRecord], Tick] | None = None
         self.last_transfers: deque[tuple[Lane, int, Tick, Tick]] = deque(maxlen=1024)  # lane, bytes, begun, done
+        self.lane_use = LaneUse()
         self.reset()
 
     def reset(self) -> None:
@@ -67,6 +81,7 @@ class Meter:
         """The onload of a block was submitted."""
         self.onloads += 1
         self.onload_bytes += nbytes
+        self.lane_use.weights_bytes += nbytes
 
     def arrived(self, transfer: Transfer | LateTransfer) -> None:
         """Compute was told to wait for an onload."""

@@ -32,6 +32,7 @@ class Trace:
     compute_seconds: tuple[float, ...]
     plans: dict[frozenset[int], Plan] = field(default_factory=dict)  # by the blocks that change between cycles
     followed_by: "Trace | None" = None
+    other_bytes: tuple[int, ...] = ()  # what each visit sends for besides weights; empty: nothing
     refined: bool = False  # timed while a plan was followed, not while everything was loaded on demand
 
 
@@ -93,11 +94,17 @@ class TraceBook:
         """The trace that a cycle beginning so most likely follows; None when none ever began so."""
         return self._by_context.get((id(self._last), entry)) or self._by_entry.get(entry)
 
-    def enter(self, entry: Entry, visits: Sequence[VisitKey], compute_seconds: Sequence[float]) -> Trace:
+    def enter(
+        self,
+        entry: Entry,
+        visits: Sequence[VisitKey],
+        compute_seconds: Sequence[float],
+        other_bytes: Sequence[int] = (),
+    ) -> Trace:
         """A cycle had these visits: its trace, a known one if it went so before."""
         trace = self._by_visits.get(tuple(visits))
         if trace is None:
-            trace = Trace(tuple(visits), tuple(compute_seconds))
+            trace = Trace(tuple(visits), tuple(compute_seconds), other_bytes=tuple(other_bytes))
             self._by_visits[trace.visits] = trace
         self.followed(entry, trace)
         return trace

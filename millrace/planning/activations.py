@@ -44,7 +44,8 @@ class ActivationProblem:
       after which the j-th used one is gone.
     - `budget_bytes`: ceiling for these tensors on the device. None: as few as hide behind compute.
     - `offload_bytes`: at most so many leave; `most_in_flight`: at most so many copies out at once. None: no limit.
-    - `offload_share`, `onload_share`: the part of each lane's speed that is left for activations, 0 to 1.
+    - `other_seconds[j]`: how long the onload lane is taken by what else (weights) is sent for before the j-th use and
+      after the one before it. Empty: nothing.
     """
 
     saved: tuple[Saved, ...]
@@ -55,8 +56,7 @@ class ActivationProblem:
     budget_bytes: int | None = None
     offload_bytes: int | None = None
     most_in_flight: int | None = None
-    offload_share: float = 1.0
-    onload_share: float = 1.0
+    other_seconds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.forward_seconds) != len(self.saved):
@@ -65,9 +65,10 @@ class ActivationProblem:
             raise ValueError(f"{len(self.uses)} uses need as many times and ends")
         if len(set(self.uses)) != len(self.uses) or not all(0 <= index < len(self.saved) for index in self.uses):
             raise ValueError(f"uses are {list(self.uses)}; give each of 0 to {len(self.saved) - 1} at most once")
-        for name, share in (("offload_share", self.offload_share), ("onload_share", self.onload_share)):
-            if not 0 < share <= 1:
-                raise ValueError(f"{name} is {share}; it must be above 0 and at most 1")
+        if len(self.other_seconds) not in (0, len(self.uses)):
+            raise ValueError(
+                f"other_seconds has {len(self.other_seconds)} entries; give one for each of the uses, or none"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -199,7 +200,7 @@ class _Walk:
             self._hold(saved.nbytes)
             if index in reloadable and saved.alone_at is not None and saved.nbytes <= left_bytes:
                 left_bytes -= saved.nbytes
-                lane_end = max(lane_end, self.seconds) + saved.offload_seconds / problem.offload_share
+                lane_end = max(lane_end, self.seconds) + saved.offload_seconds
                 ends[index] = lane_end
                 waiting.append(index)
             coming_bytes = problem.saved[index + 1].nbytes if index + 1 < len(problem.saved) else 0
@@ -222,6 +223,7 @@ class _Walk:
 
     def _backward(self) -> None:
         problem = self._problem
+        began = self.seconds
         lane_end = 0.0
         arrival: dict[int, float] = {}
         pending = deque(index for index in problem.uses if index in self.away)
@@ -232,11 +234,13 @@ class _Walk:
         def send_for(index: int) -> None:
             nonlocal lane_end
             self._hold(problem.saved[index].nbytes)
-            lane_end = max(lane_end, self.seconds) + problem.saved[index].onload_seconds / problem.onload_share
+            lane_end = max(lane_end, self.seconds) + problem.saved[index].onload_seconds
             arrival[index] = lane_end
 
         for position, index in enumerate(problem.uses):
             self._held_bytes -= freed.get(position, 0)
+            if problem.other_seconds and problem.other_seconds[position]:
+                lane_end = max(lane_end, self.seconds) + problem.other_seconds[position]
             if pending and pending[0] == index:
                 send_for(pending.popleft())
             self.seconds = max(self.seconds, arrival.get(index, 0.0))
@@ -244,3 +248,6 @@ class _Walk:
                 self.reloads[position].append(pending[0])
                 send_for(pending.popleft())
             self.seconds += problem.backward_seconds[position]
+        # What else uses the lane has its own deadlines: what does not fit into backward with it delays the step.
+        busy = math.fsum(problem.other_seconds) + math.fsum(problem.saved[index].onload_seconds for index in arrival)
+        self.seconds = max(self.seconds, began + busy if problem.other_seconds else 0.0)

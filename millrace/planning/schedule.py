@@ -160,7 +160,7 @@ class _Lanes:
 
     def settle(self) -> float:
         tape, arrival, compute = self.tape, self.arrival, self.tape.compute
-        issued, due = self.issued, self.due
+        issued, due, other = self.issued, self.due, self.tape.other
         now = lane = started = 0.0
         previous = (-1.0, -1.0)
         for _ in range(6):
@@ -171,6 +171,8 @@ class _Lanes:
                 for place in due[slot]:
                     if arrival[place] > now:
                         now = arrival[place]
+                if other[slot]:
+                    lane = (now if now > lane else lane) + other[slot]
                 now += compute[slot]
             state = (now - started, now - lane)
             if not tape.carries or (abs(state[0] - previous[0]) + abs(state[1] - previous[1])) <= 1e-12 * now:
@@ -198,6 +200,7 @@ class _Lanes:
                         now = arrival[place]
                         if turn == rounds - 1:
                             found.append(upto[place])
+                lane = max(now, lane) + tape.other[slot] if tape.other[slot] else lane
                 now += tape.compute[slot]
         return found
 

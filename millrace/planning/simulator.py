@@ -104,6 +104,8 @@ class _Machine:
                 self._load(block, needed, index)
         start = max([self.compute_end, *(self.arrival[block] for block in needed)])
         self.stall_seconds += start - ended
+        if visit.other_load_seconds:
+            self.lane_end = max(self.lane_end, start) + visit.other_load_seconds
         self.compute_end = start + visit.compute_seconds
         return start
 

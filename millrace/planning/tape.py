@@ -36,6 +36,7 @@ class Tape:
     cycles: int
     ring: bool
     compute: tuple[float, ...]
+    other: tuple[float, ...]  # seconds of the onload lane that each slot gives to other copies
     base: tuple[int, ...]
     gaps: tuple[Gap, ...]  # in the order of their ends: the order in which the lane serves them
     budget: int
@@ -50,14 +51,16 @@ class Tape:
 def make_tape(problem: Problem, *, cycles: int, ring: bool, present: frozenset[int] = frozenset()) -> Tape:
     """Lay out `cycles` cycles: as a ring (steady state), or as one run that begins with `present` and then ends."""
     period = len(problem.visits) + 1
-    compute, base = [], []
+    compute, other, base = [], [], []
     uses: dict[int, list[int]] = {}
     for cycle in range(cycles):
         compute.append(0.0)
+        other.append(0.0)
         base.append(0)
         for index, visit in enumerate(problem.visits):
             managed = [block for block in visit.blocks if block not in problem.residents]
             compute.append(visit.compute_seconds)
+            other.append(visit.other_load_seconds)
             base.append(sum(problem.block_bytes[block] for block in managed))
             for block in visit.blocks:
                 if block not in problem.residents or block in problem.changing:
@@ -72,6 +75,7 @@ def make_tape(problem: Problem, *, cycles: int, ring: bool, present: frozenset[i
         cycles=cycles,
         ring=ring,
         compute=tuple(compute),
+        other=tuple(other),
         base=tuple(base),
         gaps=ordered,
         budget=problem.budget_bytes - problem.resident_bytes,

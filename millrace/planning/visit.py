@@ -15,8 +15,13 @@ class Phase(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Visit:
-    """One use of blocks on the device: all of `blocks` must be present while it computes for `compute_seconds`."""
+    """One use of blocks on the device: all of `blocks` must be present while it computes for `compute_seconds`.
+
+    `other_load_seconds`: how long the onload lane is taken, from then on, by what else is sent for during the visit
+    (activations); these copies come behind the visit's own loads.
+    """
 
     blocks: tuple[int, ...]
     phase: Phase = Phase.FORWARD
     compute_seconds: float
+    other_load_seconds: float = 0.0
