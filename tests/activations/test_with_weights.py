@@ -127,6 +127,6 @@ def test_what_cannot_be_combined_is_refused() -> None:
         millrace.offload(model, device="cpu")
     with pytest.raises(TypeError, match="neither True nor a dict"):
         millrace.offload(model, device="cpu", activations=1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="3 layers|2 layers"):
+    with pytest.raises(ValueError, match="model has 2 layers"):
         millrace.offload(model, device="cpu", activations={"layers": 3})
     assert type(model) is Stack
