@@ -64,4 +64,4 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
 
     yield make
     for path in mounted:
-        subprocess.run(["umount", "-l", str(path)], check=True, timeout=30)
+        subprocess.run(["umount", "-l", str(path)], capture_output=True, timeout=30, check=False)

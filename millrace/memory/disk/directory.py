@@ -48,9 +48,11 @@ class StoreDirectory:
                     f"another disk store of this process uses {self.path}; give each its own directory, such as"
                     f" {self.path / 'other'}, or close the other one"
                 )
-            descriptor = self._acquire()
+            self._descriptor = self._acquire()
             _held.add(self._identity)
-        self._closer = weakref.finalize(self, _release, descriptor, self.path / _LOCK_NAME, self._identity, os.getpid())
+        self._closer = weakref.finalize(
+            self, _release, self._descriptor, self.path / _LOCK_NAME, self._identity, os.getpid()
+        )
         for stale in self.path.glob(f"{_FILE_PREFIX}*"):  # of processes that died: the lock is ours
             stale.unlink(missing_ok=True)
 
@@ -62,7 +64,7 @@ class StoreDirectory:
 
     def free_bytes(self) -> int:
         """Bytes that this user can still write there."""
-        status = os.statvfs(self.path)
+        status = os.fstatvfs(self._descriptor)  # also when the directory has vanished
         return status.f_bavail * status.f_frsize
 
     def check_free(self, nbytes: int, what: str) -> None:

@@ -2,20 +2,28 @@
 
 Reads of one extent may overlap; a write waits for the reads and writes submitted before it, a read for the write
 before it. So nothing is read before its last write has landed, and nothing is overwritten while it is read.
+
+Ctrl-C may strike the submitting thread at any instruction. So it does one thing only, which either happens or does not:
+it puts the request in a queue. (Futures, conditions and executors of the standard library can be left locked.)
 """
 
+import itertools
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
+from functools import partial
+from queue import Empty, SimpleQueue
 
 from millrace.errors import StateError
 from millrace.memory.disk.extent import Extent
 from millrace.runtime.lanes import Event
 
 __all__ = ["Access", "Request", "Requests"]
+
+_Job = Callable[[], None]
 
 
 class Access(Enum):
@@ -25,169 +33,232 @@ class Access(Enum):
     WRITE = "write"  # alone
 
 
+class _Gate:
+    """Closed at first, then open for good: any number of threads wait for that."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def open(self) -> None:
+        self._lock.release()
+
+    def wait(self) -> None:
+        with self._lock:
+            pass
+
+
 class Request:
     """One read or write on its way: an Event that carries its exception, and the moments of begin and end."""
 
-    def __init__(self, extent: Extent, access: Access, jobs: Sequence[Callable[[], None]], *, whole: bool) -> None:
-        self.extent = extent
+    def __init__(self, extent: Extent | None, access: Access, jobs: Sequence[_Job], *, whole: bool) -> None:
+        self.extent = extent  # None: of all
         self.access = access
         self.whole = whole  # it covers the extent, so a write of this kind makes a failed one good
         self.jobs = tuple(jobs)
-        self.jobs_left = len(self.jobs)
+        self.ended_jobs = itertools.count(1)  # next() of it is atomic
         self.waits_for = 0  # requests and events that must be done before this one begins
         self.followers: list[Request] = []
         self.error: BaseException | None = None
-        self._begun: Future[float] = Future()
-        self._done: Future[float] = Future()
+        self._begun_at = self._ended_at = 0.0
+        self._ended = False
+        self._begin, self._end = _Gate(), _Gate()
 
     def synchronize(self) -> None:
         """The caller waits for the end; raises what failed."""
-        self._done.result()
+        self.settle()
+        if self.error is not None:
+            raise self.error
 
     def settle(self) -> None:
         """The caller waits for the end, well or not."""
-        self._done.exception()
+        self._end.wait()
 
     def query(self) -> bool:
         """Whether it has ended, well or not."""
-        return self._done.done()
+        return self._ended
 
     def began_at(self) -> float:
         """When its first byte was asked for, in seconds of `time.perf_counter`; waits for that."""
-        return self._begun.result()
+        self._begin.wait()
+        return self._begun_at
 
     def reached_at(self) -> float:
         """When it ended, in seconds of `time.perf_counter`; waits for that and raises what failed."""
-        return self._done.result()
+        self.synchronize()
+        return self._ended_at
 
     def begin(self) -> None:
         """Notes the moment of the begin."""
-        self._begun.set_result(time.perf_counter())
+        self._begun_at = time.perf_counter()
+        self._begin.open()
 
     def end(self) -> None:
         """Notes the end, wakes those who wait, and lets go of the memory that was read into or written from."""
         self.jobs = ()
-        if not self._begun.done():
-            self.begin()
-        if self.error is None:
-            self._done.set_result(time.perf_counter())
-        else:
-            self._done.set_exception(self.error)
+        self._ended_at = time.perf_counter()
+        self._ended = True
+        self._end.open()
 
 
 class Requests:
-    """The requests of one store: some threads that do them, and who has to wait for whom.
+    """The requests of one store: `threads` that move bytes, and one that decides whose turn it is.
 
-    `threads` move bytes; one more thread for reads and one for writes wait for the events that requests begin after.
+    One more thread for reads and one for writes wait for the events that requests begin after.
     """
 
     def __init__(self, threads: int) -> None:
-        self._lock = threading.Lock()
-        self._workers = ThreadPoolExecutor(threads, thread_name_prefix="millrace-disk")
-        self._waiters = {a: ThreadPoolExecutor(1, thread_name_prefix=f"millrace-disk-{a.value}-after") for a in Access}
-        self._unfinished: dict[Extent, list[Request]] = defaultdict(list)
-        self._failed: dict[Extent, BaseException] = {}
-        self._closed = False
+        self._turns = _Turns(threads)
+        self._closer = weakref.finalize(self, self._turns.stop)
 
     def submit(self, request: Request, after: Event | None) -> Request:
         """Lets `request` begin when its turn has come and `after` is reached. Never blocks."""
-        with self._lock:
-            if self._closed:
-                raise StateError(f"{request.extent.name!r} cannot be reached: the disk store is closed")
-            turn = self._unfinished[request.extent]
-            for earlier in turn:
-                if Access.WRITE in (request.access, earlier.access):
-                    earlier.followers.append(request)
-                    request.waits_for += 1
-            request.waits_for += 1  # for `after`, or for the end of this method
-            turn.append(request)
-        if after is None:
-            self._one_less(request)
-        else:
-            self._waiters[request.access].submit(self._wait, request, after)
+        if not self._closer.alive:
+            raise _closed(request)
+        self._turns.post(partial(self._turns.enter, request, after))
         return request
 
-    def synchronize(self, extent: Extent | None = None) -> None:
-        """Waits for all that was submitted, of one extent or of all; raises the first failure."""
-        with self._lock:
-            waited = [r for e, turn in self._unfinished.items() if extent in (None, e) for r in turn]
-            failed = [error for e, error in self._failed.items() if extent in (None, e)]
-        for request in waited:
-            request.synchronize()
-        if failed:
-            raise failed[0]
+    def synchronize(self) -> None:
+        """Waits for all that was submitted; raises the first failure of a write that was not made good."""
+        self.submit(Request(None, Access.WRITE, (), whole=True), None).synchronize()
 
     def close(self) -> None:
-        """Waits until all requests have ended, well or not, and ends the threads."""
-        with self._lock:
-            self._closed = True
-            waited = [request for turn in self._unfinished.values() for request in turn]
-        for request in waited:
-            request.settle()
-        for pool in (*self._waiters.values(), self._workers):
-            pool.shutdown(wait=True)
+        """Waits until all requests have ended, well or not, and ends the threads. Twice is fine."""
+        self._closer()
+
+
+class _Turns:
+    """Who has to wait for whom: all of that happens on one thread, which takes one message after the other."""
+
+    def __init__(self, threads: int) -> None:
+        self._inbox: SimpleQueue[_Job | None] = SimpleQueue()
+        self._work: SimpleQueue[_Job | None] = SimpleQueue()
+        self._waits: dict[Access, SimpleQueue[_Job | None]] = {access: SimpleQueue() for access in Access}
+        self._unfinished: dict[Extent | None, list[Request]] = defaultdict(list)
+        self._failed: dict[Extent | None, BaseException] = {}
+        self._stopped = False
+        queues = [self._work] * threads + list(self._waits.values())
+        self._workers = [_start(_work_off, queue) for queue in queues]
+        self._thread = _start(self._run, queues)
+
+    def post(self, message: _Job) -> None:
+        """Has `message` called on the thread of turns; once that has ended, at once (then nothing has a turn)."""
+        self._inbox.put(message)
+        if self._stopped:
+            self._take_rest()
+
+    def stop(self) -> None:
+        """Waits until all requests have ended, and ends the threads."""
+        self._inbox.put(None)
+        # A store that nobody closed may go with its last request, on one of these threads.
+        if threading.current_thread() not in (self._thread, *self._workers):
+            self._thread.join()
+
+    def enter(self, request: Request, after: Event | None) -> None:
+        """`request` takes its turn behind those of its extent that it cannot run beside."""
+        if self._stopped:
+            request.error = _closed(request)
+            request.begin()
+            request.end()
+            return
+        turns = self._unfinished.values() if request.extent is None else [self._unfinished[request.extent]]
+        for earlier in [one for turn in turns for one in turn if Access.WRITE in (request.access, one.access)]:
+            earlier.followers.append(request)
+            request.waits_for += 1
+        self._unfinished[request.extent].append(request)
+        request.waits_for += 1  # for `after`, or for the next line
+        if after is None:
+            self._advance(request)
+        else:
+            self._waits[request.access].put(partial(self._wait, request, after))
+
+    def _run(self, queues: list["SimpleQueue[_Job | None]"]) -> None:
+        stopping = False
+        while not stopping or self._unfinished:
+            message = self._inbox.get()
+            if message is None:
+                stopping = True
+            else:
+                message()
+        for queue in queues:
+            queue.put(None)
+        self._stopped = True
+        self._take_rest()
+
+    def _take_rest(self) -> None:
+        while True:
+            try:
+                message = self._inbox.get_nowait()
+            except Empty:
+                return
+            if message is not None:
+                message()
 
     def _wait(self, request: Request, after: Event) -> None:
+        """On a thread that waits."""
         try:
             after.synchronize()
         except BaseException as error:  # the request cannot begin: whoever waits for it must know
             request.error = error
-        self._one_less(request)
+        self.post(partial(self._advance, request))
 
-    def _one_less(self, request: Request) -> None:
-        """One thing less that `request` waits for; begins it when that was the last."""
-        advanced = [request]
+    def _advance(self, *requests: Request) -> None:
+        """One thing less that each of them waits for; begins those for which that was the last."""
+        advanced = list(requests)
         while advanced:
             request = advanced.pop()
-            with self._lock:
-                request.waits_for -= 1
-                if request.waits_for:
-                    continue
-                if not (request.access is Access.WRITE and request.whole):
-                    request.error = request.error or self._failed.get(request.extent)
+            request.waits_for -= 1
+            if request.waits_for:
+                continue
+            if request.extent is None:
+                request.error = next(iter(self._failed.values()), None)
+            elif not (request.access is Access.WRITE and request.whole):
+                request.error = request.error or self._failed.get(request.extent)
+            request.begin()
             if request.error is not None or not request.jobs:
-                advanced.extend(self._finish(request))
-            else:
-                advanced.extend(self._begin(request))
+                request.end()
+                advanced.extend(self._leave(request))
+            for job in request.jobs:
+                self._work.put(partial(self._do, request, job, len(request.jobs)))
 
-    def _begin(self, request: Request) -> list[Request]:
-        """Hands the jobs to the threads. Returns the followers if it ended here, because no thread takes them."""
-        request.begin()
-        for number, job in enumerate(request.jobs):
-            try:
-                self._workers.submit(self._work, request, job)
-            except RuntimeError as error:  # the interpreter is going down
-                request.error = error
-                return self._finish(request) if self._jobs_done(request, len(request.jobs) - number) else []
-        return []
-
-    def _work(self, request: Request, job: Callable[[], None]) -> None:
+    def _do(self, request: Request, job: _Job, jobs: int) -> None:
+        """On a thread that moves bytes."""
         try:
             if request.error is None:
                 job()
         except BaseException as error:
             request.error = error
-        if self._jobs_done(request, 1):
-            for follower in self._finish(request):
-                self._one_less(follower)
+        if next(request.ended_jobs) == jobs:
+            self.post(lambda: self._advance(*self._leave(request)))
+            request.end()
 
-    def _jobs_done(self, request: Request, count: int) -> bool:
-        with self._lock:
-            request.jobs_left -= count
-            return request.jobs_left == 0
-
-    def _finish(self, request: Request) -> list[Request]:
-        """Ends `request`, well or not. Returns those that waited for it."""
-        with self._lock:
-            turn = self._unfinished[request.extent]
-            turn.remove(request)
-            if not turn:
-                del self._unfinished[request.extent]
-            if request.access is Access.WRITE:
-                if request.error is not None:
-                    self._failed[request.extent] = request.error
-                elif request.whole:
-                    self._failed.pop(request.extent, None)
-            followers, request.followers = request.followers, []
-        request.end()
+    def _leave(self, request: Request) -> list[Request]:
+        """`request` has ended, well or not. Returns those that waited for it."""
+        turn = self._unfinished[request.extent]
+        turn.remove(request)
+        if not turn:
+            del self._unfinished[request.extent]
+        if request.access is Access.WRITE and request.extent is not None:
+            if request.error is not None:
+                self._failed[request.extent] = request.error
+            elif request.whole:
+                self._failed.pop(request.extent, None)
+        followers, request.followers = request.followers, []
         return followers
+
+
+def _start(target: Callable[..., None], argument: object) -> threading.Thread:
+    thread = threading.Thread(target=target, args=(argument,), name="millrace-disk", daemon=True)
+    thread.start()
+    return thread
+
+
+def _work_off(queue: "SimpleQueue[_Job | None]") -> None:
+    while (job := queue.get()) is not None:
+        job()
+        del job  # and with it the memory that it held
+
+
+def _closed(request: Request) -> StateError:
+    what = "the disk tier" if request.extent is None else repr(request.extent.name)
+    return StateError(f"{what} cannot be reached: the disk store is closed")
