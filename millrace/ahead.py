@@ -32,7 +32,7 @@ from millrace.runtime.host import available_host_bytes
 from millrace.runtime.probe import dram_rate, link_rates, matmul_rates, update_rate
 from millrace.runtime.probe_disk import disk_rates
 
-__all__ = ["HardwareNotFound", "Probe", "cached_probe", "plan", "probe"]
+__all__ = ["HardwareNotFound", "Probe", "cached_probe", "plan", "probe", "probed_rates"]
 
 MEASURED = "measured"
 
@@ -128,6 +128,22 @@ def cached_probe() -> Hardware:
     if not path.exists():
         raise HardwareNotFound("this machine has not been measured; run millrace probe, or name a machine: " + _known())
     return Hardware.from_json(path.read_text())
+
+
+def probed_rates(device: torch.device) -> dict[str, float]:
+    """Bytes per second of each lane as `probe()` measured them for `device` on this machine; empty when it has not."""
+    path = _cache_path()
+    if not path.exists():
+        return {}
+    hardware = Hardware.from_json(path.read_text())
+    if not hardware.name.endswith(f"({device})"):
+        return {}
+    return {
+        "onload": hardware.onload_bytes_per_second,
+        "offload": hardware.offload_bytes_per_second,
+        "fetch": hardware.disk_read_bytes_per_second,
+        "spill": hardware.disk_write_bytes_per_second,
+    }
 
 
 def plan(

@@ -1,6 +1,7 @@
 """How is a model offloaded? `offload()` wires the layers together, and `Offloaded` is the handle on the result."""
 
 import atexit
+import dataclasses
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from millrace.activations.offloading import ActivationOffloading
 from millrace.activations.targets import check_targets
 from millrace.activations.watched import watcher_of
+from millrace.ahead import probed_rates
 from millrace.config import ActivationConfig, BlocksSpec, OffloadConfig, Size, parse_bytes
 from millrace.engine.attachment import Attachment
 from millrace.engine.block import Block, Member
@@ -36,7 +38,7 @@ from millrace.memory.disk import DiskStore, StagingRing
 from millrace.memory.ledger import Ledger, Tier
 from millrace.optim.optimizer import HostOptimizer
 from millrace.planning import Plan
-from millrace.report import Stats, write_trace
+from millrace.report import Planned, Report, RunRecord, Stats, write_trace
 from millrace.runtime.device import is_accelerator, resolve_device
 from millrace.runtime.grad_scaler import make_grad_scaler_wait
 from millrace.runtime.lanes import open_lanes
@@ -126,7 +128,7 @@ class Offloaded:
         self._budgets = budgets
         self._ledger = Ledger(frozenset({"weights", "buffers"}), budgets.host_bytes)
         self._lanes = open_lanes(config.device)
-        self._meter = Meter(self._lanes)
+        self._meter = Meter(self._lanes, self._ledger)
         self._made: list[Block] = []
         if is_accelerator(config.device):
             make_grad_scaler_wait()
@@ -212,10 +214,19 @@ class Offloaded:
         if self.activations is not None:
             self.activations.reset_stats()
 
-    def report(self) -> str:
-        """The stats as text, each number beside its limit."""
-        text = self.stats().to_text()
-        return text if self.activations is None else f"{text}\n{self.activations.report()}"
+    def report(self) -> Report:
+        """The stats, and the last step against the plan: `print` it, or see its `to_html`, `to_png` and `to_trace`."""
+        return Report(
+            RunRecord(
+                device=str(self._config.device),
+                stats=dataclasses.asdict(self.stats()),
+                spans=tuple(self._meter.spans()),
+                samples=tuple(self._meter.samples()),
+                planned=None if self.plan is None else Planned(**dataclasses.asdict(self.plan.predicted)),
+                rates=probed_rates(self._config.device),
+                activations="" if self.activations is None else self.activations.report(),
+            )
+        )
 
     def timeline(self, path: str | os.PathLike[str]) -> None:
         """Writes the last cycle as a Chrome trace (chrome://tracing, Perfetto): visits, stalls and copies by lane.

@@ -9,6 +9,7 @@ from typing import NoReturn
 import millrace
 from millrace.cli.plan import add_plan_command
 from millrace.cli.probe import add_probe_command
+from millrace.cli.report import add_report_command
 from millrace.cli.train import add_train_command
 from millrace.errors import MillraceError
 
@@ -29,6 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_train_command(commands)
     add_plan_command(commands)
     add_probe_command(commands)
+    add_report_command(commands)
     return parser
 
 

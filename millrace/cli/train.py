@@ -73,6 +73,9 @@ def add_train_command(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="N",
         help="first run N steps without millrace, and fail when a loss differs in a single bit",
     )
+    training.add_argument(
+        "--tensorboard", type=Path, metavar="DIR", help="write loss, speed and bytes of each step there"
+    )
     training.add_argument("--plain", action="store_true", help="train without millrace, for comparison")
     parser.set_defaults(run=run_train)
 
@@ -94,6 +97,10 @@ def run_train(arguments: argparse.Namespace) -> int:
         raise TrainInputError(f"{error.name} is not installed; run: pip install 'millrace[transformers]'") from error
     disable_progress_bar()  # ours is enough
     progress: Progress = BarProgress() if sys.stderr.isatty() else LineProgress()
+    if arguments.tensorboard is not None:
+        from millrace.train.scalars import ScalarProgress
+
+        progress = ScalarProgress(progress, arguments.tensorboard)
     result = train(config, progress)
     print(summary(result, config.output))
     return 0
@@ -115,7 +122,7 @@ def summary(result: "TrainResult", output: Path) -> str:
         lines += [
             f"weights: {format_bytes(result.weight_bytes)}, of which at most {format_bytes(peak_bytes)} "
             f"({peak_bytes / result.weight_bytes:.0%}) were on the device at once",
-            result.report.rstrip(),
+            str(result.report).rstrip(),
             "",
         ]
     if result.losses:

@@ -133,7 +133,8 @@ class Executor:
             self._last_used[block] = self._clock
         self._clock += 1
         if not again and len(self._records) < _MOST_RECORDED_VISITS:
-            self._records.append(VisitRecord(*key, name, asked, self._lanes.tick(), self._other_bytes()))
+            began, held = self._lanes.tick(), self._meter.sample()
+            self._records.append(VisitRecord(*key, name, asked, began, self._other_bytes(), held))
         if step is not None:
             for index in step.loads:
                 self._prefetch(self._blocks[index])

@@ -176,6 +176,7 @@ class Gradients:
         direct: list[Copy] = []
         staged: list[_Staged] = []
         ready, self._ready, self._ready_bytes = self._ready, [], 0
+        what = ready[0][0].name if ready else ""
         for slot, gradient in ready:
             if gradient.layout != torch.strided:
                 self._take_sparse(slot, gradient)
@@ -187,18 +188,18 @@ class Gradients:
                 target, adds = self._destination(slot)
                 for source, part in self._staging.cut(_laid_out_like(gradient, target), target):
                     if not self._staging.fits(source.nbytes):
-                        self._send(direct, staged)
+                        self._send(direct, staged, what)
                         direct, staged = [], []
                     staged.append(_Staged(self._staging.carve(source), source, part, adds, self._memory[slot].disk))
-        self._send(direct, staged)
+        self._send(direct, staged, what)
 
-    def _send(self, direct: list[Copy], staged: list["_Staged"]) -> None:
+    def _send(self, direct: list[Copy], staged: list["_Staged"], what: str) -> None:
         copies = direct + [(one.piece, one.source) for one in staged]
         if not copies:
             return
         self._sending = copies
         transfer = self._lanes.copy(Lane.OFFLOAD, copies, self._lanes.mark())
-        self._meter.offloaded(transfer)
+        self._meter.offloaded(transfer, what)
         self._leaving.append((self._blocks_left, transfer))
         self._last_sent = transfer.done
         self._sending = []

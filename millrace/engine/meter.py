@@ -1,10 +1,13 @@
 """What did a run move, and where did its time go? Counters, and the ticks from which seconds are taken afterwards."""
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
+from millrace.memory.ledger import Ledger, Tier
 from millrace.planning import Phase
+from millrace.report.record import Sample, Span
 from millrace.runtime.lanes import Lane, Lanes, LateTransfer, Tick, Transfer
 
 __all__ = ["LaneUse", "LinkSpeed", "Meter", "Timing", "VisitRecord"]
@@ -20,6 +23,7 @@ class VisitRecord:
     asked: Tick  # compute had done what came before
     began: Tick  # and the blocks had arrived
     other_bytes: int = 0  # what had been sent for besides weights since the beginning
+    sample: Sample | None = None  # what was held when the host was here
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,13 @@ class LinkSpeed:
 class Meter:
     """Counts what moves. Seconds are read from ticks cycles later, when reading them waits for nothing."""
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(self, lanes: Lanes, ledger: Ledger | None = None) -> None:
         self._lanes = lanes
+        self._ledger = ledger
         self._unread: deque[tuple[list[VisitRecord], Tick]] = deque()
         self.last_cycle: tuple[list[VisitRecord], Tick] | None = None
-        self.last_transfers: deque[tuple[Lane, int, Tick, Tick]] = deque(maxlen=1024)  # lane, bytes, begun, done
+        # Lane, what, bytes, begun, done.
+        self.last_transfers: deque[tuple[Lane, str, int, Tick, Tick]] = deque(maxlen=1024)
         self.lane_use = LaneUse()
         self.reset()
 
@@ -83,14 +89,14 @@ class Meter:
         self.onload_bytes += nbytes
         self.lane_use.weights_bytes += nbytes
 
-    def arrived(self, transfer: Transfer | LateTransfer) -> None:
-        """Compute was told to wait for an onload."""
-        self._keep(transfer)
+    def arrived(self, transfer: Transfer | LateTransfer, what: str = "") -> None:
+        """Compute was told to wait for the onload of block `what`."""
+        self._keep(transfer, what)
 
-    def offloaded(self, transfer: Transfer) -> None:
-        """Copies to the host were submitted."""
+    def offloaded(self, transfer: Transfer, what: str = "") -> None:
+        """Copies of the gradients `what` to the host were submitted."""
         self.offload_bytes += transfer.nbytes
-        self._keep(transfer)
+        self._keep(transfer, what)
 
     def fetched(self, nbytes: int) -> None:
         """Bytes were read from disk."""
@@ -122,24 +128,44 @@ class Meter:
             for visit, stop in zip(visits, ends, strict=True)
         ]
 
-    def spans(self) -> list[tuple[str, str, float, float, int]]:
-        """The last cycle and the copies since its beginning: lane, name, begin and seconds, bytes. Waits for them."""
+    def sample(self) -> Sample | None:
+        """What is held now, by the ledger."""
+        if self._ledger is None:
+            return None
+        held = self._ledger.held_bytes
+        return Sample(0.0, held(Tier.DEVICE), held(Tier.HOST), held(Tier.DISK), time.time_ns())
+
+    def spans(self) -> list[Span]:
+        """The last cycle and the copies since its beginning. Waits for them."""
         if self.last_cycle is None:
             return []
         visits, end = self.last_cycle
         first = visits[0].asked
-        spans: list[tuple[str, str, float, float, int]] = []
+        spans: list[Span] = []
         for visit, timing in zip(visits, self.timings(visits, end), strict=True):
             begin = self._lanes.seconds(first, visit.asked)
-            if timing.stall_seconds > 0:
-                spans.append(("compute", "stall", begin, timing.stall_seconds, 0))
             name = f"{visit.name} {visit.phase.value}"
-            spans.append(("compute", name, begin + timing.stall_seconds, timing.compute_seconds, 0))
-        for lane, nbytes, begun, done in self.last_transfers:
+            if timing.stall_seconds > 0:
+                spans.append(Span("compute", "stall", begin, timing.stall_seconds, what=name))
+            spans.append(Span("compute", name, begin + timing.stall_seconds, timing.compute_seconds))
+        for lane, what, nbytes, begun, done in self.last_transfers:
             begin = self._lanes.seconds(first, begun)
             if begin >= 0:
-                spans.append((lane.value, lane.value, begin, self._lanes.seconds(begun, done), nbytes))
+                seconds = self._lanes.seconds(begun, done)
+                spans.append(Span(lane.value, lane.value, begin, seconds, nbytes, what))
         return spans
+
+    def samples(self) -> list[Sample]:
+        """What was held at the visits of the last cycle."""
+        if self.last_cycle is None:
+            return []
+        visits, _ = self.last_cycle
+        first = visits[0].asked
+        return [
+            visit.sample._replace(seconds=self._lanes.seconds(first, visit.asked))
+            for visit in visits
+            if visit.sample is not None
+        ]
 
     def _read(self, visits: list[VisitRecord], end: Tick) -> None:
         for timing in self.timings(visits, end):
@@ -148,8 +174,10 @@ class Meter:
 
     def link(self) -> "LinkSpeed":
         """How long the last onloads took on their lane; waits until they are done."""
-        loads = [(size, begun, done) for lane, size, begun, done in self.last_transfers if lane is Lane.ONLOAD and size]
+        loads = [
+            (size, begun, done) for lane, _, size, begun, done in self.last_transfers if lane is Lane.ONLOAD and size
+        ]
         return LinkSpeed([(size, self._lanes.seconds(begun, done)) for size, begun, done in loads])
 
-    def _keep(self, transfer: Transfer | LateTransfer) -> None:
-        self.last_transfers.append((transfer.lane, transfer.nbytes, transfer.begun, transfer.done))
+    def _keep(self, transfer: Transfer | LateTransfer, what: str) -> None:
+        self.last_transfers.append((transfer.lane, what, transfer.nbytes, transfer.begun, transfer.done))

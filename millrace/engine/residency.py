@@ -102,7 +102,7 @@ class Residency:
                 raise
             self._lanes.wait(done)
             self._consumed = done
-            self._meter.arrived(block.arrival)
+            self._meter.arrived(block.arrival, block.name)
             block.presence = Presence.PRESENT
 
     def fetch_ahead(self, block: Block) -> bool:

@@ -1,7 +1,9 @@
 """What did a run do? Measured numbers, the text that shows them, and the timeline."""
 
 from millrace.report.activations import ActivationStats
+from millrace.report.record import Planned, RunRecord, Sample, Span
+from millrace.report.report import Report
 from millrace.report.stats import Stats
 from millrace.report.timeline import write_trace
 
-__all__ = ["ActivationStats", "Stats", "write_trace"]
+__all__ = ["ActivationStats", "Planned", "Report", "RunRecord", "Sample", "Span", "Stats", "write_trace"]

@@ -42,9 +42,9 @@ class Stats:
         total = self.stall_seconds + self.compute_seconds
         return self.stall_seconds / total if total else 0.0
 
-    def to_text(self) -> str:
-        """The numbers as a small table, each measured one beside its limit."""
-        rows = [
+    def rows(self) -> list[tuple[str, str]]:
+        """Each number with its name, beside its limit."""
+        return [
             (
                 "device weights, peak",
                 f"{format_bytes(self.device_peak_bytes)} of {format_bytes(self.device_budget_bytes)}",
@@ -57,5 +57,9 @@ class Stats:
             ("stall", f"{self.stall_seconds:.3f} s ({self.stall_share:.1%})"),
             ("optimizer steps", str(self.steps)),
         ]
+
+    def to_text(self) -> str:
+        """The numbers as a small table, each measured one beside its limit."""
+        rows = self.rows()
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

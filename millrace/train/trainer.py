@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 import millrace
 from millrace.config import format_bytes
 from millrace.errors import MillraceError
+from millrace.report import Report
 from millrace.train.config import TrainConfig, TrainInputError
 from millrace.train.model import Tokens, check_vocabulary, load_model, load_tokens, weight_bytes
 from millrace.train.progress import Progress, StepRecord
@@ -37,7 +38,7 @@ class TrainResult:
     seconds: float
     weight_bytes: int
     stats: millrace.Stats | None
-    report: str | None
+    report: Report | None
     stopped: bool
 
 
@@ -145,7 +146,7 @@ def _train(job: Job, plain_losses: Sequence[float], progress: Progress, stop: St
         seconds=seconds,
         weight_bytes=job.weight_bytes,
         stats=stats,
-        report=str(handle.report()) if handle else None,
+        report=handle.report() if handle else None,
         stopped=stop.requested,
     )
     if handle:
@@ -210,5 +211,10 @@ def _save(job: Job, result: TrainResult) -> None:
     output = job.config.output
     job.model.save_pretrained(output)
     job.tokens.tokenizer.save_pretrained(output)
-    summary = {"settings": dataclasses.asdict(job.config), **dataclasses.asdict(result)}
+    if result.report is not None:
+        result.report.save(output / "millrace-run.json")
+    summary = {
+        "settings": dataclasses.asdict(job.config),
+        **dataclasses.asdict(dataclasses.replace(result, report=None)),
+    }
     (output / "training.json").write_text(json.dumps(summary, indent=2, default=str) + "\n")

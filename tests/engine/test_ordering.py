@@ -182,9 +182,9 @@ def test_edge_7_additions_wait_for_the_staged_copy(emu_device, decoder, tokens, 
     staged: list[torch.Tensor] = []
     send = Gradients._send
 
-    def remember(self: Gradients, direct: Any, pieces: Any) -> None:
+    def remember(self: Gradients, direct: Any, pieces: Any, what: str) -> None:
         staged[:] = [one.piece for one in pieces]
-        send(self, direct, pieces)
+        send(self, direct, pieces, what)
 
     monkeypatch.setattr(Gradients, "_send", remember)
     monkeypatch.setattr(Lanes, "run", run)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from millrace.report import Stats, write_trace
+from millrace.report import Span, Stats, write_trace
 
 FIGURES: dict[str, Any] = {
     "device_peak_bytes": 3 << 29,
@@ -65,15 +65,22 @@ def test_stats_are_frozen_and_complete() -> None:
 
 def test_the_timeline_is_a_chrome_trace_in_microseconds(tmp_path: Path) -> None:
     spans = [
-        ("compute", "layers.0 forward", 0.0, 0.25, 0),
-        ("onload", "onload", 0.125, 0.5, 4096),
-        ("offload", "offload", 0.75, 0.25, 100),
+        Span("compute", "layers.0 forward", 0.0, 0.25),
+        Span("onload", "onload", 0.125, 0.5, 4096, "layers.1"),
+        Span("offload", "offload", 0.75, 0.25, 100, "layers.0.weight"),
     ]
     write_trace(tmp_path / "trace.json", spans)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    lanes = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     shown = [
-        (lanes[event["tid"]], event["name"], event["ts"] / 1e6, event["dur"] / 1e6, event["args"].get("bytes", 0))
+        Span(
+            lanes[event["tid"]],
+            event["name"],
+            event["ts"] / 1e6,
+            event["dur"] / 1e6,
+            event["args"].get("bytes", 0),
+            event["args"].get("of", ""),
+        )
         for event in events
         if event["ph"] == "X"
     ]
@@ -83,4 +90,4 @@ def test_the_timeline_is_a_chrome_trace_in_microseconds(tmp_path: Path) -> None:
 def test_a_timeline_without_spans_still_names_its_lanes(tmp_path: Path) -> None:
     write_trace(str(tmp_path / "trace.json"), [])
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {event["args"]["name"] for event in events} == {"compute", "onload", "offload"}
+    assert {event["args"]["name"] for event in events} == {"millrace", "compute", "onload", "offload"}

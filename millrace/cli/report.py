@@ -1,0 +1,74 @@
+"""How does the command line show a run that is over? The arguments of `millrace report`."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from millrace.errors import MillraceError
+from millrace.report import Report, RunRecord, Stats
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+RECORD = "millrace-run.json"  # in the directory that a run has written
+
+
+class ReportInputError(MillraceError, ValueError):
+    """What was given is no run's record, or cannot be written."""
+
+
+def add_report_command(commands: "argparse._SubParsersAction[Any]") -> None:
+    parser = commands.add_parser(
+        "report",
+        help="show a run: where its time and memory went",
+        description="Show a run that handle.report().save(path), or millrace train, has written.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("record", type=Path, metavar="RUN", help="the record, or a directory with millrace-run.json")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="one page for a browser, without network")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="time line and memory as a picture")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="a Chrome trace, for Perfetto")
+    parser.add_argument("--with-profiler", type=Path, metavar="FILE", help="a trace of torch.profiler for --trace")
+    parser.set_defaults(run=run_report)
+
+
+def run_report(arguments: argparse.Namespace) -> int:
+    path: Path = arguments.record
+    path = path / RECORD if path.is_dir() else path
+    try:
+        report = Report(RunRecord.from_json(path.read_text()))
+        if arguments.html:
+            report.to_html(arguments.html)
+        if arguments.png:
+            report.to_png(arguments.png)
+        if arguments.trace:
+            report.to_trace(arguments.trace, profiler_trace=arguments.with_profiler)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        raise ReportInputError(f"{path}: {error}") from error
+    show(report)
+    return 0
+
+
+def show(report: Report) -> None:
+    """Prints a report: in tables where rich is installed, else as plain text."""
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        print(report, end="")
+        return
+    Console().print(*tables(report))
+
+
+def tables(report: Report) -> "list[Table]":
+    """The counters, the lanes and the stalls of a report as tables of rich."""
+    from rich.table import Table
+
+    counters = Table(title="run", show_header=False)
+    for name, value in Stats(**report.record.stats).rows():
+        counters.add_row(name, value)
+    if not report.record.spans:
+        return [counters]
+    step = Table(title="last step", show_header=False)
+    for line in report.step_lines():
+        step.add_row(*line.split(maxsplit=1))
+    return [counters, step]

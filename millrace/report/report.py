@@ -1,0 +1,107 @@
+"""How is a run shown? As text, as a picture, as a trace, and as one page for a browser."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from millrace.config import format_bytes
+from millrace.report.picture import draw
+from millrace.report.record import RunRecord
+from millrace.report.stats import Stats
+from millrace.report.timeline import write_trace
+
+__all__ = ["Report"]
+
+_SHOWN = 5  # stalls
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run's record and the ways to show it; `print` shows the text."""
+
+    record: RunRecord
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self) -> str:
+        """The counters, each beside its limit; the last step lane by lane, measured against planned and the floor."""
+        sections = [Stats(**self.record.stats).to_text()]
+        if self.record.activations:
+            sections.append(self.record.activations.rstrip())
+        if self.record.spans:
+            sections += ["", *self.step_lines()]
+        return "\n".join(sections) + "\n"
+
+    def step_lines(self) -> list[str]:
+        """The last step: lanes, planned and floor, stalls."""
+        record = self.record
+        step = record.step_seconds
+        lines = [
+            f"last step  {_seconds(step)}: {_seconds(record.compute_seconds)} of compute, "
+            f"efficiency {record.compute_seconds / step if step else 1.0:.1%}"
+        ]
+        if record.planned is not None:
+            planned = record.planned
+            lines.append(
+                f"planned    {_seconds(planned.cycle_seconds)} ({step / planned.cycle_seconds:.3f} of it measured);"
+                f" no schedule is below {_seconds(planned.lower_bound_seconds)}"
+            )
+        for lane in record.lanes:
+            busy = sum(span.seconds for span in record.of_lane(lane) if span.name != "stall")
+            moved = sum(span.nbytes for span in record.of_lane(lane))
+            line = f"{lane:<10} busy {_seconds(busy)} ({busy / step if step else 0.0:.0%})"
+            if moved:
+                rate = record.achieved_rate(lane)
+                line += f", {format_bytes(moved)} at {rate / 1e9:.2f} GB/s"
+                if record.rates.get(lane):
+                    line += f" of {record.rates[lane] / 1e9:.2f} probed ({rate / record.rates[lane]:.0%})"
+            lines.append(line)
+        for stall in record.stalls()[:_SHOWN]:
+            cause = f"{stall.lane} of {stall.what}" if stall.what else "the host"
+            lines.append(f"stall      {stall.visit} waited {_seconds(stall.seconds)} for {cause}")
+        return lines
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """One page that needs nothing else: time line to zoom and hover, memory by tier, stalls. Works from a file."""
+        template = files("millrace.report").joinpath("page.html").read_text()
+        shown = {
+            "record": json.loads(self.record.to_json()),
+            "step_seconds": self.record.step_seconds,
+            "compute_seconds": self.record.compute_seconds,
+            "lanes": self.record.lanes,
+            "stalls": [stall._asdict() for stall in self.record.stalls()],
+            "text": self.to_text(),
+        }
+        data = json.dumps(shown).replace("<", "\\u003c")  # nothing in it can end the script
+        Path(path).write_text(template.replace("/*DATA*/null", data))
+
+    def to_png(self, path: str | os.PathLike[str]) -> None:
+        """Time line and memory as a picture. Raises ModuleNotFoundError without matplotlib, and says how to get it."""
+        draw(self.record, path)
+
+    def to_trace(self, path: str | os.PathLike[str], *, profiler_trace: str | os.PathLike[str] | None = None) -> None:
+        """A Chrome trace (Perfetto). With `profiler_trace`, which torch.profiler exported, both in one file."""
+        samples = self.record.samples
+        write_trace(
+            path,
+            self.record.spans,
+            samples,
+            begin_nanoseconds=samples[0].unix_nanoseconds if samples else 0,
+            profiler_trace=profiler_trace,
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """The record as JSON, for `millrace report`."""
+        Path(path).write_text(self.record.to_json())
+
+
+def _seconds(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.4g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

@@ -1,0 +1,42 @@
+"""Which runs do the tests of reports show?"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import millrace
+from millrace.report import Report
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = torch.relu(layer(hidden))
+        return hidden
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def slow_link(emu_device) -> None:
+    emu_device.configure(h2d_bytes_per_second=1e9, d2h_bytes_per_second=1e9, flops_per_second=1e12)
+
+
+@pytest.fixture
+def report(emu_device, slow_link) -> Iterator[Report]:
+    """A run on the emulated accelerator over a link that is too slow, so that compute waits."""
+    torch.manual_seed(0)
+    model = Decoder()
+    with millrace.offload(model, device="emu", device_memory="900KiB", blocks=[model.layers]) as handle:
+        for _ in range(4):
+            model(torch.randn(64, 256)).sum().backward()
+        yield handle.report()

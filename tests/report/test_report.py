@@ -1,0 +1,104 @@
+"""Does a report say what was measured: the lanes, who waited for whom, memory by tier, planned and floor?"""
+
+import json
+
+import pytest
+import torch
+
+import millrace
+from millrace.cli.main import main
+from millrace.report import Report, RunRecord
+from tests.report.conftest import Decoder
+
+BLOCK = 256 * 256 * 4 + 256 * 4
+LAYERS = 6
+
+
+@pytest.mark.emu("lazy")
+def test_the_last_step_is_measured_against_the_plan(report: Report) -> None:
+    record = report.record
+    assert record.planned is not None
+    assert record.step_seconds == pytest.approx(record.planned.cycle_seconds, rel=0.25)
+    assert record.step_seconds >= record.compute_seconds > 0
+    assert record.lanes == ["compute", "onload", "offload"]
+    assert record.achieved_rate("onload") == pytest.approx(1e9, rel=0.05)
+    offloaded = sum(span.nbytes for span in record.of_lane("offload"))
+    assert offloaded == LAYERS * BLOCK
+    text = str(report)
+    for part in ("last step", "planned", "no schedule is below", "onload     busy", "stall      layers."):
+        assert part in text
+
+
+@pytest.mark.emu("lazy")
+def test_stalls_name_the_copy_that_was_waited_for(report: Report) -> None:
+    stalls = report.record.stalls()
+    assert [stall.seconds for stall in stalls] == sorted((stall.seconds for stall in stalls), reverse=True)
+    long = [stall for stall in stalls if stall.seconds > 50e-6]  # the others are what the host takes to ask
+    assert long
+    for stall in long:
+        assert stall.lane == "onload"
+        assert stall.what == stall.visit.split()[0]  # the block's own weights
+    measured = sum(span.seconds for span in report.record.spans if span.name == "stall")
+    assert sum(stall.seconds for stall in stalls) == pytest.approx(measured)
+
+
+@pytest.mark.emu("lazy")
+def test_memory_by_tier_is_what_the_ledger_counts(report: Report) -> None:
+    samples = report.record.samples
+    assert len(samples) >= 2 * LAYERS - 1
+    assert max(sample.device_bytes for sample in samples) <= 900 * 1024 + 2 * BLOCK  # and gradients of two blocks
+    assert min(sample.host_bytes for sample in samples) >= 2 * LAYERS * BLOCK  # weights and gradients
+    assert [sample.seconds for sample in samples] == sorted(sample.seconds for sample in samples)
+
+
+@pytest.mark.emu("lazy")
+def test_a_saved_run_is_shown_again(report: Report, tmp_path, capsys) -> None:
+    path = tmp_path / "millrace-run.json"
+    report.save(path)
+    assert RunRecord.from_json(path.read_text()) == report.record
+    assert main(["report", str(tmp_path), "--png", str(tmp_path / "a.png"), "--trace", str(tmp_path / "t.json")]) == 0
+    assert "last step" in capsys.readouterr().out
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert len((tmp_path / "a.png").read_bytes()) > 10_000
+
+
+def test_what_is_no_run_is_refused(tmp_path, capsys) -> None:
+    path = tmp_path / "other.json"
+    path.write_text('{"version": 0}')
+    assert main(["report", str(path)]) == 2
+    assert "no run record of version 1" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "none.json")]) == 2
+    assert "none.json" in capsys.readouterr().err
+
+
+def test_a_run_on_the_cpu_and_the_profiler_share_a_trace(tmp_path) -> None:
+    """The profiler's events of the visits lie within our visits' spans: one clock for both."""
+    model = Decoder()
+    with millrace.offload(model, device="cpu", device_memory="900KiB", blocks=[model.layers]) as handle:
+        for _ in range(3):
+            model(torch.randn(64, 256)).sum().backward()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            model(torch.randn(64, 256)).sum().backward()
+        profiler.export_chrome_trace(str(tmp_path / "torch.json"))
+        handle.report().to_trace(tmp_path / "both.json", profiler_trace=tmp_path / "torch.json")
+    events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
+    ours = [e for e in events if e.get("pid") == 1_000_000 and e["ph"] == "X" and e["tid"] == 0]
+    products = [e for e in events if e.get("name") == "aten::addmm" and e["ph"] == "X"]
+    assert len(products) == LAYERS
+    visits = [e for e in ours if e["name"].endswith("forward")]
+
+    def is_inside(product: dict, visit: dict) -> bool:
+        slack = 500  # microseconds
+        ends = product["ts"] + product["dur"], visit["ts"] + visit["dur"]
+        return visit["ts"] - slack <= product["ts"] and ends[0] <= ends[1] + slack
+
+    assert all(any(is_inside(product, visit) for visit in visits) for product in products)
+
+
+@pytest.mark.emu("lazy")
+def test_probed_rates_stand_beside_the_measured(report: Report) -> None:
+    record = report.record
+    probed = Report(RunRecord.from_json(record.to_json().replace('"rates": {}', '"rates": {"onload": 2e9}')))
+    share = record.achieved_rate("onload") / 2e9
+    assert f"of 2.00 probed ({share:.0%})" in str(probed)
+    assert 0.4 < share < 0.51

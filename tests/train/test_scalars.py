@@ -1,0 +1,40 @@
+"""Does TensorBoard get each step's numbers?"""
+
+from pathlib import Path
+
+import pytest
+
+from millrace.train.progress import StepRecord
+from millrace.train.scalars import ScalarProgress
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.heard: list[object] = []
+
+    def note(self, text: str) -> None:
+        self.heard.append(text)
+
+    def step(self, record: StepRecord) -> None:
+        self.heard.append(record.step)
+
+    def close(self) -> None:
+        self.heard.append("closed")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_each_step_is_a_point_and_the_other_progress_hears_it_too(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    listener = Listener()
+    progress = ScalarProgress(listener, tmp_path)
+    progress.note("begins")
+    for step in (1, 2):
+        progress.step(StepRecord(step=step, steps=2, loss=4.0 / step, tokens=100, seconds=0.5, device_bytes=7))
+    progress.close()
+    assert listener.heard == ["begins", 1, 2, "closed"]
+    events = accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [point.value for point in events.Scalars("millrace/loss")] == [4.0, 2.0]
+    assert [point.value for point in events.Scalars("millrace/tokens per second")] == [200.0, 200.0]
+    assert [point.step for point in events.Scalars("millrace/device bytes, peak")] == [1, 2]
+    assert "millrace/stall seconds" not in events.Tags()["scalars"]  # not measured, so not shown
