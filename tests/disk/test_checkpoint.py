@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save, save_file
 
 from millrace.errors import BudgetError, CheckpointError, DiskError
+from millrace.memory.arena import Arena
 from millrace.memory.disk import Checkpoint
 from millrace.memory.disk.extent import PIECE_BYTES
 from millrace.memory.disk.safetensors_header import DTYPES
@@ -134,11 +135,29 @@ def test_memory_of_a_tensor_is_private(tmp_path: Path) -> None:
 def test_what_threads_read_into_is_booked(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3 * PIECE_BYTES, dtype=torch.uint8)}, tmp_path / "model.safetensors")
     ledger = Ledger()
-    with opened(tmp_path, ledger):
+    destination = {"a": torch.empty(3 * PIECE_BYTES, dtype=torch.uint8)}
+    with opened(tmp_path, ledger) as checkpoint:
+        assert ledger.by_purpose() == {}
+        checkpoint.read(destination).synchronize()
         assert ledger.by_purpose() == {(Tier.HOST, "staging"): 4 * PIECE_BYTES}
     assert ledger.by_purpose() == {}
-    with pytest.raises(BudgetError, match="staging need 32 MiB of host memory"):
-        Checkpoint(tmp_path, Ledger(host_budget_bytes=PIECE_BYTES))
+    refused = pytest.raises(BudgetError, match="staging need 32 MiB of host memory")
+    with opened(tmp_path, Ledger(host_budget_bytes=PIECE_BYTES)) as checkpoint, refused:
+        checkpoint.read(destination)
+
+
+def test_bytes_of_a_file_as_they_lie(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": random_tensor(torch.uint8, (PIECE_BYTES + 12345,), 0)}, path)
+    content = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    memory = Arena(len(content), torch.device("cpu"), Ledger(), "test").tensor(0, len(content))
+    with opened(path) as checkpoint:
+        for offset in (0, 4096, 4097, PIECE_BYTES):
+            checkpoint.read_range(str(path), offset, memory[offset:]).synchronize()
+            assert torch.equal(memory[offset:], content[offset:])
+            memory.zero_()
+        with pytest.raises(ValueError, match=r"'model.safetensors': \d+ bytes at offset 8192 are not within"):
+            checkpoint.read_range(str(path), 8192, memory)
 
 
 def shards(path: Path) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from millrace.errors import CheckpointError, DiskError
 from millrace.memory.arena import Arena
 from millrace.memory.disk import mapping
 from millrace.memory.disk.checkpoint_files import find_files
-from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, PIECE_BYTES, Extent, pieces
+from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, PIECE_BYTES, Extent, check_memory, pieces
 from millrace.memory.disk.file import DirectFile
 from millrace.memory.disk.requests import Access, Request, Requests
 from millrace.memory.disk.safetensors_header import TensorRecord, read_header
@@ -50,8 +50,7 @@ class Checkpoint:
     `records` says of each tensor its file, offset, dtype, shape and bytes. Every header is checked in full: sizes,
     ranges without overlap or hole, dtypes, names, and files that lead out of the directory.
 
-    Raises CheckpointError when something of that is wrong, and BudgetError when the ledger has no room for the memory
-    that threads read into (32 MiB at most).
+    Raises CheckpointError when something of that is wrong.
     """
 
     def __init__(self, path: str | os.PathLike[str], ledger: Ledger) -> None:
@@ -61,13 +60,8 @@ class Checkpoint:
         self.records: dict[str, TensorRecord] = {}
         for file, names in find_files(Path(path)).items():
             self._open(str(file), names)
-        # No range that is read at once is larger than this, with the rest of its pages.
-        biggest = max((size for size, _ in self._states.values()), default=0)
-        self._bounce_bytes = min(PIECE_BYTES, -(-biggest // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES)
-        arena = Arena(self._bounce_bytes * _THREADS, torch.device("cpu"), ledger, "staging")
-        self._bounces: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        for index in range(_THREADS):
-            self._bounces.put(arena.tensor(index * self._bounce_bytes, self._bounce_bytes))
+        self._ledger = ledger
+        self._bounces: queue.SimpleQueue[torch.Tensor] | None = None
         self._requests = Requests(_THREADS)
         if not self.direct:
             warnings.warn(
@@ -96,8 +90,11 @@ class Checkpoint:
 
         A destination is contiguous memory of the CPU, of any dtype and shape with as many bytes as the tensor. It may
         be touched when the request is done, and is filled not before `after`. DiskError (I/O fault, file too short,
-        file changed since it was opened) comes from the request.
+        file changed since it was opened) comes from the request. The first call takes the memory that threads read
+        into (32 MiB at most), and raises BudgetError when the ledger has no room for it.
         """
+        if self._bounces is None:
+            self._bounces = self._make_bounces()
         parts: dict[str, list[_Part]] = defaultdict(list)
         for name, destination in destinations.items():
             record = self._record(name)
@@ -110,16 +107,31 @@ class Checkpoint:
                 parts[record.path].append(_Part(begin, begin + record.nbytes, destination.data_ptr(), name))
         memory = tuple(destinations.values())  # which the jobs keep alive
         jobs: list[Callable[[], None]] = [
-            partial(self._read_piece, path, begin, end, among, memory)
+            partial(self._read_piece, self._bounces, path, begin, end, among, memory)
             for path, found in parts.items()
             for begin, end, among in _ranges(found)
         ]
         extent = Extent(", ".join(list(destinations)[:3]), 0, 0)
         return self._requests.submit(Request(extent, Access.READ, jobs, whole=False), after)
 
+    def read_range(self, path: str, offset: int, destination: torch.Tensor, *, after: Event | None = None) -> Request:
+        """Submits reading the bytes from `offset` of the file `path`, as they lie there, into `destination`.
+
+        As `read`, without memory in between: fastest when `offset` is a multiple of DISK_ALIGNMENT_BYTES and
+        `destination`, uint8 of shape (nbytes,), begins at a page and has whole pages or ends where the file does.
+        """
+        extent = Extent(Path(path).name, 0, self._states[path][0])
+        check_memory(extent, destination, offset)
+        jobs = [
+            partial(self._read_bytes, path, extent.name, piece.begin, piece.end, destination, piece.begin - offset)
+            for piece in pieces(offset, destination.nbytes)
+        ]
+        return self._requests.submit(Request(extent, Access.READ, jobs, whole=False), after)
+
     def close(self) -> None:
         """Waits for what was submitted and closes the files. Memory from `tensor` stays."""
         self._requests.close()
+        self._bounces = None
         self._mappings.clear()
         for file in self._files.values():
             file.close()
@@ -151,22 +163,45 @@ class Checkpoint:
         return self.records[name]
 
     def _read_piece(
-        self, path: str, begin: int, end: int, parts: list[_Part], _memory: tuple[torch.Tensor, ...]
+        self,
+        bounces: "queue.SimpleQueue[torch.Tensor]",
+        path: str,
+        begin: int,
+        end: int,
+        parts: list[_Part],
+        _memory: tuple[torch.Tensor, ...],
     ) -> None:
         """Reads the pages around bytes `begin` to `end`, and lays out the parts that lie there."""
-        file, what = self._files[path], repr(parts[0].name)
-        if _state(file.descriptor) != self._states[path]:
-            raise DiskError(errno.ESTALE, f"{what}: {path} was written to since it was opened; load the model again")
+        file, what = self._unchanged(path, repr(parts[0].name)), repr(parts[0].name)
         first = begin - begin % DISK_ALIGNMENT_BYTES
         last = min(-(-end // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES, self._states[path][0])
-        bounce = self._bounces.get()  # there is one for each thread
+        bounce = bounces.get()  # there is one for each thread
         try:
             file.read(bounce.data_ptr(), last - first, first, what)
             for part in parts:
                 at, to = max(begin, part.begin), min(end, part.end)
                 ctypes.memmove(part.address + at - part.begin, bounce.data_ptr() + at - first, to - at)
         finally:
-            self._bounces.put(bounce)
+            bounces.put(bounce)
+
+    def _read_bytes(self, path: str, what: str, begin: int, end: int, destination: torch.Tensor, at: int) -> None:
+        self._unchanged(path, what).read(destination.data_ptr() + at, end - begin, begin, what)
+
+    def _unchanged(self, path: str, what: str) -> DirectFile:
+        file = self._files[path]
+        if _state(file.descriptor) != self._states[path]:
+            raise DiskError(errno.ESTALE, f"{what}: {path} was written to since it was opened; load the model again")
+        return file
+
+    def _make_bounces(self) -> "queue.SimpleQueue[torch.Tensor]":
+        """Memory that threads read whole pages into. No range that is read at once is larger."""
+        biggest = max((size for size, _ in self._states.values()), default=0)
+        nbytes = min(PIECE_BYTES, -(-biggest // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES)
+        arena = Arena(nbytes * _THREADS, torch.device("cpu"), self._ledger, "staging")
+        bounces: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        for index in range(_THREADS):
+            bounces.put(arena.tensor(index * nbytes, nbytes))
+        return bounces
 
 
 def _state(descriptor: int) -> tuple[int, int]:

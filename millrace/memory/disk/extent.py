@@ -3,7 +3,9 @@
 import mmap
 from dataclasses import dataclass
 
-__all__ = ["DISK_ALIGNMENT_BYTES", "PIECE_BYTES", "Extent", "Piece", "pieces"]
+import torch
+
+__all__ = ["DISK_ALIGNMENT_BYTES", "PIECE_BYTES", "Extent", "Piece", "check_memory", "pieces"]
 
 # What direct I/O asks of offsets, lengths and memory, and mmap of offsets.
 DISK_ALIGNMENT_BYTES = max(4096, mmap.PAGESIZE)
@@ -41,3 +43,16 @@ def pieces(offset: int, nbytes: int) -> list[Piece]:
         Piece(index, max(offset, index * PIECE_BYTES), min(end, (index + 1) * PIECE_BYTES))
         for index in range(first, last)
     ]
+
+
+def check_memory(extent: Extent, memory: torch.Tensor, offset: int) -> None:
+    """Raises when bytes of `memory` cannot go to or come from `offset` of `extent`."""
+    if memory.dtype != torch.uint8 or memory.device.type != "cpu" or not memory.is_contiguous():
+        raise TypeError(
+            f"{extent.name!r}: the disk reads and writes contiguous uint8 memory of the CPU, not"
+            f" {memory.dtype} on {memory.device} of stride {tuple(memory.stride())}; give tensor.view(torch.uint8)"
+        )
+    if not 0 <= offset <= offset + memory.nbytes <= extent.capacity_bytes:
+        raise ValueError(
+            f"{extent.name!r}: {memory.nbytes} bytes at offset {offset} are not within its {extent.nbytes} bytes"
+        )

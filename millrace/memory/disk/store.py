@@ -17,7 +17,7 @@ import torch
 from millrace.errors import DiskError, StateError
 from millrace.memory.disk.checksums import Checksums
 from millrace.memory.disk.directory import StoreDirectory
-from millrace.memory.disk.extent import Extent, Piece, pieces
+from millrace.memory.disk.extent import Extent, Piece, check_memory, pieces
 from millrace.memory.disk.file import DirectFile
 from millrace.memory.disk.mapping import Mapping
 from millrace.memory.disk.requests import Access, Request, Requests
@@ -186,7 +186,7 @@ class DiskStore:
     def _submit(
         self, access: Access, extent: Extent, memory: torch.Tensor, offset: int, after: Event | None
     ) -> Request:
-        _check(extent, memory, offset)
+        check_memory(extent, memory, offset)
         job = self._read_piece if access is Access.READ else self._write_piece
         jobs: list[Callable[[], None]] = [
             partial(job, extent, piece, memory, piece.begin - offset) for piece in pieces(offset, memory.nbytes)
@@ -245,16 +245,3 @@ class DiskStore:
 def _unbook(ledger: Ledger, booked: Counter[str]) -> None:
     for purpose, nbytes in booked.items():
         ledger.add(Tier.DISK, purpose, -nbytes)
-
-
-def _check(extent: Extent, memory: torch.Tensor, offset: int) -> None:
-    """Raises when bytes of `memory` cannot go to or come from `offset` of `extent`."""
-    if memory.dtype != torch.uint8 or memory.device.type != "cpu" or not memory.is_contiguous():
-        raise TypeError(
-            f"{extent.name!r}: the disk reads and writes contiguous uint8 memory of the CPU, not"
-            f" {memory.dtype} on {memory.device} of stride {tuple(memory.stride())}; give tensor.view(torch.uint8)"
-        )
-    if not 0 <= offset <= offset + memory.nbytes <= extent.capacity_bytes:
-        raise ValueError(
-            f"{extent.name!r}: {memory.nbytes} bytes at offset {offset} are not within its {extent.nbytes} bytes"
-        )
