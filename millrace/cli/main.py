@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import millrace
+from millrace.cli.doctor import add_doctor_command
 from millrace.cli.plan import add_plan_command
 from millrace.cli.probe import add_probe_command
 from millrace.cli.report import add_report_command
@@ -31,6 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_plan_command(commands)
     add_probe_command(commands)
     add_report_command(commands)
+    add_doctor_command(commands)
     return parser
 
 

@@ -1,0 +1,48 @@
+"""How does the command line look for what is wrong? The arguments of `millrace doctor`, and how findings read."""
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import MillraceError
+from millrace.runtime.checks import Machine, findings
+from millrace.runtime.device import resolve_device
+from millrace.runtime.symptoms import SYMPTOMS
+
+
+class DoctorInputError(MillraceError, ValueError):
+    """What was given cannot be looked at."""
+
+
+def add_doctor_command(commands: "argparse._SubParsersAction[Any]") -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="what is wrong with this machine for offloading, and the fix",
+        description="Look for what makes offloading fail or slow here. Exit code 1 when something severe is found.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--device", metavar="DEVICE", help="compute device (default: the accelerator, else cpu)")
+    parser.add_argument("--disk", type=Path, metavar="DIR", help="where a run would spill (default: temporary files)")
+    parser.add_argument("--symptoms", action="store_true", help="what usually goes wrong with a run, and why")
+    parser.set_defaults(run=run_doctor)
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    if arguments.symptoms:
+        for row in SYMPTOMS:
+            print(f"{row.symptom}\n  cause    {row.cause}\n  confirm  {row.confirm}\n  fix      {row.fix}\n")
+        return 0
+    disk = arguments.disk or Path(tempfile.gettempdir())
+    if not disk.is_dir():
+        raise DoctorInputError(f"--disk {disk} is no directory; make it, or name another")
+    try:
+        device = resolve_device(arguments.device)
+    except ValueError as error:
+        raise DoctorInputError(str(error)) from error
+    found = findings(Machine(device=device, disk=disk))
+    for finding in found:
+        print(f"{'SEVERE' if finding.severe else 'note'}: {finding.problem}\n  fix: {finding.fix}")
+    if not found:
+        print("nothing wrong was found; millrace probe measures how fast it is")
+    return 1 if any(finding.severe for finding in found) else 0

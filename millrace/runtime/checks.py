@@ -1,0 +1,266 @@
+"""What is wrong with this machine for offloading? Each finding says what was seen, what it costs, and the fix."""
+
+import os
+import re
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+
+from millrace.runtime.device import is_accelerator
+from millrace.runtime.host import available_host_bytes
+
+__all__ = ["Finding", "Machine", "findings"]
+
+_OLDEST_TORCH = (2, 11)
+_GIB = 2**30
+_MEMORY_SYSTEMS = {"tmpfs", "ramfs"}
+_REMOTE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "ceph", "lustre"}
+_DISPLAY_CLASSES = ("0x0300", "0x0302", "0x1200")  # VGA, 3D, accelerators
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`problem`: what was seen and what it costs; `fix`: what to do. `severe`: offloading fails or is pointless."""
+
+    problem: str
+    fix: str
+    severe: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where to look: the root of the file systems that describe the machine, the environment, and the device."""
+
+    device: torch.device
+    disk: Path
+    root: Path = Path("/")
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    def text(self, path: str) -> str:
+        """A file's text without white space at its ends; "" where there is none."""
+        try:
+            return (self.root / path).read_text().strip()
+        except OSError:
+            return ""
+
+
+def findings(machine: Machine) -> list[Finding]:
+    """Everything that is wrong, severe things first."""
+    found = [finding for check in _CHECKS for finding in check(machine)]
+    return sorted(found, key=lambda finding: not finding.severe)
+
+
+def _torch_version(machine: Machine) -> Iterator[Finding]:
+    numbers = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if numbers and (int(numbers[1]), int(numbers[2])) < _OLDEST_TORCH:
+        oldest = ".".join(map(str, _OLDEST_TORCH))
+        yield Finding(f"torch is {torch.__version__}; millrace needs {oldest}", f"pip install 'torch>={oldest}'", True)
+
+
+def _no_accelerator(machine: Machine) -> Iterator[Finding]:
+    cards = list(_cards(machine))
+    if machine.device.type == "cpu" and cards:
+        yield Finding(
+            f"{len(cards)} accelerator(s) in the machine, but this torch ({torch.__version__}) drives none",
+            "install a torch built for them (https://pytorch.org/get-started/locally/) and their driver",
+            severe=True,
+        )
+    elif machine.device.type == "cpu":
+        yield Finding(
+            "there is no accelerator: the CPU computes, and weights are copied within the same memory",
+            "nothing, if you only try millrace out; offloading to disk still makes larger models fit",
+        )
+
+
+def _integrated(machine: Machine) -> Iterator[Finding]:
+    if not is_accelerator(machine.device):
+        return
+    describe = getattr(torch.get_device_module(machine.device), "get_device_properties", None)
+    properties = describe(machine.device) if describe is not None else None
+    if getattr(properties, "is_integrated", 0):
+        yield Finding(
+            "the accelerator is integrated: its memory is the host's, so moving weights there frees nothing",
+            "use a disk as the lower tier (disk=...), or do without millrace",
+            severe=True,
+        )
+
+
+def _wsl(machine: Machine) -> Iterator[Finding]:
+    if "microsoft" in machine.text("proc/version").lower():
+        yield Finding(
+            "this is WSL: Windows lets 1 to 2 GB be page-locked, and copies from other memory cannot overlap",
+            "run on Linux itself, or keep host_memory below 1GiB and give more device_memory",
+            severe=True,
+        )
+
+
+def _locked_memory(machine: Machine) -> Iterator[Finding]:
+    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft != resource.RLIM_INFINITY and soft < _GIB and is_accelerator(machine.device):
+        yield Finding(
+            f"at most {soft / 2**20:.0f} MiB may be page-locked (ulimit -l), where the driver asks the system for it",
+            "ulimit -l unlimited; in a container: docker run --ulimit memlock=-1",
+        )
+
+
+def _cgroup(machine: Machine) -> Iterator[Finding]:
+    available, total = available_host_bytes(), int(psutil.virtual_memory().total)
+    if available < total / 4:
+        yield Finding(
+            f"{available / 1e9:.1f} of {total / 1e9:.1f} GB of host memory can be taken: other processes or the"
+            " cgroup's limit have the rest, and what goes over it is killed without a message",
+            "raise the container's limit (docker run --memory, resources.limits.memory), or end what uses it",
+        )
+
+
+def _file_system(machine: Machine) -> Iterator[Finding]:
+    kind = _kind_of(machine, machine.disk)
+    if kind in _MEMORY_SYSTEMS:
+        yield Finding(
+            f"{machine.disk} is {kind}, which is host memory: what is spilled there frees nothing",
+            "name a directory on a drive: disk=... or --disk",
+            severe=True,
+        )
+    elif kind in _REMOTE_SYSTEMS:
+        yield Finding(
+            f"{machine.disk} is on the network ({kind}): weights and state would cross it at every step",
+            "name a directory on a local NVMe drive: disk=... or --disk",
+        )
+
+
+def _direct(machine: Machine) -> Iterator[Finding]:
+    flag = getattr(os, "O_DIRECT", None)
+    if flag is None or not machine.disk.is_dir() or _kind_of(machine, machine.disk) in _MEMORY_SYSTEMS:
+        return
+    probe = machine.disk / f".millrace-doctor-{os.getpid()}"
+    try:
+        probe.touch()
+        os.close(os.open(probe, os.O_RDONLY | flag))
+    except OSError as error:
+        yield Finding(
+            f"{machine.disk} refuses direct access ({error.strerror}): reads pass the page cache, which halves the rate",
+            "use ext4 or xfs on the drive itself; overlay, encrypted and network file systems refuse it",
+        )
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _space(machine: Machine) -> Iterator[Finding]:
+    if machine.disk.is_dir():
+        stat = os.statvfs(machine.disk)
+        free = stat.f_bavail * stat.f_frsize
+        if free < 20 * _GIB:
+            yield Finding(
+                f"{machine.disk} has {free / 1e9:.1f} GB left; the state of one billion parameters is 12 GB",
+                "make room, or name another directory: disk=... or --disk",
+            )
+
+
+def _threads(machine: Machine) -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = int(machine.environment.get("LOCAL_WORLD_SIZE", "1") or 1)
+    threads = machine.environment.get("OMP_NUM_THREADS", "")
+    fair = max(1, cores // ranks)
+    if threads.isdigit() and int(threads) < fair and fair > 1:
+        yield Finding(
+            f"OMP_NUM_THREADS={threads} with {cores} cores for {ranks} process(es): the update on the host runs on"
+            f" {threads} of {fair} threads (torchrun sets 1), up to {fair // max(1, int(threads))} times slower",
+            f"OMP_NUM_THREADS={fair}",
+        )
+    installed = psutil.cpu_count() or cores
+    if cores < installed / 2:
+        yield Finding(
+            f"this process may run on {cores} of {installed} cores (taskset, cpuset)",
+            "give it more, if the others are free: the update on the host is limited by them",
+        )
+
+
+def _numa(machine: Machine) -> Iterator[Finding]:
+    nodes = sorted((machine.root / "sys/devices/system/node").glob("node[0-9]*"))
+    if len(nodes) < 2:
+        return
+    places = {machine.text(f"{card}/numa_node") for card in _cards(machine)} - {"", "-1"}
+    bound = machine.text("proc/self/status")
+    allowed = re.search(r"Mems_allowed_list:\s*(\S+)", bound)
+    if places and allowed and allowed[1] not in places:
+        distance = machine.text(f"sys/devices/system/node/node{min(places)}/distance")
+        yield Finding(
+            f"{len(nodes)} NUMA nodes (distances {distance}); accelerators hang on node {', '.join(sorted(places))} and"
+            " memory may come from any: copies across nodes are slower",
+            f"numactl --cpunodebind={min(places)} --membind={min(places)} for each process, by its device",
+        )
+
+
+def _huge_pages(machine: Machine) -> Iterator[Finding]:
+    if "[never]" in machine.text("sys/kernel/mm/transparent_hugepage/enabled"):
+        yield Finding(
+            "transparent huge pages are off: making and page-locking host memory takes longer",
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+        )
+
+
+def _link(machine: Machine) -> Iterator[Finding]:
+    for card in _cards(machine):
+        width, widest = (machine.text(f"{card}/{name}_link_width") for name in ("current", "max"))
+        if width.isdigit() and widest.isdigit() and int(width) < int(widest):
+            yield Finding(
+                f"accelerator {Path(card).name} uses {width} of {widest} PCIe lanes: every copy takes"
+                f" {int(widest) / max(1, int(width)):.0f} times as long",
+                "move it to a slot that the CPU drives with all lanes; mind riser cables and slots shared with drives",
+            )
+        speed, fastest = (_gigatransfers(machine.text(f"{card}/{name}_link_speed")) for name in ("current", "max"))
+        if speed and fastest and speed < fastest:
+            yield Finding(
+                f"accelerator {Path(card).name}'s link runs at {speed:g} of {fastest:g} GT/s (idle cards save power:"
+                " look again under load)",
+                "set the slot's generation in the firmware; replace riser cables of an older generation",
+            )
+
+
+def _cards(machine: Machine) -> Iterator[str]:
+    """Display controllers and accelerators on PCIe that are not part of the host's chips, as paths under the root."""
+    for device in sorted((machine.root / "sys/bus/pci/devices").glob("*")):
+        path = str(device.relative_to(machine.root))
+        vendor = machine.text(f"{path}/vendor")
+        if machine.text(f"{path}/class").startswith(_DISPLAY_CLASSES) and vendor in ("0x10de", "0x1002", "0x19e5"):
+            yield path
+
+
+def _kind_of(machine: Machine, directory: Path) -> str:
+    """The kind of file system that `directory` is on."""
+    best, kind = -1, ""
+    resolved = str(directory.resolve())
+    for line in machine.text("proc/mounts").splitlines():
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        mount = fields[1]
+        if (resolved == mount or resolved.startswith(mount.rstrip("/") + "/")) and len(mount) > best:
+            best, kind = len(mount), fields[2]
+    return kind
+
+
+def _gigatransfers(text: str) -> float:
+    found = re.match(r"[\d.]+", text)
+    return float(found[0]) if found else 0.0
+
+
+_CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
+    _torch_version,
+    _no_accelerator,
+    _integrated,
+    _wsl,
+    _locked_memory,
+    _cgroup,
+    _file_system,
+    _direct,
+    _space,
+    _threads,
+    _numa,
+    _huge_pages,
+    _link,
+)
