@@ -5,6 +5,7 @@ import dataclasses
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -85,7 +86,8 @@ def offload(
     - `param_dtype`: dtype in which floating-point weights travel and compute; homes keep theirs.
     - `grad_dtype`: dtype of `home.grad`, in which micro-batches are summed up; default the parameter's own.
     - `activations`: True, or settings of `offload_activations` as a dict such as `{"device_memory": "2GiB"}`: what
-      autograd saves waits on the host, too. The plans of both know of each other's copies.
+      autograd saves waits on the host, too. The plans of both know of each other's copies. `host_memory` among them
+      is a part of the one here, and kept for activations; give it where host memory is short.
 
     Raises BudgetError when a budget is too small, LayoutError for parameters that have no plain bytes (meta, sparse,
     quantised), StateError for a model that is offloaded already or carries accelerate or diffusers hooks, and
@@ -112,6 +114,8 @@ def offload(
     _refuse_unmanageable(model)
     if config.activations is not None:
         check_targets(model, config.activations)
+        if config.activations.tier == "disk" and config.disk is None:
+            raise ValueError('activations with tier="disk" need a directory; give disk="/path/on/a/local/drive"')
     return Offloaded(model, config)
 
 
@@ -123,7 +127,9 @@ class Offloaded:
         budgets = Budgets.of(model, inventory, config)
         parts = partition(model, inventory, config.blocks, config.resident, budgets.weights_bytes)
         budgets.check(inventory, parts, config.device)
-        placement = budgets.place(inventory, parts, config)
+        reserved_bytes = 0 if config.activations is None else config.activations.host_memory_bytes or 0
+        for_weights = replace(budgets, host_bytes=budgets.host_bytes - reserved_bytes)
+        placement = for_weights.place(inventory, parts, config)
         self._config = config
         self._budgets = budgets
         self._ledger = Ledger(frozenset({"weights", "buffers"}), budgets.host_bytes)
@@ -134,7 +140,8 @@ class Offloaded:
             make_grad_scaler_wait()
         self._store: DiskStore | None = None
         try:
-            if placement.uses_disk and config.disk is not None:
+            spills = config.activations is not None and config.activations.tier == "disk"
+            if (placement.uses_disk or spills) and config.disk is not None:
                 self._store = DiskStore(config.disk, self._ledger)
                 self._store.check_free(
                     sum(inventory.nbytes(p.keys) for p in parts.streamed if p.name in placement.on_disk)
@@ -177,8 +184,9 @@ class Offloaded:
         self._attachment.keep_alive(self)
         self.activations: ActivationOffloading | None = None  # the handle on the model's activations
         if config.activations is not None:
-            shared = self._meter.lane_use
-            self.activations = ActivationOffloading(model, config.activations, self._lanes, self._ledger, shared)
+            self.activations = ActivationOffloading(
+                model, config.activations, self._lanes, self._ledger, self._store, self._meter.lane_use
+            )
 
     # what it did ------------------------------------------------------------------------------------------------------
     @property

@@ -103,7 +103,9 @@ class ActivationConfig:
     min_bytes: int = 2**20
     modules: tuple[nn.Module | str, ...] | None = None
     device_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
     most_in_flight: int | None = None
+    tier: str = "host"
 
     @staticmethod
     def of(
@@ -113,7 +115,9 @@ class ActivationConfig:
         min_bytes: Size = "1MiB",
         modules: Sequence[nn.Module | str] | None = None,
         device_memory: Size | None = None,
+        host_memory: Size | None = None,
         most_in_flight: int | None = None,
+        tier: str = "host",
     ) -> "ActivationConfig":
         """Settings as a user gives them."""
         return ActivationConfig(
@@ -122,7 +126,9 @@ class ActivationConfig:
             min_bytes=parse_bytes(min_bytes, name="min_bytes"),
             modules=_several(modules),
             device_memory_bytes=None if device_memory is None else parse_bytes(device_memory, name="device_memory"),
+            host_memory_bytes=None if host_memory is None else parse_bytes(host_memory, name="host_memory"),
             most_in_flight=most_in_flight,
+            tier=tier,
         )
 
     def __post_init__(self) -> None:
@@ -130,6 +136,8 @@ class ActivationConfig:
             raise ValueError(f"layers={self.layers!r}; give a number of layers, 0 or more, or modules and names")
         if not 0 <= self.fraction <= 1:
             raise ValueError(f"fraction={self.fraction} is not between 0 and 1")
+        if self.tier not in ("host", "disk"):
+            raise ValueError(f'tier={self.tier!r} is neither "host" nor "disk"')
         if self.most_in_flight is not None and self.most_in_flight < 1:
             raise ValueError(f"most_in_flight={self.most_in_flight}; give None or a number of copies, 1 or more")
 

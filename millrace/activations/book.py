@@ -69,8 +69,12 @@ class ActivationBook:
             saved=tuple(
                 Saved(
                     nbytes=save.nbytes,
-                    offload_seconds=offload.load_seconds(save.nbytes),
-                    onload_seconds=onload.load_seconds(save.nbytes),
+                    offload_seconds=max(
+                        offload.load_seconds(save.nbytes), save.nbytes * self._meter.spill_seconds_per_byte
+                    ),
+                    onload_seconds=max(
+                        onload.load_seconds(save.nbytes), save.nbytes * self._meter.fetch_seconds_per_byte
+                    ),
                     alone_at=save.alone_at,
                     name=save.name,
                 )

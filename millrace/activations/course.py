@@ -124,7 +124,7 @@ class Course:
         asked = stash.lanes.tick() if recorded else None
         if item.place is Place.AWAY:
             stash.meter.demand_onloads += 1
-            stash.send_for(item)
+            stash.send_for(item, needed=True)
         else:
             stash.meter.hits += 1
         stash.arrive(item)
@@ -134,7 +134,7 @@ class Course:
             weights_bytes = stash.meter.lane_use.weights_bytes
             self.uses.append(UseRecord(item.index, asked, stash.lanes.tick(), len(self.uses), weights_bytes))
         for other in self._to_send_for(item.index, backward_round):
-            stash.send_for(other)
+            stash.send_for(other, needed=False)
 
     def used_again(self, item: Item, backward_round: int) -> None:
         """Another saved tensor that is part of the item is needed."""

@@ -7,7 +7,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from millrace.memory.pool import Slab
-from millrace.runtime.lanes import Transfer
+from millrace.runtime.lanes import LateTransfer, Transfer
 
 if TYPE_CHECKING:
     from millrace.activations.course import Course
@@ -20,8 +20,8 @@ class Place(Enum):
 
     HERE = "on the device"  # never sent out, or back again
     LEAVING = "on the device, and being copied to the host"
-    AWAY = "on the host"
-    ARRIVING = "on the host, and being copied to the device"
+    AWAY = "on the host, or on disk"
+    ARRIVING = "on its way to the device"
 
 
 class Item:
@@ -49,9 +49,10 @@ class Item:
         # No other storage or tensor has the address of these as long as this lives.
         self.identity = StorageWeakRef(storage), torch._C._WeakTensorRef(root)  # type: ignore[attr-defined]
         self.slab: Slab | None = None
+        self.sent = False  # there is, or will be, a copy outside of the device
         self.leaving: Transfer | None = None  # the copy out, until compute has waited for it
-        self.arriving: Transfer | None = None  # the copy in, until compute has waited for it
-        self.returned = False  # `memory` is a storage of its own, filled from the slab
+        self.arriving: Transfer | LateTransfer | None = None  # the copy in, until compute has waited for it
+        self.returned = False  # `memory` is a storage of its own, filled from the host
         self.handles = 0  # saved tensors that are part of it and were not let go
         self.round = -1  # the backward that used it last
         self.seen = 0  # how many of the handles that backward has used

@@ -3,7 +3,7 @@
 from collections import deque
 
 from millrace.engine.meter import LaneUse, LinkSpeed
-from millrace.runtime.lanes import Lanes, Tick, Transfer
+from millrace.runtime.lanes import Lanes, LateTransfer, Tick, Transfer
 
 __all__ = ["ActivationMeter"]
 
@@ -21,12 +21,14 @@ class ActivationMeter:
         self._copies: dict[str, deque[tuple[int, Tick, Tick]]] = {
             name: deque(maxlen=_REMEMBERED_COPIES) for name in ("offload", "onload")
         }
+        self.spill_seconds_per_byte = self.fetch_seconds_per_byte = 0.0  # the best that was seen; 0: no disk
         self.reset()
 
     def reset(self) -> None:
         """Counters start anew."""
         self.offload_bytes = self.onload_bytes = 0
         self.offloads = self.onloads = self.demand_onloads = self.hits = 0
+        self.spill_bytes = self.fetch_bytes = 0
         self._stall_seconds = 0.0
         self._waits.clear()
 
@@ -36,12 +38,25 @@ class ActivationMeter:
         self.offload_bytes += transfer.nbytes
         self._copies["offload"].append((transfer.nbytes, transfer.begun, transfer.done))
 
-    def onloaded(self, transfer: Transfer) -> None:
-        """A copy to the device was submitted."""
+    def onloaded(self, nbytes: int) -> None:
+        """A copy to the device was submitted, or will be as soon as its bytes have come from disk."""
         self.onloads += 1
-        self.onload_bytes += transfer.nbytes
-        self.lane_use.activations_bytes += transfer.nbytes
+        self.onload_bytes += nbytes
+        self.lane_use.activations_bytes += nbytes
+
+    def arrived(self, transfer: Transfer | LateTransfer) -> None:
+        """Compute was told to wait for a copy to the device."""
         self._copies["onload"].append((transfer.nbytes, transfer.begun, transfer.done))
+
+    def spilled(self, nbytes: int, seconds: float) -> None:
+        """Bytes went to disk."""
+        self.spill_bytes += nbytes
+        self.spill_seconds_per_byte = min(self.spill_seconds_per_byte or seconds / nbytes, seconds / nbytes)
+
+    def fetched(self, nbytes: int, seconds: float) -> None:
+        """Bytes came from disk."""
+        self.fetch_bytes += nbytes
+        self.fetch_seconds_per_byte = min(self.fetch_seconds_per_byte or seconds / nbytes, seconds / nbytes)
 
     def waited(self, asked: Tick, began: Tick) -> None:
         """Compute was told to wait between these moments."""

@@ -1,8 +1,9 @@
 """How are a model's activations offloaded? `offload_activations()` wires it, and its handle shows what it did."""
 
 import contextlib
+import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -15,13 +16,15 @@ from millrace.activations.item import Item
 from millrace.activations.meter import ActivationMeter
 from millrace.activations.saving import Saving, pop_left_over, top_is_foreign
 from millrace.activations.selection import Selection
+from millrace.activations.spilling import DiskStash
 from millrace.activations.stash import PURPOSE, Stash
-from millrace.activations.targets import chosen_layers, chosen_modules, named_layers
+from millrace.activations.targets import check_targets, chosen_layers, chosen_modules, named_layers
 from millrace.activations.watched import make_watched, unwatch, watcher_of
-from millrace.config import ActivationConfig, Size, parse_bytes
+from millrace.config import ActivationConfig, Size
 from millrace.engine.managed import site_of
 from millrace.engine.meter import LaneUse
 from millrace.errors import StateError
+from millrace.memory.disk import DiskStore
 from millrace.memory.ledger import Ledger, Tier
 from millrace.planning import ActivationPlan
 from millrace.report.activations import ActivationStats
@@ -41,8 +44,10 @@ def offload_activations(
     fraction: float = 1.0,
     min_bytes: Size = "1MiB",
     modules: Sequence[nn.Module | str] | None = None,
+    tier: str = "host",
     device_memory: Size | None = None,
     host_memory: Size | None = None,
+    disk: str | os.PathLike[str] | None = None,
     most_in_flight: int | None = None,
 ) -> "ActivationOffloading":
     """Lets what autograd saves in forward wait in host memory until backward. For a model that is on its device.
@@ -56,6 +61,7 @@ def offload_activations(
     - `fraction`: at most this share of the bytes leaves, those saved first. 0 to 1.
     - `min_bytes`: smaller tensors stay.
     - `modules`: only what is saved inside of these modules or name patterns (such as "*.mlp").
+    - `tier`: "host", or "disk": they pass through a little host memory, and rest in a file in the directory `disk`.
     - `device_memory`: ceiling in bytes for the saved tensors on the device, kept even if compute has to wait. Default:
       as few as hide behind compute.
     - `host_memory`: ceiling in bytes for the host memory. Default: what cgroup and machine leave, less 15%.
@@ -65,7 +71,8 @@ def offload_activations(
     together by `millrace.offload(model, activations=True)`.
 
     Raises ValueError and TypeError for settings that make no sense, StateError for a model whose activations or weights
-    are offloaded already. The first forward that needs more than `host_memory` raises BudgetError.
+    are offloaded already, or a directory that is in use, DiskError for one that cannot be used. The first forward that
+    needs more than `host_memory` raises BudgetError.
     """
     config = ActivationConfig.of(
         layers=layers,
@@ -73,8 +80,12 @@ def offload_activations(
         min_bytes=min_bytes,
         modules=modules,
         device_memory=device_memory,
+        host_memory=host_memory,
         most_in_flight=most_in_flight,
+        tier=tier,
     )
+    if (tier == "disk") != (disk is not None):
+        raise ValueError(f'tier={tier!r}, disk={disk!r}: with tier="disk", and only then, give a directory as disk')
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
     for module in model.modules():
@@ -85,11 +96,10 @@ def offload_activations(
             )
     first = next(iter(model.parameters()), None)
     lanes = open_lanes(resolve_device(None if first is None else first.device))
-    if host_memory is None:
-        ledger = Ledger(host_budget_bytes=int(available_host_bytes() * (1 - _HOST_RESERVE)))
-    else:
-        ledger = Ledger(host_budget_bytes=parse_bytes(host_memory, name="host_memory"))
-    return ActivationOffloading(model, config, lanes, ledger)
+    ledger = Ledger(host_budget_bytes=int(available_host_bytes() * (1 - _HOST_RESERVE)))
+    check_targets(model, config)
+    store = None if disk is None else DiskStore(disk, ledger)
+    return ActivationOffloading(model, config, lanes, ledger, store)
 
 
 class ActivationOffloading:
@@ -101,6 +111,7 @@ class ActivationOffloading:
         config: ActivationConfig,
         lanes: Lanes,
         ledger: Ledger,
+        store: DiskStore | None = None,
         shared: LaneUse | None = None,
     ) -> None:
         for name, module in model.named_modules():
@@ -110,21 +121,26 @@ class ActivationOffloading:
                 )
         self._model = weakref.ref(model)
         self._lanes = lanes
-        self._own_lanes = shared is None
+        self._shares = shared is not None  # lanes, ledger and store, with the weights
+        self._removed = False
         self._ledger = ledger
         self._meter = ActivationMeter(lanes, shared or LaneUse())
-        self._stash = Stash(lanes, ledger, self._meter)
+        self._store = store
+        self._stash = self._make_stash(config)
+        if self._shares:
+            self._stash.pool.reserve()
         self._book = ActivationBook(config, lanes, self._meter)
         layers, modules = chosen_layers(model, config.layers), chosen_modules(model, config.modules)
         self._selection = Selection(model, lanes.device, config.min_bytes, layers, modules)
-        self._names = dict(named_layers(model)) | dict.fromkeys((*(layers or ()), *(modules or ())), "")
-        self._names = {module: name for name, module in model.named_modules() if module in self._names}
+        watched = {*named_layers(model), *(layers or ()), *(modules or ())}
+        # Weak, as all that is known of modules here: this lives as long as they do.
+        self._names = weakref.WeakKeyDictionary({m: name for name, m in model.named_modules() if m in watched})
         self._busy = False
         self._round = 0  # backwards so far
         self._backward: _Backward | None = None
         self._used: dict[Course, None] = {}  # courses whose items the backward under way has used
         self._entries: weakref.WeakKeyDictionary[Course, Entry] = weakref.WeakKeyDictionary()
-        for module in {model: "", **self._names}:
+        for module in {model, *watched}:
             make_watched(module, self)
 
     # what it did ------------------------------------------------------------------------------------------------------
@@ -149,6 +165,8 @@ class ActivationOffloading:
             hits=meter.hits,
             demand_onloads=meter.demand_onloads,
             stall_seconds=meter.stall_seconds(),
+            spill_bytes=meter.spill_bytes,
+            fetch_bytes=meter.fetch_bytes,
             skipped=self._selection.skipped_kinds,
             pool_growths=self._stash.pool.grown,
         )
@@ -173,9 +191,22 @@ class ActivationOffloading:
         for module in [] if model is None else model.modules():
             if watcher_of(module) is self:
                 unwatch(module)
-        if self._own_lanes:
-            weakref.finalize(self._stash, self._lanes.close)
-            self._own_lanes = False
+        if self._removed:
+            return
+        self._removed = True
+        closers = self._stash.closers()
+        if self._shares:
+            _call_all(closers)
+        else:  # a backward may still come: when nothing can ask for an activation any more, the stash is gone
+            closers += [] if self._store is None else [self._store.close]
+            weakref.finalize(self._stash, _call_all, [*closers, self._lanes.close])
+
+    def _make_stash(self, config: ActivationConfig) -> Stash:
+        if config.tier == "host":
+            return Stash(self._lanes, self._ledger, self._meter, config.host_memory_bytes)
+        if self._store is None:
+            raise ValueError('tier="disk" needs a directory; give disk="/path/on/a/local/drive"')
+        return DiskStash(self._lanes, self._ledger, self._meter, config.host_memory_bytes, self._store)
 
     def __enter__(self) -> "ActivationOffloading":
         return self
@@ -210,8 +241,7 @@ class ActivationOffloading:
         if not torch.is_grad_enabled() or top_is_foreign():
             yield
             return
-        self._stash.settle()
-        self._stash.pool.consolidate()
+        self._stash.begin()
         self._selection.begin()
         plan, refined = self._book.expect(entry)
         course = Course(self._stash, plan, timed=not refined)
@@ -244,7 +274,7 @@ class ActivationOffloading:
             item.course.used(item, self._round)
         else:
             if item.memory is None:  # a part of a graph is gone through twice
-                self._stash.send_for(item)
+                self._stash.send_for(item, needed=True)
             self._stash.arrive(item)
             item.course.used_again(item, self._round)
         return self._round
@@ -261,6 +291,11 @@ class ActivationOffloading:
             if completed and course.timed and not course.learned:
                 course.learned = True
                 self._book.learn(self._entries[course], course, self._lanes.tick())
+
+
+def _call_all(calls: list[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 class _Backward:

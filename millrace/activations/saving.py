@@ -52,7 +52,7 @@ class _Handle:
         item.handles += 1
 
     def __del__(self) -> None:
-        if self.item.slab is not None:
+        if self.item.sent:
             self.stash.lose(self.item, self.round)
 
     def tensor(self) -> torch.Tensor:

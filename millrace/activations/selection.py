@@ -1,5 +1,6 @@
 """Which of the tensors that autograd saves may leave? Large ones that the model made, as far as the user says so."""
 
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -37,10 +38,10 @@ class Selection:
         layers: Iterable[nn.Module] | None,
         modules: Iterable[nn.Module] | None,
     ) -> None:
-        self._model = model
+        self._model = weakref.ref(model)
         self._device = device
         self._min_bytes = min_bytes
-        self._filters = [set(group) for group in (layers, modules) if group is not None]
+        self._filters = [weakref.WeakSet(group) for group in (layers, modules) if group is not None]
         self._inside = [0] * len(self._filters)  # how many modules of each filter are being called
         self._own: frozenset[int] = frozenset()  # storages of parameters and buffers: they stay anyway
         self._names: list[str] = []
@@ -55,9 +56,10 @@ class Selection:
         """An outermost call begins: which memory is the model's own?"""
         self._inside = [0] * len(self._filters)
         self._names = []
+        model = self._model()
         self._own = frozenset(
             tensor.untyped_storage()._cdata
-            for tensors in (self._model.parameters(), self._model.buffers())
+            for tensors in (() if model is None else (model.parameters(), model.buffers()))
             for tensor in tensors
             if _is_plain(tensor) and tensor.device == self._device
         )

@@ -4,14 +4,15 @@ The order across lanes is the subject of docs/design/activations.md.
 """
 
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
 from millrace.activations.item import Item, Place
 from millrace.activations.meter import ActivationMeter
 from millrace.memory.ledger import Ledger, Tier
-from millrace.memory.pool import HostPool
-from millrace.runtime.lanes import Event, Lane, Lanes
+from millrace.memory.pool import HostPool, Slab
+from millrace.runtime.lanes import Event, Lane, Lanes, LateTransfer, Transfer
 
 __all__ = ["PURPOSE", "Stash"]
 
@@ -21,22 +22,29 @@ PURPOSE = "activations"
 class Stash:
     """The host memory of one model's activations, and the copies to and from it."""
 
-    def __init__(self, lanes: Lanes, ledger: Ledger, meter: ActivationMeter) -> None:
+    def __init__(self, lanes: Lanes, ledger: Ledger, meter: ActivationMeter, host_bytes: int | None) -> None:
         self.lanes = lanes
         self.ledger = ledger
         self.meter = meter
-        self.pool = HostPool(lanes.device, ledger, PURPOSE)
+        self.pool = HostPool(lanes.device, ledger, PURPOSE, host_bytes)
         self._submitting = False  # between a copy and its note
         self._lost: deque[tuple[Item, int]] = deque()  # handles that autograd let go of, with the round of their use
+
+    def begin(self) -> None:
+        """A forward begins."""
+        self.settle()
+        self.pool.consolidate()
 
     # moves ------------------------------------------------------------------------------------------------------------
     def send_out(self, item: Item) -> None:
         """Submits the copy to the host, behind what compute was given until now."""
-        if item.memory is None or item.slab is not None:
+        if item.memory is None or item.sent:
             return
-        item.slab = self.pool.take(item.nbytes)
+        slab = self._slab_for(item)
+        item.sent = True
+        item.slab = slab
         self._submitting = True
-        item.leaving = self.lanes.copy(Lane.OFFLOAD, [(item.slab.memory, item.memory)], self.lanes.mark())
+        item.leaving = self.lanes.copy(Lane.OFFLOAD, [(slab.memory[: item.nbytes], item.memory)], self.lanes.mark())
         self._submitting = False
         self.ledger.add(Tier.DEVICE, PURPOSE, item.nbytes)
         self.meter.offloaded(item.leaving)
@@ -49,23 +57,25 @@ class Stash:
         item.leaving = item.memory = None
         self.ledger.add(Tier.DEVICE, PURPOSE, -item.nbytes)
 
-    def send_for(self, item: Item) -> None:
-        """Allocates device memory and submits the copy back."""
-        if item.place is not Place.AWAY or item.slab is None:
+    def send_for(self, item: Item, *, needed: bool) -> None:
+        """Allocates device memory and submits the copy back. Not `needed` yet: only if there is room on its way."""
+        if item.place is not Place.AWAY or not item.sent or not self._is_open(item, needed=needed):
             return
         memory = torch.empty(item.nbytes, dtype=torch.uint8, device=self.lanes.device)
         self._submitting = True
-        item.arriving = self.lanes.copy(Lane.ONLOAD, [(memory, item.slab.memory)], self.lanes.mark())
+        item.arriving = self._copy_back(item, memory, self.lanes.mark())
         item.memory, item.returned = memory, True
         self._submitting = False
         self.ledger.add(Tier.DEVICE, PURPOSE, item.nbytes)
-        self.meter.onloaded(item.arriving)
+        self.meter.onloaded(item.nbytes)
 
     def arrive(self, item: Item) -> None:
         """Compute waits for the copy back."""
         if item.arriving is not None:
-            self._wait(item.arriving.done)
+            transfer = item.arriving
+            self._wait(transfer.done)
             item.arriving = None
+            self.meter.arrived(transfer)
 
     def put_back(self, item: Item) -> None:
         """Our hold on device memory that was copied back ends: whoever was given it has it, and the host has it too."""
@@ -78,6 +88,31 @@ class Stash:
         asked = self.lanes.tick()
         self.lanes.wait(event)
         self.meter.waited(asked, self.lanes.tick())
+
+    # the host's side, which the disk tier does in its own way ---------------------------------------------------------
+    def _slab_for(self, item: Item) -> Slab:
+        """Host memory for the copy out."""
+        return self.pool.take(item.nbytes)
+
+    def _is_open(self, item: Item, *, needed: bool) -> bool:
+        """Whether the way back is open now."""
+        return item.slab is not None
+
+    def _copy_back(self, item: Item, memory: torch.Tensor, after: Event) -> Transfer | LateTransfer:
+        """Submits the copy into `memory`, which may be written after the event."""
+        if item.slab is None:
+            raise RuntimeError("an activation that is away is not on the host")
+        return self.lanes.copy(Lane.ONLOAD, [(memory, item.slab.memory[: item.nbytes])], after)
+
+    def _give_up(self, item: Item) -> None:
+        """Nobody needs the host's copy any more, and compute is ordered behind the copies that used it."""
+        slab, item.slab = item.slab, None
+        if slab is not None:
+            self.pool.give_back(slab)
+
+    def closers(self) -> list[Callable[[], None]]:
+        """What ends the threads of the stash; none of it refers to the stash itself."""
+        return []
 
     # ends -------------------------------------------------------------------------------------------------------------
     def lose(self, item: Item, last_round: int) -> None:
@@ -102,6 +137,4 @@ class Stash:
         """Its copies are ordered before whatever compute does next, so both ends of them may be used again."""
         self.let_go(item)
         self.put_back(item)
-        slab, item.slab = item.slab, None
-        if slab is not None:
-            self.pool.give_back(slab)
+        self._give_up(item)

@@ -6,9 +6,12 @@ one arena of exactly the bytes that were in use at once takes the place of the m
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from mmap import PAGESIZE
 
 import torch
 
+from millrace.config import format_bytes
+from millrace.errors import BudgetError
 from millrace.memory.arena import Arena, aligned, whole_pages
 from millrace.memory.ledger import Ledger
 
@@ -27,13 +30,17 @@ class Slab:
 class HostPool:
     """Page-locked host memory for `device`, booked in `ledger` under `purpose`. Not safe for several threads at once.
 
-    Raises BudgetError, before anything is allocated, when more arenas would be over the ledger's host budget.
+    Raises BudgetError, before anything is allocated, when more arenas would be over the ledger's host budget, or
+    over `limit_bytes` for this pool alone.
     """
 
-    def __init__(self, device: torch.device, ledger: Ledger, purpose: str) -> None:
+    def __init__(self, device: torch.device, ledger: Ledger, purpose: str, limit_bytes: int | None = None) -> None:
         self._context = device, ledger, purpose
+        self._limit_bytes = limit_bytes
         self._arenas: list[Arena] = []
         self._free: list[list[tuple[int, int]]] = []  # of each arena: ranges (begin, end), in order, never adjacent
+        self._reserved = False
+        self._consolidated = False
         self.held_bytes = 0  # handed out now
         self._peak_bytes = 0
         self.grown = 0  # how many arenas were made since the beginning
@@ -44,16 +51,24 @@ class HostPool:
         return sum(arena.nbytes for arena in self._arenas)
 
     def take(self, nbytes: int) -> Slab:
-        """Memory for `nbytes`, of arbitrary contents."""
+        """Memory for `nbytes`, of arbitrary contents; from a new arena if the others have no room for it."""
+        slab = self.try_take(nbytes)
+        if slab is None:
+            self.grow(aligned(nbytes))
+            slab = self.try_take(nbytes)
+        if slab is None:
+            raise RuntimeError(f"a new arena has no room for {nbytes} bytes")
+        return slab
+
+    def try_take(self, nbytes: int) -> Slab | None:
+        """Memory for `nbytes` from what there is; None where there is no room."""
         wanted = aligned(nbytes)
         for index, ranges in enumerate(self._free):
             for place, (begin, end) in enumerate(ranges):
                 if end - begin >= wanted:
                     ranges[place : place + 1] = [(begin + wanted, end)] if end - begin > wanted else []
                     return self._handed_out(index, begin, nbytes)
-        self._add_arena(wanted)
-        self._free[-1] = [(wanted, self._arenas[-1].nbytes)] if self._arenas[-1].nbytes > wanted else []
-        return self._handed_out(len(self._arenas) - 1, 0, nbytes)
+        return None
 
     def give_back(self, slab: Slab) -> None:
         """The slab's memory may be handed out again. The caller has seen to it that no copy uses it any more."""
@@ -69,20 +84,35 @@ class HostPool:
         self.held_bytes -= aligned(slab.memory.nbytes)
 
     def consolidate(self) -> None:
-        """One arena of the peak instead of many. Only does something when all memory has come back."""
-        if self.held_bytes or (len(self._arenas) == 1 and self._arenas[0].nbytes == whole_pages(self._peak_bytes)):
+        """One arena instead of many, where all memory has come back: of the peak, and of all if that was too little."""
+        if self._reserved or self.held_bytes or len(self._arenas) < 2:
             return
-        peak_bytes = self._peak_bytes
-        self.clear()
-        if peak_bytes:
-            self._add_arena(peak_bytes)
-
-    def clear(self) -> None:
-        """Lets go of the arenas; memory that is still handed out lives as long as its slab."""
+        wanted_bytes = self.arena_bytes if self._consolidated else self._peak_bytes
         self._arenas, self._free = [], []
-        self._peak_bytes = 0
+        self._consolidated = True
+        self.grow(wanted_bytes)
 
-    def _add_arena(self, nbytes: int) -> None:
+    def reserve(self) -> None:
+        """All that the limit allows is made now and kept, so that nobody else takes it from the ledger's budget."""
+        if self._limit_bytes is not None and not self._arenas:
+            self.grow(self._limit_bytes // PAGESIZE * PAGESIZE)
+            self._reserved = True
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether the budgets allow another arena of that size."""
+        _, ledger, _ = self._context
+        within = self._limit_bytes is None or self.arena_bytes + whole_pages(nbytes) <= self._limit_bytes
+        return within and ledger.has_room(whole_pages(nbytes))
+
+    def grow(self, nbytes: int) -> None:
+        """Makes another arena."""
+        if self._limit_bytes is not None and self.arena_bytes + whole_pages(nbytes) > self._limit_bytes:
+            wanted_bytes = self.arena_bytes + whole_pages(nbytes)
+            raise BudgetError(
+                f"{self._context[2]} need {format_bytes(nbytes)} of host memory beside"
+                f" {format_bytes(self.arena_bytes)}; host_memory allows them {format_bytes(self._limit_bytes)}; raise"
+                f" it to at least {format_bytes(wanted_bytes, at_least=True)}"
+            )
         self._arenas.append(Arena(nbytes, *self._context))
         self._free.append([(0, self._arenas[-1].nbytes)])
         self.grown += 1

@@ -15,7 +15,8 @@ class ActivationStats:
     `host_held_bytes` wait on the host now; `host_bytes` is the memory made for them, `host_peak_bytes` the most of it.
     `device_peak_bytes` were on their way out or back, at most. `offload_bytes` left in `offloads` copies,
     `onload_bytes` came back in `onloads`. Of the uses in backward, `hits` found their tensor on the device or on its
-    way there, `demand_onloads` did not. `stall_seconds` is how long compute waited for copies. `skipped` tensors were
+    way there, `demand_onloads` did not. `spill_bytes` went to disk, `fetch_bytes` came
+    from there. `stall_seconds` is how long compute waited for copies. `skipped` tensors were
     of kinds that cannot be offloaded (subclasses, sparse, quantised, parts of memory that others may write to).
     `pool_growths`: how often host memory was made.
     """
@@ -30,6 +31,8 @@ class ActivationStats:
     onloads: int
     hits: int
     demand_onloads: int
+    spill_bytes: int
+    fetch_bytes: int
     stall_seconds: float
     skipped: int
     pool_growths: int
@@ -44,6 +47,9 @@ class ActivationStats:
             ("uses in backward", f"{self.hits} in time, {self.demand_onloads} on demand"),
             ("stall for activations", f"{self.stall_seconds:.3f} s"),
         ]
+        if self.spill_bytes or self.fetch_bytes:
+            moved = f"{format_bytes(self.spill_bytes)} spilled, {format_bytes(self.fetch_bytes)} fetched"
+            rows.insert(4, ("activations on disk", moved))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 

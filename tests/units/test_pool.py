@@ -55,12 +55,28 @@ def test_one_arena_of_the_peak_takes_the_place_of_many() -> None:
     assert len(set(grown)) == 1  # nothing is made after the first round
 
 
-def test_memory_outlives_the_pool_that_it_came_from() -> None:
+def test_sizes_that_take_turns_do_not_make_memory_each_time() -> None:
     pool, _ = make()
-    slab = pool.take(4096)
-    slab.memory.fill_(7)
-    pool.clear()
-    assert bool((slab.memory == 7).all())
+    grown = []
+    for turn in range(8):
+        slabs = [pool.take(size) for size in ((5000, 70_000), (90_000, 100), (400, 60_000, 30_000))[turn % 3]]
+        for slab in slabs:
+            pool.give_back(slab)
+        pool.consolidate()
+        grown.append(pool.grown)
+    assert len(set(grown[3:])) == 1
+
+
+def test_memory_that_is_reserved_stays_as_it_is() -> None:
+    ledger = Ledger()
+    pool = HostPool(torch.device("cpu"), ledger, "activations", 100_000)
+    pool.reserve()
+    assert pool.arena_bytes == 98304
+    pool.give_back(pool.take(50_000))
+    pool.consolidate()
+    assert pool.arena_bytes == 98304
+    with pytest.raises(BudgetError, match="allows them 97"):
+        pool.take(120_000)
 
 
 def test_the_budget_is_kept_to() -> None:

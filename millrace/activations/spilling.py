@@ -1,0 +1,157 @@
+"""How do activations rest on disk? They pass through a little host memory, written behind and read ahead.
+
+The host memory of an item is handed on as soon as the disk has the bytes. A copy back is submitted by a thread of its
+own, when the read before it is done.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from millrace.activations.item import Item
+from millrace.activations.meter import ActivationMeter
+from millrace.activations.stash import PURPOSE, Stash
+from millrace.errors import DiskError
+from millrace.memory.arena import whole_pages
+from millrace.memory.disk import DiskStore, Extent, Request
+from millrace.memory.ledger import Ledger, Tier
+from millrace.memory.pool import Slab
+from millrace.runtime.lanes import Event, Lane, Lanes, LateTransfer, Transfer
+
+__all__ = ["DiskStash"]
+
+_STAGED_ITEMS = 4  # on their way at once, of the largest size: two each way
+
+
+@dataclass(eq=False)
+class _Spill:
+    """One item on its way to disk."""
+
+    item: Item
+    slab: Slab
+    request: Request
+
+
+class DiskStash(Stash):
+    """A stash whose items rest in `store`. The host memory holds a few items, as far as the ledger's budget allows."""
+
+    def __init__(
+        self, lanes: Lanes, ledger: Ledger, meter: ActivationMeter, host_bytes: int | None, store: DiskStore
+    ) -> None:
+        super().__init__(lanes, ledger, meter, host_bytes)
+        self._store = store
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="millrace-activations")
+        self._extents: dict[int, list[Extent]] = defaultdict(list)  # free ones, by their size
+        self._extent_of: dict[Item, Extent] = {}
+        self._spills: deque[_Spill] = deque()
+        self._fetched: dict[Item, Slab] = {}  # items that are being read, in the order of submission
+
+    def begin(self) -> None:
+        """A forward begins."""
+        self.settle()
+
+    def settle(self) -> None:
+        """Takes back host memory of items that nobody can ask for any more, or that the disk has."""
+        super().settle()
+        while self._spills and self._spills[0].request.query() and self._spills[0].item.arriving is None:
+            self._end_spill()
+
+    def send_out(self, item: Item) -> None:
+        """Submits the copy to the host, and behind it the write."""
+        super().send_out(item)
+        if item in self._extent_of or item.slab is None or item.leaving is None:
+            return
+        extent = self._extent(item.nbytes)
+        self._extent_of[item] = extent
+        request = self._store.write(extent, item.slab.memory[: item.nbytes], after=item.leaving.done)
+        self._spills.append(_Spill(item, item.slab, request))
+
+    def arrive(self, item: Item) -> None:
+        """Compute waits for the copy back; then the host memory that it passed through is handed on."""
+        super().arrive(item)
+        slab = self._fetched.pop(item, None)
+        if slab is not None:
+            self.pool.give_back(slab)
+
+    def put_back(self, item: Item) -> None:
+        """Our hold on device memory ends. A read that failed hurts nobody here: whoever needs the item reads again."""
+        try:
+            super().put_back(item)
+        except DiskError:
+            item.arriving = item.memory = None
+            self.ledger.add(Tier.DEVICE, PURPOSE, -item.nbytes)
+            self.pool.give_back(self._fetched.pop(item))
+
+    def closers(self) -> list[Callable[[], None]]:
+        """What ends the threads of the stash; none of it refers to the stash itself."""
+        return [self._sender.shutdown]
+
+    def _slab_for(self, item: Item) -> Slab:
+        return self._staged(item, needed=True) or self.pool.take(whole_pages(item.nbytes))
+
+    def _is_open(self, item: Item, *, needed: bool) -> bool:
+        if item.slab is not None:  # the disk may have it by now, but the host still has it too
+            return True
+        slab = self._staged(item, needed=needed)
+        if slab is None and needed:
+            slab = self.pool.take(whole_pages(item.nbytes))  # raises that there is no room
+        if slab is not None:
+            self._fetched[item] = slab
+        return slab is not None
+
+    def _copy_back(self, item: Item, memory: torch.Tensor, after: Event) -> Transfer | LateTransfer:
+        if item.slab is not None:
+            return super()._copy_back(item, memory, after)
+        staged = self._fetched[item].memory[: item.nbytes]
+        # Copies that used this host memory before were waited for by compute, so they are before `after`.
+        reading = self._store.read(self._extent_of[item], staged, after=after)
+
+        lanes, meter = self.lanes, self.meter  # not the stash, which must not end on that thread
+
+        def send() -> Transfer:
+            seconds = reading.reached_at() - reading.began_at()
+            meter.fetched(staged.nbytes, seconds)
+            return lanes.copy(Lane.ONLOAD, [(memory, staged)], after)
+
+        submitted: Future[Transfer] = self._sender.submit(send)
+        return LateTransfer(Lane.ONLOAD, item.nbytes, submitted)
+
+    def _give_up(self, item: Item) -> None:
+        """The store writes and reads an extent in the order of submission: it may be another item's from now on."""
+        extent = self._extent_of.pop(item, None)
+        if extent is not None:
+            self._extents[extent.nbytes].append(extent)
+
+    # room -------------------------------------------------------------------------------------------------------------
+    def _staged(self, item: Item, *, needed: bool) -> Slab | None:
+        """Host memory on the way to or from disk. For what is needed, the host waits for writes, or gives up reads."""
+        wanted = whole_pages(item.nbytes)
+        while (slab := self.pool.try_take(wanted)) is None:
+            if self.pool.arena_bytes < _STAGED_ITEMS * wanted and self.pool.has_room(wanted):
+                whole = _STAGED_ITEMS * wanted
+                self.pool.grow(whole if self.pool.has_room(whole) else wanted)
+            elif self._spills:
+                self._spills[0].request.synchronize()
+                self.arrive(self._spills[0].item)
+                self._end_spill()
+            elif needed and self._fetched:
+                self.put_back(next(reversed(self._fetched)))
+            else:
+                return None
+        return slab
+
+    def _end_spill(self) -> None:
+        """The disk has an item; its host memory is handed on. Raises what kept it from being written."""
+        spill = self._spills.popleft()
+        if spill.item.slab is spill.slab:
+            spill.item.slab = None
+        self.pool.give_back(spill.slab)
+        seconds = spill.request.reached_at() - spill.request.began_at()
+        self.meter.spilled(spill.item.nbytes, seconds)
+
+    def _extent(self, nbytes: int) -> Extent:
+        free = self._extents[nbytes]
+        return free.pop() if free else self._store.allocate(f"activations of {nbytes} bytes", nbytes, PURPOSE)

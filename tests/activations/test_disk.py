@@ -1,0 +1,148 @@
+"""Are activations that rest on disk exact, with little host memory, and does a fault of the disk show?"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import millrace
+from millrace.memory.disk import DiskStore
+from tests.activations.models import SAVED_BYTES, Stack, assert_same, rows, step
+from tests.activations.test_orders import ORDERS, Script
+from tests.matrix.compare import budget_bytes, to_device, train, weight_bytes
+from tests.matrix.models import CASES, Case
+
+pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
+
+HOST_BYTES = 5 * SAVED_BYTES  # of 12 and more
+
+
+@pytest.mark.parametrize(
+    ("case", "checkpointing", "with_weights"),
+    [
+        (CASES[0], "none", False),
+        (CASES[0], "none", True),
+        (CASES[0], "reentrant", True),
+        (CASES[0], "non-reentrant", True),
+        (CASES[2], "non-reentrant", False),
+        (CASES[3], "none", False),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_kind(case: Case, checkpointing: str, with_weights: bool, compute_device: torch.device, tmp_path: Path) -> None:
+    batches = [to_device(batch, compute_device) for batch in case.batches(3)]
+
+    def forward(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        output = model(batch[0])
+        return output, case.loss(output, batch[1])
+
+    plain = train(case.build(checkpointing).to(compute_device), batches, forward)
+    model = case.build(checkpointing)
+    settings: dict[str, Any] = {"min_bytes": 0, "device_memory": 0, "tier": "disk"}
+    if with_weights:
+        handle = millrace.offload(
+            model,
+            device=compute_device,
+            device_memory=budget_bytes(model, case.share),
+            disk=tmp_path,
+            activations=settings,
+        )
+        activations = handle.activations
+    else:
+        model.to(compute_device)
+        activations = handle = millrace.offload_activations(model, **settings, host_memory="256KiB", disk=tmp_path)
+    with handle:
+        train(model, batches, forward).assert_equals(plain)
+        assert activations is not None
+        stats = activations.stats()
+        assert stats.spill_bytes > 0
+        if not with_weights:
+            assert stats.host_peak_bytes <= 2**18
+
+
+@pytest.mark.parametrize("order", ORDERS[1:6], ids=lambda order: order.__name__)
+def test_orders(order: Script, compute_device: torch.device, tmp_path: Path) -> None:
+    plain, model = Stack(12).to(compute_device), Stack(12).to(compute_device)
+    with millrace.offload_activations(
+        model, min_bytes=0, device_memory=0, tier="disk", disk=tmp_path, host_memory=HOST_BYTES
+    ) as handle:
+        for index in range(3):
+            plain.zero_grad()
+            model.zero_grad()
+            assert_same(order(model, compute_device, index), order(plain, compute_device, index))
+        stats = handle.stats()
+    assert stats.spill_bytes > 0
+    assert stats.fetch_bytes > 0
+    assert stats.host_peak_bytes <= HOST_BYTES
+
+
+def test_disk_is_used_again(compute_device: torch.device, tmp_path: Path) -> None:
+    model = Stack(12).to(compute_device)
+    with millrace.offload_activations(
+        model, min_bytes=0, device_memory=0, tier="disk", disk=tmp_path, host_memory=HOST_BYTES
+    ) as handle:
+        for _ in range(2):
+            step(model, rows(compute_device))
+        taken = handle._store.nbytes  # type: ignore[union-attr]
+        for _ in range(3):
+            step(model, rows(compute_device))
+        assert handle._store.nbytes == taken <= 13 * SAVED_BYTES  # type: ignore[union-attr]
+
+
+def test_a_fault_of_the_disk_is_raised(compute_device: torch.device, tmp_path: Path, monkeypatch: Any) -> None:
+    def broken(self: DiskStore, *_: Any) -> None:
+        raise millrace.DiskError(5, "the drive is gone")
+
+    model = Stack(12).to(compute_device)
+    expected = step(model, rows(compute_device))
+    settings: dict[str, Any] = {"min_bytes": 0, "device_memory": 0, "tier": "disk", "host_memory": HOST_BYTES}
+    with millrace.offload_activations(model, **settings, disk=tmp_path / "broken"):
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskStore, "_read_piece", broken)
+            with pytest.raises(millrace.DiskError, match="the drive is gone"):
+                step(model, rows(compute_device))
+        assert_same(step(model, rows(compute_device)), expected)
+
+
+def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    model = Stack(2)
+    for settings, text in (
+        ({"tier": "disk"}, "give a directory"),
+        ({"disk": tmp_path}, 'tier="disk"'),
+        ({"tier": "tape"}, "neither"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            millrace.offload_activations(model, **settings)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="need a directory"):
+        millrace.offload(model, device="cpu", activations={"tier": "disk"})
+    assert type(model) is Stack
+
+
+def test_one_item_must_fit_into_host_memory(compute_device: torch.device, tmp_path: Path) -> None:
+    model = Stack().to(compute_device)
+    with (
+        millrace.offload_activations(model, min_bytes=0, tier="disk", disk=tmp_path, host_memory="16KiB"),
+        pytest.raises(millrace.BudgetError, match="activations need"),
+    ):
+        step(model, rows(compute_device))
+
+
+def test_weights_and_activations_share_a_directory(compute_device: torch.device, tmp_path: Path) -> None:
+    expected = step(Stack(12).to(compute_device), rows(compute_device))
+    model = Stack(12)
+    with millrace.offload(
+        model,
+        device=compute_device,
+        device_memory=weight_bytes(model) // 3,
+        host_memory="768KiB",
+        disk=tmp_path,
+        activations={"min_bytes": 0, "device_memory": 0, "tier": "disk", "host_memory": "128KiB"},
+    ) as handle:
+        for _ in range(4):
+            assert_same(step(model, rows(compute_device)), expected)
+        assert handle.activations is not None
+        assert handle.activations.stats().spill_bytes > 0
+        assert handle.stats().fetch_bytes > 0
+        assert handle.stats().host_peak_bytes <= 768 << 10
