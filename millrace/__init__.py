@@ -12,6 +12,7 @@ from millrace.errors import (
     StateError,
     WeightChangedError,
 )
+from millrace.integrations.transformers import from_pretrained
 from millrace.planning.cost import Hardware, RunPlan
 from millrace.report import ActivationStats, Stats
 
@@ -34,6 +35,7 @@ __all__ = [
     "Stats",
     "WeightChangedError",
     "__version__",
+    "from_pretrained",
     "mark_not_offload",
     "offload",
     "offload_activations",

@@ -19,6 +19,7 @@ PUBLIC_NAMES = [
     "Stats",
     "WeightChangedError",
     "__version__",
+    "from_pretrained",
     "mark_not_offload",
     "offload",
     "offload_activations",

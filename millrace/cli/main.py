@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import millrace
 from millrace.cli.doctor import add_doctor_command
+from millrace.cli.generate import add_generate_command
 from millrace.cli.plan import add_plan_command
 from millrace.cli.probe import add_probe_command
 from millrace.cli.report import add_report_command
@@ -29,6 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"millrace {millrace.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_train_command(commands)
+    add_generate_command(commands)
     add_plan_command(commands)
     add_probe_command(commands)
     add_report_command(commands)

@@ -1,0 +1,139 @@
+"""Does a model that fits in no memory come from its directory, and write the text that the plain model writes?"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import millrace
+from millrace.cli.main import main
+from millrace.errors import CheckpointError
+from millrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer
+
+IDS = {"vocab_size": VOCABULARY_SIZE, "bos_token_id": None, "eos_token_id": END_ID, "pad_token_id": PAD_ID}
+MODELS: dict[str, Callable[[], torch.nn.Module]] = {
+    "llama": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=8,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+            **IDS,
+        )
+    ).bfloat16(),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=8, n_head=4, n_positions=64, **IDS)),
+}
+
+
+@pytest.fixture(params=list(MODELS))
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A model of about 700 KB in several shards, with its tokenizer; GPT-2 has tied embeddings."""
+    torch.manual_seed(0)
+    path = tmp_path / "model"
+    MODELS[request.param]().save_pretrained(path, max_shard_size="200KB")
+    byte_tokenizer(longest=64).save_pretrained(path)
+    return path
+
+
+def budgets(directory: Path) -> dict[str, int | Path]:
+    """Room for a third of the weights on the device, for a quarter on the host, and a disk."""
+    total = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    return {"device_memory": total // 3, "host_memory": total // 4, "disk": directory.parent / "spill"}
+
+
+def test_it_writes_what_the_plain_model_writes(directory: Path, compute_device: torch.device) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").to(compute_device)
+    prompt = torch.arange(5, 15).view(1, -1)
+    expected = plain.generate(prompt.to(compute_device), max_new_tokens=12, do_sample=False)
+    files = {file: file.read_bytes() for file in directory.iterdir()}
+    limits = budgets(directory)
+    model, handle = millrace.from_pretrained(directory, trainable=False, device=compute_device, **limits)
+    with handle:
+        found = model.generate(prompt.to(compute_device), max_new_tokens=12, do_sample=False)
+        assert torch.equal(found, expected)
+        stats = handle.stats()
+        assert 0 < stats.device_peak_bytes <= limits["device_memory"]
+        assert stats.host_peak_bytes <= limits["host_memory"]
+        assert stats.fetch_bytes > stats.disk_bytes > 0  # the weights came from disk more than once
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        for (name, home), weight in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(home, weight.cpu()), name
+    assert {file: file.read_bytes() for file in directory.iterdir()} == files
+
+
+def test_it_trains(directory: Path) -> None:
+    """One step, against the plain model's gradients; and the checkpoint stays as it was."""
+    plain = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
+    files = {file: file.read_bytes() for file in directory.glob("*.safetensors")}
+    batch = torch.arange(5, 35).view(2, -1)
+    plain(input_ids=batch, labels=batch).loss.backward()
+    model, handle = millrace.from_pretrained(directory, device="cpu", **budgets(directory))
+    with handle:
+        model(input_ids=batch, labels=batch).loss.backward()
+        for (name, home), weight in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+            assert torch.equal(home.grad, weight[1].grad), name
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        model(input_ids=batch, labels=batch)
+        for home, weight in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(home, weight)
+    assert {file: file.read_bytes() for file in directory.glob("*.safetensors")} == files
+
+
+def test_directories_that_hold_no_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no config.json; give the directory of a transformers model"):
+        millrace.from_pretrained(tmp_path)
+    config = LlamaConfig(architectures=["LlamaForEverything"])
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict(), default=str))
+    with pytest.raises(CheckpointError, match=r"names the architectures \['LlamaForEverything'\], none of which"):
+        millrace.from_pretrained(tmp_path)
+
+
+def test_the_command_line_writes_text(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = budgets(directory)
+    line = ["generate", "--model", str(directory), "--prompt", "one two", "--max-new-tokens", "8", "--device", "cpu"]
+    line += [f"--{name.replace('_', '-')}={value}" for name, value in limits.items()]
+    plain = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    tokenizer = byte_tokenizer(longest=64)
+    prompt = tokenizer("one two", return_tensors="pt")
+    expected = plain.generate(**prompt, max_new_tokens=8, do_sample=False)[0]
+    assert main(line) == 0
+    written = capsys.readouterr()
+    assert written.out.strip() == tokenizer.decode(expected, skip_special_tokens=True).strip()
+    assert "of weights at most" in written.err
+    assert "B/s came from disk" in written.err
+    assert list(limits["disk"].iterdir()) == []  # type: ignore[union-attr]
+
+
+def test_sampling_follows_the_seed(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["generate", "--model", str(directory), "--prompt", "one", "--max-new-tokens", "8", "--device", "cpu"]
+    texts = []
+    for seed in ("1", "1", "2"):
+        assert main([*line, "--sample", "--temperature", "1.5", "--seed", seed]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        (["--max-new-tokens", "0"], "--max-new-tokens is 0; give 1 or more"),
+        (["--temperature", "1"], "--temperature 1.0 needs --sample"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--model", "/nowhere"], "model directory /nowhere does not exist"),
+        (["--device-memory", "much"], "--device-memory='much' is not a size"),
+        (["--device", "abacus"], "device='abacus' is not a device"),
+        (["--device-memory", "1KiB"], "raise"),
+    ],
+)
+def test_bad_input_is_one_line(
+    directory: Path, extra: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--model", str(directory), "--prompt", "one", "--device", "cpu", *extra]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("millrace generate: ")
+    assert says in err
