@@ -5,11 +5,14 @@ from typing import Any
 
 import torch
 
-from millrace.optim import update
+from millrace.optim import kernel, update
 from millrace.optim.devices import Member
+from millrace.optim.disk_state import DiskState, Part, Wanted
+from millrace.optim.kernel import Master
 from millrace.optim.optimizer import HostOptimizer
 from millrace.optim.rules import ElementRule
 from millrace.optim.update import Update
+from millrace.optim.weights import FULL, REMAINDER, Weights
 
 __all__ = ["ElementOptimizer"]
 
@@ -32,6 +35,9 @@ class ElementOptimizer(HostOptimizer):
         return self.MAXIMUM if group.get("amsgrad") else None
 
     def _perform(self, members: Sequence[Member], scale: float) -> None:
+        if self._disk is not None:
+            self._perform_from_disk(self._disk, members, scale)
+            return
         rules: dict[tuple[int, float], ElementRule] = {}
         updates = []
         states = []
@@ -74,20 +80,112 @@ class ElementOptimizer(HostOptimizer):
         """
         state: dict[str, Any] = dict(member.state)
         weights = member.weights
-        own_dtype = weights.host.dtype if weights.host.dtype == torch.float64 else torch.float32
-        moments = self._options.state_dtype if own_dtype == torch.float32 else own_dtype
-        dtypes = dict.fromkeys(self._state_names(member.group), moments)
-        maximum = self._maximum_name(member.group)
-        if maximum is not None:
-            dtypes[maximum] = own_dtype
         fresh = False
-        for name, dtype in dtypes.items():
+        for name, dtype in self._dtypes(member.group, weights).items():
             value = state.get(name)
             if isinstance(value, torch.Tensor) and value.dtype != dtype:  # somebody cast it while it was away
                 value = value.to(dtype)
             kept = weights.adopt(value, dtype)
             fresh = fresh or kept is None
             state[name] = weights.zeros(dtype) if kept is None else kept
-        if self.COUNTS_STEPS or moments == torch.bfloat16:  # its stochastic rounding differs from step to step
-            state["step"] = state["step"].to("cpu") + 1 if "step" in state else torch.tensor(1.0)
+        self._count(state)
         return state, fresh
+
+    def _count(self, state: dict[str, Any]) -> None:
+        if self.COUNTS_STEPS or self._options.state_dtype == torch.bfloat16:  # rounding differs from step to step
+            state["step"] = state["step"].to("cpu") + 1 if "step" in state else torch.tensor(1.0)
+
+    def _dtypes(self, group: dict[str, Any], weights: Weights) -> dict[str, torch.dtype]:
+        """The state that a parameter needs, without its master."""
+        own_dtype = weights.host.dtype if weights.host.dtype == torch.float64 else torch.float32
+        moments = self._options.state_dtype if own_dtype == torch.float32 else own_dtype
+        dtypes = dict.fromkeys(self._state_names(group), moments)
+        maximum = self._maximum_name(group)
+        if maximum is not None:
+            dtypes[maximum] = own_dtype
+        return dtypes
+
+    # state on disk ----------------------------------------------------------------------------------------------------
+    def _perform_from_disk(self, disk: DiskState, members: Sequence[Member], scale: float) -> None:
+        wanted, rules, counted = [], [], []
+        for member in members:
+            self._to_disk(disk, member.parameter, member.group, member.weights, member.state)
+            dtypes = {**self._dtypes(member.group, member.weights), **member.weights.master_dtypes}
+            fresh = frozenset(dtypes) - disk.holds(member.parameter)
+            if member.weights.master_is_stale:
+                fresh |= frozenset(member.weights.master_dtypes)
+            wanted.append(Wanted(member.parameter, member.weights.host.numel(), dtypes, fresh))
+            counted.append(dict(member.state))
+            self._count(counted[-1])
+            rules.append(self._rule(member.group, float(counted[-1].get("step", 1.0))))
+        weights = [member.weights.exposed() for member in members]
+        gradients = [member.weights.flat(member.gradient) for member in members]
+
+        def on_host(part: Part) -> Update:
+            member, elements = members[part.index], slice(part.start, part.stop)
+            names = self._state_names(member.group)
+            maximum = self._maximum_name(member.group)
+            return Update(
+                rule=rules[part.index],
+                weight=weights[part.index][elements],
+                gradient=gradients[part.index][elements],
+                form=member.weights.form,
+                master=next((part.tensors[name] for name in member.weights.master_dtypes), None),
+                first=part.tensors[names[0]] if names else None,
+                second=part.tensors[names[1]] if len(names) > 1 else None,
+                maximum=None if maximum is None else part.tensors[maximum],
+                first_step=any(name in wanted[part.index].fresh for name in names),
+                stream=member.index + part.start * 0x9E3779B1 & 0x7FFFFFFF,
+            )
+
+        disk.stream(wanted, lambda parts: update.perform([on_host(part) for part in parts], scale))
+        for member, flat, state in zip(members, weights, counted, strict=True):
+            member.weights.performed(kernel.checksum(flat) if member.weights.form is Master.SPLIT else None)
+            member.updated = True
+            member.state.update(state)
+
+    def _to_disk(
+        self, disk: DiskState, parameter: torch.Tensor, group: dict[str, Any], weights: Weights, state: dict[str, Any]
+    ) -> None:
+        """State that was lent, loaded or put there by somebody goes to disk."""
+        dtypes = self._dtypes(group, weights)
+        present = {name for name in (*dtypes, REMAINDER, FULL) if name in state}
+        if not present:
+            return
+        lent = self._lent.pop(parameter, {})
+        if lent:
+            disk.take_back(parameter)
+        if any(state[name] is not lent.get(name) for name in present):
+            tensors = {}
+            for name, dtype in dtypes.items():
+                value = state.get(name)
+                adopted = None if value is None else weights.adopt(value.to(dtype), dtype)
+                if adopted is not None:
+                    tensors[name] = weights.flat(adopted)
+            master = weights.master(state)
+            if master is not None:
+                tensors |= dict.fromkeys(weights.master_dtypes, master)
+            disk.keep(parameter, tensors)
+        for name in (*dtypes, REMAINDER, FULL):
+            state.pop(name, None)
+
+    def _show_state(self) -> None:
+        super()._show_state()
+        if self._disk is None:
+            return
+        for parameter in self._places():
+            if parameter not in self._lent and self._disk.holds(parameter):
+                weights = self._weights_of(parameter)
+                lent = self._disk.lend(parameter, parameter.numel())
+                self._lent[parameter] = {name: weights.shaped(flat) for name, flat in lent.items()}
+                self.entries[parameter].update(self._lent[parameter])
+
+    def _take_loaded(self) -> None:
+        super()._take_loaded()
+        if self._disk is None:
+            return
+        self._lent.clear()
+        self._disk.forget()
+        for parameter, (_, group) in self._places().items():
+            if parameter.device.type == "cpu" and parameter in self.entries:
+                self._to_disk(self._disk, parameter, group, self._weights_of(parameter), self.entries[parameter])

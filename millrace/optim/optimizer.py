@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from millrace.optim.devices import Member, Twins
+from millrace.optim.disk_state import DiskState
 from millrace.optim.early import EarlyUpdates
 from millrace.optim.loading import values_from
 from millrace.optim.norms import GradientNorms
@@ -275,12 +276,19 @@ class HostOptimizer(Optimizer):
     def state(self) -> defaultdict[torch.Tensor, Any]:
         """State by parameter, as torch.optim has it. Waits for updates that are under way."""
         self.synchronize()
-        self._shares.join(self.entries)
+        self._show_state()
         return self.entries
 
     @state.setter
     def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
         self.__dict__["state"] = value
+
+    def _show_state(self) -> None:
+        """`entries` become the whole state, wherever parts of it live."""
+        self._shares.join(self.entries)
+
+    def _take_loaded(self) -> None:
+        """`entries` were loaded: what was kept of the state before is void."""
 
     # state -----------------------------------------------------------------------------------------------------------
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -303,6 +311,7 @@ class HostOptimizer(Optimizer):
             self._optimizer_load_state_dict_post_hooks = after
         self._forget_weights()
         self.__setstate__({"state": defaultdict(dict, values), "param_groups": self.param_groups})
+        self._take_loaded()
         for post_hook in after.values():
             post_hook(self)
 
@@ -312,11 +321,13 @@ class HostOptimizer(Optimizer):
         states = [*self.entries.values(), *(on_host for on_host, _ in self._shares.pieces.values())]
         values = [value for entries in states for value in entries.values() if isinstance(value, torch.Tensor)]
         held = sum(value.nbytes for value in values if value.device.type == "cpu")
+        held += 0 if self._disk is None else self._disk.host_bytes
         return held + sum(twins.held_bytes() for twins in self._twins.values())
 
     def _begin_anew(self, options: Options) -> None:
         """Nothing is under way."""
         self._updater = Updater()
+        self._disk = DiskState(options.disk) if options.tier == "disk" else None
         early = options.overlap == "backward"
         self._early = EarlyUpdates(self._begin_early, self._settings) if early else None
         self._norms = None if options.max_grad_norm is None else GradientNorms(self._updater.run)
@@ -331,6 +342,7 @@ class HostOptimizer(Optimizer):
     def _forget_weights(self) -> None:
         self._weights: dict[tuple[torch.Tensor, int], Weights] = {}
         self._shares = Shares()
+        self._lent: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # state on disk that `state` shows
         self._twins: dict[torch.device, Twins] = {}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "master_dtype": (torch.float32,),
     "master_form": ("split", "full"),
     "state_dtype": (torch.float32, torch.bfloat16),
-    "tier": ("host",),
+    "tier": ("host", "disk"),
     "overlap": ("none", "backward", "forward"),
 }
 
@@ -37,8 +37,16 @@ class Options:
             if value not in allowed:
                 choices = " or ".join(repr(choice) for choice in allowed)
                 raise ValueError(f"{name}={value!r} is not available; allowed: {choices}")
-        if self.disk is not None:
-            raise ValueError(f"disk={self.disk!r} is for a tier that is not available; leave it out")
+        if (self.tier == "disk") != (self.disk is not None):
+            raise ValueError(
+                f'tier={self.tier!r} with disk={self.disk!r}: tier="disk" needs the directory in which state rests,'
+                ' such as disk="/nvme/millrace"; other tiers need none'
+            )
+        if self.tier == "disk" and self.device_fraction != 0:
+            raise ValueError(
+                f'tier="disk" with device_fraction={self.device_fraction!r}: state rests on disk or on the device;'
+                " leave one of them out"
+            )
         fraction = self.device_fraction
         number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
         if fraction != "auto" and not (number and 0 <= float(fraction) <= 1):

@@ -51,6 +51,16 @@ class Weights:
         """A step begins: has somebody written the parameter since our last one?"""
         self.changed = self._mark != (self.parameter._version, self.parameter.data_ptr())
 
+    @property
+    def master_dtypes(self) -> dict[str, torch.dtype]:
+        """Name and dtype of the master; empty where the weight is its own."""
+        return {} if self._key is None else {self._key: _MASTER_DTYPES[self._key]}
+
+    @property
+    def master_is_stale(self) -> bool:
+        """Whether the weights were written since, so that a split master says nothing about them."""
+        return self.form is Master.SPLIT and self._written_by_others()
+
     def master(self, state: dict[str, Any]) -> torch.Tensor | None:
         """The flat master of the weights, made to agree with them where it is missing or they were written."""
         if self._key is None:
@@ -59,7 +69,7 @@ class Weights:
         if kept is None:
             kept = self.zeros(_MASTER_DTYPES[self._key])
             self._derive(kept, state)
-        elif self.form is Master.SPLIT and self._written_by_others():
+        elif self.master_is_stale:
             kept.zero_()
         state[self._key] = kept
         return self.flat(kept)

@@ -241,8 +241,10 @@ def test_weights_that_went_and_came_back_keep_the_master(form: str) -> None:
 
 BAD = [
     ({"tier": "tape"}, "tier='tape' is not available; allowed: 'host'"),
-    ({"tier": "disk"}, "allowed: 'host'"),
+    ({"tier": "tape"}, "allowed: 'host' or 'disk'"),
+    ({"tier": "disk"}, "needs the directory"),
     ({"disk": "/nvme"}, "disk='/nvme'"),
+    ({"tier": "disk", "disk": "/nvme", "device_fraction": "auto"}, "leave one of them out"),
     ({"overlap": "sideways"}, "overlap='sideways' is not available; allowed: 'none'"),
     ({"master_dtype": torch.float64}, "master_dtype=torch.float64"),
     ({"master_form": "both"}, "allowed: 'split' or 'full'"),

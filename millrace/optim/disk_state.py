@@ -1,0 +1,239 @@
+"""How does state that rests on disk take part in a step? Through a ring: read ahead, updated, written behind.
+
+Each tensor of state is an extent of a disk store. Some elements of each, of one large parameter or of several small
+ones, are a load: they share a slot of the ring while they are read, updated and written.
+"""
+
+import itertools
+import os
+import shutil
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from millrace.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore, Extent, Request, Slot, StagingRing
+from millrace.memory.ledger import Ledger, Tier
+
+__all__ = ["DiskState", "Part", "Wanted"]
+
+CHUNK_ELEMENTS = 1 << 21  # of one parameter at a time: 8 MiB of float32, what a drive takes at full speed
+_SLOTS = 4  # one is updated, the others are read into or written from
+_MOST_BYTES_PER_ELEMENT = 16
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One parameter of a step: its key, its elements, and the dtype of each of its tensors."""
+
+    key: Any
+    elements: int
+    dtypes: Mapping[str, torch.dtype]
+    fresh: frozenset[str]  # begin as zeros: nothing is read
+
+
+@dataclass
+class Part:
+    """Elements `start` to `stop` of parameter `index` of a step, and their state, in host memory for the moment."""
+
+    index: int
+    start: int
+    stop: int
+    tensors: dict[str, torch.Tensor]  # flat
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Bytes of an extent, and their place in a slot."""
+
+    extent: Extent
+    begin: int  # in the extent
+    place: int  # in the slot
+    nbytes: int
+    name: str
+    reads: bool
+
+
+class _All:
+    """The event of several requests."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = requests
+
+    def synchronize(self) -> None:
+        """Waits for all; raises what failed in one."""
+        for request in self._requests:
+            request.synchronize()
+
+    def query(self) -> bool:
+        """Whether all have ended."""
+        return all(request.query() for request in self._requests)
+
+
+class DiskState:
+    """The state of one optimizer, in a directory of its own inside of `directory`.
+
+    Raises what `DiskStore` raises.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        own = Path(directory) / f"optimizer-{os.getpid()}-{next(_numbers)}"
+        self._ledger = Ledger()
+        self._store = DiskStore(own, self._ledger)
+        self._ring = StagingRing(CHUNK_ELEMENTS * _MOST_BYTES_PER_ELEMENT, _SLOTS, torch.device("cpu"), self._ledger)
+        self._extents: dict[Any, dict[str, tuple[Extent, torch.dtype]]] = {}
+        self._written: dict[Any, set[str]] = {}  # names of the tensors whose extents hold anything
+        self._busy = threading.Lock()
+        weakref.finalize(self, _close, self._store, own)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return self._store.nbytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory."""
+        return self._ledger.held_bytes(Tier.HOST)
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes that were read and written so far."""
+        return self._store.read_bytes, self._store.written_bytes
+
+    def synchronize(self) -> None:
+        """Waits until all that was written is on disk; raises what failed."""
+        self._store.synchronize()
+
+    def holds(self, key: Any) -> frozenset[str]:
+        """The names of the tensors of a parameter that are on disk."""
+        return frozenset(self._written.get(key, ()))
+
+    def forget(self) -> None:
+        """Nothing is on disk any more; the room is kept for what comes next."""
+        self._written.clear()
+
+    def stream(self, wanted: Sequence[Wanted], update: Callable[[list[Part]], None]) -> None:
+        """Calls `update` with the state of all elements of `wanted`, some at a time; what it writes there is kept."""
+        with self._busy:
+            loads = deque(self._loads(wanted))
+            ahead: deque[tuple[Slot, list[tuple[Part, list[_Stretch]]], _All]] = deque()
+            try:
+                while loads or ahead:
+                    while loads and len(ahead) < _SLOTS - 1:
+                        ahead.append(self._read(loads.popleft()))
+                    slot, load, arrived = ahead.popleft()
+                    try:
+                        arrived.synchronize()
+                        parts = [part for part, _ in load]
+                        update(parts)
+                    except BaseException:
+                        ahead.appendleft((slot, load, arrived))
+                        raise
+                    self._ring.release(slot, _All(self._write(slot, load)))
+                for one in wanted:
+                    self._written.setdefault(one.key, set()).update(one.dtypes)
+            finally:
+                for slot, _, arrived in ahead:  # after a failure
+                    for request in arrived._requests:
+                        request.settle()
+                    self._ring.release(slot, None)
+
+    def keep(self, key: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The flat `tensors` become what is on disk of a parameter."""
+        elements = next(iter(tensors.values())).numel()
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+
+        def fill(parts: list[Part]) -> None:
+            for part in parts:
+                for name, memory in part.tensors.items():
+                    memory.copy_(tensors[name][part.start : part.stop])
+
+        self.stream([Wanted(key, elements, dtypes, frozenset(dtypes))], fill)
+
+    def lend(self, key: Any, elements: int) -> dict[str, torch.Tensor]:
+        """The tensors of a parameter as memory, flat, read from disk as it is touched; until `take_back`."""
+        lent = {}
+        for name in self.holds(key):
+            extent, dtype = self._extents[key][name]
+            self._store.to_mapping(extent).synchronize()
+            lent[name] = self._store.mapping(extent, 0, elements * dtype.itemsize).view(dtype)
+        return lent
+
+    def take_back(self, key: Any) -> None:
+        """What was lent is read and written directly again."""
+        for extent, _ in self._extents.get(key, {}).values():
+            self._store.to_direct(extent)
+
+    def _loads(self, wanted: Sequence[Wanted]) -> Iterator[list[tuple[Part, list[_Stretch]]]]:
+        load: list[tuple[Part, list[_Stretch]]] = []
+        used = 0
+        for index, one in enumerate(wanted):
+            extents = self._extents_of(one)
+            wide = sum(dtype.itemsize for dtype in one.dtypes.values()) > _MOST_BYTES_PER_ELEMENT  # float64
+            chunk = CHUNK_ELEMENTS // 2 if wide else CHUNK_ELEMENTS
+            for start in range(0, one.elements, chunk):
+                stop = min(start + chunk, one.elements)
+                sizes = {name: _pages((stop - start) * dtype.itemsize) for name, dtype in one.dtypes.items()}
+                if load and used + sum(sizes.values()) > self._ring.slot_bytes:
+                    yield load
+                    load, used = [], 0
+                stretches = []
+                for name, dtype in one.dtypes.items():
+                    begin = start * dtype.itemsize
+                    nbytes = (stop - start) * dtype.itemsize
+                    stretches.append(_Stretch(extents[name], begin, used, nbytes, name, name not in one.fresh))
+                    used += sizes[name]
+                load.append((Part(index, start, stop, {}), stretches))
+                for stretch in stretches:
+                    load[-1][0].tensors[stretch.name] = torch.empty(0, dtype=one.dtypes[stretch.name])
+        if load:
+            yield load
+
+    def _extents_of(self, one: Wanted) -> dict[str, Extent]:
+        known = self._extents.setdefault(one.key, {})
+        for name, dtype in one.dtypes.items():
+            if name not in known or known[name][1] != dtype:
+                extent = self._store.allocate(f"{name} of a parameter", one.elements * dtype.itemsize, "optimizer")
+                known[name] = (extent, dtype)
+        return {name: known[name][0] for name in one.dtypes}
+
+    def _read(self, load: list[tuple[Part, list[_Stretch]]]) -> tuple[Slot, list[tuple[Part, list[_Stretch]]], _All]:
+        slot = self._ring.acquire()
+        requests = []
+        for part, stretches in load:
+            for stretch in stretches:
+                memory = slot.memory[stretch.place : stretch.place + _pages(stretch.nbytes)]
+                if stretch.reads:
+                    requests.append(self._store.read(stretch.extent, memory, stretch.begin, after=slot.free))
+                else:
+                    if slot.free is not None:
+                        slot.free.synchronize()
+                    memory.zero_()
+                dtype = part.tensors[stretch.name].dtype
+                part.tensors[stretch.name] = memory[: stretch.nbytes].view(dtype)
+        return slot, load, _All(requests)
+
+    def _write(self, slot: Slot, load: list[tuple[Part, list[_Stretch]]]) -> list[Request]:
+        return [
+            self._store.write(
+                stretch.extent, slot.memory[stretch.place : stretch.place + _pages(stretch.nbytes)], stretch.begin
+            )
+            for _, stretches in load
+            for stretch in stretches
+        ]
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES
+
+
+def _close(store: DiskStore, directory: Path) -> None:
+    store.close()
+    shutil.rmtree(directory, ignore_errors=True)

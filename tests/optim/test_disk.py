@@ -1,0 +1,195 @@
+"""Does state that rests on disk give the same bits, stay out of host memory, and survive checkpoints and faults?"""
+
+import copy
+import errno
+import io
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import millrace.optim
+from millrace.errors import DiskError
+from millrace.memory.disk import DiskStore
+from millrace.optim import AdamW, disk_state
+from tests.engine.models import weight_bytes
+from tests.optim.references import RULES, assert_equal, copies, give_gradients, parameters, ties_up
+from tests.optim.test_overlap import SETTINGS, decoder, offloaded, train
+
+SHAPES = ((37, 13), (1,), (65536 + 5,), (3, 4, 5), (), (0,), (60, 1031))
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters of several chunks, and more loads than the ring has slots."""
+    monkeypatch.setattr(disk_state, "CHUNK_ELEMENTS", 1 << 13)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_amsgrad", "adam", "sgd", "sgd_nesterov", "lion"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_torch(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    own, kind, settings = RULES[name]
+    ours = parameters(dtype, SHAPES)
+    exact = copies(ours, torch.float32)
+    common = {key: value for key, value in settings.items() if key != "fused"}
+    optimizer = getattr(millrace.optim, own)(ours, tier="disk", disk=tmp_path, **common)
+    reference = kind(exact, **settings)
+    for step in range(6):
+        give_gradients(ours, exact, step)
+        if step == 3 and name != "lion":  # whose reference wants all
+            ours[2].grad = None
+            exact[2].grad = None
+        if step == 4:  # somebody writes weights
+            with torch.no_grad():
+                ours[0].fill_(0.5)
+                exact[0].fill_(0.5)
+        optimizer.step()
+        reference.step()
+    assert_equal(ours, exact if dtype == torch.float32 else [ties_up(weight) for weight in exact])
+
+
+@pytest.mark.parametrize("form", ["split", "full"])
+def test_state_is_shown_in_the_stock_format(form: str, tmp_path: Path) -> None:
+    ours, theirs = parameters(torch.bfloat16, SHAPES), parameters(torch.bfloat16, SHAPES)
+    optimizer = AdamW(ours, tier="disk", disk=tmp_path, master_form=form)
+    reference = AdamW(theirs, master_form=form)
+    for step in range(4):
+        give_gradients(ours, theirs, step)
+        optimizer.step()
+        reference.step()
+        if step == 1:
+            shown = optimizer.state_dict()["state"]
+            for index, entries in reference.state_dict()["state"].items():
+                assert shown[index].keys() == entries.keys()
+                assert_equal([shown[index][key] for key in entries], list(entries.values()))
+    assert_equal(ours, theirs)
+
+
+def test_state_is_not_in_host_memory(tmp_path: Path) -> None:
+    ours = [nn.Parameter(torch.zeros(1 << 16)) for _ in range(16)]
+    optimizer = AdamW(ours, tier="disk", disk=tmp_path)
+    for weight in ours:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert optimizer._disk is not None
+    optimizer._disk.synchronize()
+    state_bytes = 8 * 16 * (1 << 16)
+    assert optimizer._disk.nbytes == state_bytes
+    assert optimizer._disk.moved_bytes == (0, state_bytes)  # zeros are not read
+    assert optimizer.held_bytes() == disk_state._SLOTS * 16 * (1 << 13) + 16 * 4  # the ring, and the counts of steps
+    optimizer.step()
+    optimizer._disk.synchronize()
+    assert optimizer._disk.moved_bytes == (state_bytes, 2 * state_bytes)
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_offloaded_models(emu_device: ModuleType, overlap: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    trained = []
+    for settings in ({}, {"tier": "disk", "disk": tmp_path, "overlap": overlap}):
+        model = decoder(dtype)
+        with offloaded(model) as handle:
+            train(model, AdamW(model.parameters(), **settings, **SETTINGS), 8)
+            assert handle.stats().onload_bytes > weight_bytes(model)
+        trained.append(list(model.parameters()))
+    assert_equal(*trained)
+
+
+@pytest.mark.emu("random:0")
+def test_plain_parameters_on_the_device(emu_device: ModuleType, tmp_path: Path) -> None:
+    here = parameters(torch.bfloat16, SHAPES)
+    there = [nn.Parameter(weight.detach().to("emu")) for weight in here]
+    optimizer, other = AdamW(here), AdamW(there, tier="disk", disk=tmp_path)
+    for step in range(4):
+        give_gradients(there, here, step)
+        optimizer.step()
+        other.step()
+        if step == 1:
+            other.load_state_dict(copy.deepcopy(other.state_dict()))
+    assert_equal(there, here)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("to_disk", [True, False])
+def test_resume_from_any_tier_to_any(dtype: torch.dtype, to_disk: bool, tmp_path: Path) -> None:
+    ours, theirs = parameters(dtype, SHAPES), parameters(dtype, SHAPES)
+    on_disk = {"tier": "disk", "disk": tmp_path}
+    optimizer = AdamW(ours, **({} if to_disk else on_disk))
+    reference = AdamW(theirs)
+    for step in range(6):
+        give_gradients(ours, theirs, step)
+        optimizer.step()
+        reference.step()
+        if step == 2:
+            saved = io.BytesIO()
+            torch.save(optimizer.state_dict(), saved)
+            saved.seek(0)
+            optimizer = AdamW(ours, **(on_disk if to_disk else {}))
+            optimizer.load_state_dict(torch.load(saved, weights_only=True))
+            if to_disk:
+                assert all("exp_avg" not in entries for entries in optimizer.entries.values())
+    assert_equal(ours, theirs)
+
+
+def test_copies_and_replaced_state(tmp_path: Path) -> None:
+    """A copied optimizer has a directory of its own; state that somebody puts there counts."""
+    ours, theirs = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    optimizer: Any = AdamW(ours, tier="disk", disk=tmp_path)
+    reference = AdamW(theirs)
+    for step in range(5):
+        give_gradients(ours, theirs, step)
+        optimizer.step()
+        reference.step()
+        if step == 1:
+            for one, other in ((optimizer, ours), (reference, theirs)):
+                one.state[other[0]]["exp_avg"] = torch.full(SHAPES[0], 0.25)
+                one.state[other[2]]["exp_avg"].mul_(0.5)
+        if step == 2:
+            copied = copy.deepcopy(optimizer)
+            assert len(list(tmp_path.glob("optimizer-*"))) == 2
+            assert_equal(
+                [entries["exp_avg"] for entries in copied.state.values()],
+                [entries["exp_avg"] for entries in optimizer.state.values()],
+            )
+            del copied
+    assert_equal(ours, theirs)
+    del optimizer
+    assert list(tmp_path.glob("optimizer-*")) == []
+
+
+def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    weight = nn.Parameter(torch.zeros(100))
+    weight.grad = torch.ones(100)
+    optimizer = AdamW([weight], tier="disk", disk=tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", no_room)
+        with pytest.raises(DiskError, match="exp_avg"):
+            optimizer.step()
+    assert not weight.any()
+    optimizer.step()
+    assert optimizer.state[weight]["step"] == 1
+
+
+def test_a_failed_read_is_told_and_frees_the_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = parameters(shapes=SHAPES)
+    optimizer = AdamW(ours, tier="disk", disk=tmp_path)
+    give_gradients(ours, copies(ours), 0)
+    optimizer.step()
+    read = DiskStore._read_piece
+
+    def faulty(self: DiskStore, extent: Any, *rest: Any) -> None:
+        raise DiskError(errno.EIO, f"{extent.name}: the drive is gone")
+
+    monkeypatch.setattr(DiskStore, "_read_piece", faulty)
+    for _ in range(3):
+        with pytest.raises(DiskError, match="the drive is gone"):
+            optimizer.step()
+    monkeypatch.setattr(DiskStore, "_read_piece", read)
+    optimizer.step()
