@@ -23,8 +23,8 @@ from millrace.memory.ledger import Ledger, Tier
 __all__ = ["DiskState", "Part", "Wanted"]
 
 CHUNK_ELEMENTS = 1 << 21  # of one parameter at a time: 8 MiB of float32, what a drive takes at full speed
-_SLOTS = 4  # one is updated, the others are read into or written from
-_MOST_BYTES_PER_ELEMENT = 16
+_SLOTS = 8  # one is updated, the others are read into or written from
+_MOST_BYTES_PER_ELEMENT = 12
 _numbers = itertools.count()
 
 
@@ -50,10 +50,9 @@ class Part:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Bytes of an extent, and their place in a slot."""
+    """One tensor of a part: its bytes on disk, with an order of their own, and their place in a slot."""
 
     extent: Extent
-    begin: int  # in the extent
     place: int  # in the slot
     nbytes: int
     name: str
@@ -159,17 +158,17 @@ class DiskState:
 
     def lend(self, key: Any, elements: int) -> dict[str, torch.Tensor]:
         """The tensors of a parameter as memory, flat, read from disk as it is touched; until `take_back`."""
+        self.synchronize()  # parts are written in an order of their own
         lent = {}
         for name in self.holds(key):
             extent, dtype = self._extents[key][name]
-            self._store.to_mapping(extent).synchronize()
             lent[name] = self._store.mapping(extent, 0, elements * dtype.itemsize).view(dtype)
         return lent
 
     def take_back(self, key: Any) -> None:
         """What was lent is read and written directly again."""
         for extent, _ in self._extents.get(key, {}).values():
-            self._store.to_direct(extent)
+            self._store.to_direct(extent).synchronize()
 
     def _loads(self, wanted: Sequence[Wanted]) -> Iterator[list[tuple[Part, list[_Stretch]]]]:
         load: list[tuple[Part, list[_Stretch]]] = []
@@ -186,9 +185,9 @@ class DiskState:
                     load, used = [], 0
                 stretches = []
                 for name, dtype in one.dtypes.items():
-                    begin = start * dtype.itemsize
                     nbytes = (stop - start) * dtype.itemsize
-                    stretches.append(_Stretch(extents[name], begin, used, nbytes, name, name not in one.fresh))
+                    extent = self._store.part(extents[name], start * dtype.itemsize, nbytes)
+                    stretches.append(_Stretch(extent, used, nbytes, name, name not in one.fresh))
                     used += sizes[name]
                 load.append((Part(index, start, stop, {}), stretches))
                 for stretch in stretches:
@@ -211,7 +210,7 @@ class DiskState:
             for stretch in stretches:
                 memory = slot.memory[stretch.place : stretch.place + _pages(stretch.nbytes)]
                 if stretch.reads:
-                    requests.append(self._store.read(stretch.extent, memory, stretch.begin, after=slot.free))
+                    requests.append(self._store.read(stretch.extent, memory, after=slot.free))
                 else:
                     if slot.free is not None:
                         slot.free.synchronize()
@@ -222,9 +221,7 @@ class DiskState:
 
     def _write(self, slot: Slot, load: list[tuple[Part, list[_Stretch]]]) -> list[Request]:
         return [
-            self._store.write(
-                stretch.extent, slot.memory[stretch.place : stretch.place + _pages(stretch.nbytes)], stretch.begin
-            )
+            self._store.write(stretch.extent, slot.memory[stretch.place : stretch.place + _pages(stretch.nbytes)])
             for _, stretches in load
             for stretch in stretches
         ]

@@ -80,7 +80,9 @@ def test_state_is_not_in_host_memory(tmp_path: Path) -> None:
     state_bytes = 8 * 16 * (1 << 16)
     assert optimizer._disk.nbytes == state_bytes
     assert optimizer._disk.moved_bytes == (0, state_bytes)  # zeros are not read
-    assert optimizer.held_bytes() == disk_state._SLOTS * 16 * (1 << 13) + 16 * 4  # the ring, and the counts of steps
+    assert (
+        optimizer.held_bytes() == disk_state._SLOTS * disk_state._MOST_BYTES_PER_ELEMENT * (1 << 13) + 16 * 4
+    )  # the ring, and the counts of steps
     optimizer.step()
     optimizer._disk.synchronize()
     assert optimizer._disk.moved_bytes == (state_bytes, 2 * state_bytes)

@@ -53,6 +53,7 @@ class Checksums:
             )
 
     def forget(self, extent: Extent) -> None:
-        """The extent may change without notice from now on."""
-        for key in [key for key in self._known if key[0] == extent]:
+        """The extent, and parts of it, may change without notice from now on."""
+        begin, end = extent.offset, extent.offset + extent.capacity_bytes
+        for key in [key for key in self._known if begin <= key[0].offset < end]:
             del self._known[key]

@@ -17,7 +17,7 @@ import torch
 from millrace.errors import DiskError, StateError
 from millrace.memory.disk.checksums import Checksums
 from millrace.memory.disk.directory import StoreDirectory
-from millrace.memory.disk.extent import Extent, Piece, check_memory, pieces
+from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, Extent, Piece, check_memory, pieces
 from millrace.memory.disk.file import DirectFile
 from millrace.memory.disk.mapping import Mapping
 from millrace.memory.disk.requests import Access, Request, Requests
@@ -107,6 +107,16 @@ class DiskStore:
             self._ledger.add(Tier.DISK, purpose, extent.capacity_bytes)
             self._extents.append(extent)
             return extent
+
+    def part(self, extent: Extent, offset: int, nbytes: int) -> Extent:
+        """Bytes from `offset` of `extent` as an extent of their own, with an order of their own.
+
+        `offset` is a multiple of DISK_ALIGNMENT_BYTES. Whoever uses an extent both as a whole and in parts keeps the
+        order between these.
+        """
+        if offset % DISK_ALIGNMENT_BYTES or not 0 <= offset <= offset + nbytes <= extent.capacity_bytes:
+            raise ValueError(f"{extent.name!r}: {nbytes} bytes at offset {offset} are not whole pages within it")
+        return Extent(extent.name, extent.offset + offset, nbytes)
 
     def read(
         self, extent: Extent, destination: torch.Tensor, offset: int = 0, *, after: Event | None = None
