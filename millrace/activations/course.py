@@ -61,6 +61,11 @@ class Course:
         """The plan, as long as the course is as planned."""
         return None if self.strayed else self.plan
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether all that it saved has been let go of."""
+        return bool(self._items) and all(ref() is None for ref in self._items)
+
     # forward ----------------------------------------------------------------------------------------------------------
     def saved(self, item: Item, name: str) -> None:
         """Autograd saved an item for the first time: it is sent out, and others are let go of."""

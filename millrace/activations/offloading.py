@@ -10,14 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from millrace.activations.book import ActivationBook, Entry, entry_of
-from millrace.activations.course import Course
-from millrace.activations.item import Item
-from millrace.activations.meter import ActivationMeter
-from millrace.activations.saving import Saving, pop_left_over, top_is_foreign
+from millrace.activations.book import Entry, entry_of
+from millrace.activations.passes import Passes, in_backward
+from millrace.activations.saving import pop_left_over, top_is_foreign
 from millrace.activations.selection import Selection
-from millrace.activations.spilling import DiskStash
-from millrace.activations.stash import PURPOSE, Stash
+from millrace.activations.stash import PURPOSE
 from millrace.activations.targets import check_targets, chosen_layers, chosen_modules, named_layers
 from millrace.activations.watched import make_watched, unwatch, watcher_of
 from millrace.config import ActivationConfig, Size
@@ -124,22 +121,17 @@ class ActivationOffloading:
         self._shares = shared is not None  # lanes, ledger and store, with the weights
         self._removed = False
         self._ledger = ledger
-        self._meter = ActivationMeter(lanes, shared or LaneUse())
         self._store = store
-        self._stash = self._make_stash(config)
+        self._passes = Passes(config, lanes, ledger, store, shared)
+        self._meter, self._stash, self._book = self._passes.meter, self._passes.stash, self._passes.book
         if self._shares:
             self._stash.pool.reserve()
-        self._book = ActivationBook(config, lanes, self._meter)
         layers, modules = chosen_layers(model, config.layers), chosen_modules(model, config.modules)
         self._selection = Selection(model, lanes.device, config.min_bytes, layers, modules)
         watched = {*named_layers(model), *(layers or ()), *(modules or ())}
         # Weak, as all that is known of modules here: this lives as long as they do.
         self._names = weakref.WeakKeyDictionary({m: name for name, m in model.named_modules() if m in watched})
         self._busy = False
-        self._round = 0  # backwards so far
-        self._backward: _Backward | None = None
-        self._used: dict[Course, None] = {}  # courses whose items the backward under way has used
-        self._entries: weakref.WeakKeyDictionary[Course, Entry] = weakref.WeakKeyDictionary()
         for module in {model, *watched}:
             make_watched(module, self)
 
@@ -201,13 +193,6 @@ class ActivationOffloading:
             closers += [] if self._store is None else [self._store.close]
             weakref.finalize(self._stash, _call_all, [*closers, self._lanes.close])
 
-    def _make_stash(self, config: ActivationConfig) -> Stash:
-        if config.tier == "host":
-            return Stash(self._lanes, self._ledger, self._meter, config.host_memory_bytes)
-        if self._store is None:
-            raise ValueError('tier="disk" needs a directory; give disk="/path/on/a/local/drive"')
-        return DiskStash(self._lanes, self._ledger, self._meter, config.host_memory_bytes, self._store)
-
     def __enter__(self) -> "ActivationOffloading":
         return self
 
@@ -225,7 +210,7 @@ class ActivationOffloading:
     @contextlib.contextmanager
     def calling(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         """A watched module is called, in a forward or a recomputation."""
-        if module is self._model() and not self._busy and not _in_backward():
+        if module is self._model() and not self._busy and not in_backward():
             with self._outermost(entry_of(args, kwargs, module.training)):
                 yield
             return
@@ -241,82 +226,19 @@ class ActivationOffloading:
         if not torch.is_grad_enabled() or top_is_foreign():
             yield
             return
-        self._stash.begin()
-        self._selection.begin()
-        plan, refined = self._book.expect(entry)
-        course = Course(self._stash, plan, timed=not refined)
-        self._entries[course] = entry
-        saving = Saving(course, self._stash, self._selection, self._use)
+        forward = self._passes.begin(entry, self._selection)
         self._busy = True
-        saving.push()
+        forward.push()
+        completed = False
         try:
             yield
-            course.end_forward()
+            completed = True
         finally:
-            saving.pop()
+            forward.pop()
             self._busy = False
-            if course.strayed:
-                self._book.forget(entry)
-
-    # backward ---------------------------------------------------------------------------------------------------------
-    def _use(self, item: Item) -> int:
-        """Backward needs an item; which backward that is."""
-        if not _in_backward():  # somebody looks at what a node has saved
-            self._round += 1
-        elif self._backward is None:
-            self._round += 1
-            backward = _Backward(self)
-            torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(backward))
-            self._backward = backward
-        if item.round != self._round:
-            item.round, item.seen = self._round, 0
-            self._used[item.course] = None
-            item.course.used(item, self._round)
-        else:
-            if item.memory is None:  # a part of a graph is gone through twice
-                self._stash.send_for(item, needed=True)
-            self._stash.arrive(item)
-            item.course.used_again(item, self._round)
-        return self._round
-
-    def end_of_backward(self, backward: "_Backward", *, completed: bool) -> None:
-        """Backward returned, or raised."""
-        if backward is not self._backward:
-            return
-        self._backward = None
-        self._stash.settle()
-        courses, self._used = list(self._used), {}
-        for course in courses:
-            course.end_backward()
-            if completed and course.timed and not course.learned:
-                course.learned = True
-                self._book.learn(self._entries[course], course, self._lanes.tick())
+            forward.end(completed=completed)
 
 
 def _call_all(calls: list[Callable[[], None]]) -> None:
     for call in calls:
         call()
-
-
-class _Backward:
-    """One outermost backward."""
-
-    def __init__(self, offloading: ActivationOffloading) -> None:
-        self.offloading = offloading
-
-
-class _EndOfBackward:
-    """Called by autograd when a backward completes. When it raises, autograd only lets go of this object."""
-
-    def __init__(self, backward: _Backward) -> None:
-        self._backward = backward
-
-    def __call__(self) -> None:
-        self._backward.offloading.end_of_backward(self._backward, completed=True)
-
-    def __del__(self) -> None:
-        self._backward.offloading.end_of_backward(self._backward, completed=False)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

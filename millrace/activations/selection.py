@@ -32,13 +32,13 @@ class Selection:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | None,
         device: torch.device,
         min_bytes: int,
-        layers: Iterable[nn.Module] | None,
-        modules: Iterable[nn.Module] | None,
+        layers: Iterable[nn.Module] | None = None,
+        modules: Iterable[nn.Module] | None = None,
     ) -> None:
-        self._model = weakref.ref(model)
+        self._model = (lambda: None) if model is None else weakref.ref(model)
         self._device = device
         self._min_bytes = min_bytes
         self._filters = [weakref.WeakSet(group) for group in (layers, modules) if group is not None]
@@ -78,7 +78,9 @@ class Selection:
 
     def wants(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor may leave the device."""
-        if tensor.device != self._device or not all(self._inside) or isinstance(tensor, nn.Parameter):
+        if tensor.device != self._device or not all(self._inside):
+            return False
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             return False
         if not _is_plain(tensor):
             self.skipped_kinds += 1

@@ -3,5 +3,13 @@
 from millrace.compat.diffsynth import OffloadTrainingManager
 from millrace.compat.megatron import HybridDeviceOptimizer
 from millrace.compat.mindie_sd import disable_offload, enable_offload
+from millrace.compat.transformer_engine import CPUOffloadConfig, get_cpu_offload_context
 
-__all__ = ["HybridDeviceOptimizer", "OffloadTrainingManager", "disable_offload", "enable_offload"]
+__all__ = [
+    "CPUOffloadConfig",
+    "HybridDeviceOptimizer",
+    "OffloadTrainingManager",
+    "disable_offload",
+    "enable_offload",
+    "get_cpu_offload_context",
+]

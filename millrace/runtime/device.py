@@ -10,6 +10,7 @@ __all__ = [
     "can_register_host_memory",
     "free_device_bytes",
     "is_accelerator",
+    "is_capturing",
     "register_host_memory",
     "resolve_device",
 ]
@@ -47,6 +48,11 @@ def is_accelerator(device: torch.device) -> bool:
     """Whether `device` is of the accelerator type that this PyTorch drives."""
     current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return current is not None and current.type == device.type
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether work on the device is being captured into a graph (CUDA and ROCm)."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def free_device_bytes(device: torch.device) -> int:

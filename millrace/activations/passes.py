@@ -1,0 +1,162 @@
+"""What is one forward, and what is one backward, to activations? Each is told apart by autograd's own marks.
+
+A forward opens a course and puts hooks on top; they need not stay on all the time. A backward begins with the first use
+of an item, and ends when autograd's engine says so, or lets go of what would have said so.
+"""
+
+import weakref
+
+import torch
+
+from millrace.activations.book import ActivationBook, Entry
+from millrace.activations.course import Course
+from millrace.activations.item import Item
+from millrace.activations.meter import ActivationMeter
+from millrace.activations.saving import Saving
+from millrace.activations.selection import Selection
+from millrace.activations.spilling import DiskStash
+from millrace.activations.stash import Stash
+from millrace.config import ActivationConfig
+from millrace.engine.meter import LaneUse
+from millrace.errors import StateError
+from millrace.memory.disk import DiskStore
+from millrace.memory.ledger import Ledger
+from millrace.runtime.device import is_capturing
+from millrace.runtime.lanes import Lanes
+
+__all__ = ["Forward", "Passes", "in_backward"]
+
+
+class Passes:
+    """All forwards and backwards of one model, or of a part of one."""
+
+    def __init__(
+        self,
+        config: ActivationConfig,
+        lanes: Lanes,
+        ledger: Ledger,
+        store: DiskStore | None = None,
+        shared: LaneUse | None = None,
+    ) -> None:
+        self.meter = ActivationMeter(lanes, shared or LaneUse())
+        self.stash = _make_stash(config, lanes, ledger, self.meter, store)
+        self.book = ActivationBook(config, lanes, self.meter)
+        self._lanes = lanes
+        self._round = 0  # backwards so far
+        self._backward: _Backward | None = None
+        self._used: dict[Course, None] = {}  # courses whose items the backward under way has used
+        self._entries: weakref.WeakKeyDictionary[Course, Entry] = weakref.WeakKeyDictionary()
+
+    def begin(self, entry: Entry, selection: Selection) -> "Forward":
+        """A forward begins. Raises StateError while a CUDA graph is captured: a plan is no part of a graph."""
+        if is_capturing(self._lanes.device):
+            raise StateError(
+                "activations cannot be offloaded while a CUDA graph is captured, because copies would be replayed into"
+                " memory of another step; capture layers whose activations stay, or run without graphs"
+            )
+        self.stash.begin()
+        selection.begin()
+        plan, refined = self.book.expect(entry)
+        course = Course(self.stash, plan, timed=not refined)
+        self._entries[course] = entry
+        return Forward(self, course, entry, Saving(course, self.stash, selection, self._use))
+
+    # backward ---------------------------------------------------------------------------------------------------------
+    def _use(self, item: Item) -> int:
+        """Backward needs an item; which backward that is."""
+        if not in_backward():  # somebody looks at what a node has saved
+            self._round += 1
+        elif self._backward is None:
+            self._round += 1
+            backward = _Backward(self)
+            torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(backward))
+            self._backward = backward
+        if item.round != self._round:
+            item.round, item.seen = self._round, 0
+            self._used[item.course] = None
+            item.course.used(item, self._round)
+        else:
+            if item.memory is None:  # a part of a graph is gone through twice
+                self.stash.send_for(item, needed=True)
+            self.stash.arrive(item)
+            item.course.used_again(item, self._round)
+        return self._round
+
+    def end_of_backward(self, backward: "_Backward", *, completed: bool) -> None:
+        """Backward returned, or raised."""
+        if backward is not self._backward:
+            return
+        self._backward = None
+        self.stash.settle()
+        courses, self._used = list(self._used), {}
+        for course in courses:
+            course.end_backward()
+            if completed and course.timed and not course.learned:
+                course.learned = True
+                self.book.learn(self._entries[course], course, self._lanes.tick())
+
+
+class Forward:
+    """One forward: its hooks, which may be put on top and taken off several times, and its end."""
+
+    def __init__(self, passes: Passes, course: Course, entry: Entry, saving: Saving) -> None:
+        self._passes = passes
+        self._course = course
+        self._entry = entry
+        self._saving = saving
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether autograd has let go of all that was saved."""
+        self._passes.stash.settle()
+        return self._course.is_gone
+
+    def push(self) -> None:
+        """From now on autograd saves through the forward's hooks."""
+        self._saving.push()
+
+    def pop(self) -> None:
+        """The hooks that were on top before are again."""
+        self._saving.pop()
+
+    def end(self, *, completed: bool) -> None:
+        """Nothing more is saved."""
+        if completed:
+            self._course.end_forward()
+        if self._course.strayed:
+            self._passes.book.forget(self._entry)
+
+
+def _make_stash(
+    config: ActivationConfig, lanes: Lanes, ledger: Ledger, meter: ActivationMeter, store: DiskStore | None
+) -> Stash:
+    if config.tier == "host":
+        return Stash(lanes, ledger, meter, config.host_memory_bytes)
+    if store is None:
+        raise ValueError('tier="disk" needs a directory; give disk="/path/on/a/local/drive"')
+    return DiskStash(lanes, ledger, meter, config.host_memory_bytes, store)
+
+
+class _Backward:
+    """One outermost backward."""
+
+    def __init__(self, passes: Passes) -> None:
+        self.passes = passes
+
+
+class _EndOfBackward:
+    """Called by autograd when a backward completes. When it raises, autograd only lets go of this object."""
+
+    def __init__(self, backward: _Backward) -> None:
+        self._backward = backward
+
+    def __call__(self) -> None:
+        self._backward.passes.end_of_backward(self._backward, completed=True)
+
+    def __del__(self) -> None:
+        self._backward.passes.end_of_backward(self._backward, completed=False)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward now."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,190 @@
+"""Does code written for TransformerEngine's CPU offloading give the same results, and does each setting do its work?"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import millrace
+from millrace.compat import CPUOffloadConfig, get_cpu_offload_context
+from tests.activations.models import SAVED_BYTES, Layer, Stack, assert_same, results, rows, step
+
+LAYERS = 6
+
+
+class Wrapped(Stack):
+    """Layers called as TransformerEngine asks for it."""
+
+    context: Any = None
+    sync: Any = None
+    recompute = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with self.context:
+                x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)  # type: ignore[assignment]
+            x = self.sync(x)
+        return x
+
+
+def wrapped(device: torch.device, **settings: Any) -> Wrapped:
+    model = Wrapped(LAYERS).to(device)
+    settings = {"enabled": True, "num_layers": LAYERS - 1, "model_layers": LAYERS} | settings
+    settings = {"min_bytes": 0, "device_memory": 0} | settings
+    model.context, model.sync = get_cpu_offload_context(**settings)
+    return model
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("num_layers", [0, 1, LAYERS - 1])
+def test_results_are_the_same(device: torch.device, num_layers: int, recompute: bool) -> None:
+    expected = step(Stack(LAYERS).to(device), rows(device))
+    model = wrapped(device, num_layers=num_layers)
+    model.recompute = recompute
+    for _ in range(4):
+        assert_same(step(model, rows(device)), expected)
+    if num_layers == 0:
+        assert not hasattr(model.context, "_passes")
+        return
+    assert model.context._passes.meter.offload_bytes >= 4 * (num_layers - 1) * SAVED_BYTES
+
+
+@pytest.mark.parametrize("device", ["emu"], indirect=True)  # whose allocator counts
+def test_the_first_layers_leave_and_device_memory_drops(device: torch.device) -> None:
+    held = []
+    for num_layers in (0, 2, 5):
+        model = wrapped(device, num_layers=num_layers)
+        for _ in range(3):
+            step(model, rows(device))
+        model.zero_grad()
+        before = torch.accelerator.memory_allocated()
+        loss = model(rows(device)).sum()
+        held.append(torch.accelerator.memory_allocated() - before)
+        loss.backward()
+        del model, loss
+    assert held[0] > held[1] > held[2]
+
+
+def test_forwards_before_backwards_as_pipelines_have_them(device: torch.device) -> None:
+    plain, model = Stack(LAYERS).to(device), wrapped(device)
+    for _ in range(3):
+        for each in (plain, model):
+            each.zero_grad()
+            losses = [each(rows(device, seed)).square().sum() for seed in range(3)]
+            for loss in losses:
+                loss.backward()
+        assert_same(results(model), results(plain))
+
+
+def test_a_forward_that_breaks_off_does_not_shift_the_layers(device: torch.device) -> None:
+    expected = step(Stack(LAYERS).to(device), rows(device))
+    model = wrapped(device, num_layers=2)
+    for layers in (3, LAYERS):
+        x = rows(device)
+        for layer in model.layers[: layers - 1]:
+            with model.context:
+                x = layer(x)
+        with pytest.raises(RuntimeError), model.context:
+            model.layers[0](torch.ones(3, 5, device=device))
+        del x
+        assert_same(step(model, rows(device)), expected)
+    x = rows(device)
+    with model.context:  # and one that nobody goes on with
+        x = model.layers[0](x)
+    del x
+    for _ in range(2):
+        assert_same(step(model, rows(device)), expected)
+
+
+def test_passes_without_gradients(device: torch.device) -> None:
+    model = wrapped(device)
+    with torch.no_grad():
+        output = model(rows(device))
+    assert torch.equal(output, Stack(LAYERS).to(device)(rows(device)))
+    assert model.context._passes is None
+
+
+@pytest.mark.parametrize("activations", [True, False])
+def test_weights_visit_the_device(device: torch.device, activations: bool) -> None:
+    expected = step(Stack(LAYERS).to(device), rows(device))
+    model = Stack(LAYERS)
+    context, sync = get_cpu_offload_context(
+        enabled=True,
+        num_layers=5,
+        model_layers=LAYERS,
+        offload_activations=activations,
+        offload_weights=True,
+        model=model,
+        min_bytes=0,
+        device_memory=0,
+    )
+    with context:
+        for _ in range(4):
+            assert_same(step(model, rows(device)), expected)
+    assert sync(expected[0]) is expected[0]
+    with pytest.raises(millrace.StateError, match="offloaded already"):
+        millrace.offload(model)
+
+
+def test_a_model_instead_of_contexts(device: torch.device) -> None:
+    expected = step(Stack(LAYERS).to(device), rows(device))
+    model = Stack(LAYERS).to(device)
+    config = CPUOffloadConfig(num_layers=LAYERS, cpu_offloading=True, cpu_offloading_num_layers=3)
+    config.context(model, min_bytes=0, device_memory=0)
+    for _ in range(3):
+        assert_same(step(model, rows(device)), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"num_layers": LAYERS}, "0 to 5"),
+        ({"num_layers": -1}, "0 to 5"),
+        ({"offload_activations": False}, "nothing is to be offloaded"),
+        ({"offload_weights": True}, "pass model="),
+        ({"manual_synchronization": True}, "manual_synchronization"),
+        ({"offload_stream": object()}, "offload_stream"),
+    ],
+)
+def test_settings_that_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        get_cpu_offload_context(**{"enabled": True, "num_layers": 2, "model_layers": LAYERS, **settings})
+    get_cpu_offload_context(**{"num_layers": 2, "model_layers": LAYERS, **settings, "enabled": False})
+
+
+def test_sync_belongs_behind_the_context(device: torch.device) -> None:
+    model = wrapped(device)
+    with model.context, pytest.raises(RuntimeError, match="behind the with block"):
+        model.sync(rows(device))
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"cpu_offloading_num_layers": 8}, "0 to 7"),
+        ({"cpu_offloading_num_layers": -1}, "0 to 7"),
+        ({"cuda_graph_impl": "local"}, "cuda_graph_impl"),
+        ({"fine_grained_activation_offloading": True}, "modules="),
+        ({"cpu_offloading_activations": False}, "nothing to do"),
+    ],
+)
+def test_configs_that_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        CPUOffloadConfig(num_layers=8, cpu_offloading=True, **settings)
+    CPUOffloadConfig(num_layers=8, **settings)  # off: nothing is checked
+
+
+def test_configs_of_the_original_pages() -> None:
+    for settings in (
+        {"cpu_offloading_num_layers": 7, "recompute_granularity": "full", "pipeline_model_parallel_size": 4},
+        {"cpu_offloading_double_buffering": True, "cpu_offloading_retain_pinned_cpu_buffers": True},
+        {"cpu_offloading_num_layers": 0},
+    ):
+        config = CPUOffloadConfig(num_layers=8, cpu_offloading=True, **settings)  # type: ignore[arg-type]
+        context, sync = config.context()
+        with context:
+            pass
+        assert sync(torch.ones(1)) == 1
+    assert isinstance(Layer(), nn.Module)
