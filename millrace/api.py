@@ -1,6 +1,7 @@
 """How is a model offloaded? `offload()` wires the layers together, and `Offloaded` is the handle on the result."""
 
 import atexit
+import contextlib
 import dataclasses
 import os
 import weakref
@@ -29,13 +30,14 @@ from millrace.engine.gradients import Gradients
 from millrace.engine.home import Home
 from millrace.engine.inventory import Inventory, take_inventory
 from millrace.engine.managed import site_of
+from millrace.engine.materialize import Materialized, materialize
 from millrace.engine.meter import Meter
 from millrace.engine.partition import Partition, partition
 from millrace.engine.placement import Placement, Shelf
 from millrace.engine.residency import Residency
 from millrace.engine.slot import Slot
 from millrace.errors import StateError
-from millrace.memory.disk import DiskStore, StagingRing
+from millrace.memory.disk import Checkpoint, DiskStore, StagingRing
 from millrace.memory.ledger import Ledger, Tier
 from millrace.optim.optimizer import HostOptimizer
 from millrace.planning import Plan
@@ -56,6 +58,7 @@ def offload(
     device_memory: Size | None = None,
     host_memory: Size | None = None,
     disk: str | os.PathLike[str] | None = None,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     blocks: BlocksSpec = "auto",
     resident: Sequence[nn.Module | str] = (),
     prefetch: int | str = "auto",
@@ -78,6 +81,9 @@ def offload(
     - `disk`: a directory, on a local drive, for blocks (and gradients) that do not fit in `host_memory`. It belongs to
       this model alone while it is offloaded. Their parameters are then tensors over mapped files: they read and write
       as ever, and the operating system brings and takes their pages.
+    - `checkpoint`: safetensors files (one, an index of shards, or their directory) from which parameters on the meta
+      device take their values, under the names of `state_dict()` and in the files' dtypes. Those that do not fit in
+      `host_memory` are read in place, and move to `disk` when they change.
     - `blocks`: what travels together: "auto" (repeated layers, then by size), a size such as "256MiB", or a list of
       modules, ModuleLists and name patterns (fnmatch, such as "model.layers.*").
     - `resident`: modules and name patterns that stay on the device. Adapters and small weights beside the blocks stay
@@ -102,6 +108,7 @@ def offload(
         device_memory_bytes=None if device_memory is None else parse_bytes(device_memory, name="device_memory"),
         host_memory_bytes=None if host_memory is None else parse_bytes(host_memory, name="host_memory"),
         disk=None if disk is None else Path(disk),
+        checkpoint=Path(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint,
         blocks=blocks,
         resident=(resident,) if isinstance(resident, str | nn.Module) else tuple(resident),
         prefetch_blocks=_prefetch_blocks(prefetch),
@@ -123,41 +130,55 @@ class Offloaded:
     """The handle on an offloaded model, made by `offload()`. As a context manager it calls `remove()` at the end."""
 
     def __init__(self, model: nn.Module, config: OffloadConfig) -> None:
+        self._config = config
+        self._ledger = Ledger(frozenset({"weights", "buffers"}), config.host_memory_bytes)
+        materialized = None
+        if config.checkpoint is not None:
+            opened = config.checkpoint
+            checkpoint = Checkpoint(opened, self._ledger) if isinstance(opened, Path) else opened
+            materialized = materialize(model, checkpoint)
+        try:
+            self._offload(model, materialized)
+        except BaseException:
+            if materialized is not None:
+                materialized.undo()
+                materialized.checkpoint.close()
+            raise
+
+    def _offload(self, model: nn.Module, materialized: Materialized | None) -> None:
+        config = self._config
         inventory = take_inventory(model, param_dtype=config.param_dtype)
-        budgets = Budgets.of(model, inventory, config)
+        self._budgets = budgets = Budgets.of(model, inventory, config)
+        self._ledger.host_budget_bytes = budgets.host_bytes
         parts = partition(model, inventory, config.blocks, config.resident, budgets.weights_bytes)
         budgets.check(inventory, parts, config.device)
         reserved_bytes = 0 if config.activations is None else config.activations.host_memory_bytes or 0
-        for_weights = replace(budgets, host_bytes=budgets.host_bytes - reserved_bytes)
-        placement = for_weights.place(inventory, parts, config)
-        self._config = config
-        self._budgets = budgets
-        self._ledger = Ledger(frozenset({"weights", "buffers"}), budgets.host_bytes)
+        placement = replace(budgets, host_bytes=budgets.host_bytes - reserved_bytes).place(inventory, parts, config)
         self._lanes = open_lanes(config.device)
         self._meter = Meter(self._lanes, self._ledger)
         self._made: list[Block] = []
         if is_accelerator(config.device):
             make_grad_scaler_wait()
+        spills = config.activations is not None and config.activations.tier == "disk"
         self._store: DiskStore | None = None
+        if config.disk is not None and (placement != Placement() or spills):
+            self._store = DiskStore(config.disk, self._ledger)
+        self._shelf = Shelf(config.device, self._ledger, self._meter, placement, self._store, materialized)
+        reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if materialized is not None:
+            reading = materialized.checkpoint.reading(budgets.reading_bytes, self._ledger)
         try:
-            spills = config.activations is not None and config.activations.tier == "disk"
-            if (placement.uses_disk or spills) and config.disk is not None:
-                self._store = DiskStore(config.disk, self._ledger)
-                self._store.check_free(
-                    sum(inventory.nbytes(p.keys) for p in parts.streamed if p.name in placement.on_disk)
-                )
-            self._wire(model, inventory, parts, placement)
+            with reading:
+                self._wire(model, inventory, parts, placement)
         except BaseException:
             for block in self._made:
                 block.release()
-            if self._store is not None:
-                self._store.close()
+            self._shelf.close()
             raise
         _live_handles.add(self)
 
     def _wire(self, model: nn.Module, inventory: Inventory, parts: Partition, placement: Placement) -> None:
         config = self._config
-        self._shelf = Shelf(config.device, self._ledger, self._meter, placement, self._store)
         self._fetching: Fetching | None = None
         if placement.on_disk:
             ring = StagingRing(placement.chunk_bytes, placement.chunks, config.device, self._ledger)
@@ -278,8 +299,7 @@ class Offloaded:
         if self._fetching is not None:
             self._fetching.close()
         self._lanes.close()
-        if self._store is not None:
-            self._store.close()
+        self._shelf.close()
 
     def __enter__(self) -> "Offloaded":
         return self
@@ -291,7 +311,7 @@ class Offloaded:
 
     # inside -----------------------------------------------------------------------------------------------------------
     def _block(self, name: str, members: Iterable[Member]) -> Block:
-        block = Block(name, members, self._config.device, self._shelf.rest_for, self._config.param_dtype)
+        block = Block(name, members, self._config.device, self._shelf, self._config.param_dtype)
         self._made.append(block)
         return block
 
@@ -300,6 +320,9 @@ class Offloaded:
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Homes are about to be written: no copy may be reading them."""
+        for block in {slot.unit for slot in self._slots_of(optimizer) if slot.home.grad is not None}:
+            if isinstance(block, Block):
+                block.make_writable()
         if isinstance(optimizer, HostOptimizer) and optimizer.overlaps:
             return  # waits by itself, for each block when it comes to it
         if self._slots_of(optimizer):

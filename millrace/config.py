@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -76,6 +76,7 @@ class OffloadConfig:
     device_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
     disk: Path | None = None
+    checkpoint: Any = None  # a path, or an open Checkpoint (which this layer does not know)
     blocks: BlocksSpec = "auto"
     resident: tuple[nn.Module | str, ...] = ()
     prefetch_blocks: int | None = None

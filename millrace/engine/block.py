@@ -11,7 +11,8 @@ from torch import nn
 
 from millrace.engine.fetching import Fetch
 from millrace.engine.layout import lay_out
-from millrace.engine.rest import HostRest, RestFor, Stored
+from millrace.engine.placement import Shelf
+from millrace.engine.rest import HostRest, Stored
 from millrace.engine.slot import Layout, Slot
 from millrace.errors import StateError
 from millrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
@@ -77,7 +78,7 @@ class Block:
         name: str,
         members: Iterable[Member],
         device: torch.device,
-        rest_for: RestFor,
+        shelf: Shelf,
         param_dtype: torch.dtype | None = None,
     ) -> None:
         self.name = name
@@ -95,7 +96,8 @@ class Block:
         members = list(members)
         parameters = [member.parameter for member in members]
         layouts, self.nbytes = lay_out(parameters, param_dtype)
-        self.rest = rest_for(name, parameters, layouts, self.nbytes)
+        self.rest = shelf.rest_for(name, parameters, layouts, self.nbytes)
+        self._shelf = shelf
         absent = _AbsentLeaves(device)
         self.slots = [
             Slot(member.name, member.parameter, layout, rest, absent.of(layout), self.wait_until_free)
@@ -171,10 +173,22 @@ class Block:
         if not isinstance(self.rest, Stored):
             raise StateError(f"block {self.name!r} rests in host memory and cannot be fetched")
         self._make_homes_readable()
+        if self.contents != self._settled:
+            self.make_writable()
         contents = self.contents
         fetch = Fetch(self.rest.pieces(chunk_bytes), self.nbytes, contents, lambda: self._settle(contents))
         self.read_until(fetch)
         return fetch
+
+    def make_writable(self) -> None:
+        """Homes that lie in a checkpoint, and change, move to where that is kept. Raises BudgetError without a disk."""
+        if isinstance(self.rest, HostRest) or self.rest.writable:
+            return
+        self.wait_until_free()
+        rest = self._shelf.writable_rest_for(self.name, self.nbytes)
+        for slot, place in zip(self.slots, rest.places([slot.layout for slot in self.slots]), strict=True):
+            slot.move_to(place)
+        self.rest = rest
 
     def _make_homes_readable(self) -> None:
         self.wait_for_updates()

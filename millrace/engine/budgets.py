@@ -17,6 +17,7 @@ from millrace.runtime.host import available_host_bytes
 __all__ = ["Budgets"]
 
 _DEVICE_RESERVE = 0.1  # of what is free: workspaces and fragmentation, when no device_memory is given
+_READING_BYTES = 32 * 2**20  # keeps a drive busy
 _HOST_RESERVE = 0.15  # of what is available: the rest of the process, when no host_memory is given
 
 
@@ -39,13 +40,19 @@ class Budgets:
         elif device_bytes is None:
             device_bytes = min(available_host_bytes() // 2, 2 * weights_bytes + buffer_bytes)
         if host_bytes is None:  # the weights are there already, and are moved, not copied
-            host_bytes = int(available_host_bytes() * (1 - _HOST_RESERVE)) + weights_bytes
+            held_bytes = weights_bytes if config.checkpoint is None else 0
+            host_bytes = int(available_host_bytes() * (1 - _HOST_RESERVE)) + held_bytes
         return cls(device_bytes=device_bytes, buffer_bytes=buffer_bytes, host_bytes=host_bytes)
 
     @property
     def weights_bytes(self) -> int:
         """What the device budget leaves for weights."""
         return self.device_bytes - self.buffer_bytes
+
+    @property
+    def reading_bytes(self) -> int:
+        """Host memory through which blocks that rest on the host are read from a checkpoint."""
+        return min(_READING_BYTES, self.host_bytes // 16)
 
     def check(self, inventory: Inventory, parts: Partition, device: torch.device) -> None:
         """Raises BudgetError for what cannot fit, before anything is allocated."""
@@ -74,12 +81,15 @@ class Budgets:
         """Which blocks rest on the host, and which on disk. Raises BudgetError when they have no room."""
         sizes = {part.name: inventory.nbytes(part.keys) for part in parts.streamed}
         resident_bytes = sum(whole_pages(inventory.nbytes(part.keys)) for part in parts.resident)
-        if config.disk is not None:
-            parameters = [member.parameter for member in inventory.members.values() if member.parameter.requires_grad]
-            gradient_bytes = sum(p.numel() * (config.grad_dtype or p.dtype).itemsize for p in parameters)
+        if config.disk is not None or config.checkpoint is not None:
+            trained = [member.parameter for member in inventory.members.values() if member.parameter.requires_grad]
+            gradient_bytes = sum(p.numel() * (config.grad_dtype or p.dtype).itemsize for p in trained)
             wide = {part.name: inventory.cast_bytes(part.keys) for part in parts.streamed}
+            free_bytes = self.host_bytes - resident_bytes - (self.reading_bytes if config.checkpoint is not None else 0)
             return place(
-                {name: sizes[name] + wide[name] for name in sizes}, self.host_bytes - resident_bytes, gradient_bytes
+                {name: sizes[name] + wide[name] for name in sizes},
+                free_bytes,
+                gradient_bytes if config.disk is not None else 0,
             )
         arenas_bytes = resident_bytes + sum(map(whole_pages, sizes.values()))
         if arenas_bytes > self.host_bytes:

@@ -28,6 +28,10 @@ _classes: "weakref.WeakKeyDictionary[type, weakref.ref[type]]" = weakref.WeakKey
 class Managed:
     """What an offloaded model's modules do differently. Mixed in front of their own class."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A module that is made of a managed one's class (`layers[1:3]`) is nobody's site: an ordinary one."""
+        return _plain_class(cls)(*args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             if not self.__dict__[_SITE].engine.busy:

@@ -9,8 +9,9 @@ from torch import nn
 
 from millrace.config import format_bytes
 from millrace.engine.layout import lay_out
+from millrace.engine.materialize import Materialized
 from millrace.engine.meter import Meter
-from millrace.engine.rest import DiskRest, HostRest, Rest
+from millrace.engine.rest import CheckpointRest, DiskRest, HostRest, Rest
 from millrace.engine.slot import Layout
 from millrace.errors import BudgetError
 from millrace.memory.arena import Arena, whole_pages
@@ -29,8 +30,8 @@ _FEWEST_CHUNKS = 4  # one that is read, one that leaves, and their followers
 class Placement:
     """Names of the blocks that rest on disk, and the staging memory that their weights and gradients pass through."""
 
-    uses_disk: bool = False
     on_disk: frozenset[str] = frozenset()
+    disk_bytes: int = 0  # that those take
     chunk_bytes: int = 0  # of the ring for weights
     chunks: int = 0
     gradient_bytes: int | None = None  # of each half of what gradients pass through; None: as much as a block's
@@ -52,7 +53,7 @@ def place(sizes: Mapping[str, int], host_bytes: int, all_gradient_bytes: int) ->
         chunk_bytes //= 2
     gradient_bytes = 2 * chunk_bytes if all_gradient_bytes else 0
     if total_bytes + 2 * gradient_bytes <= host_bytes:
-        return Placement(uses_disk=all_gradient_bytes > 0, gradient_bytes=gradient_bytes or None)
+        return Placement(gradient_bytes=gradient_bytes or None)
     chunks = max(_FEWEST_CHUNKS, min(int(host_bytes * _RING_SHARE), 2 * max(pages.values())) // chunk_bytes)
     staging_bytes = chunks * chunk_bytes + 2 * gradient_bytes
     left_bytes = host_bytes - staging_bytes
@@ -69,8 +70,8 @@ def place(sizes: Mapping[str, int], host_bytes: int, all_gradient_bytes: int) ->
         else:
             on_disk.add(name)
     return Placement(
-        uses_disk=True,
         on_disk=frozenset(on_disk),
+        disk_bytes=sum(pages[name] for name in on_disk),
         chunk_bytes=chunk_bytes,
         chunks=chunks,
         gradient_bytes=gradient_bytes or chunk_bytes,
@@ -78,16 +79,28 @@ def place(sizes: Mapping[str, int], host_bytes: int, all_gradient_bytes: int) ->
 
 
 class Shelf:
-    """Makes the memory in which blocks and gradients rest, as a placement says."""
+    """Makes the memory in which blocks and gradients rest, as a placement says.
+
+    `store`: the disk tier, if there is one. `materialized`: parameters that lie in a checkpoint. Closes both.
+    """
 
     def __init__(
-        self, device: torch.device, ledger: Ledger, meter: Meter, placement: Placement, store: DiskStore | None
+        self,
+        device: torch.device,
+        ledger: Ledger,
+        meter: Meter,
+        placement: Placement,
+        store: DiskStore | None = None,
+        materialized: Materialized | None = None,
     ) -> None:
         self._device = device
         self._ledger = ledger
         self._meter = meter
         self._placement = placement
+        self._materialized = materialized
         self._store = store
+        if store is not None and materialized is None:
+            store.check_free(placement.disk_bytes)
 
     @property
     def most_staged_bytes(self) -> int | None:
@@ -96,16 +109,31 @@ class Shelf:
 
     def rest_for(self, name: str, parameters: Sequence[nn.Parameter], layouts: Sequence[Layout], nbytes: int) -> Rest:
         """Where a block of `nbytes` rests. Homes that travel in another dtype go to the same tier as their block."""
-        if self._store is None or name not in self._placement.on_disk:
-            return HostRest(Arena(nbytes, self._device, self._ledger, "weights"), nbytes)
-        wide = [p for p, layout in zip(parameters, layouts, strict=True) if p.dtype != layout.dtype]
-        if wide:
-            wide_layouts, wide_bytes = lay_out(wide, None)
-            homes = DiskRest(self._store, f"{name} (homes)", wide_bytes, self._meter.spilled)
-            for parameter, where in zip(wide, homes.places(wide_layouts), strict=True):
-                where.copy_(parameter.detach())
-                parameter.data = where
+        casts = [p for p, layout in zip(parameters, layouts, strict=True) if p.dtype != layout.dtype]
+        if name not in self._placement.on_disk:
+            rest = HostRest(Arena(nbytes, self._device, self._ledger, "weights"), nbytes)
+            if not casts:
+                self._read(parameters, rest.places(layouts))
+            return rest
+        names = self._names(parameters)
+        if self._materialized is not None and not casts and None not in names:
+            return CheckpointRest(self._materialized.checkpoint, [n for n in names if n], layouts)
+        if casts and None in names:
+            cast_layouts, cast_bytes = lay_out(casts, None)
+            homes = self.writable_rest_for(f"{name} (homes)", cast_bytes)
+            for parameter, place in zip(casts, homes.places(cast_layouts), strict=True):
+                place.copy_(parameter.detach())
+                parameter.data = place
             homes.settle()
+        return self.writable_rest_for(name, nbytes)
+
+    def writable_rest_for(self, name: str, nbytes: int) -> DiskRest:
+        """Where a block rests on disk when it changes. Raises BudgetError when there is no disk."""
+        if self._store is None:
+            raise BudgetError(
+                f"weights of {name!r}, which lie in a checkpoint, change, and host_memory has no room; raise it"
+                ' or pass a directory, such as disk="/nvme/millrace", where changed weights can rest'
+            )
         return DiskRest(self._store, name, nbytes, self._meter.spilled)
 
     def check_gradients(self, nbytes: int) -> None:
@@ -120,6 +148,31 @@ class Shelf:
         if self._store is not None and (name in self._placement.on_disk or no_room):
             return DiskGradients(self._store, name, nbytes, self._meter.spilled)
         return Arena(nbytes, self._device, self._ledger, "gradients")
+
+    def close(self) -> None:
+        """Gives the disk back, as far as no tensor is in use."""
+        if self._store is not None:
+            self._store.close()
+        if self._materialized is not None:
+            self._materialized.checkpoint.close()
+
+    def _names(self, parameters: Sequence[nn.Parameter]) -> list[str | None]:
+        """The parameters' tensors in the checkpoint; None for those that are not there."""
+        known = {} if self._materialized is None else self._materialized.names
+        return [known.get(id(parameter)) for parameter in parameters]
+
+    def _read(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> None:
+        """Parameters that lie in a checkpoint are read into their places, past the page cache."""
+        if self._materialized is None:
+            return
+        found = {
+            name: (parameter, place)
+            for name, parameter, place in zip(self._names(parameters), parameters, places, strict=True)
+            if name is not None
+        }
+        self._materialized.checkpoint.read({name: place for name, (_, place) in found.items()}).synchronize()
+        for parameter, place in found.values():
+            parameter.data = place
 
 
 class GradientMemory(Protocol):

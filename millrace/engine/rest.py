@@ -2,21 +2,23 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import nn
 
 from millrace.engine.fetching import Piece
 from millrace.engine.slot import Layout
 from millrace.memory.arena import Arena
-from millrace.memory.disk import DiskStore
+from millrace.memory.disk import DISK_ALIGNMENT_BYTES, Checkpoint, DiskStore, Request
 
-__all__ = ["DiskRest", "HostRest", "Rest", "RestFor", "Stored"]
+__all__ = ["CheckpointRest", "DiskRest", "HostRest", "Rest", "Stored"]
 
 
 class Rest(ABC):
     """The bytes of one block at rest, as user code may see them: through tensors, one for each parameter."""
+
+    writable = True  # whether what is written through the places is kept there
 
     @abstractmethod
     def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
@@ -33,9 +35,6 @@ class Stored(Rest):
     @abstractmethod
     def settle(self) -> None:
         """What was written through the places goes to the files, and their pages leave this process."""
-
-
-RestFor = Callable[[str, Sequence[nn.Parameter], Sequence[Layout], int], Rest]  # name, ..., bytes of the block
 
 
 class HostRest(Rest):
@@ -74,6 +73,71 @@ class DiskRest(Stored):
             nbytes=nbytes,
             parts=((0, nbytes, first),),
         )
+
+
+class CheckpointRest(Stored):
+    """Bytes where a checkpoint has them: nothing is written. `names`: of the tensors, one for each parameter.
+
+    The places are the parameters' own memory, mapped so that writes stay with this process.
+    """
+
+    writable = False
+
+    def __init__(self, checkpoint: Checkpoint, names: Sequence[str], layouts: Sequence[Layout]) -> None:
+        self._checkpoint = checkpoint
+        self._names = names
+        self._layouts = layouts
+
+    def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
+        return [self._checkpoint.tensor(name) for name in self._names]
+
+    def pieces(self, chunk_bytes: int) -> Sequence[Piece]:
+        """Whole pages around the tensors; copies to the device lay them out."""
+        runs: list[_Run] = []
+        records = [self._checkpoint.records[name] for name in self._names]
+        for record, layout in sorted(
+            zip(records, self._layouts, strict=True), key=lambda one: (one[0].path, one[0].offset)
+        ):
+            at = 0
+            while at < record.nbytes:
+                begin = record.offset + at
+                if not runs or not runs[-1].reaches(record.path, begin, chunk_bytes):
+                    runs.append(_Run(record.path, begin // DISK_ALIGNMENT_BYTES * DISK_ALIGNMENT_BYTES))
+                run = runs[-1]
+                nbytes = min(record.nbytes - at, run.first + chunk_bytes - begin)
+                run.end = begin + nbytes
+                run.parts.append((begin - run.first, nbytes, layout.offset + at))
+                at += nbytes
+        return [self._piece(run) for run in runs]
+
+    def settle(self) -> None:
+        """Nothing was written: a block whose homes change moves to the store."""
+
+    def _piece(self, run: "_Run") -> Piece:
+        pages_end = -(-run.end // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES
+        nbytes = min(pages_end, self._checkpoint.size_bytes(run.path)) - run.first
+
+        def read(chunk: torch.Tensor) -> Request:
+            return self._checkpoint.read_range(run.path, run.first, chunk[:nbytes])
+
+        return Piece(read=read, nbytes=nbytes, parts=tuple(run.parts))
+
+
+_GAP_BYTES = 64 << 10  # between two tensors of a file, that are rather read than left out
+
+
+@dataclass
+class _Run:
+    """Neighbours in a file that one read brings."""
+
+    path: str
+    first: int  # byte of the file, a whole page
+    end: int = 0
+    parts: list[tuple[int, int, int]] = field(default_factory=list)  # (in the chunk, bytes, in the block)
+
+    def reaches(self, path: str, begin: int, chunk_bytes: int) -> bool:
+        """Whether the same read can bring what begins there, or a part of it."""
+        return path == self.path and begin - self.end <= _GAP_BYTES and begin < self.first + chunk_bytes
 
 
 def _carve(layouts: Sequence[Layout], tensor: Callable[[int, int], torch.Tensor]) -> list[torch.Tensor]:

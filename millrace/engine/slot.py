@@ -183,6 +183,14 @@ class Slot:
                 " again after it"
             )
 
+    def move_to(self, rest: torch.Tensor) -> None:
+        """`rest` is the slot's place from now on, with what the home or the cast of it holds."""
+        with torch.no_grad():
+            rest.copy_(self.rest if self.casts else self.data)
+            if self.in_place:
+                self.home.point(rest)
+            self.rest = rest
+
     def release(self) -> None:
         """The home is an ordinary Parameter again; its data stays where it is. Nothing refers back to the slot."""
         as_parameter(self.home)

@@ -50,9 +50,10 @@ def from_pretrained(
         model.requires_grad_(trainable)
         if model.can_generate():
             _take_generation_config(model, directory)
-        return model, offload(model, **settings)
-    finally:
+        return model, offload(model, checkpoint=checkpoint, **settings)
+    except BaseException:
         checkpoint.close()
+        raise
 
 
 def _take_generation_config(model: "PreTrainedModel", directory: Path) -> None:

@@ -27,7 +27,7 @@ class Ledger:
 
     def __init__(self, counted_to_budget: frozenset[str] = frozenset(), host_budget_bytes: int | None = None) -> None:
         self._counted_to_budget = counted_to_budget
-        self._host_budget_bytes = host_budget_bytes
+        self.host_budget_bytes = host_budget_bytes
         self._lock = threading.Lock()
         self._held: Counter[tuple[Tier, str]] = Counter()
         self._tier_held: Counter[Tier] = Counter()
@@ -38,15 +38,15 @@ class Ledger:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether the host budget allows `nbytes` more."""
-        return self._host_budget_bytes is None or self.held_bytes(Tier.HOST) + nbytes <= self._host_budget_bytes
+        return self.host_budget_bytes is None or self.held_bytes(Tier.HOST) + nbytes <= self.host_budget_bytes
 
     def check_host(self, nbytes: int, purpose: str) -> None:
         """Raises BudgetError when `nbytes` more in host memory are over the budget. To be asked before allocating."""
-        if self._host_budget_bytes is not None and not self.has_room(nbytes):
+        if self.host_budget_bytes is not None and not self.has_room(nbytes):
             held = self.held_bytes(Tier.HOST)
             raise BudgetError(
                 f"{purpose} need {format_bytes(nbytes)} of host memory beside {format_bytes(held)} that are held;"
-                f" host_memory allows {format_bytes(self._host_budget_bytes)}; raise it to at least"
+                f" host_memory allows {format_bytes(self.host_budget_bytes)}; raise it to at least"
                 f" {format_bytes(held + nbytes, at_least=True)}, or train fewer parameters"
             )
 

@@ -110,7 +110,7 @@ def test_the_report_speaks_of_both(compute_device: torch.device) -> None:
     with millrace.offload(model, device=compute_device, activations={"min_bytes": 0, "device_memory": 0}) as handle:
         for _ in range(3):
             step(model, rows(compute_device))
-        report = handle.report()
+        report = str(handle.report())
         assert "activations offloaded" in report
         assert "recompute them (gradient checkpointing) in layers." in report
         handle.reset_stats()

@@ -5,6 +5,7 @@ A comment that begins with "There" says what DiffSynth-Studio's own manager did 
 
 import copy
 import gc
+import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -143,6 +144,10 @@ def test_weights_are_within_the_budget_at_every_moment(emulator: ModuleType, rec
         torch.accelerator.synchronize()
         return emulator.stats()["allocated_bytes"] - before
 
+    def comes_down_to(limit: int) -> bool:
+        """Autograd's device thread lets go of the graph in its own time."""
+        return any(held_bytes() <= limit or time.sleep(0.01) for _ in range(100))
+
     model = build(lambda: Toy(recompute=recompute))
     manager = OffloadTrainingManager(model, "emu", enable_optimizer_cpu_offload=True)
     budget = manager.handle.stats().device_budget_bytes
@@ -152,7 +157,7 @@ def test_weights_are_within_the_budget_at_every_moment(emulator: ModuleType, rec
         assert held_bytes() <= budget + activations
         loss.backward()
         del loss
-        assert held_bytes() <= budget + 4 * x.nbytes
+        assert comes_down_to(budget + 4 * x.nbytes)
     with torch.no_grad():
         for _ in range(3):
             model(x)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -255,3 +256,120 @@ def test_too_little_host_memory(tmp_path: Path):
         millrace.offload(model, device="cpu", host_memory=HOST, disk=tmp_path / "file")
     with offload(model, torch.device("cpu"), tmp_path), pytest.raises(millrace.StateError, match="another disk store"):
         offload(build(), torch.device("cpu"), tmp_path)
+
+
+# weights straight from a checkpoint -----------------------------------------------------------------------------------
+def on_meta() -> Decoder:
+    with torch.device("meta"):
+        return Decoder(layers=6, width=64, vocabulary=128)
+
+
+@pytest.fixture
+def checkpoint_file(tmp_path: Path) -> Path:
+    """The weights of `build()`, each tensor at an odd multiple of eight bytes."""
+    path = tmp_path / "model.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in build().state_dict().items()}, path, {"padding": "x" * 5})
+    return path
+
+
+@pytest.mark.parametrize("host_memory", ["256KiB", "16MiB"])
+def test_inference_reads_a_checkpoint_in_place(
+    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, checkpoint_file: Path, host_memory: str
+):
+    plain, model, before = build(), on_meta(), checkpoint_file.read_bytes()
+    handle = millrace.offload(
+        model,
+        device=compute_device,
+        device_memory=weight_bytes(plain) // 3,
+        host_memory=host_memory,
+        checkpoint=checkpoint_file,
+    )
+    with torch.no_grad():
+        for _ in range(4):
+            assert torch.equal(model(tokens).cpu(), plain.to(compute_device)(tokens.to(compute_device)).cpu())
+    stats = handle.stats()
+    assert (stats.fetch_bytes > weight_bytes(plain)) == (host_memory == "256KiB")
+    assert stats.disk_bytes == stats.spill_bytes == 0
+    assert stats.host_peak_bytes <= millrace.config.parse_bytes(host_memory)
+    assert 0 < stats.device_peak_bytes <= stats.device_budget_bytes
+    assert all(map(torch.equal, model.state_dict().values(), plain.to("cpu").state_dict().values()))
+    handle.remove()
+    assert torch.equal(model(tokens), plain(tokens))
+    assert checkpoint_file.read_bytes() == before
+
+
+def test_trained_weights_leave_the_checkpoint(
+    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, checkpoint_file: Path
+):
+    plain = train(build().to(compute_device), tokens.to(compute_device))
+    model, before = on_meta(), checkpoint_file.read_bytes()
+    with millrace.offload(
+        model,
+        device=compute_device,
+        device_memory=weight_bytes(model) // 3,
+        host_memory="256KiB",
+        disk=tmp_path / "spill",
+        checkpoint=checkpoint_file,
+    ) as handle:
+        loss_of(model, tokens)
+        assert handle.stats().spill_bytes == 0
+        assert_equal(train(model, tokens), plain)
+        assert_streamed(handle, model)
+    assert checkpoint_file.read_bytes() == before
+
+
+@pytest.mark.parametrize("write", [_copy_through_data, _point_data, _copy_in_place])
+def test_writes_to_weights_of_a_checkpoint_are_seen(
+    compute_device: torch.device,
+    tokens: torch.Tensor,
+    tmp_path: Path,
+    checkpoint_file: Path,
+    write: Callable[[nn.Parameter, torch.Tensor], None],
+):
+    plain, model = build().requires_grad_(False), on_meta().requires_grad_(False)
+    with (
+        offload(model, compute_device, tmp_path / "spill", checkpoint=checkpoint_file, device_memory="200KiB"),
+        torch.no_grad(),
+    ):
+        for number in range(3):
+            for each in (plain, model):
+                for parameter in each.layers[1:3].parameters():
+                    write(parameter, parameter.detach() * (1.5 - number / 4))
+            assert torch.equal(model(tokens).cpu(), plain.to(compute_device)(tokens.to(compute_device)).cpu())
+            assert all(map(torch.equal, model.parameters(), plain.to("cpu").parameters()))
+
+
+def test_a_checkpoint_that_changes_without_a_disk(tokens: torch.Tensor, checkpoint_file: Path):
+    model = on_meta()
+    with millrace.offload(
+        model, device="cpu", device_memory="200KiB", host_memory="256KiB", checkpoint=checkpoint_file
+    ):
+        with pytest.raises(millrace.BudgetError, match=r"gradients need .* of host memory"):
+            model(tokens)
+        with torch.no_grad():
+            model(tokens)
+            for parameter in model.parameters():
+                parameter.mul_(2)
+            with pytest.raises(millrace.BudgetError, match=r"lie in a checkpoint, change.*pass a directory"):
+                model(tokens)
+
+
+def test_checkpoints_that_do_not_fit_the_model(tmp_path: Path, checkpoint_file: Path):
+    full = build()
+    with pytest.raises(ValueError, match="no parameter of the model is on the meta device"):
+        millrace.offload(full, device="cpu", checkpoint=checkpoint_file)
+    with torch.device("meta"):
+        deeper, wider = Decoder(layers=7, width=64, vocabulary=128), Decoder(layers=6, width=32, vocabulary=128)
+    for other, message in (
+        (deeper, r"no tensor for parameter 'layers.6"),
+        (wider, r"has shape .* and .* in the model"),
+    ):
+        with pytest.raises(millrace.CheckpointError, match=message):
+            millrace.offload(other, device="cpu", checkpoint=checkpoint_file)
+        assert all(parameter.is_meta for parameter in other.parameters())
+    model = on_meta()
+    with pytest.raises(millrace.BudgetError):
+        millrace.offload(model, device="cpu", device_memory="1KiB", checkpoint=checkpoint_file)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    with millrace.offload(model, device="cpu", checkpoint=checkpoint_file):
+        assert not any(parameter.is_meta for parameter in model.parameters())

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import millrace
-from tests.engine.models import Decoder, loss_of
+from tests.engine.models import Decoder, loss_of, weight_bytes
 
 
 def _train(model: Decoder, tokens: torch.Tensor) -> list[torch.Tensor]:
@@ -118,6 +118,18 @@ def test_weights_written_through_data_in_forward_are_written_at_home(
         for _ in range(3):
             assert torch.equal(plain(tokens), model(tokens).cpu())
         assert all(map(torch.equal, plain.parameters(), model.parameters()))
+
+
+def test_a_slice_of_a_module_list_is_an_ordinary_one(compute_device: torch.device, tokens: torch.Tensor) -> None:
+    plain, model = Decoder(), Decoder()
+    plain.load_state_dict(model.state_dict())
+    with millrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2), torch.no_grad():
+        for each in (plain, model):
+            for parameter in each.layers[1:3].parameters():
+                parameter.mul_(2)
+        assert type(model.layers[1:3]) is nn.ModuleList
+        assert list(model.layers[1:3].state_dict()) == list(plain.layers[1:3].state_dict())
+        assert torch.equal(model(tokens).cpu(), plain.to(compute_device)(tokens.to(compute_device)).cpu())
 
 
 def test_a_pattern_means_the_outermost_modules_that_match(decoder: Decoder) -> None:

@@ -38,7 +38,7 @@ def block_of(*parameters: nn.Parameter, ledger: Ledger | None = None, param_dtyp
     container = list(parameters)
     members = [Member(f"p{index}", one, [Place(container, index)]) for index, one in enumerate(parameters)]
     shelf = Shelf(CPU, ledger or Ledger(), Meter(open_lanes(CPU)), Placement(), None)
-    block = Block("block", members, CPU, shelf.rest_for, param_dtype)
+    block = Block("block", members, CPU, shelf, param_dtype)
     block.container = container  # type: ignore[attr-defined]
     return block
 

@@ -4,13 +4,14 @@ Tensors lie anywhere in such a file, direct I/O wants whole pages: so a thread r
 of its own, and lays the tensors out from there.
 """
 
+import contextlib
 import ctypes
 import errno
 import os
 import queue
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from millrace.runtime.lanes import Event
 __all__ = ["Checkpoint"]
 
 _THREADS = 4
+_MEMORY_BYTES = 32 << 20
 _GAP_BYTES = 64 << 10  # bytes between two tensors that are rather read than left out
 
 
@@ -57,11 +59,13 @@ class Checkpoint:
         self._files: dict[str, DirectFile] = {}
         self._states: dict[str, tuple[int, int]] = {}
         self._mappings: dict[str, mapping.Mapping] = {}
+        self._addresses: dict[int, str] = {}
         self.records: dict[str, TensorRecord] = {}
         for file, names in find_files(Path(path)).items():
             self._open(str(file), names)
         self._ledger = ledger
         self._bounces: queue.SimpleQueue[torch.Tensor] | None = None
+        self._bounce_bytes = 0
         self._requests = Requests(_THREADS)
         if not self.direct:
             warnings.warn(
@@ -76,6 +80,10 @@ class Checkpoint:
         """Whether reads bypass the page cache."""
         return all(file.direct for file in self._files.values())
 
+    def size_bytes(self, path: str) -> int:
+        """Bytes of one of the files."""
+        return self._states[path][0]
+
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor `name` as memory, read page by page as it is touched. Writes to it stay with this process."""
         record = self._record(name)
@@ -83,7 +91,16 @@ class Checkpoint:
             file = self._files[record.path]
             self._mappings[record.path] = mapping.Mapping(file.descriptor, 0, file.size(), shared=False)
         memory = self._mappings[record.path].tensor(record.offset, record.nbytes)
+        self._addresses[memory.data_ptr()] = name
         return memory.view(record.dtype).view(record.shape)
+
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """The name under which `tensor()` gave out this memory, as a whole; None for any other."""
+        name = self._addresses.get(tensor.data_ptr())
+        if name is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            return None
+        record = self.records[name]
+        return name if (tensor.dtype, tensor.nbytes) == (record.dtype, record.nbytes) else None
 
     def read(self, destinations: Mapping[str, torch.Tensor], *, after: Event | None = None) -> Request:
         """Submits reading each named tensor into its destination. Never blocks.
@@ -94,7 +111,7 @@ class Checkpoint:
         into (32 MiB at most), and raises BudgetError when the ledger has no room for it.
         """
         if self._bounces is None:
-            self._bounces = self._make_bounces()
+            self._bounces = self._make_bounces(_MEMORY_BYTES, self._ledger)
         parts: dict[str, list[_Part]] = defaultdict(list)
         for name, destination in destinations.items():
             record = self._record(name)
@@ -109,10 +126,19 @@ class Checkpoint:
         jobs: list[Callable[[], None]] = [
             partial(self._read_piece, self._bounces, path, begin, end, among, memory)
             for path, found in parts.items()
-            for begin, end, among in _ranges(found)
+            for begin, end, among in _ranges(found, self._bounce_bytes)
         ]
         extent = Extent(", ".join(list(destinations)[:3]), 0, 0)
         return self._requests.submit(Request(extent, Access.READ, jobs, whole=False), after)
+
+    @contextlib.contextmanager
+    def reading(self, memory_bytes: int, ledger: Ledger) -> Iterator[None]:
+        """Within, threads of `read` have so much memory in all, rounded down to pages for each; afterwards none."""
+        self._bounces = self._make_bounces(memory_bytes, ledger)
+        try:
+            yield
+        finally:
+            self._bounces = None
 
     def read_range(self, path: str, offset: int, destination: torch.Tensor, *, after: Event | None = None) -> Request:
         """Submits reading the bytes from `offset` of the file `path`, as they lie there, into `destination`.
@@ -193,11 +219,13 @@ class Checkpoint:
             raise DiskError(errno.ESTALE, f"{what}: {path} was written to since it was opened; load the model again")
         return file
 
-    def _make_bounces(self) -> "queue.SimpleQueue[torch.Tensor]":
+    def _make_bounces(self, memory_bytes: int, ledger: Ledger) -> "queue.SimpleQueue[torch.Tensor]":
         """Memory that threads read whole pages into. No range that is read at once is larger."""
         biggest = max((size for size, _ in self._states.values()), default=0)
-        nbytes = min(PIECE_BYTES, -(-biggest // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES)
-        arena = Arena(nbytes * _THREADS, torch.device("cpu"), self._ledger, "staging")
+        share = max(1, memory_bytes // _THREADS // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES
+        nbytes = min(PIECE_BYTES, share, -(-biggest // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES)
+        self._bounce_bytes = nbytes
+        arena = Arena(nbytes * _THREADS, torch.device("cpu"), ledger, "staging")
         bounces: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for index in range(_THREADS):
             bounces.put(arena.tensor(index * nbytes, nbytes))
@@ -210,16 +238,21 @@ def _state(descriptor: int) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _ranges(parts: list[_Part]) -> list[tuple[int, int, list[_Part]]]:
-    """Ranges of a file of PIECE_BYTES at most, each with the parts that it holds bytes of. Neighbours go together."""
+def _ranges(parts: list[_Part], most_bytes: int) -> list[tuple[int, int, list[_Part]]]:
+    """Ranges of a file, each with the parts that it holds bytes of. Neighbours go together.
+
+    With the rest of its pages, none has more than `most_bytes`.
+    """
     runs: list[list[_Part]] = []
     for part in sorted(parts, key=lambda part: part.begin):
         if runs and part.begin - runs[-1][-1].end <= _GAP_BYTES:
             runs[-1].append(part)
         else:
             runs.append([part])
-    return [
-        (piece.begin, piece.end, [part for part in run if part.begin < piece.end and piece.begin < part.end])
-        for run in runs
-        for piece in pieces(run[0].begin, run[-1].end - run[0].begin)
-    ]
+    ranges = []
+    for run in runs:
+        for piece in pieces(run[0].begin, run[-1].end - run[0].begin, most_bytes):
+            among = [part for part in run if part.begin < piece.end and piece.begin < part.end]
+            if among:  # else it lies between two parts
+                ranges.append((piece.begin, piece.end, among))
+    return ranges

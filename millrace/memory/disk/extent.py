@@ -35,12 +35,12 @@ class Piece:
     end: int
 
 
-def pieces(offset: int, nbytes: int) -> list[Piece]:
-    """The range cut at the multiples of PIECE_BYTES, so that no page belongs to two pieces."""
+def pieces(offset: int, nbytes: int, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
+    """The range cut at the multiples of `piece_bytes`, so that no page belongs to two pieces."""
     end = offset + nbytes
-    first, last = offset // PIECE_BYTES, -(-end // PIECE_BYTES)
+    first, last = offset // piece_bytes, -(-end // piece_bytes)
     return [
-        Piece(index, max(offset, index * PIECE_BYTES), min(end, (index + 1) * PIECE_BYTES))
+        Piece(index, max(offset, index * piece_bytes), min(end, (index + 1) * piece_bytes))
         for index in range(first, last)
     ]
 
