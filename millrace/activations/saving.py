@@ -75,6 +75,8 @@ class Saving:
         self._on_use = on_use
         self._count = 0
         self._items: weakref.WeakValueDictionary[tuple[int, ...], Item] = weakref.WeakValueDictionary()
+        # Items of whole storages, with a tensor that shares the version counter of what was saved, and its version.
+        self._whole: dict[int, tuple[weakref.ref[Item], torch.Tensor, int]] = {}
 
     def push(self) -> None:
         """From now on autograd saves through these hooks."""
@@ -92,20 +94,36 @@ class Saving:
         self._stash.settle()
         storage = tensor.untyped_storage()
         start, nbytes = _range_of(tensor, storage.nbytes())
-        # Only what shares a version counter is the same memory for sure: recurrent cells write into parts of a storage
-        # whose other parts were saved, through views that know nothing of each other.
+        # What shares a version counter is the same memory for sure. Otherwise it need not be: recurrent cells write
+        # into parts of a storage whose other parts were saved, through views that know nothing of each other.
         root = tensor if tensor._base is None else tensor._base
         key = (storage._cdata, root._cdata, start, nbytes, tensor._version)
-        item = self._items.get(key)
-        if item is None:
-            item = Item(self._course, self._count, storage, start, nbytes, root)
-            del storage  # a holder that would count as somebody else
-            self._count += 1
+        item = self._items.get(key) or self._same_memory(tensor, storage._cdata, nbytes)
+        if item is not None:
             self._items[key] = item
-            handle = _Handle(item, tensor, self._stash)
-            self._course.saved(item, self._selection.name)
-            return handle
-        return _Handle(item, tensor, self._stash)
+            return _Handle(item, tensor, self._stash)
+        item = Item(self._course, self._count, storage, start, nbytes, root)
+        whole = nbytes == storage.nbytes()
+        del storage  # a holder that would count as somebody else
+        self._count += 1
+        self._items[key] = item
+        handle = _Handle(item, tensor, self._stash)
+        if whole:
+            self._whole[key[0]] = weakref.ref(item), handle.counter, handle.version
+        self._course.saved(item, self._selection.name)
+        return handle
+
+    def _same_memory(self, tensor: torch.Tensor, address: int, nbytes: int) -> Item | None:
+        """An item of the whole storage that nobody has written to since, by all that the version counters tell.
+
+        Compiled code saves a tensor and returns another one over the same memory, with a counter of its own.
+        """
+        known = self._whole.get(address)
+        item = None if known is None else known[0]()  # while it lives, no other storage has this address
+        if known is None or item is None or item.nbytes != nbytes:
+            return None
+        _, counter, version = known
+        return item if tensor._version == 0 and counter._version == version else None
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _Kept):

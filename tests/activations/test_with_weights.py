@@ -34,7 +34,8 @@ def check(case: Case, checkpointing: str, training: str, compute_device: torch.d
 
     plain = train(case.build(checkpointing, training).to(compute_device), batches, forward)
     after_forward: list[int] = []
-    for activations in (False, {"min_bytes": 0, "device_memory": 0}):
+    settings = {"min_bytes": 0, "device_memory": 0}
+    for activations in (False, settings) if is_counted(compute_device) else (settings,):
         model = case.build(checkpointing, training)
         allocations = Allocations(compute_device)
         with millrace.offload(

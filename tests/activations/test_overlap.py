@@ -1,0 +1,103 @@
+"""Do copies hide behind compute, as the plan says? In virtual time, which is the same at every run."""
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import millrace
+from tests.activations.models import Stack
+
+WIDTH = 512
+ROWS = 1024
+LAYERS = 12
+FLOPS_PER_SECOND = 2e11
+FORWARD_SECONDS = 2 * ROWS * WIDTH * WIDTH / FLOPS_PER_SECOND  # of a layer
+SAVED_BYTES = ROWS * WIDTH * 4
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def step_seconds(model: nn.Module, settled_after: int = 4, measured: int = 2) -> float:
+    begin, end = (torch.Event("emu", enable_timing=True) for _ in range(2))
+    for index in range(settled_after + measured):
+        if index == settled_after:
+            begin.record()
+        model(torch.empty(ROWS, WIDTH, device="emu").requires_grad_()).sum().backward()
+        model.zero_grad()
+    end.record()
+    torch.accelerator.synchronize()
+    return begin.elapsed_time(end) / 1e3 / measured
+
+
+@pytest.fixture
+def slow_link(emu_device: ModuleType) -> Any:
+    """Sets the link such that a layer's copy takes so many times its forward."""
+
+    def configure(ratio: float) -> None:
+        bandwidth = SAVED_BYTES / (ratio * FORWARD_SECONDS)
+        emu_device.configure(
+            dry_run=True,
+            allocator="exact",
+            flops_per_second=FLOPS_PER_SECOND,
+            device_bytes_per_second=1e13,
+            h2d_bytes_per_second=bandwidth,
+            d2h_bytes_per_second=bandwidth,
+        )
+
+    return configure
+
+
+@pytest.mark.emu("lazy")
+@pytest.mark.parametrize("ratio", [0.5, 0.9, 1.0])
+@pytest.mark.parametrize("recompute", ["none", "non-reentrant"])
+def test_copies_no_slower_than_compute_cost_nothing(slow_link: Any, ratio: float, recompute: str) -> None:
+    slow_link(ratio)
+    plain = step_seconds(Stack(LAYERS, Wide, recompute).to("emu"))
+    model = Stack(LAYERS, Wide, recompute).to("emu")
+    with millrace.offload_activations(model, min_bytes=0) as handle:
+        seconds = step_seconds(model)
+        plan = handle.plan
+    assert plan is not None
+    assert seconds <= 1.03 * plain
+    assert len(plan.offloaded) >= LAYERS - 3
+    assert abs(seconds - plan.seconds) <= 0.03 * seconds
+
+
+@pytest.mark.emu("lazy")
+def test_slow_copies_leave_as_far_as_they_hide(slow_link: Any) -> None:
+    slow_link(3.0)
+    plain = step_seconds(Stack(LAYERS, Wide).to("emu"))
+    model = Stack(LAYERS, Wide).to("emu")
+    with millrace.offload_activations(model, min_bytes=0) as handle:
+        seconds = step_seconds(model)
+        plan = handle.plan
+    assert plan is not None
+    assert seconds <= 1.03 * plain
+    assert LAYERS // 4 <= len(plan.offloaded) <= LAYERS // 2
+
+
+@pytest.mark.emu("lazy")
+def test_weights_over_the_same_link(slow_link: Any) -> None:
+    slow_link(0.9)
+    budget = 4 * WIDTH * WIDTH * 4
+    seconds = []
+    for activations in (False, {"min_bytes": 0}):
+        model = Stack(LAYERS, Wide)
+        with millrace.offload(
+            model, device="emu", device_memory=budget, blocks=[model.layers], activations=activations
+        ) as handle:
+            seconds.append(step_seconds(model, settled_after=6))
+            plan = None if handle.activations is None else handle.activations.plan
+    assert plan is not None
+    assert len(plan.offloaded) >= LAYERS // 2
+    assert seconds[1] <= 1.03 * seconds[0]
