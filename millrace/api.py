@@ -285,15 +285,27 @@ class Offloaded:
         self._executor.homes_changed()
 
     def remove(self) -> None:
-        """Makes the model an ordinary CPU model again. Parameters keep their identity, values and gradients."""
-        if self._attachment is None:
-            return
-        self.synchronize()
+        """Makes the model an ordinary CPU model again. Parameters keep their identity, values and gradients.
+
+        Those that rest on disk stay tensors over its files, which have no name and are gone with the last of them.
+        Raises what failed in an update that an optimizer had under way; the model is let go of all the same.
+        """
+        if self._attachment is not None:
+            try:
+                self._engine.wait_for_updates()
+            finally:
+                self._let_go(self._attachment)
+
+    def _let_go(self, attachment: Attachment) -> None:
+        for block in self._blocks():
+            block.wait_for_reads()
+        if is_accelerator(self._config.device):
+            torch.accelerator.synchronize(self._config.device)
         self._engine.release_everything()
         if self.activations is not None:
             self.activations.remove()
         self._residency.close()
-        self._attachment.detach()
+        attachment.detach()
         self._attachment = None
         _live_handles.discard(self)
         if self._fetching is not None:

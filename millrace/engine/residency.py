@@ -3,6 +3,7 @@
 The order of these operations across lanes is the subject of docs/design/ordering.md.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable
 
 import torch
@@ -11,7 +12,7 @@ from millrace.config import format_bytes
 from millrace.engine.block import Block, Presence
 from millrace.engine.fetching import Fetching, Target
 from millrace.engine.meter import LinkSpeed, Meter
-from millrace.errors import BudgetError, StateError
+from millrace.errors import BudgetError, DiskError, StateError
 from millrace.memory.buffers import DeviceBuffers
 from millrace.memory.ledger import Ledger
 from millrace.runtime.lanes import Event, Lane, Lanes, LateTransfer
@@ -196,9 +197,10 @@ class Residency:
         self.held_bytes = sum(block.nbytes for block in held.values())
 
     def close(self) -> None:
-        """Evicts everything."""
+        """Evicts everything, also what could not come from disk."""
         for block in list(self._by_storage.values()):
-            self.evict(block)
+            with contextlib.suppress(DiskError):
+                self.evict(block)
         self._buffers.close()
 
     def _submit(self, block: Block, buffer: torch.Tensor, *, only_changes: bool) -> None:

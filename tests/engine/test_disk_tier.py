@@ -204,6 +204,26 @@ def test_a_read_that_fails_reaches_the_caller_and_the_next_pass_is_right(
             assert_equal(train(model, tokens, steps=3), expected)
 
 
+def test_a_model_whose_disk_fails_can_be_let_go_of(
+    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(_store: DiskStore, extent: Any, *_args: Any) -> None:
+        raise millrace.DiskError(5, f"{extent.name!r}: 4096 bytes at offset 0 could not be read")
+
+    model, plain = build(), build()
+    handle = offload(model, compute_device, tmp_path)
+    with torch.no_grad():
+        for _ in range(2):
+            model(tokens)
+        monkeypatch.setattr(DiskStore, "_read_piece", fail)
+        for _ in range(2):
+            with pytest.raises(millrace.DiskError, match="could not be read"):
+                model(tokens)
+    handle.remove()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert torch.equal(model(tokens), plain(tokens))
+
+
 def test_an_interrupted_pass_leaves_the_model_whole(compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path):
     expected = train(build().to(compute_device), tokens.to(compute_device), steps=3)
     model = build()
