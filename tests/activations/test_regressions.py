@@ -108,6 +108,22 @@ def test_weights_are_not_copied_as_activations(compute_device: torch.device) -> 
     assert len(plan.problem.saved) == 3 * 3 + 1  # the outputs of linear, norm's product and tanh, and the input
 
 
+@pytest.mark.emu("lazy")
+@pytest.mark.parametrize("budget_tensors", [0, 4, None])
+def test_the_host_waits_for_nothing(emu_device: ModuleType, budget_tensors: int | None) -> None:
+    budget = None if budget_tensors is None else budget_tensors * SAVED_BYTES
+    model = Stack().to("emu")
+    with millrace.offload_activations(model, min_bytes=0, device_memory=budget):
+        for _ in range(3):
+            step(model, rows("emu"))
+        x = rows("emu")
+        torch.accelerator.synchronize()
+        emu_device.reset_stats()
+        for _ in range(3):
+            model(x).square().sum().backward()
+        assert emu_device.stats()["host_syncs"] == 0
+
+
 # order ----------------------------------------------------------------------------------------------------------------
 def train(steps: int = 4) -> None:
     model = Stack().to("emu")

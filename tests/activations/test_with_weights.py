@@ -81,6 +81,17 @@ def test_device_bytes_drop_by_the_bytes_on_the_host(emu_device):
     assert after_forward[0] - after_forward[1] == held > 7 * SAVED_BYTES
 
 
+@pytest.mark.emu("threads", "lazy", "random:1")
+def test_every_schedule_of_the_device(emu_device):
+    expected = step(Stack(12).to("emu"), rows("emu"))
+    model = Stack(12)
+    activations = {"min_bytes": 0, "device_memory": 3 * SAVED_BYTES}
+    with millrace.offload(model, device="emu", device_memory=weight_bytes(model) // 3, activations=activations):
+        for _ in range(5):
+            assert_same(step(model, rows("emu")), expected)
+    assert emu_device.take_reports() == []
+
+
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_an_optimizer_of_ours_and_micro_batches(micro_batches: int, compute_device: torch.device) -> None:
     def run(model: nn.Module) -> list[Tensor]:
