@@ -78,9 +78,12 @@ class Selection:
 
     def wants(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor may leave the device."""
+        base = tensor._base
+        if base is None and tensor.nbytes < self._min_bytes:  # most of them
+            return False
         if tensor.device != self._device or not all(self._inside):
             return False
-        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+        if isinstance(tensor, nn.Parameter) or isinstance(base, nn.Parameter):
             return False
         if not _is_plain(tensor):
             self.skipped_kinds += 1
@@ -88,7 +91,7 @@ class Selection:
         storage = tensor.untyped_storage()
         if storage.nbytes() < max(1, self._min_bytes) or tensor.numel() == 0:
             return False
-        if tensor._base is None and tensor.nbytes < storage.nbytes():
+        if base is None and tensor.nbytes < storage.nbytes():
             # A part of memory that it does not share a version counter with: whoever has the other parts may write to
             # them, as recurrent cells do, while a copy reads.
             self.skipped_kinds += 1
