@@ -102,6 +102,9 @@ class Executor:
         for block in list(self._residency.present()):
             if block.index >= 0 and block.presence is not Presence.RESERVED and block.stale:
                 self._evict(block)
+        for block in list(self._residency.present()):
+            if block.index < 0 and block.stale and not block.being_updated:
+                self._residency.renew(block)  # every pass begins with the residents: not behind what is loaded ahead
         waiting, self._at_boundary = self._at_boundary, []
         for block in waiting:
             self._prefetch(block)

@@ -22,8 +22,8 @@ from tests.cost.conftest import LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B
 SMALL = LLAMA_8B | {"num_hidden_layers": 6, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}
 
 
-@pytest.mark.parametrize("device_gigabytes", [3, 5, 8, 24])
-@pytest.mark.parametrize("host_gigabytes", [4, 16, 128])
+@pytest.mark.parametrize("device_gigabytes", [3, 8])
+@pytest.mark.parametrize("host_gigabytes", [16, 128])
 @pytest.mark.parametrize("training", list(Training))
 def test_nothing_that_fits_is_faster(device_gigabytes: int, host_gigabytes: int, training: Training) -> None:
     hardware = MACHINES["4090"].changed(

@@ -168,6 +168,7 @@ def _layer(numbers: _Numbers, index: int, bits: float) -> BlockShape:
         saved_elements=4.0 * hidden + width + mlp_saved,  # both norms' inputs and outputs; queries to outputs; MLP
         input_elements=hidden,
         adapter_sizes=adapters + (_dense_adapters(numbers) if not sparse else 0),
+        last_parameters=0 if sparse else hidden * active_width,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from millrace.planning.cost.formulas import break_even_tokens
 from millrace.planning.cost.hardware import Hardware
 from millrace.planning.cost.shape import ModelShape
-from millrace.planning.cost.tiers import block_seconds
+from millrace.planning.cost.tiers import block_seconds, recompute_seconds
 from millrace.planning.cost.work import Activations, Method, Place, Spread, Training, Work
 
 __all__ = ["Floors", "floors_of", "hiding_tokens"]
@@ -43,7 +43,7 @@ def floors_of(
     compute = 0.0
     for block in shape.blocks:
         forward, backward = block_seconds(block, work, hardware)
-        again = forward if method.activations is Activations.RECOMPUTED and block.input_elements else 0.0
+        again = recompute_seconds(block, work, method, forward)
         compute += forward if work.training is Training.NONE else forward + backward + again
     compute *= work.micro_batches
     collective = _collective_seconds(shape, work, spread, method, hardware)

@@ -8,7 +8,7 @@ from millrace.planning.cost.floors import Floors, floors_of, tensor_seconds
 from millrace.planning.cost.hardware import Hardware
 from millrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 from millrace.planning.cost.step import BlockTraffic, StepForecast, forecast_step
-from millrace.planning.cost.tiers import Tiers, block_seconds, tiers_of
+from millrace.planning.cost.tiers import Tiers, block_seconds, recompute_seconds, tiers_of
 from millrace.planning.cost.work import Activations, Method, Place, Spread, Training, Work
 from millrace.planning.plan import Plan
 from millrace.planning.planner import make_plan
@@ -47,16 +47,28 @@ class Run:
 
 
 def tiers_and_floors(
-    shape: ModelShape, work: Work, spread: Spread, method: Method, hardware: Hardware
+    shape: ModelShape,
+    work: Work,
+    spread: Spread,
+    method: Method,
+    hardware: Hardware,
+    streaming_bytes: int | None = None,
 ) -> tuple[Tiers, Floors]:
     """What a method holds and its floors, before anything is planned."""
-    tiers = tiers_of(shape, work, spread, method, hardware)
+    tiers = tiers_of(shape, work, spread, method, hardware, streaming_bytes)
     return tiers, floors_of(shape, work, spread, method, hardware, tiers.streaming_bytes)
 
 
-def run_of(shape: ModelShape, work: Work, spread: Spread, method: Method, hardware: Hardware) -> Run:
+def run_of(
+    shape: ModelShape,
+    work: Work,
+    spread: Spread,
+    method: Method,
+    hardware: Hardware,
+    streaming_bytes: int | None = None,
+) -> Run:
     """The forecast of one method; `shape` is one device's part. The method must fit (`Tiers.fits`)."""
-    tiers, floors = tiers_and_floors(shape, work, spread, method, hardware)
+    tiers, floors = tiers_and_floors(shape, work, spread, method, hardware, streaming_bytes)
     share = _share_of(hardware)
     count = min(work.micro_batches, _PLANNED_MICRO_BATCHES)
     seconds = []
@@ -109,7 +121,7 @@ def _problem(
     forward, backward = [], []
     for index, block in enumerate(blocks):
         ahead, back = block_seconds(block, work, share)
-        again = ahead if method.activations is Activations.RECOMPUTED and block.input_elements else 0.0
+        again = recompute_seconds(block, work, method, ahead)
         more = extra if block.kind is BlockKind.LAYER else 0.0
         uses = (index, 0) if shape.tied and block.kind is BlockKind.HEAD and len(blocks) > 1 else (index,)
         forward.append(Visit(blocks=uses, phase=Phase.FORWARD, compute_seconds=ahead + more))
@@ -152,6 +164,7 @@ def _traffic(block: BlockShape, work: Work, spread: Spread, method: Method) -> B
     return BlockTraffic(
         gradient_bytes=work.gradient_bytes * block.trainable // spread.gradient_shards,
         update_bytes=float(work.update_bytes * trained),
+        norm_bytes=float(work.gradient_bytes * trained) if work.clipped else 0.0,
         state_bytes=(work.master_bytes + work.state_bytes) * trained if method.state is Place.DISK else 0,
         fetch_bytes=fetched,
         spill_bytes=fetched if work.training is Training.FULL else 0,

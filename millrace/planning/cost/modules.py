@@ -60,6 +60,7 @@ def _block(name: str, parameters: list[tuple[tuple[int, ...], int, bool]]) -> Bl
         saved_elements=float(sum(wide for wide, _ in ends)),
         input_elements=ends[0][0] if ends else 0,
         adapter_sizes=sum(wide + high for wide, high in ends),
+        last_parameters=_count(matrices[-1]) if matrices else 0,
     )
 
 

@@ -29,6 +29,7 @@ class BlockShape:
       of the block's input, which is all that recomputation keeps.
     - `adapter_sizes`: inputs and outputs of all linear layers together: an adapter of rank r has r times as many
       parameters.
+    - `last_parameters`: of its last matrix, which recomputation leaves out: backward needs nothing behind it.
     """
 
     name: str
@@ -41,6 +42,7 @@ class BlockShape:
     saved_elements: float = 0.0
     input_elements: int = 0
     adapter_sizes: int = 0
+    last_parameters: int = 0
 
     @property
     def weight_bytes(self) -> int:
@@ -49,6 +51,11 @@ class BlockShape:
     def forward_flops(self, tokens: int, context: int) -> float:
         """Operations of one forward of `tokens` tokens in sequences of `context`."""
         return tokens * (2.0 * self.active_parameters + self.context_flops * context)
+
+    def again_share(self, context: int) -> float:
+        """The share of a forward that recomputation does again."""
+        whole = self.forward_flops(1, context)
+        return 1.0 - 2.0 * self.last_parameters / whole if whole else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +124,7 @@ class ModelShape:
                 active_parameters=-(-block.active_parameters // tensor),
                 trainable=-(-block.trainable // tensor),
                 context_flops=block.context_flops / tensor,
+                last_parameters=block.last_parameters // tensor,
                 saved_elements=block.saved_elements / tensor,
             )
 

@@ -14,12 +14,15 @@ from enum import Enum
 from millrace.planning.cost.hardware import Hardware
 from millrace.planning.cost.lanes import CostLane, Span, Task, run_lanes
 from millrace.planning.plan import Plan
-from millrace.planning.visit import Phase
+from millrace.planning.visit import Phase, Visit
 
 __all__ = ["BlockTraffic", "Overlap", "Stall", "StepForecast", "forecast_step"]
 
 _SETTLED = 2  # steps before the one that is measured, and rounds of a plan that takes turns
 _GRADIENT_BLOCKS = 2  # gradients on the device at once: those of two blocks
+_GRADIENT_PARTS = 4  # in which a block's gradients leave, at most: while the rest of its backward still computes
+_GRADIENT_PART_BYTES = 4 * 2**20
+_PLANNED_PARTS = 256  # of a whole step, about
 _SLOTS = 3  # staging buffers for what passes between disk and host
 
 
@@ -37,6 +40,7 @@ class BlockTraffic:
 
     gradient_bytes: int = 0
     update_bytes: float = 0.0
+    norm_bytes: float = 0.0  # read for the norm of all gradients, as each arrives
     state_bytes: int = 0  # read before the update and written after it
     fetch_bytes: int = 0  # weights that rest on disk: read before each load
     spill_bytes: int = 0  # and written after the update
@@ -155,7 +159,8 @@ class _Graph:
         self.compute: list[int] = []  # compute tasks so far
         self.fetched: list[int] = []  # loads of fetched blocks, for the ring of staging buffers
         self.spilled: list[int] = []
-        self.leaving: list[int] = []  # offloads of gradients
+        self.leaving: list[int] = []  # for each block of backward, the last offload of its gradients
+        self.last_gradient = -1
         last: dict[int, int] = {}
         for index, visit in enumerate(plan.problem.visits):
             for block in visit.blocks:
@@ -186,11 +191,25 @@ class _Graph:
             if len(self.leaving) >= _GRADIENT_BLOCKS and visit.phase is Phase.BACKWARD:
                 waits.append(self.leaving[-_GRADIENT_BLOCKS])
             name = f"{visit.phase.value} {' '.join(map(str, visit.blocks))}"
-            done = self._add(CostLane.COMPUTE, name, visit.compute_seconds, waits)
+            parts = self._parts(visit)
+            for part in range(parts):
+                done = self._add(CostLane.COMPUTE, name, visit.compute_seconds / parts, waits)
+                waits = []
+                for block in visit.blocks:
+                    self._leave(index, block, visit.phase, done, gradients, kept, share=(part, parts))
             self.compute.append(done)
-            for block in visit.blocks:
-                self._leave(index, block, visit.phase, done, gradients, kept)
+            if visit.phase is Phase.BACKWARD and any(self.traffic[block].gradient_bytes for block in visit.blocks):
+                self.leaving.append(self.last_gradient)
         return self._boundary(cycle, gradients)
+
+    def _parts(self, visit: Visit) -> int:
+        """In how many parts the gradients of a visit leave."""
+        nbytes = sum(self.traffic[block].gradient_bytes for block in visit.blocks)
+        if visit.phase is not Phase.BACKWARD or not nbytes:
+            return 1
+        # In a long step a part more or less is nothing, and each costs time to plan.
+        few = max(1, _PLANNED_PARTS // len(self.plan.problem.visits))
+        return min(_GRADIENT_PARTS, few, -(-nbytes // _GRADIENT_PART_BYTES))
 
     def _bring_back(self, index: int, kept: dict[int, int], back: dict[int, int]) -> None:
         """Activations of this visit and of the next come back."""
@@ -201,16 +220,28 @@ class _Graph:
                     back[block] = self._copy(CostLane.ONLOAD, "activations", block, nbytes, [kept[block], *self._now()])
 
     def _leave(
-        self, index: int, block: int, phase: Phase, done: int, gradients: dict[int, int], kept: dict[int, int]
+        self,
+        index: int,
+        block: int,
+        phase: Phase,
+        done: int,
+        gradients: dict[int, int],
+        kept: dict[int, int],
+        *,
+        share: tuple[int, int],
     ) -> None:
-        own = self.traffic[block]
+        """What leaves after part `share[0]` of `share[1]` of a visit: gradients in parts, the rest at the end."""
+        own, (part, parts) = self.traffic[block], share
+        if phase is Phase.BACKWARD and own.gradient_bytes:
+            nbytes = own.gradient_bytes * (part + 1) // parts - own.gradient_bytes * part // parts
+            self.last_gradient = self._copy(CostLane.OFFLOAD, "gradients", block, nbytes, [done])
+        if part + 1 < parts:
+            return
         if phase is Phase.FORWARD and own.activation_bytes:
             kept[block] = self._copy(CostLane.OFFLOAD, "activations", block, own.activation_bytes, [done])
         if phase is Phase.BACKWARD and own.gradient_bytes:
-            leaves = self._copy(CostLane.OFFLOAD, "gradients", block, own.gradient_bytes, [done])
-            self.leaving.append(leaves)
             if self.last_backward[block] == index:
-                gradients[block] = leaves
+                gradients[block] = self._norm(block, self.last_gradient)
         elif phase is Phase.BACKWARD and own.update_bytes and self.last_backward[block] == index:
             gradients[block] = done
 
@@ -247,18 +278,27 @@ class _Graph:
             self.compute.append(end)
         return end
 
+    def _norm(self, block: int, arrived: int) -> int:
+        """The gradient's part of the norm: beside backward where the update overlaps, else part of the update."""
+        nbytes = self.traffic[block].norm_bytes
+        if not nbytes or self.overlap is Overlap.NONE:
+            return arrived
+        seconds = nbytes / self.hardware.update_rate
+        return self._add(CostLane.UPDATE, f"norm {block}", seconds, [arrived], dram_bytes=nbytes, block=block)
+
     def _update(self, block: int, after: list[int]) -> int:
         own, hardware = self.traffic[block], self.hardware
         waits = list(after)
+        moved = own.update_bytes + (own.norm_bytes if self.overlap is Overlap.NONE else 0.0)
         if own.state_bytes:
             ring = [self.spilled[-_SLOTS]] if len(self.spilled) >= _SLOTS else []
             waits.append(self._copy(CostLane.FETCH, "state", block, own.state_bytes, ring))
         done = self._add(
             CostLane.UPDATE,
             f"update {block}",
-            own.update_bytes / hardware.update_rate,
+            moved / hardware.update_rate,
             waits,
-            dram_bytes=own.update_bytes,
+            dram_bytes=moved,
             block=block,
         )
         written = own.state_bytes + own.spill_bytes

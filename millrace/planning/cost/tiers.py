@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from millrace.planning.cost.hardware import Hardware
@@ -65,14 +65,25 @@ def activation_bytes(shape: ModelShape, work: Work, kept: Activations) -> tuple[
     return round(head + 2 * max(layers, default=0.0)), round(sum(layers))
 
 
-def tiers_of(shape: ModelShape, work: Work, spread: Spread, method: Method, hardware: Hardware) -> Tiers:
-    """What one device holds of `shape`, which is its own part (`ModelShape.divided`)."""
+def tiers_of(
+    shape: ModelShape,
+    work: Work,
+    spread: Spread,
+    method: Method,
+    hardware: Hardware,
+    streaming_bytes: int | None = None,
+) -> Tiers:
+    """What one device holds of `shape`, which is its own part (`ModelShape.divided`).
+
+    `streaming_bytes`: for blocks that come and go, as `millrace.offload(device_memory=...)` takes it; None: what is
+    left.
+    """
     blocks = shape.blocks
     weights = shape.weight_bytes // spread.weight_shards
     adapters = 2 * shape.trainable if work.training is Training.ADAPTER else 0
     gradients = work.gradient_bytes * shape.trainable // spread.gradient_shards
     state = (work.master_bytes + work.state_bytes) * shape.trainable // spread.state_shards
-    gradient_blocks = _largest((work.gradient_bytes * b.trainable for b in blocks), _GRADIENT_BLOCKS)
+    gradient_blocks = _neighbours([work.gradient_bytes * b.trainable for b in blocks])
     on_device, on_host = activation_bytes(shape, work, method.activations)
     held = [Held(place=Place.DEVICE, purpose="activations", nbytes=on_device)]
     if on_host:
@@ -94,7 +105,8 @@ def tiers_of(shape: ModelShape, work: Work, spread: Spread, method: Method, hard
         held.append(Held(place=Place.HOST, purpose="staging", nbytes=staged))
     used = sum(item.nbytes for item in held if item.place is Place.DEVICE)
     least = _least(shape)
-    room = max(least, min(shape.weight_bytes, capacity[Place.DEVICE] - used))
+    left = capacity[Place.DEVICE] - used if streaming_bytes is None else streaming_bytes
+    room = max(least, min(shape.weight_bytes, left))
     held.append(Held(place=Place.DEVICE, purpose="weights", nbytes=room))
     return Tiers(held=tuple(held), capacity=capacity, streaming_bytes=room)
 
@@ -138,6 +150,11 @@ def _capacity(hardware: Hardware) -> dict[Place, int]:
     }
 
 
+def _neighbours(sizes: Sequence[int]) -> int:
+    """The most that blocks next to each other have together, as many as have gradients on the device at once."""
+    return max(sum(sizes[i : i + _GRADIENT_BLOCKS]) for i in range(max(1, len(sizes) - _GRADIENT_BLOCKS + 1)))
+
+
 def _largest(sizes: Iterable[int], count: int) -> int:
     return sum(sorted(sizes, reverse=True)[:count])
 
@@ -154,3 +171,10 @@ def block_seconds(block: BlockShape, work: Work, hardware: Hardware) -> tuple[fl
     forward = max(flops / hardware.flops_per_second, block.weight_bytes / hardware.device_bytes_per_second)
     share = 2.0 if work.training is Training.FULL and block.trainable else 1.0
     return forward, share * forward
+
+
+def recompute_seconds(block: BlockShape, work: Work, method: Method, forward_seconds: float) -> float:
+    """What backward does again of a block's forward; heads and embeddings are not recomputed."""
+    if method.activations is not Activations.RECOMPUTED or block.kind is not BlockKind.LAYER:
+        return 0.0
+    return forward_seconds * block.again_share(work.sequence_length)

@@ -40,6 +40,7 @@ class Work:
 
     `state_bytes` per trained parameter: two moments in float32, 8 for Adam; `master_bytes`: a float32 copy of weights
     in 16 bits, 0 when they are in float32 themselves; `gradient_bytes` as they travel and rest.
+    `clipped`: to a global norm, for which gradients are read once more.
     """
 
     training: Training = Training.FULL
@@ -49,6 +50,7 @@ class Work:
     gradient_bytes: int = 2
     master_bytes: int = 4
     state_bytes: int = 8
+    clipped: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "sequence_length", "micro_batches"):
