@@ -163,6 +163,8 @@ def test_compression() -> None:
     assert spinning.pipelined_seconds == pytest.approx(33.3, abs=0.1)
     weights = f.compression(10 * GB, ratio=1.0, codec_rate=50 * GB, disk_rate=7 * GB)  # LZ4 on bf16 weights
     assert not weights.pays
+    assert f.codec_cores(read_rate=7 * GB, write_rate=0.0) == 9  # byte planes and zstd, on cores of their own
+    assert f.codec_cores(read_rate=0.0, write_rate=7 * GB) == 24
 
 
 def test_prefetch_depth() -> None:

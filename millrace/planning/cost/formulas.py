@@ -15,6 +15,7 @@ __all__ = [
     "adam_seconds",
     "batch_multiplier",
     "break_even_tokens",
+    "codec_cores",
     "compression",
     "efficiency",
     "hideable_activation_share",
@@ -155,6 +156,20 @@ def compression(nbytes: float, *, ratio: float, codec_rate: float, disk_rate: fl
         return Compression(plain, plain, plain)
     coded, moved = nbytes / codec_rate, nbytes / (ratio * disk_rate)
     return Compression(plain, coded + moved, max(coded, moved))
+
+
+# Byte planes apart, then zstd at its fastest, on bf16 weights: measured on one core.
+WEIGHTS_RATIO = 1.46
+ENCODE_RATE = 0.3e9  # bytes per second
+DECODE_RATE = 0.84e9
+
+
+def codec_cores(*, read_rate: float, write_rate: float) -> int:
+    """Cores that must do nothing else for compression to pay on weights and state between host and disk.
+
+    Chunk by chunk it pays when the codec outruns the disk, in each direction that is used (T14, T15); 0: none is.
+    """
+    return max(math.ceil(read_rate / DECODE_RATE), math.ceil(write_rate / ENCODE_RATE))
 
 
 def zero_bytes(parameters: float, *, stage: int, data: int, tensor: int = 1) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 from millrace.planning.cost.choose import Help, Option, Shortfall, best_run, helps, options, shortfall
 from millrace.planning.cost.floors import Floors, hiding_tokens
 from millrace.planning.cost.forecast import Run
-from millrace.planning.cost.formulas import wear_steps
+from millrace.planning.cost.formulas import codec_cores, wear_steps
 from millrace.planning.cost.hardware import Hardware
 from millrace.planning.cost.lanes import CostLane
 from millrace.planning.cost.shape import ModelShape
@@ -96,6 +96,17 @@ class RunPlan:
             return None
         return wear_steps(self.written_bytes, self.hardware.disk_endurance_bytes)
 
+    @property
+    def codec_cores(self) -> int:
+        """Cores of the node that compression of what crosses to disk would take up to pay; 0 when nothing does."""
+        if self.run is None:
+            return 0
+        moved, hardware = self.run.step.moved_bytes, self.hardware
+        return codec_cores(
+            read_rate=hardware.disk_read_bytes_per_second if moved[CostLane.FETCH] else 0.0,
+            write_rate=hardware.disk_write_bytes_per_second if moved[CostLane.SPILL] else 0.0,
+        )
+
     def to_text(self) -> str:
         """What `millrace plan` prints."""
         from millrace.planning.cost.run_text import run_plan_text
@@ -132,6 +143,7 @@ class RunPlan:
             "hiding_tokens": self.hiding_tokens,
             "written_bytes_per_step": self.written_bytes,
             "wear_steps": self.wear_steps,
+            "codec_cores": self.codec_cores,
             "helps": [dataclasses.asdict(help) for help in self.helps],
             "options": [
                 {

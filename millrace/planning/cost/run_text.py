@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from millrace.planning.cost.forecast import Run
+from millrace.planning.cost.formulas import WEIGHTS_RATIO
 from millrace.planning.cost.lanes import CostLane
 from millrace.planning.cost.run_plan import RunPlan
 from millrace.planning.cost.work import Place, Training
@@ -159,6 +160,11 @@ def _closing(plan: RunPlan, run: Run) -> list[str]:
         lines.append(
             f"wear      {size_text(plan.written_bytes)} written to disk a step: the drives are guaranteed "
             f"{plan.wear_steps:,.0f} steps"
+        )
+    if plan.codec_cores:
+        lines.append(
+            f"compress  raw: a codec ({WEIGHTS_RATIO} times smaller) pays only on more than {plan.codec_cores} cores"
+            " that do nothing else"
         )
     for help in plan.helps[:_SHOWN]:
         lines.append(f"helps     {help.change}: {help.gain:.2f} times the tokens/s")
