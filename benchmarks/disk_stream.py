@@ -37,9 +37,9 @@ SLOTS = 4
 THREADS = 4
 
 
-def drive(path: Path, request_bytes: int = PIECE_BYTES, threads: int = THREADS) -> None:
-    """Reads the whole file, with `threads` requests in flight."""
-    offsets = range(0, path.stat().st_size - request_bytes + 1, request_bytes)
+def drive(path: Path, request_bytes: int = PIECE_BYTES, threads: int = THREADS, times: int = 1) -> None:
+    """Reads the whole file so many times, with `threads` requests in flight."""
+    offsets = [*range(0, path.stat().st_size - request_bytes + 1, request_bytes)] * times
 
     def work(number: int) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)

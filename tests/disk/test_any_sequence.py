@@ -28,6 +28,7 @@ class Known:
     content: torch.Tensor
     mapping: torch.Tensor | None = None
     mapped: bool = False
+    encoded: bool = False
 
 
 class StoreAgainstDict(RuleBasedStateMachine):
@@ -37,7 +38,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
     def begin(self) -> None:
         self.directory = tempfile.TemporaryDirectory(prefix="millrace-test-")
         self.ledger = Ledger()
-        self.store = DiskStore(self.directory.name, self.ledger)
+        self.store = DiskStore(self.directory.name, self.ledger, codec="planes")
         self.known: list[Known] = []
         self.reads: list[tuple[Request, torch.Tensor, torch.Tensor]] = []  # request, what came, what should come
         self.seed = 0
@@ -51,12 +52,14 @@ class StoreAgainstDict(RuleBasedStateMachine):
     def chosen(self, number: int) -> Known:
         return self.known[number % len(self.known)]
 
-    @rule(nbytes=SIZES)
-    def allocate(self, nbytes: int) -> None:
-        extent = self.store.allocate(f"w{len(self.known)}", nbytes, "weights")
+    @rule(nbytes=SIZES, element_bytes=st.sampled_from([None, 1, 2, 4]))
+    def allocate(self, nbytes: int, element_bytes: int | None) -> None:
+        extent = self.store.allocate(f"w{len(self.known)}", nbytes, "weights", element_bytes)
         content = self.random(nbytes, aligned=True)
+        if element_bytes is not None:
+            content[::2] = 3  # so that it can be encoded
         self.store.write(extent, content.clone())
-        self.known.append(Known(extent, content))
+        self.known.append(Known(extent, content, encoded=element_bytes is not None))
 
     @precondition(lambda self: self.known)
     @rule(number=st.integers(0), at=st.floats(0, 1), part=st.floats(0, 1), aligned=st.booleans(), whole=st.booleans())
@@ -85,6 +88,10 @@ class StoreAgainstDict(RuleBasedStateMachine):
     @rule(number=st.integers(0), value=st.integers(0, 255))
     def write_through_the_mapping(self, number: int, value: int) -> None:
         known = self.chosen(number)
+        if known.encoded:
+            with pytest.raises(StateError, match="is stored encoded"):
+                self.store.mapping(known.extent)
+            return
         self.store.to_mapping(known.extent).synchronize()
         known.mapping, known.mapped = self.store.mapping(known.extent), True
         assert torch.equal(known.mapping, known.content)
@@ -123,7 +130,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
                 self.store.read(known.extent, known.content)
         assert list(Path(self.directory.name).iterdir()) == []
         self.known.clear()
-        self.store = DiskStore(self.directory.name, self.ledger)
+        self.store = DiskStore(self.directory.name, self.ledger, codec="planes")
 
     @invariant()
     def every_byte_is_booked(self) -> None:

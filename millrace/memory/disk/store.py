@@ -17,10 +17,12 @@ import torch
 from millrace.errors import DiskError, StateError
 from millrace.memory.disk.checksums import Checksums
 from millrace.memory.disk.directory import StoreDirectory
-from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, Extent, Piece, check_memory, pieces
+from millrace.memory.disk.encoding import Codec, Encoding
+from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, PIECE_BYTES, Extent, Piece, check_memory, pieces
 from millrace.memory.disk.file import DirectFile
 from millrace.memory.disk.mapping import Mapping
 from millrace.memory.disk.requests import Access, Request, Requests
+from millrace.memory.disk.staging import StagingRing
 from millrace.memory.ledger import Ledger, Tier
 from millrace.runtime.lanes import Event
 
@@ -38,15 +40,24 @@ class DiskStore:
     Reads and writes of one extent happen in the order of their submission (reads beside each other). What `write` wrote
     is checked when `read` reads it, unless the extent is mapped.
 
+    `codec`: whether extents that say how many bytes their elements have are stored encoded: never ("none"), always
+    ("planes": byte planes apart, with zstd, each piece raw where that gains less than 5%), or where that is faster than
+    the drive, as measured ("auto"). Encoded pieces take as much room as raw ones, but fewer bytes travel. A codec takes
+    32 MiB of host memory.
+
     Raises ValueError when `directory` is a file, StateError when another store or process uses it, DiskError when no
     file can be made there.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], ledger: Ledger) -> None:
+    def __init__(self, directory: str | os.PathLike[str], ledger: Ledger, *, codec: Codec = "none") -> None:
         self._directory = StoreDirectory(directory)
         self._ledger = ledger
         name = f"the spill file in {self._directory.path}"
         self._file = DirectFile(self._directory.create_file(), name, writable=True)
+        self._encoding: Encoding | None = None
+        if codec != "none":
+            ring = StagingRing(PIECE_BYTES, _THREADS, torch.device("cpu"), ledger)
+            self._encoding = Encoding(self._file, ring, _THREADS, automatic=codec == "auto")
         self._requests = Requests(_THREADS)
         self._checksums = Checksums()
         self._lock = threading.Lock()
@@ -83,9 +94,10 @@ class DiskStore:
         """Raises DiskError (ENOSPC) when `nbytes` more do not fit on the disk. To be asked before the first byte."""
         self._directory.check_free(nbytes, "the disk tier")
 
-    def allocate(self, name: str, nbytes: int, purpose: str) -> Extent:
+    def allocate(self, name: str, nbytes: int, purpose: str, element_bytes: int | None = None) -> Extent:
         """Takes `nbytes` of disk, rounded up to pages, for good; `name` is what errors say. Contents are arbitrary.
 
+        With `element_bytes` the store's codec may encode it; then it cannot be mapped.
         Raises DiskError (ENOSPC), and takes nothing, when the disk has no room.
         """
         with self._lock:
@@ -106,6 +118,8 @@ class DiskStore:
             self._booked[purpose] += extent.capacity_bytes
             self._ledger.add(Tier.DISK, purpose, extent.capacity_bytes)
             self._extents.append(extent)
+            if self._encoding is not None and element_bytes is not None:
+                self._encoding.add(extent, element_bytes)
             return extent
 
     def part(self, extent: Extent, offset: int, nbytes: int) -> Extent:
@@ -144,6 +158,8 @@ class DiskStore:
         """
         with self._lock:
             self._refuse_closed(extent.name)
+            if self._encoding is not None and extent in self._encoding:
+                raise StateError(f"{extent.name!r} is stored encoded: read it, or allocate it without element_bytes")
             if extent not in self._mappings:
                 self._mappings[extent] = Mapping(
                     self._file.descriptor, extent.offset, extent.capacity_bytes, shared=True
@@ -181,6 +197,8 @@ class DiskStore:
                 return
             self._unbook()
         self._requests.close()
+        if self._encoding is not None:
+            self._encoding.close()
         self._mappings.clear()
         self._file.close()
         self._directory.close()
@@ -206,17 +224,25 @@ class DiskStore:
 
     def _read_piece(self, extent: Extent, piece: Piece, memory: torch.Tensor, at: int) -> None:
         address, nbytes = memory.data_ptr() + at, piece.end - piece.begin
-        self._file.read(address, nbytes, extent.offset + piece.begin, repr(extent.name))
+        if self._encoding is not None and extent in self._encoding:
+            moved = self._encoding.read(extent, piece, memory.view(-1)[at : at + nbytes])
+        else:
+            self._file.read(address, nbytes, extent.offset + piece.begin, repr(extent.name))
+            moved = nbytes
         if extent not in self._mappings:
             self._checksums.verify(extent, piece, address, self._file.name)
-        self._count(Access.READ, nbytes)
+        self._count(Access.READ, moved)
 
     def _write_piece(self, extent: Extent, piece: Piece, memory: torch.Tensor, at: int) -> None:
         address, nbytes = memory.data_ptr() + at, piece.end - piece.begin
         if extent not in self._mappings:
             self._checksums.note(extent, piece, address)
-        self._file.write(address, nbytes, extent.offset + piece.begin, repr(extent.name))
-        self._count(Access.WRITE, nbytes)
+        if self._encoding is not None and extent in self._encoding:
+            moved = self._encoding.write(extent, piece, memory.view(-1)[at : at + nbytes])
+        else:
+            self._file.write(address, nbytes, extent.offset + piece.begin, repr(extent.name))
+            moved = nbytes
+        self._count(Access.WRITE, moved)
 
     def _count(self, access: Access, nbytes: int) -> None:
         with self._lock:
