@@ -44,8 +44,8 @@ class AdamW(_AdamSteps, torch.optim.AdamW):
       "full" keeps a float32 tensor beside it (4 bytes, ties round to even). float16 weights are always "full".
     - `state_dtype`: dtype of the moments: torch.float32, or torch.bfloat16 with stochastic rounding.
     - `tier`: where the state rests: "host", or "disk", in a directory of its own inside of `disk`; its files are gone
-      with the process, so checkpoints are what lasts. Host memory then holds a ring of 192 MiB. `state_dict()` shows it as
-      memory that is read as it is touched.
+      with the process, so checkpoints are what lasts. Host memory then holds a ring of 192 MiB. `state_dict()` shows
+      it as memory that is read as it is touched.
     - `device_fraction`: share of the state that lives and is updated on the accelerator of parameters that live there,
       in [0, 1], exact to 64 elements; "auto" takes what is free after the first backward, less a tenth.
     - `pin`, `overlap_d2h_h2d`: host memory of such parameters is page-locked; gradients and weights travel while others

@@ -44,7 +44,7 @@ class ElementOptimizer(HostOptimizer):
         for member in members:
             state, fresh = self._state_of(member)
             states.append(state)
-            step = float(state["step"]) if "step" in state else 1.0
+            step = self._next_step(state)
             key = (id(member.group), step)
             if key not in rules:
                 rules[key] = self._rule(member.group, step)
@@ -55,26 +55,27 @@ class ElementOptimizer(HostOptimizer):
             member.updated = True
             member.state.clear()
             member.state.update(state)
+        self._count_steps([member.state for member in members])
 
     def _update_of(self, member: Member, state: dict[str, Any], rule: ElementRule, fresh: bool) -> Update:
         weights = member.weights
-        tensors = [weights.flat(state[name]) for name in self._state_names(member.group)]
+        tensors = [weights.dense(state[name]) for name in self._state_names(member.group)]
         maximum = self._maximum_name(member.group)
         return Update(
             rule=rule,
-            weight=weights.exposed(),
-            gradient=weights.flat(member.gradient),
+            weight=weights.exposed_dense(),
+            gradient=weights.dense(member.gradient),
             form=weights.form,
             master=weights.master(state),
             first=tensors[0] if tensors else None,
             second=tensors[1] if len(tensors) > 1 else None,
-            maximum=None if maximum is None else weights.flat(state[maximum]),
+            maximum=None if maximum is None else weights.dense(state[maximum]),
             first_step=fresh,
             stream=member.index,
         )
 
     def _state_of(self, member: Member) -> tuple[dict[str, Any], bool]:
-        """The state of a parameter in host memory, counted one step on, and whether it was made just now.
+        """The state of a parameter where it is updated, and whether it was made just now.
 
         Its entries become the parameter's when the update has been performed: nothing has changed if that fails.
         """
@@ -83,17 +84,31 @@ class ElementOptimizer(HostOptimizer):
         fresh = False
         for name, dtype in self._dtypes(member.group, weights).items():
             value = state.get(name)
-            if isinstance(value, torch.Tensor) and value.dtype != dtype:  # somebody cast it while it was away
+            if value is not None and value.dtype != dtype:  # somebody cast it while it was away
                 value = value.to(dtype)
             kept = weights.adopt(value, dtype)
             fresh = fresh or kept is None
             state[name] = weights.zeros(dtype) if kept is None else kept
-        self._count(state)
         return state, fresh
 
-    def _count(self, state: dict[str, Any]) -> None:
-        if self.COUNTS_STEPS or self._options.state_dtype == torch.bfloat16:  # rounding differs from step to step
-            state["step"] = state["step"].to("cpu") + 1 if "step" in state else torch.tensor(1.0)
+    @property
+    def _counts(self) -> bool:
+        return self.COUNTS_STEPS or self._options.state_dtype == torch.bfloat16  # its rounding differs in each step
+
+    def _next_step(self, state: dict[str, Any]) -> float:
+        """The number of the step that a parameter of this state takes now, from 1."""
+        return float(state["step"]) + 1 if self._counts and "step" in state else 1.0
+
+    def _count_steps(self, states: Sequence[dict[str, Any]]) -> None:
+        """Updates were performed."""
+        if not self._counts:
+            return
+        for state in states:
+            if "step" not in state:
+                state["step"] = torch.tensor(0.0)
+            elif state["step"].device.type != "cpu":
+                state["step"] = state["step"].to("cpu")
+        torch._foreach_add_([state["step"] for state in states], 1)
 
     def _dtypes(self, group: dict[str, Any], weights: Weights) -> dict[str, torch.dtype]:
         """The state that a parameter needs, without its master."""
@@ -107,7 +122,7 @@ class ElementOptimizer(HostOptimizer):
 
     # state on disk ----------------------------------------------------------------------------------------------------
     def _perform_from_disk(self, disk: DiskState, members: Sequence[Member], scale: float) -> None:
-        wanted, rules, counted = [], [], []
+        wanted, rules = [], []
         for member in members:
             self._to_disk(disk, member.parameter, member.group, member.weights, member.state)
             dtypes = {**self._dtypes(member.group, member.weights), **member.weights.master_dtypes}
@@ -115,9 +130,7 @@ class ElementOptimizer(HostOptimizer):
             if member.weights.master_is_stale:
                 fresh |= frozenset(member.weights.master_dtypes)
             wanted.append(Wanted(member.parameter, member.weights.host.numel(), dtypes, fresh))
-            counted.append(dict(member.state))
-            self._count(counted[-1])
-            rules.append(self._rule(member.group, float(counted[-1].get("step", 1.0))))
+            rules.append(self._rule(member.group, self._next_step(member.state)))
         weights = [member.weights.exposed() for member in members]
         gradients = [member.weights.flat(member.gradient) for member in members]
 
@@ -139,10 +152,10 @@ class ElementOptimizer(HostOptimizer):
             )
 
         disk.stream(wanted, lambda parts: update.perform([on_host(part) for part in parts], scale))
-        for member, flat, state in zip(members, weights, counted, strict=True):
+        for member, flat in zip(members, weights, strict=True):
             member.weights.performed(kernel.checksum(flat) if member.weights.form is Master.SPLIT else None)
             member.updated = True
-            member.state.update(state)
+        self._count_steps([member.state for member in members])
 
     def _to_disk(
         self, disk: DiskState, parameter: torch.Tensor, group: dict[str, Any], weights: Weights, state: dict[str, Any]
@@ -164,7 +177,7 @@ class ElementOptimizer(HostOptimizer):
                     tensors[name] = weights.flat(adopted)
             master = weights.master(state)
             if master is not None:
-                tensors |= dict.fromkeys(weights.master_dtypes, master)
+                tensors |= dict.fromkeys(weights.master_dtypes, weights.flat(master))
             disk.keep(parameter, tensors)
         for name in (*dtypes, REMAINDER, FULL):
             state.pop(name, None)

@@ -34,6 +34,7 @@ class _MatrixOptimizer(HostOptimizer):
                 if isinstance(value, torch.Tensor):
                     state[name] = value.to("cpu" if name == "step" else weights.host.device)
             master = weights.master(state)
+            master = None if master is None else weights.flat(master)
             stored = weights.exposed()
             exact = narrow.join(stored, master, weights.form)
             gradient = member.gradient.detach()

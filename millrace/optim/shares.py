@@ -59,7 +59,8 @@ class Shares:
                     on_host[name] = flat[:border].to("cpu", copy=True)
                     on_device[name] = flat[border:].to(parameter.device, copy=True)
                 else:
-                    on_host[name] = on_device[name] = value
+                    on_host[name] = value
+                    on_device[name] = value.clone() if isinstance(value, torch.Tensor) else value
             state.clear()
             self.pieces[parameter] = (on_host, on_device)
         return self.pieces[parameter]

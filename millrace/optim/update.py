@@ -1,5 +1,6 @@
 """What is one parameter's update, and who performs it? The native kernel where it can, PyTorch in chunks where not."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ _NUMBERS = {torch.float32: Number.FLOAT32, torch.bfloat16: Number.BFLOAT16, torc
 
 @dataclass(kw_only=True)
 class Update:
-    """One parameter in host memory. All tensors are flat, contiguous and of the same number of elements."""
+    """One parameter where it is updated. All tensors are dense, their elements in the same order in memory."""
 
     rule: ElementRule
     weight: torch.Tensor
@@ -87,16 +88,33 @@ def _perform_in_torch(updates: Sequence[Update], gradient_scale: float) -> None:
 
     On an accelerator the whole of it, on the stream that is current.
     """
+    flat = [_flattened(update) for update in updates]
     with torch.no_grad():
-        for update in updates:
+        for update in flat:
             if update.weight.device.type != "cpu":
                 _chunk_in_torch(update, slice(0, None), gradient_scale)
-    on_host = [update for update in updates if update.weight.device.type == "cpu"]
+    on_host = [update for update in flat if update.weight.device.type == "cpu"]
     if on_host:
         _perform_in_chunks(on_host, gradient_scale)
     for update in updates:
         if update.form is Master.SPLIT:
-            update.checksum = kernel.checksum(update.weight)
+            update.checksum = kernel.checksum(_flat(update.weight))
+
+
+def _flattened(update: Update) -> Update:
+    return dataclasses.replace(
+        update,
+        weight=_flat(update.weight),
+        gradient=_flat(update.gradient),
+        master=None if update.master is None else _flat(update.master),
+        first=None if update.first is None else _flat(update.first),
+        second=None if update.second is None else _flat(update.second),
+        maximum=None if update.maximum is None else _flat(update.maximum),
+    )
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def _perform_in_chunks(updates: Sequence[Update], gradient_scale: float) -> None:

@@ -62,7 +62,7 @@ class Weights:
         return self.form is Master.SPLIT and self._written_by_others()
 
     def master(self, state: dict[str, Any]) -> torch.Tensor | None:
-        """The flat master of the weights, made to agree with them where it is missing or they were written."""
+        """The master of the weights, made to agree with them where it is missing or they were written."""
         if self._key is None:
             return None
         kept = self.adopt(state.get(self._key), _MASTER_DTYPES[self._key])
@@ -72,7 +72,7 @@ class Weights:
         elif self.master_is_stale:
             kept.zero_()
         state[self._key] = kept
-        return self.flat(kept)
+        return kept
 
     def _written_by_others(self) -> bool:
         """Whether the weights are not those that we wrote last; a copy of the same values does not count."""
@@ -106,19 +106,34 @@ class Weights:
     # layout: elements in the order in which they lie in memory --------------------------------------------------------
     def exposed(self) -> torch.Tensor:
         """The weights as a flat tensor that the update writes."""
+        return _flat(self.exposed_dense())
+
+    def exposed_dense(self) -> torch.Tensor:
+        """The same memory in the shape of the weights."""
+        if self.host.is_contiguous():
+            return self.host.detach()
         weights = self.host.detach()
         if not torch.ops.aten.is_non_overlapping_and_dense(weights):
             if self._dense is None:
                 self._dense = weights.contiguous()
             weights = self._dense
-        return _flat(weights)
+        return weights
 
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
         """A gradient or a state, flat, its elements in the order of `exposed()`: a copy where they lie otherwise."""
-        tensor = tensor.detach()
-        if _strides(tensor) != self._layout():
-            tensor = self._empty(tensor.dtype).copy_(tensor)
-        return _flat(tensor)
+        return _flat(self.dense(tensor.detach()))
+
+    def dense(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same in the shape of the weights, and not detached."""
+        if self._lies_alike(tensor):
+            return tensor
+        return self._empty(tensor.dtype).copy_(tensor.detach())
+
+    def _lies_alike(self, tensor: torch.Tensor) -> bool:
+        """Whether elements lie in the order of `exposed()`."""
+        if tensor.is_contiguous() and self.host.is_contiguous():
+            return True
+        return _strides(tensor) == self._layout()
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """The inverse of `flat`: the same memory in the shape of the weights."""
@@ -134,8 +149,9 @@ class Weights:
         """A loaded state as one that can be updated in place; None when it is none of ours (another dtype or shape)."""
         if not isinstance(value, torch.Tensor) or value.dtype != dtype or value.shape != self.host.shape:
             return None
-        value = value.to(self.host.device)  # Lightning and accelerate move state to the accelerator
-        return value if _strides(value) == self._layout() else self._empty(dtype).copy_(value)
+        if value.device != self.host.device:  # Lightning and accelerate move state to the accelerator
+            value = value.to(self.host.device)
+        return value if self._lies_alike(value) else self._empty(dtype).copy_(value)
 
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
         if torch.ops.aten.is_non_overlapping_and_dense(self.host):
