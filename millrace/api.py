@@ -332,7 +332,9 @@ class Offloaded:
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Homes are about to be written: no copy may be reading them."""
-        for block in {slot.unit for slot in self._slots_of(optimizer) if slot.home.grad is not None}:
+        with torch._C.DisableTorchFunctionSubclass():  # a look at a gradient would wait for updates that use it
+            changing = {slot.unit for slot in self._slots_of(optimizer) if slot.home.grad is not None}
+        for block in changing:
             if isinstance(block, Block):
                 block.make_writable()
         if isinstance(optimizer, HostOptimizer) and optimizer.overlaps:
