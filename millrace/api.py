@@ -41,7 +41,7 @@ from millrace.memory.disk import Checkpoint, DiskStore, StagingRing
 from millrace.memory.ledger import Ledger, Tier
 from millrace.optim.optimizer import HostOptimizer
 from millrace.planning import Plan
-from millrace.report import Planned, Report, RunRecord, Stats, write_trace
+from millrace.report import Planned, Report, RunRecord, Stats
 from millrace.runtime.device import is_accelerator, resolve_device
 from millrace.runtime.grad_scaler import make_grad_scaler_wait
 from millrace.runtime.lanes import open_lanes
@@ -262,10 +262,10 @@ class Offloaded:
 
         Raises StateError before the first cycle is over, OSError when the file cannot be written.
         """
-        spans = self._meter.spans()
-        if not spans:
+        report = self.report()
+        if not report.record.spans:
             raise StateError("no pass over the model is complete yet, so there is no timeline; run a step first")
-        write_trace(path, spans)
+        report.to_trace(path)
 
     # control ----------------------------------------------------------------------------------------------------------
     def synchronize(self) -> None:

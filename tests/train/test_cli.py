@@ -37,6 +37,10 @@ def test_the_command_trains_compares_reports_and_saves(arguments: list[str], tmp
         timeout=100,
     )
     assert loaded.returncode == 0
+    shown = run_millrace("report", str(tmp_path / "out"), "--html", str(tmp_path / "run.html"))
+    assert shown.returncode == 0, shown.stderr
+    assert "last step" in shown.stdout
+    assert "model.layers.0 forward" in (tmp_path / "run.html").read_text()
 
 
 def test_ctrl_c_ends_after_the_step_and_saves(arguments: list[str], tmp_path: Path):
