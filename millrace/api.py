@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from millrace.activations.offloading import ActivationOffloading
 from millrace.activations.targets import check_targets
@@ -27,7 +26,6 @@ from millrace.engine.engine import Engine
 from millrace.engine.executor import Executor
 from millrace.engine.fetching import Fetching
 from millrace.engine.gradients import Gradients
-from millrace.engine.home import Home
 from millrace.engine.inventory import Inventory, take_inventory
 from millrace.engine.managed import site_of
 from millrace.engine.materialize import Materialized, materialize
@@ -35,7 +33,7 @@ from millrace.engine.meter import Meter
 from millrace.engine.partition import Partition, partition
 from millrace.engine.placement import Placement, Shelf
 from millrace.engine.residency import Residency
-from millrace.engine.slot import Slot
+from millrace.engine.steps import OptimizerSteps
 from millrace.errors import StateError
 from millrace.memory.disk import Checkpoint, DiskStore, StagingRing
 from millrace.memory.ledger import Ledger, Tier
@@ -175,6 +173,13 @@ class Offloaded:
                 block.release()
             self._shelf.close()
             raise
+        self._steps = OptimizerSteps(
+            self._engine,
+            self._executor,
+            self._meter,
+            waits_by_itself=lambda optimizer: isinstance(optimizer, HostOptimizer) and optimizer.overlaps,
+        )
+        self._steps.watch()
         _live_handles.add(self)
 
     def _wire(self, model: nn.Module, inventory: Inventory, parts: Partition, placement: Placement) -> None:
@@ -308,6 +313,7 @@ class Offloaded:
         attachment.detach()
         self._attachment = None
         _live_handles.discard(self)
+        self._steps.unwatch()
         if self._fetching is not None:
             self._fetching.close()
         self._lanes.close()
@@ -329,51 +335,6 @@ class Offloaded:
 
     def _blocks(self) -> list[Block]:
         return [*self._engine.blocks, *self._engine.residents]
-
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Homes are about to be written: no copy may be reading them."""
-        with torch._C.DisableTorchFunctionSubclass():  # a look at a gradient would wait for updates that use it
-            changing = {slot.unit for slot in self._slots_of(optimizer) if slot.home.grad is not None}
-        for block in changing:
-            if isinstance(block, Block):
-                block.make_writable()
-        if isinstance(optimizer, HostOptimizer) and optimizer.overlaps:
-            return  # waits by itself, for each block when it comes to it
-        if self._slots_of(optimizer):
-            self._engine.wait_until_free()
-
-    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Homes were written; fused optimizers leave no trace of it."""
-        slots = self._slots_of(optimizer)
-        for slot in slots:
-            slot.untraced_changes += 1
-        if slots:
-            self._meter.steps += 1
-            self._engine.updates_changed()
-            self._executor.homes_changed()
-
-    def _slots_of(self, optimizer: torch.optim.Optimizer) -> list[Slot]:
-        held = {
-            id(parameter)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if isinstance(parameter, Home)
-        }
-        return [slot for block in self._blocks() for slot in block.slots if id(slot.home) in held]
-
-
-def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for handle in list(_live_handles):
-        handle._before_step(optimizer)
-
-
-def _after_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for handle in list(_live_handles):
-        handle._after_step(optimizer)
-
-
-register_optimizer_step_pre_hook(_before_any_step)
-register_optimizer_step_post_hook(_after_any_step)
 
 
 @atexit.register

@@ -43,15 +43,15 @@ def test_without_cgroups_it_is_what_the_machine_has(machine: Machine) -> None:
 
 
 def test_version_2_limit_of_the_own_group(machine: Machine) -> None:
-    machine.belongs_to("0::/work/job")
-    machine.group("work/job", memory__max=10 * GIB, memory__current=3 * GIB)
+    machine.belongs_to("0::/slice/job")
+    machine.group("slice/job", memory__max=10 * GIB, memory__current=3 * GIB)
     assert host.available_host_bytes() == 7 * GIB
 
 
 def test_version_2_limit_of_a_parent_counts_too(machine: Machine) -> None:
-    machine.belongs_to("0::/work/job")
-    machine.group("work/job", memory__max="max", memory__current=3 * GIB)
-    machine.group("work", memory__max=8 * GIB, memory__current=6 * GIB)
+    machine.belongs_to("0::/slice/job")
+    machine.group("slice/job", memory__max="max", memory__current=3 * GIB)
+    machine.group("slice", memory__max=8 * GIB, memory__current=6 * GIB)
     assert host.available_host_bytes() == 2 * GIB
 
 
