@@ -1,9 +1,9 @@
 """How is a model offloaded? `offload()` wires the layers together, and `Offloaded` is the handle on the result."""
 
-import atexit
 import contextlib
 import dataclasses
 import os
+import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -337,11 +337,13 @@ class Offloaded:
         return [*self._engine.blocks, *self._engine.residents]
 
 
-@atexit.register
 def _remove_all() -> None:
     """Whatever is in flight at exit ends before the devices and the interpreter do."""
     for handle in list(_live_handles):
         handle.remove()
+
+
+threading._register_atexit(_remove_all)  # type: ignore[attr-defined]  # atexit's turn comes after executors have ended
 
 
 def _prefetch_blocks(prefetch: int | str) -> int | None:

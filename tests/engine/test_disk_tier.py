@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -222,6 +224,27 @@ def test_a_model_whose_disk_fails_can_be_let_go_of(
     handle.remove()
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
     assert torch.equal(model(tokens), plain(tokens))
+
+
+@pytest.mark.parametrize("device", ["cpu", "emu"])
+def test_a_process_ends_well_with_blocks_on_their_way(tmp_path: Path, device: str):
+    script = f"""
+import torch
+import emulator.emu
+import millrace
+from tests.engine.models import Decoder
+model = Decoder(layers=6, width=64, vocabulary=128)
+budgets = {{"device_memory": "140KiB", "host_memory": "256KiB", "disk": {str(tmp_path)!r}}}
+handle = millrace.offload(model, device={device!r}, **budgets)
+with torch.no_grad():
+    for _ in range(3):
+        model(torch.zeros(1, 4, dtype=torch.int64))
+model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "Error" not in run.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_interrupted_pass_leaves_the_model_whole(compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path):
