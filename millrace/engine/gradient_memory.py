@@ -1,5 +1,6 @@
 """In which host memory do gradients arrive? In arenas made before backward: pinning there would stall it."""
 
+import mmap
 from collections.abc import Iterator
 from concurrent.futures import Future
 
@@ -85,22 +86,34 @@ class Staging:
         if not torch.ops.aten.is_non_overlapping_and_dense(target):
             yield gradient.contiguous(), target  # strides of a gradient that the user made
             return
-        count = gradient.numel() if self._most_bytes is None else self._most_bytes // gradient.element_size()
+        count = gradient.numel()
+        if self._most_bytes is not None:  # less a page, whose first bytes may be left out
+            count = (self._most_bytes - mmap.PAGESIZE) // gradient.element_size()
         yield from zip(_flat(gradient).split(max(1, count)), _flat(target).split(max(1, count)), strict=True)
 
-    def fits(self, nbytes: int) -> bool:
-        """Whether the present half has room for so much."""
-        return self._used == 0 or self._used + aligned(nbytes) <= self._half_bytes
+    def fits(self, nbytes: int, page: int | None) -> bool:
+        """Whether the present half has room for so much; `page` as in `carve`."""
+        return self._used == 0 or self._place(page) + aligned(nbytes) <= self._half_bytes
 
-    def carve(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Memory for a copy of contiguous `gradient`. The host waits until the half's last additions are done."""
-        if self._wanted_bytes > self._half_bytes or aligned(gradient.nbytes) > self._half_bytes:
-            self._make(max(self._wanted_bytes, aligned(gradient.nbytes)))
+    def carve(self, gradient: torch.Tensor, page: int | None) -> torch.Tensor:
+        """Memory for a copy of contiguous `gradient`. The host waits until the half's last additions are done.
+
+        Where it goes to disk, at byte `page` of a file: it lies in its page as it does there, so that whole pages can
+        be written as they are.
+        """
+        nbytes = (page or 0) % mmap.PAGESIZE + aligned(gradient.nbytes)
+        if self._wanted_bytes > self._half_bytes or nbytes > self._half_bytes:
+            self._make(max(self._wanted_bytes, nbytes))
         if self._used == 0:
             self._wait_for(self._turn)
-        memory = self._halves[self._turn][self._used : self._used + gradient.nbytes]
-        self._used += aligned(gradient.nbytes)
+        first = self._place(page)
+        memory = self._halves[self._turn][first : first + gradient.nbytes]
+        self._used = first + aligned(gradient.nbytes)
         return memory.view(gradient.dtype).view(gradient.shape)
+
+    def _place(self, page: int | None) -> int:
+        """The first free byte that lies in its page as `page` does; None: the first free byte."""
+        return self._used if page is None else self._used + (page - self._used) % mmap.PAGESIZE
 
     def turn(self, additions: "Future[None]") -> None:
         """The present half is full or sent: `additions` empties it, and the other one is next."""

@@ -19,6 +19,7 @@ from millrace.engine.placement import DiskGradients, Shelf
 from millrace.engine.slot import Slot
 from millrace.errors import StateError
 from millrace.memory.arena import aligned
+from millrace.memory.disk import Request
 from millrace.memory.ledger import Ledger, Tier
 from millrace.runtime.lanes import Copy, Event, Lane, Lanes, Transfer
 from millrace.runtime.pending import Unit, Watcher
@@ -186,11 +187,13 @@ class Gradients:
                 direct.append((target, _laid_out_like(gradient, target)))
             else:
                 target, adds = self._destination(slot)
+                disk = self._memory[slot].disk
                 for source, part in self._staging.cut(_laid_out_like(gradient, target), target):
-                    if not self._staging.fits(source.nbytes):
+                    page = None if disk is None else disk.offset_of(part)
+                    if not self._staging.fits(source.nbytes, page):
                         self._send(direct, staged, what)
                         direct, staged = [], []
-                    staged.append(_Staged(self._staging.carve(source), source, part, adds, self._memory[slot].disk))
+                    staged.append(_Staged(self._staging.carve(source, page), source, part, adds, disk))
         self._send(direct, staged, what)
 
     def _send(self, direct: list[Copy], staged: list["_Staged"], what: str) -> None:
@@ -244,6 +247,11 @@ class _Staged(NamedTuple):
     adds: bool  # to what the target holds
     disk: DiskGradients | None  # where the target rests, if not on the host
 
+    @property
+    def is_written(self) -> bool:
+        """Whether the target becomes just what the piece is, byte for byte."""
+        return not self.adds and self.piece.dtype == self.target.dtype and self.target.is_contiguous()
+
 
 def _accumulate(home: torch.nn.Parameter, gradient: torch.Tensor) -> None:
     """What autograd does with a gradient that reaches a leaf: hooks may replace it, then it is set or added."""
@@ -263,13 +271,19 @@ def _accumulate(home: torch.nn.Parameter, gradient: torch.Tensor) -> None:
 def _add_up(staged: "list[_Staged]") -> None:
     """On the host lane: staged gradients are added to, or cast into, their destinations."""
     on_disk: Counter[DiskGradients] = Counter()
+    writes: list[Request] = []
     with torch.no_grad():
         for one in staged:
+            if one.disk is not None and one.is_written:
+                writes.append(one.disk.write(one.target, one.piece))
+                continue
             one.target.add_(one.piece) if one.adds else one.target.copy_(one.piece)
             if one.disk is not None:
                 on_disk[one.disk] += one.target.nbytes
     for disk, nbytes in on_disk.items():
         disk.forget(nbytes)
+    for write in writes:
+        write.synchronize()
 
 
 def _dense_bytes(gradient: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ from millrace.engine.rest import CheckpointRest, DiskRest, HostRest, Rest
 from millrace.engine.slot import Layout
 from millrace.errors import BudgetError
 from millrace.memory.arena import Arena, whole_pages
-from millrace.memory.disk import DiskStore
+from millrace.memory.disk import DiskStore, Request
 from millrace.memory.ledger import Ledger
 
 __all__ = ["Placement", "Shelf", "place"]
@@ -191,6 +191,7 @@ class DiskGradients:
     def __init__(self, store: DiskStore, name: str, nbytes: int, spilled: Callable[[int], None]) -> None:
         self._store, self._name, self._spilled = store, name, spilled
         self._extent = store.allocate(f"{name} (gradients)", nbytes, "gradients")
+        self._address = store.mapping(self._extent).data_ptr()
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """As in GradientMemory."""
@@ -200,7 +201,16 @@ class DiskGradients:
         """As in GradientMemory."""
         return DiskGradients(self._store, self._name, nbytes, self._spilled)
 
+    def offset_of(self, target: torch.Tensor) -> int:
+        """Where memory from `tensor` begins in the extent, in bytes."""
+        return target.data_ptr() - self._address
+
+    def write(self, target: torch.Tensor, piece: torch.Tensor) -> Request:
+        """Submits writing contiguous `piece` to where `target` lies, past the page cache."""
+        self._spilled(piece.nbytes)
+        return self._store.write(self._extent, piece.view(torch.uint8), self.offset_of(target))
+
     def forget(self, written_bytes: int) -> None:
-        """So much was written. The pages stop counting as memory of this process; the file has them in time."""
+        """So much was written as memory. Its pages stop counting as this process's; the file has them in time."""
         self._spilled(written_bytes)
         self._store.forget(self._extent)

@@ -33,7 +33,9 @@ def offload(model: nn.Module, device: torch.device, disk: Path, **options: Any) 
     return millrace.offload(model, device=device, host_memory=HOST, disk=disk, **options)
 
 
-def train(model: nn.Module, tokens: torch.Tensor, *, steps: int = 5, micro_batches: int = 1) -> list[torch.Tensor]:
+def train(
+    model: nn.Module, tokens: torch.Tensor, *, steps: int = 5, micro_batches: int = 1, clips: bool = False
+) -> list[torch.Tensor]:
     """Losses, gradients of the last step, parameters and optimizer state."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     values: list[torch.Tensor] = []
@@ -43,6 +45,8 @@ def train(model: nn.Module, tokens: torch.Tensor, *, steps: int = 5, micro_batch
             loss = loss_of(model, (tokens + step + batch) % 128)
             loss.backward()
             values.append(loss.detach().cpu())
+        if clips:
+            values.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False).cpu())
         optimizer.step()
     values += [p.grad.cpu() for p in model.parameters() if p.grad is not None]
     values += [p.detach().cpu().clone() for p in model.parameters()]
@@ -63,12 +67,15 @@ def assert_streamed(handle: millrace.Offloaded, model: nn.Module) -> None:
     assert stats.host_peak_bytes <= 256 << 10
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_training_is_exact(compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, micro_batches: int):
-    plain = train(build().to(compute_device), tokens.to(compute_device), micro_batches=micro_batches)
+@pytest.mark.parametrize(("micro_batches", "clips"), [(1, False), (2, False), (1, True)])
+def test_training_is_exact(
+    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, micro_batches: int, clips: bool
+):
+    how: dict[str, Any] = {"micro_batches": micro_batches, "clips": clips}
+    plain = train(build().to(compute_device), tokens.to(compute_device), **how)
     model = build()
     with offload(model, compute_device, tmp_path) as handle:
-        assert_equal(train(model, tokens, micro_batches=micro_batches), plain)
+        assert_equal(train(model, tokens, **how), plain)
         assert_streamed(handle, model)
         assert handle.stats().spill_bytes > 5 * weight_bytes(model)  # weights of five steps, and gradients
 
