@@ -178,6 +178,7 @@ class Offloaded:
             self._executor,
             self._meter,
             waits_by_itself=lambda optimizer: isinstance(optimizer, HostOptimizer) and optimizer.overlaps,
+            skipped=lambda optimizer: isinstance(optimizer, HostOptimizer) and optimizer.last_step_skipped,
         )
         self._steps.watch()
         _live_handles.add(self)
@@ -239,6 +240,7 @@ class Offloaded:
             stall_seconds=stall_seconds,
             compute_seconds=compute_seconds,
             steps=self._meter.steps,
+            skipped_steps=self._meter.skipped_steps,
         )
 
     def reset_stats(self) -> None:

@@ -98,6 +98,7 @@ class Block:
         layouts, self.nbytes = lay_out(parameters, param_dtype)
         self.rest = shelf.rest_for(name, parameters, layouts, self.nbytes)
         self._shelf = shelf
+        self.manager: object = shelf  # each offloaded model has one
         absent = _AbsentLeaves(device)
         self.slots = [
             Slot(member.name, member.parameter, layout, rest, absent.of(layout), self.wait_until_free)

@@ -79,7 +79,7 @@ class Meter:
         """Counters start anew."""
         self.onloads = self.demand_onloads = 0
         self.onload_bytes = self.offload_bytes = self.fetch_bytes = self.spill_bytes = 0
-        self.steps = 0
+        self.steps = self.skipped_steps = 0
         self._stall_seconds = self._compute_seconds = 0.0
         self._unread.clear()
 

@@ -21,18 +21,26 @@ Optimizer = torch.optim.Optimizer
 class OptimizerSteps:
     """The steps that concern one offloaded model, from `watch()` to `unwatch()`.
 
-    `waits_by_itself` says of an optimizer that it waits for each block when it comes to it.
+    `waits_by_itself` says of an optimizer that it waits for each block when it comes to it, `skipped` that it has just
+    left everything as it was because gradients were not finite.
     """
 
     _watching: ClassVar["weakref.WeakSet[OptimizerSteps]"] = weakref.WeakSet()
 
     def __init__(
-        self, engine: Engine, executor: Executor, meter: Meter, waits_by_itself: Callable[[Optimizer], bool]
+        self,
+        engine: Engine,
+        executor: Executor,
+        meter: Meter,
+        *,
+        waits_by_itself: Callable[[Optimizer], bool],
+        skipped: Callable[[Optimizer], bool],
     ) -> None:
         self._engine = engine
         self._executor = executor
         self._meter = meter
         self._waits_by_itself = waits_by_itself
+        self._skipped = skipped
 
     def watch(self) -> None:
         """From now on."""
@@ -72,6 +80,7 @@ class OptimizerSteps:
             slot.untraced_changes += 1
         if slots:
             self._meter.steps += 1
+            self._meter.skipped_steps += self._skipped(optimizer)
             self._engine.updates_changed()
             self._executor.homes_changed()
 

@@ -57,9 +57,11 @@ class AdamW(_AdamSteps, torch.optim.AdamW):
       GradScaler, accumulation). See docs/design/optimizers.md for what is waited for.
     - `max_grad_norm`: gradients are scaled so that their global norm is at most this, with the arithmetic of
       `torch.nn.utils.clip_grad_norm_` but without writing them; where the norm is not finite the step is skipped,
-      nothing changes and `skipped_steps` counts one more. `math.inf` only looks for that.
+      nothing changes and `skipped_steps` counts one more (in the stats of an offloaded model, too). `math.inf` only
+      looks for that.
 
-    Raises ValueError for settings that are not available, RuntimeError at `step()` for sparse or complex gradients.
+    Raises ValueError for settings that are not available and for parameters of two offloaded models, RuntimeError at
+    `step()` for sparse or complex gradients.
     """
 
     DECOUPLED = True

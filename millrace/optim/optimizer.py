@@ -16,13 +16,19 @@ from millrace.optim.loading import values_from
 from millrace.optim.norms import GradientNorms
 from millrace.optim.options import Options
 from millrace.optim.overlap import Updater, by_unit
+from millrace.optim.refusals import check_gradient, check_one_model
 from millrace.optim.shares import Shares, fraction_that_fits
 from millrace.optim.weights import Weights, in_memory_order
 from millrace.runtime.pending import Unit, watch
 
 __all__ = ["HostOptimizer"]
 
-_OWN = ("_options", "skipped_steps", "last_grad_norm")  # kept by copies and pickles, beside what the stock one keeps
+_OWN = (
+    "_options",
+    "skipped_steps",
+    "last_step_skipped",
+    "last_grad_norm",
+)  # kept by copies and pickles, beside what the stock one keeps
 
 
 class HostOptimizer(Optimizer):
@@ -32,7 +38,8 @@ class HostOptimizer(Optimizer):
     the format of `state_dict` are the stock one's; the state and the step are ours.
 
     `skipped_steps` counts steps that were skipped because the norm of the gradients was not finite (with
-    `max_grad_norm`); `last_grad_norm` is the norm before clipping at the last step.
+    `max_grad_norm`); `last_step_skipped` says whether the last one was, and `last_grad_norm` is its norm before
+    clipping.
     """
 
     # Names of the state that has its parameter's shape, in the state dtype.
@@ -42,10 +49,12 @@ class HostOptimizer(Optimizer):
     def __init__(self, params: Any, *, options: Options, **stock: Any) -> None:
         self._options = options
         self.skipped_steps = 0
+        self.last_step_skipped = False
         self.last_grad_norm: float | None = None
         self._forget_weights()
         self._begin_anew(options)
         super().__init__(params, **stock)
+        check_one_model(self._places())
         on_host = all(parameter.device.type == "cpu" for group in self.param_groups for parameter in group["params"])
         if on_host and options.device_fraction not in (0, "auto"):
             raise ValueError(
@@ -70,8 +79,10 @@ class HostOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. `closure`, when given, is called once before it; its result is returned.
 
-        Parameters without a gradient are left alone. Raises RuntimeError for sparse or complex gradients.
+        Parameters without a gradient are left alone. Raises RuntimeError for sparse or complex gradients, ValueError
+        for parameters of two offloaded models.
         """
+        check_one_model(self._places())
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -82,6 +93,7 @@ class HostOptimizer(Optimizer):
             self._early.check()
         members = self._members()
         scale = self._clipping_factor({member.parameter: member.gradient for member in members})
+        self.last_step_skipped = scale is None
         if scale is None:
             self.skipped_steps += 1
         elif members:
@@ -225,7 +237,7 @@ class HostOptimizer(Optimizer):
         return {parameter: (index, group) for index, (group, parameter) in enumerate(pairs)}
 
     def _member(self, index: int, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor) -> Member:
-        self._check_gradient(index, parameter, gradient)
+        check_gradient(type(self).__name__, index, parameter, gradient)
         return Member(
             index=index,
             group=group,
@@ -242,19 +254,6 @@ class HostOptimizer(Optimizer):
             weights = self._weights[parameter, side] = Weights(parameter, self._options.master_form)
         weights.look()
         return weights
-
-    def _check_gradient(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        what = f"parameter {index} of shape {tuple(parameter.shape)} has one"
-        if gradient.layout != torch.strided:
-            raise RuntimeError(
-                f"{type(self).__name__} does not support sparse gradients: {what}; make it dense, as with"
-                " nn.Embedding(sparse=False)"
-            )
-        if not gradient.is_floating_point():
-            raise RuntimeError(
-                f"{type(self).__name__} does not support {gradient.dtype} gradients: {what}; optimize"
-                " torch.view_as_real of the parameter"
-            )
 
     def _clipping_factor(self, gradients: dict[torch.Tensor, torch.Tensor]) -> float | None:
         """The factor for all gradients, by the arithmetic of torch.nn.utils.clip_grad_norm_; None: skip this step."""

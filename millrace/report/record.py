@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["Planned", "RunRecord", "Sample", "Span", "Stall"]
 
-VERSION = 1
+VERSION = 2
 
 
 class Span(NamedTuple):

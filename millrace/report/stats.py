@@ -15,9 +15,10 @@ class Stats:
     arriving) and managed buffers. `device_gradient_peak_bytes` are gradients on their way out, `host_bytes` all that
     millrace holds in host memory. `demand_onloads` came too late to be hidden: nobody had foreseen them.
     `stall_seconds` is how long compute waited for the onload lane, `compute_seconds` the rest of the visits' time.
-    `onload_bytes` went to the device in `onloads` transfers, `offload_bytes` are gradients that left it; `steps` counts
-    optimizer steps over managed parameters. `disk_bytes`, `fetch_bytes` and `spill_bytes` are 0: nothing uses the disk
-    yet.
+    `onload_bytes` went to the device in `onloads` transfers, `offload_bytes` are gradients that left it,
+    `fetch_bytes` were read from disk and `spill_bytes` written there. `steps` counts optimizer steps over managed
+    parameters, `skipped_steps` those of them that changed nothing because gradients were not finite (with
+    `max_grad_norm` of an optimizer of millrace).
     """
 
     device_peak_bytes: int
@@ -35,6 +36,7 @@ class Stats:
     stall_seconds: float
     compute_seconds: float
     steps: int
+    skipped_steps: int
 
     @property
     def stall_share(self) -> float:
@@ -55,8 +57,11 @@ class Stats:
             ("offloaded", format_bytes(self.offload_bytes)),
             ("compute", f"{self.compute_seconds:.3f} s"),
             ("stall", f"{self.stall_seconds:.3f} s ({self.stall_share:.1%})"),
-            ("optimizer steps", str(self.steps)),
+            ("optimizer steps", str(self.steps) + self._skips()),
         ]
+
+    def _skips(self) -> str:
+        return f", {self.skipped_steps} skipped: gradients were not finite" if self.skipped_steps else ""
 
     def to_text(self) -> str:
         """The numbers as a small table, each measured one beside its limit."""

@@ -12,9 +12,9 @@ from weakref import WeakSet
 
 import torch
 
-__all__ = ["OWNER", "Pending", "Unit", "Watcher", "unit_of", "watch"]
+__all__ = ["OWNER", "Pending", "Unit", "Watcher", "name_of", "unit_of", "watch"]
 
-OWNER = "_millrace_owner"  # attribute of a managed parameter; its owner's `unit` is what it travels with
+OWNER = "_millrace_owner"  # attribute of a managed parameter: its owner has a `name` for it, and the `unit` it is in
 
 
 class Pending:
@@ -60,6 +60,7 @@ class Unit(Protocol):
     updates: list[Pending]
     watchers: "WeakSet[Watcher]"
     order: int  # the smaller, the earlier a pass needs the parameters
+    manager: object  # the same for all units of one offloaded model
 
     def wait_for_updates(self) -> None:
         """The host waits until no optimizer writes the parameters any more."""
@@ -79,3 +80,8 @@ def unit_of(parameter: torch.Tensor) -> Unit | None:
     """What a parameter travels with; None for one that nobody manages."""
     owner = parameter.__dict__.get(OWNER)
     return None if owner is None else owner.unit
+
+
+def name_of(parameter: torch.Tensor) -> str:
+    """The name of a managed parameter in its model."""
+    return str(parameter.__dict__[OWNER].name)

@@ -49,6 +49,47 @@ def test_homes_of_an_offloaded_model(emu_device: ModuleType, clip: float | None)
     assert_equal(*trained)
 
 
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_steps_skipped_for_gradients_that_are_not_finite_are_reported(emu_device: ModuleType, overlap: str) -> None:
+    net = model(torch.float32)
+    with millrace.offload(net, device="emu", device_memory=3 * 24 * 32 * 4, blocks=list(net)) as handle:
+        optimizer = AdamW(net.parameters(), lr=0.01, max_grad_norm=1.0, overlap=overlap)
+        train(net, optimizer, 1)
+        net(torch.full((6, 24), torch.inf)).sum().backward()
+        before = {name: value.clone() for name, value in net.state_dict().items()}
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+        assert (handle.stats().steps, handle.stats().skipped_steps, optimizer.skipped_steps) == (2, 1, 1)
+        assert "2, 1 skipped: gradients were not finite" in str(handle.report())
+        optimizer.step()  # without gradients there is nothing to skip
+        train(net, optimizer, 1)
+        assert (handle.stats().steps, handle.stats().skipped_steps) == (4, 1)
+        handle.reset_stats()
+        assert handle.stats().skipped_steps == 0
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+def test_parameters_of_two_offloaded_models_are_refused(emu_device: ModuleType, overlap: str) -> None:
+    one, other = model(torch.float32), model(torch.float32)
+    both = [*one.parameters(), *other.parameters()]
+    free = nn.Parameter(torch.ones(3))
+    refusal = r"parameter 13, '0.weight' of shape \(24, 24\), belongs to another offloaded model than parameter 1"
+    early = AdamW([free, *both], overlap=overlap)
+    with millrace.offload(one, device="emu"):
+        AdamW([free, *both], overlap=overlap)  # nobody else manages the others
+        with millrace.offload(other, device="emu"):
+            with pytest.raises(ValueError, match=refusal):
+                AdamW([free, *both], overlap=overlap)
+            before = [parameter.detach().clone() for parameter in both]
+            both[-1].grad = torch.ones_like(both[-1])
+            with pytest.raises(ValueError, match=refusal):
+                early.step()
+            assert_equal(both, before)
+        early.step()
+    assert not torch.equal(both[-1], before[-1])
+
+
 def test_narrow_homes_equal_narrow_weights_on_the_device(emu_device: ModuleType) -> None:
     managed = model(torch.bfloat16)
     plain = copy.deepcopy(managed).to("emu")

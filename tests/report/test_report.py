@@ -66,7 +66,7 @@ def test_what_is_no_run_is_refused(tmp_path, capsys) -> None:
     path = tmp_path / "other.json"
     path.write_text('{"version": 0}')
     assert main(["report", str(path)]) == 2
-    assert "no run record of version 1" in capsys.readouterr().err
+    assert "no run record of version 2" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "none.json")]) == 2
     assert "none.json" in capsys.readouterr().err
 

@@ -24,6 +24,7 @@ FIGURES: dict[str, Any] = {
     "stall_seconds": 0.5,
     "compute_seconds": 1.5,
     "steps": 12,
+    "skipped_steps": 0,
 }
 
 
@@ -43,6 +44,10 @@ def test_each_number_stands_beside_its_limit_or_share() -> None:
         "stall": "0.500 s (25.0%)",
         "optimizer steps": "12",
     }
+
+
+def test_skipped_steps_are_told_when_there_are_any() -> None:
+    assert rows(skipped_steps=2)["optimizer steps"] == "12, 2 skipped: gradients were not finite"
 
 
 def test_values_are_aligned() -> None:
