@@ -1,4 +1,4 @@
-"""How fast is an optimizer step on the host? Ours, three passes with PyTorch, and PyTorch's fused float32 step.
+"""How fast is an optimizer step on the host? Ours, three passes with PyTorch, PyTorch's fused step, DeepSpeed's.
 
     python benchmarks/optimizer_step.py [--elements 67108864] [--rounds 15]
 
@@ -9,7 +9,11 @@ memory, measured in the same rounds with as many threads.
 - ours: bfloat16 gradient in, float32 AdamW, bfloat16 weight out, in split form: 26 bytes per parameter.
 - ours, full: the same with a float32 master: 30 bytes.
 - three passes: gradient cast to float32, torch's fused AdamW on the master, master cast to bfloat16.
-- fused float32: torch.optim.AdamW(fused=True) on float32 gradients and weights: 28 bytes.
+- fused float32: torch.optim.AdamW(fused=True) on float32 gradients and weights: 28 bytes. torchao's CPUOffloadOptimizer
+  updates with this, parameter by parameter; it takes parameters on CUDA and XPU alone, so it is no contestant here.
+- DeepSpeed float32: DeepSpeedCPUAdam on the same, where deepspeed is installed (it compiles its kernel at first use).
+- DeepSpeed bfloat16: the same on bfloat16 gradients and weights, with float32 moments and without a master, so that
+  updates below a weight's last place are lost: 22 bytes.
 """
 
 import argparse
@@ -25,6 +29,7 @@ from millrace.optim import AdamW, kernel, threads
 
 SETTINGS = {"lr": 1e-4, "weight_decay": 0.01}
 BYTES = {"ours": 26, "ours, full": 30, "ours, float32": 28, "three passes": 38, "fused float32": 28, "copy": 8}
+BYTES |= {"DeepSpeed float32": 28, "DeepSpeed bfloat16": 22}
 
 
 def ours(elements: int, dtype: torch.dtype, master_form: str) -> Callable[[], object]:
@@ -53,6 +58,25 @@ def fused_float32(elements: int) -> Callable[[], object]:
     return torch.optim.AdamW([weight], fused=True, **SETTINGS).step
 
 
+def deepspeed(elements: int) -> dict[str, Callable[[], object]]:
+    """Nothing, and a line that says so, where it is not installed or its kernel cannot be built."""
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+    except ImportError as error:
+        print(f"without DeepSpeedCPUAdam: {error}")
+        return {}
+    steps = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = nn.Parameter(torch.randn(elements).to(dtype))
+        weight.grad = torch.randn(elements).to(dtype)
+        try:
+            steps[f"DeepSpeed {str(dtype).removeprefix('torch.')}"] = DeepSpeedCPUAdam([weight], **SETTINGS).step
+        except RuntimeError as error:  # no compiler
+            print(f"without DeepSpeedCPUAdam: {error}")
+            return {}
+    return steps
+
+
 def copy(elements: int) -> Callable[[], object]:
     source, destination = torch.ones(elements), torch.zeros(elements)
     return lambda: destination.copy_(source)
@@ -72,6 +96,7 @@ def main() -> None:
         "three passes": three_passes(elements),
         "fused float32": fused_float32(elements),
         "copy": copy(elements),
+        **deepspeed(elements),
     }
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(arguments.rounds + 2):
@@ -82,7 +107,7 @@ def main() -> None:
                 seconds[name].append(time.perf_counter() - begin)
     print(f"{elements / 1e6:.0f} M parameters, {threads.count()} threads, native kernel: {kernel.available()}\n")
     print(
-        f"{'':14} {'ms':>7} {'G elements/s':>13} {'GB/s':>6} {'of copy':>8} {'time / fused float32':>21} {'best ms':>8}"
+        f"{'':18} {'ms':>7} {'G elements/s':>13} {'GB/s':>6} {'of copy':>8} {'time / fused float32':>21} {'best ms':>8}"
     )
     for name, times in seconds.items():
         median = statistics.median(times)
@@ -92,7 +117,7 @@ def main() -> None:
         ratio = statistics.median(mine / other for mine, other in zip(times, seconds["fused float32"], strict=True))
         speed = elements / median / 1e9
         print(
-            f"{name:14} {median * 1e3:7.1f} {speed:13.2f} {speed * BYTES[name]:6.1f}"
+            f"{name:18} {median * 1e3:7.1f} {speed:13.2f} {speed * BYTES[name]:6.1f}"
             f" {of_copy:8.2f} {ratio:21.2f} {min(times) * 1e3:8.1f}"
         )
     faster = statistics.median(a / b for a, b in zip(seconds["three passes"], seconds["ours"], strict=True))
