@@ -33,7 +33,8 @@ def test_the_last_step_is_measured_against_the_plan(report: Report) -> None:
 def test_stalls_name_the_copy_that_was_waited_for(report: Report) -> None:
     stalls = report.record.stalls()
     assert [stall.seconds for stall in stalls] == sorted((stall.seconds for stall in stalls), reverse=True)
-    long = [stall for stall in stalls if stall.seconds > 50e-6]  # the others are what the host takes to ask
+    # In backward compute also waits for gradients to leave; and short ones are what the host takes to ask.
+    long = [stall for stall in stalls if stall.seconds > 50e-6 and stall.visit.endswith("forward")]
     assert long
     for stall in long:
         assert stall.lane == "onload"
