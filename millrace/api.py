@@ -345,6 +345,7 @@ def _remove_all() -> None:
         handle.remove()
 
 
+os.register_at_fork(after_in_child=_live_handles.clear)  # the parent's: a child has none of their threads
 threading._register_atexit(_remove_all)  # type: ignore[attr-defined]  # atexit's turn comes after executors have ended
 
 

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import torch
@@ -177,7 +178,9 @@ class Block:
         if self.contents != self._settled:
             self.make_writable()
         contents = self.contents
-        fetch = Fetch(self.rest.pieces(chunk_bytes), self.nbytes, contents, lambda: self._settle(contents))
+        fetch = Fetch(
+            self.rest.pieces(chunk_bytes), self.nbytes, contents, partial(_settle, weakref.ref(self), contents)
+        )
         self.read_until(fetch)
         return fetch
 
@@ -277,6 +280,13 @@ class Block:
     def move_places(self, places: dict[int, list[Place]]) -> None:
         """The model was rebuilt around its parameters: `places` by the id of each home."""
         self._places = [(place, slot) for slot in self.slots for place in places.get(id(slot.home), ())]
+
+
+def _settle(block: "weakref.ref[Block]", contents: object) -> None:
+    """For a thread, which does not keep a model alive that nobody else does."""
+    present = block()
+    if present is not None:
+        present._settle(contents)
 
 
 class _AbsentLeaves:

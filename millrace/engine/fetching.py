@@ -1,9 +1,10 @@
 """How do blocks that rest on disk come to the device? In chunks, through a ring of pinned host memory, ahead of use.
 
-Two threads take one fetch after the other: the first submits reads of files into chunks of the ring, the second waits
-for them in the same order and submits the copies to the device, once the block's onload was asked for. A chunk is used
-again when the copy that reads it has passed. Fetches that nobody asked for yet are guesses of the plan. They are
-withdrawn when another block is wanted before them, so no fetch waits for a chunk that only a later one would free.
+Two threads take one fetch after the other: the first submits reads of files into chunks of the ring; the second gets a
+fetch when its block's onload was asked for, waits for its reads and submits the copies to the device. A chunk is used
+again when the copy that reads it has passed. Fetches that nobody asked for yet are guesses of the plan: all of them
+together fit into the ring, and they are withdrawn when another block is wanted before them, so no fetch waits for a
+chunk that only a later one would free.
 """
 
 import threading
@@ -61,10 +62,11 @@ class Fetch:
     nbytes: int  # of the block
     contents: object  # of its homes when the fetch was submitted
     before: Callable[[], None]  # to be done ahead of the first read
+    on_asked: "Callable[[Fetch], None]" = field(init=False)
     arrived: "Future[Transfer]" = field(default_factory=Future)
     withdrawn: bool = False  # nobody wants it any more
     _target: Target | None = None
-    _asked: threading.Event = field(default_factory=threading.Event)
+    _asked: bool = False
     _reads: "SimpleQueue[tuple[Piece, Slot, ReadEvent] | BaseException | None]" = field(default_factory=SimpleQueue)
     _has_read: threading.Event = field(default_factory=threading.Event)
     _asking: threading.Lock = field(default_factory=threading.Lock)
@@ -72,17 +74,19 @@ class Fetch:
     def ask(self, target: Target | None) -> bool:
         """Says where it goes; None: nowhere. False if that was said before."""
         with self._asking:
-            if self._asked.is_set():
+            if self._asked:
                 return False
             self._target, self.withdrawn = target, target is None
-            self._asked.set()
-            return True
+            self._asked = True
+        self.on_asked(self)
+        return True
 
     # It is an Event, for those who are about to write the homes.
     def synchronize(self) -> None:
         """The caller waits until homes and files are read no more, whatever came of it. A guess is withdrawn."""
-        self.ask(None)
-        self._has_read.wait()
+        if not self._has_read.is_set():
+            self.ask(None)
+            self._has_read.wait()
 
     def query(self) -> bool:
         """Whether that is so."""
@@ -113,7 +117,6 @@ class Fetch:
 
     def send(self, ring: StagingRing, lanes: Lanes) -> tuple[int, float]:
         """Chunks to the device. What fails reaches whoever waits for the block. Bytes read, and seconds if all were."""
-        self._asked.wait()
         sent: list[tuple[Tick, Tick]] = []  # begin and end of the copies
         spans: list[tuple[float, float]] = []  # of the reads
         read_bytes = 0
@@ -211,8 +214,8 @@ class Fetching:
                 return fetch
         self.withdraw_all()
         fetch = block.fetch(self._ring.slot_bytes)
-        fetch.ask(target)
         self._submit(fetch)
+        fetch.ask(target)
         return fetch
 
     def withdraw_all(self) -> None:
@@ -232,7 +235,11 @@ class Fetching:
         return -(-nbytes // self._ring.slot_bytes)
 
     def _submit(self, fetch: Fetch) -> None:
+        """A guess keeps no thread waiting: the second one gets it when it was asked for, or withdrawn."""
+        fetch.on_asked = self._asked
         self._reader.submit(fetch.read, self._ring)
+
+    def _asked(self, fetch: Fetch) -> None:
         self._sender.submit(self._send, fetch)
 
     def _send(self, fetch: Fetch) -> None:

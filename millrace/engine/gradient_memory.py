@@ -24,7 +24,8 @@ class HostGradient:
 
     def __init__(self, slot: Slot, dtype: torch.dtype, memory: GradientMemory, offset: int) -> None:
         self._arena = memory
-        self._layout = (slot.layout.shape, slot.layout.stride)
+        self._layout = (slot.layout.shape, _dense_stride(slot))
+        self._lent: list[tuple[GradientMemory, torch.Tensor, int]] = []  # on disk, which takes nothing back: the user's
         self._nbytes = slot.home.numel() * dtype.itemsize
         self._dtype = dtype
         self._memory = self._tensor(memory.tensor(offset, self._nbytes))
@@ -38,6 +39,12 @@ class HostGradient:
     def fresh(self) -> torch.Tensor:
         """A tensor of the home's shape and strides, in memory that nobody refers to. Contents are arbitrary."""
         if _references(self._memory) > self._own_references:
+            if self.disk is not None:
+                self._lent.append((self._arena, self._memory, self._own_references))
+            for index, (_, memory, own_references) in enumerate(self._lent):
+                if _references(memory) <= own_references:
+                    self._arena, self._memory, self._own_references = self._lent.pop(index)
+                    return self._memory.detach()
             self._arena = self._arena.like(self._nbytes)
             self._memory = self._tensor(self._arena.tensor(0, self._nbytes))
             self._own_references = _references(self._memory)
@@ -47,6 +54,13 @@ class HostGradient:
         if not self._nbytes:
             return torch.empty(self._layout[0], dtype=self._dtype)
         return memory.view(self._dtype).as_strided(*self._layout)
+
+
+def _dense_stride(slot: Slot) -> tuple[int, ...]:
+    """The home's strides; those of a contiguous tensor for one with holes, a part of a storage that others share."""
+    home = torch.empty_strided(slot.layout.shape, slot.layout.stride, device="meta")
+    dense = torch.ops.aten.is_non_overlapping_and_dense(home)
+    return slot.layout.stride if dense else torch.empty(slot.layout.shape, device="meta").stride()
 
 
 def _references(tensor: torch.Tensor) -> int:

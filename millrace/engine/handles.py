@@ -37,6 +37,8 @@ class Handle(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int  # elements of dtype from the start of the buffer
+    conjugated: bool  # the bytes are those of its conjugate
+    negated: bool  # ... of its negative
 
 
 class _Saved(NamedTuple):
@@ -133,7 +135,8 @@ def _handle_of(block: Block, tensor: torch.Tensor) -> Handle:
     offset = int(tensor.storage_offset())
     index = bisect_right(block.slot_offsets, offset * tensor.element_size()) - 1
     slot = block.slots_by_offset[index]
-    return Handle(block, slot, slot.loaded_token, tensor.dtype, tensor.size(), tensor.stride(), offset)
+    flags = tensor.is_conj(), tensor.is_neg()
+    return Handle(block, slot, slot.loaded_token, tensor.dtype, tensor.size(), tensor.stride(), offset, *flags)
 
 
 def _weight(handle: Handle) -> torch.Tensor:
@@ -148,4 +151,6 @@ def _weight(handle: Handle) -> torch.Tensor:
         raise WeightChangedError(f"block {handle.block.name!r} is not present")
     weight = torch.empty(0, dtype=handle.dtype, device=handle.block.buffer.device)
     weight.set_(handle.block.buffer.untyped_storage(), handle.offset, handle.size, handle.stride)
-    return weight
+    if handle.conjugated:
+        weight = weight.conj()
+    return torch._neg_view(weight) if handle.negated else weight

@@ -1,5 +1,6 @@
 """How does a model on the meta device get its weights? Its parameters become those of a checkpoint, where they lie."""
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -17,8 +18,22 @@ class Materialized:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self.names: dict[int, str] = {}  # of tensors of the checkpoint, by the id of the parameter
+        self._names: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}  # by the id of the parameter
         self._undo: list[Callable[[], None]] = []
+
+    def name_of(self, parameter: nn.Parameter) -> str | None:
+        """The checkpoint's name of a parameter that lies there."""
+        known, name = self._names.get(id(parameter), (None, None))
+        return name if known is not None and known() is parameter else None  # ids are used again
+
+    def found(self, parameter: nn.Parameter, name: str) -> None:
+        """The parameter is the checkpoint's tensor `name`."""
+        self._names[id(parameter)] = weakref.ref(parameter), name
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no parameter lies in the checkpoint."""
+        return not self._names
 
     def undo(self) -> None:
         """As it was before, in place."""
@@ -62,8 +77,8 @@ def _parameters(model: nn.Module, made: Materialized) -> None:
         if parameter.device.type == "meta":
             names[parameter].append(name)
         elif mapped is not None:
-            made.names[id(parameter)] = mapped
-    if not names and not made.names:
+            made.found(parameter, mapped)
+    if not names and made.is_empty:
         raise ValueError(
             "checkpoint is given, but no parameter of the model is on the meta device; build the model under"
             " torch.device('meta'), or leave checkpoint out"
@@ -73,7 +88,7 @@ def _parameters(model: nn.Module, made: Materialized) -> None:
     for parameter, name in found.items():
         new[parameter] = nn.Parameter(made.checkpoint.tensor(name), requires_grad=parameter.requires_grad)
         new[parameter].__dict__.update(parameter.__dict__)
-        made.names[id(new[parameter])] = name
+        made.found(new[parameter], name)
     for module in model.modules():
         for key, held in list(module._parameters.items()):
             if held is not None and held in new:

@@ -158,8 +158,8 @@ class Shelf:
 
     def _names(self, parameters: Sequence[nn.Parameter]) -> list[str | None]:
         """The parameters' tensors in the checkpoint; None for those that are not there."""
-        known = {} if self._materialized is None else self._materialized.names
-        return [known.get(id(parameter)) for parameter in parameters]
+        made = self._materialized
+        return [None if made is None else made.name_of(parameter) for parameter in parameters]
 
     def _read(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> None:
         """Parameters that lie in a checkpoint are read into their places, past the page cache."""

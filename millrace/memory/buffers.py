@@ -35,6 +35,8 @@ class DeviceBuffers:
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             self._ledger.add(Tier.DEVICE, _PURPOSE, nbytes)
             return buffer
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
         if self._free[nbytes]:
             return self._free[nbytes].pop()
         self._free.clear()  # of other sizes: what is kept must not add to the budget

@@ -4,6 +4,7 @@ import copy
 import pickle
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import millrace
 from millrace.memory.disk import DiskStore
+from millrace.memory.ledger import Tier
 from tests.engine.models import Decoder, loss_of, weight_bytes
+from tests.engine.test_lifetime import is_gone
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 
@@ -252,6 +255,77 @@ model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
     assert run.returncode == 0, run.stderr
     assert "Error" not in run.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("touch", ["data", "step", "remove", "drop"])
+def test_blocks_that_were_fetched_ahead_keep_nobody_waiting(
+    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, touch: str
+):
+    """Guesses of the plan are under way when a pass ends; whoever needs homes then goes first."""
+    plain = Decoder(layers=60, width=32).requires_grad_(False)
+    model = copy.deepcopy(plain)
+    handle = millrace.offload(
+        model, device=compute_device, device_memory="60KiB", host_memory="640KiB", disk=tmp_path, blocks=[model.layers]
+    )
+    with torch.no_grad():
+        for _ in range(4):
+            assert torch.equal(model(tokens).cpu(), plain.to(compute_device)(tokens.to(compute_device)).cpu())
+    plain.to("cpu")
+    names = [block.name for block in handle._fetching._ahead]  # type: ignore[attr-defined, union-attr]
+    assert len(names) > 1
+    if touch == "data":
+        for name in reversed(names):
+            for parameter in model.get_submodule(name).parameters():
+                parameter.data.mul_(2)
+            for parameter in plain.get_submodule(name).parameters():
+                parameter.data.mul_(2)
+        with torch.no_grad():
+            assert torch.equal(model(tokens).cpu(), plain.to(compute_device)(tokens.to(compute_device)).cpu())
+    elif touch == "step":
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    elif touch == "remove":
+        handle.remove()
+    else:
+        parameter, ledger = weakref.ref(model.head.weight), handle._ledger
+        del model, handle
+        assert is_gone(parameter)
+        assert ledger.held_bytes(Tier.HOST) == ledger.held_bytes(Tier.DISK) == 0
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_an_adapter_is_not_taken_for_a_weight_of_the_checkpoint(
+    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, checkpoint_file: Path
+):
+    """Parameters that `load_state_dict(assign=True)` replaced are gone, and their ids are used again."""
+    model = on_meta().requires_grad_(False)
+    with millrace.offload(model, device=compute_device, host_memory="16MiB", checkpoint=checkpoint_file):
+        with torch.no_grad():
+            model(tokens)
+            for _ in range(3):
+                model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+                model(tokens)
+            added = [nn.Linear(64, 64, bias=False) for _ in range(20)]
+            for layer in added:
+                nn.init.constant_(layer.weight, 7.0)
+            model.added = nn.ModuleList(added)
+            model(tokens)
+        assert all(bool((layer.weight == 7).all()) for layer in added)
+
+
+def test_gradients_that_are_kept_take_a_bounded_part_of_the_disk(tokens: torch.Tensor, tmp_path: Path):
+    model = build()
+    with offload(model, torch.device("cpu"), tmp_path) as handle:
+        kept: list[Any] = []
+        sizes = []
+        for _ in range(6):
+            model.zero_grad()
+            loss_of(model, tokens).backward()
+            kept = [parameter.grad for parameter in model.parameters()]
+            sizes.append(handle.stats().disk_bytes)
+        assert len(kept) == len(list(model.parameters()))
+        assert sizes[2:] == sizes[2:3] * 4  # two sets take turns
 
 
 def test_an_interrupted_pass_leaves_the_model_whole(compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path):

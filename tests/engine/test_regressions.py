@@ -120,6 +120,58 @@ def test_weights_written_through_data_in_forward_are_written_at_home(
         assert all(map(torch.equal, plain.parameters(), model.parameters()))
 
 
+class _Conjugated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j, -2 + 0.5j]))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values * self.weight * self.weight.conj() * self.weight.conj().imag
+
+
+class _Halves(nn.Module):
+    """Two parameters that are parts of one storage, side by side in each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.arange(48.0).view(4, 12)
+        self.left, self.right = nn.Parameter(whole[:, :6]), nn.Parameter(whole[:, 6:])
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values[:4, None] * self.left * self.right.square()
+
+
+@pytest.mark.parametrize("make", [_Conjugated, _Halves])
+def test_gradients_of_weights_with_views_of_their_own(compute_device: torch.device, make: Any) -> None:
+    plain, model = make(), make()
+    values = torch.arange(3.0) if make is _Conjugated else torch.arange(4.0)
+    with millrace.offload(model, device=compute_device, device_memory="64KiB", blocks=[model]):
+        for _ in range(3):
+            for each in (plain, model):
+                torch.view_as_real(each(values) + 0j).square().sum().backward()
+    for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        assert expected.grad is not None
+        assert torch.equal(mine.grad, expected.grad)
+
+
+@pytest.mark.parametrize("device_memory", ["1MiB", "2KiB"])
+def test_a_block_without_bytes(compute_device: torch.device, device_memory: str) -> None:
+    class Hollow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.empty, self.full = nn.LayerNorm(0, bias=False), nn.Linear(8, 8)
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return self.full(values) + self.empty(values[:, :0]).sum()
+
+    plain, model = Hollow(), Hollow()
+    plain.load_state_dict(model.state_dict())
+    with millrace.offload(model, device=compute_device, device_memory=device_memory, blocks=["empty", "full"]):
+        for _ in range(3):
+            assert torch.equal(model(torch.ones(2, 8)).cpu(), plain(torch.ones(2, 8)))
+
+
 def test_a_slice_of_a_module_list_is_an_ordinary_one(compute_device: torch.device, tokens: torch.Tensor) -> None:
     plain, model = Decoder(), Decoder()
     plain.load_state_dict(model.state_dict())
