@@ -33,7 +33,8 @@ WRITE_FOREVER = "while True: store.write(extent, source).synchronize()"
 def holder(path: Path, then: str) -> Iterator[subprocess.Popen[str]]:
     """Another process with a store in `path`, which has begun to do `then`."""
     command = [sys.executable, "-c", HOLD.format(then=then), str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipe = subprocess.PIPE  # of stdin too, which must not end before the process is to
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
