@@ -74,8 +74,8 @@ def offload(
     - `device_memory`: ceiling in bytes for weights on the device (resident, visiting and arriving together) and for
       buffers of modules. Gradients on their way out (of two blocks at most) and activations come on top. Default:
       what is free now, less a tenth.
-    - `host_memory`: ceiling in bytes for what millrace holds in host memory. Default: what cgroup and machine leave,
-      less 15%.
+    - `host_memory`: ceiling in bytes for weights, gradients, activations and staging in host memory; what optimizers
+      hold (`optimizer.held_bytes()`) comes on top. Default: what cgroup and machine leave, less 15%.
     - `disk`: a directory, on a local drive, for blocks (and gradients) that do not fit in `host_memory`. It belongs to
       this model alone while it is offloaded. Their parameters are then tensors over mapped files: they read and write
       as ever, and the operating system brings and takes their pages.

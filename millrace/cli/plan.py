@@ -29,7 +29,7 @@ def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("model", metavar="MODEL", help="a config.json, its directory, or the name of a model")
     parser.add_argument(
         "--hardware", nargs="+", metavar="NAME", help='of the catalogue, or "measured"; several are compared'
     )

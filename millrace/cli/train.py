@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from millrace.train.trainer import TrainResult
 
 EPILOG = """\
-Memory is bytes, text such as 8GiB, or a share of the model's weights such as 25%%.
+Memory is bytes, text such as 8GiB, or a share of the model's weights such as 25%.
 Ctrl-C ends the run after the current step and saves; a second Ctrl-C ends it at once.
 Exit codes: 0 trained and saved, 1 the training failed, 2 the input cannot be used.
 """

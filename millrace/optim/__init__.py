@@ -1,4 +1,4 @@
-"""Optimizers whose state and update live in host memory, for models that are offloaded, on a device, or on the CPU."""
+"""Which optimizers are there? Those whose state and update live in host memory, for parameters on any device."""
 
 from millrace.optim.adam import Adam, AdamW
 from millrace.optim.matrices import Adafactor, Muon
