@@ -171,8 +171,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("host_works", [](double seconds, const std::string& what) {
     runtime().scheduler.host_works(seconds, what);
   });
-  m.def("use_own_clock", [](double start) { runtime().scheduler.use_own_clock(start); });
-  m.def("use_shared_clock", [] { runtime().scheduler.use_shared_clock(); });
+  m.def("set_own_clock", [](std::optional<double> now) {
+    return runtime().scheduler.set_own_clock(now);
+  });
   m.def("start_trace", [] { runtime().scheduler.start_trace(); });
   m.def("take_trace", &take_trace);
   m.def("set_tag", [](std::string tag) { runtime().scheduler.set_tag(std::move(tag)); });

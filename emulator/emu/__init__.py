@@ -26,6 +26,7 @@ from ._virtual_time import (
     virtual_seconds,
     write_trace,
 )
+from ._worker_time import give_workers_clocks
 
 __all__ = [
     "configure",
@@ -116,3 +117,4 @@ def _shut_down() -> None:
 
 
 register()
+give_workers_clocks()

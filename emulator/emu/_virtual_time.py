@@ -39,14 +39,15 @@ def host_waits_until(seconds: float) -> None:
 def own_clock(start_seconds: float) -> Iterator[None]:
     """Gives the calling thread a virtual clock of its own, for a worker that runs beside the others.
 
-    All threads share one clock otherwise, and a worker that waits would hold up everybody. `start_seconds` is the time
-    at which the work was handed over; `host_waits_until()` brings the result's time back to whoever waits for it.
+    Threads share one clock otherwise, and a worker that waits would hold up everybody. `start_seconds` is the time at
+    which the work was handed over; `host_waits_until()` brings the result's time back to whoever waits for it. Jobs of
+    executors need none of this: see `_worker_time.py`.
     """
-    native.use_own_clock(start_seconds)
+    before = native.set_own_clock(start_seconds)
     try:
         yield
     finally:
-        native.use_shared_clock()
+        native.set_own_clock(before)
 
 
 def name_stream(stream: torch.Stream, name: str) -> None:

@@ -1,17 +1,30 @@
 """Does a report say what was measured: the lanes, who waited for whom, memory by tier, planned and floor?"""
 
 import json
+import time
 
 import pytest
 import torch
 
 import millrace
 from millrace.cli.main import main
-from millrace.report import Report, RunRecord
+from millrace.report import Report, RunRecord, Span
+from millrace.runtime.lanes import Lanes
 from tests.report.conftest import Decoder
 
 BLOCK = 256 * 256 * 4 + 256 * 4
 LAYERS = 6
+
+
+class Paused:
+    """An event that the host asks for late."""
+
+    def __init__(self, event, seconds: float) -> None:
+        self.event, self.seconds = event, seconds
+
+    def synchronize(self) -> None:
+        time.sleep(self.seconds)
+        self.event.synchronize()
 
 
 @pytest.mark.emu("lazy")
@@ -61,6 +74,30 @@ def test_a_saved_run_is_shown_again(report: Report, tmp_path, capsys) -> None:
     assert "last step" in capsys.readouterr().out
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert len((tmp_path / "a.png").read_bytes()) > 10_000
+
+
+@pytest.mark.emu("lazy", "random:3")
+def test_the_same_run_takes_the_same_virtual_time(emu_device, slow_link, monkeypatch) -> None:
+    """Whenever the machine lets threads run: the worker that adds up gradients is late, or who gave it work is."""
+    settings = emu_device.settings()
+    run = Lanes.run
+
+    def spans(worker_pause: float, own_pause: float) -> list[Span]:
+        def paused_run(self: Lanes, job, after):
+            submitted = run(self, job, Paused(after, worker_pause))
+            time.sleep(own_pause)
+            return submitted
+
+        monkeypatch.setattr(Lanes, "run", paused_run)
+        emu_device.reset(**settings)
+        torch.manual_seed(0)
+        model = Decoder()
+        with millrace.offload(model, device="emu", device_memory="900KiB", blocks=[model.layers]) as handle:
+            for _ in range(4):
+                model(torch.randn(64, 256)).sum().backward()
+            return list(handle.report().record.spans)
+
+    assert spans(0, 0) == spans(0.02, 0) == spans(0, 0.02)
 
 
 def test_what_is_no_run_is_refused(tmp_path, capsys) -> None:
