@@ -1,7 +1,7 @@
 """What can a user set? Frozen, validated settings; sizes are bytes, given as an int or as text such as "8GiB"."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
@@ -122,10 +122,10 @@ class ActivationConfig:
     ) -> "ActivationConfig":
         """Settings as a user gives them."""
         return ActivationConfig(
-            layers=layers if isinstance(layers, int) else _several(layers),
+            layers=layers if isinstance(layers, int) else _several(layers, "layers"),
             fraction=fraction,
             min_bytes=parse_bytes(min_bytes, name="min_bytes"),
-            modules=_several(modules),
+            modules=_several(modules, "modules"),
             device_memory_bytes=None if device_memory is None else parse_bytes(device_memory, name="device_memory"),
             host_memory_bytes=None if host_memory is None else parse_bytes(host_memory, name="host_memory"),
             most_in_flight=most_in_flight,
@@ -135,15 +135,25 @@ class ActivationConfig:
     def __post_init__(self) -> None:
         if isinstance(self.layers, bool) or (isinstance(self.layers, int) and self.layers < 0):
             raise ValueError(f"layers={self.layers!r}; give a number of layers, 0 or more, or modules and names")
+        if isinstance(self.fraction, bool) or not isinstance(self.fraction, int | float):
+            raise TypeError(
+                f"fraction={self.fraction!r} is a {type(self.fraction).__name__}; give a number from 0 to 1"
+            )
         if not 0 <= self.fraction <= 1:
             raise ValueError(f"fraction={self.fraction} is not between 0 and 1")
         if self.tier not in ("host", "disk"):
             raise ValueError(f'tier={self.tier!r} is neither "host" nor "disk"')
-        if self.most_in_flight is not None and self.most_in_flight < 1:
-            raise ValueError(f"most_in_flight={self.most_in_flight}; give None or a number of copies, 1 or more")
+        if self.most_in_flight is not None and (type(self.most_in_flight) is not int or self.most_in_flight < 1):
+            raise ValueError(f"most_in_flight={self.most_in_flight!r}; give None or a number of copies, 1 or more")
 
 
-def _several(given: nn.Module | str | Sequence[nn.Module | str] | None) -> tuple[nn.Module | str, ...] | None:
+def _several(
+    given: nn.Module | str | Sequence[nn.Module | str] | None, setting: str
+) -> tuple[nn.Module | str, ...] | None:
     if given is None:
         return None
-    return (given,) if isinstance(given, str | nn.Module) else tuple(given)
+    several = (given,) if isinstance(given, str | nn.Module) or not isinstance(given, Iterable) else tuple(given)
+    for each in several:
+        if not isinstance(each, str | nn.Module):
+            raise TypeError(f"{setting}: {each!r} is a {type(each).__name__}; give modules and name patterns")
+    return several

@@ -51,8 +51,7 @@ class Course:
         self.learned = False
         self.saves: list[SaveRecord] = []
         self.uses: list[UseRecord] = []
-        self._positions: dict[int, int] = {}  # of first uses in the first backward, by the item's index
-        self._round = -1  # that backward
+        self._positions: dict[int, int] = {}  # of first uses that were recorded, by the item's index
         self._items: list[weakref.ref[Item]] = []
         self._shared: list[Item] = []  # of a course that is timed: somebody else held their memory at the last look
 
@@ -122,10 +121,10 @@ class Course:
         return [item for item in leaving[:-_UNPLANNED_COPIES] if item.is_alone]
 
     # backward ---------------------------------------------------------------------------------------------------------
-    def used(self, item: Item, backward_round: int) -> None:
+    def used(self, item: Item, backward_round: int, *, recorded: bool) -> None:
         """Backward needs the item, for the first time in this backward: it is there when compute goes on."""
         stash = self._stash
-        recorded = self.timed and self._round in (-1, backward_round)
+        recorded = recorded and self.timed and not self.learned and item.index not in self._positions
         asked = stash.lanes.tick() if recorded else None
         if item.place is Place.AWAY:
             stash.meter.demand_onloads += 1
@@ -134,17 +133,16 @@ class Course:
             stash.meter.hits += 1
         stash.arrive(item)
         if recorded:
-            self._round = backward_round
             self._positions[item.index] = len(self.uses)
             weights_bytes = stash.meter.lane_use.weights_bytes
             self.uses.append(UseRecord(item.index, asked, stash.lanes.tick(), len(self.uses), weights_bytes))
         for other in self._to_send_for(item.index, backward_round):
             stash.send_for(other, needed=False)
 
-    def used_again(self, item: Item, backward_round: int) -> None:
+    def used_again(self, item: Item) -> None:
         """Another saved tensor that is part of the item is needed."""
         position = self._positions.get(item.index)
-        if position is not None and backward_round == self._round:
+        if position is not None and not self.learned:
             self.uses[position].freed_at = len(self.uses) - 1
 
     def end_backward(self) -> None:

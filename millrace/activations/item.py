@@ -1,7 +1,7 @@
 """Where is one piece of device memory that autograd keeps? On the device, on its way, or on the host."""
 
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -38,10 +38,12 @@ class Item:
         start: int,
         nbytes: int,
         root: torch.Tensor,
+        stream: Any,
     ) -> None:
         self.course = course
         self.index = index  # in the order of saving
         self.nbytes = nbytes
+        self.stream = stream  # on which it was saved, and is used
         self.start = start  # bytes from the beginning of the storage it was saved from
         self.memory: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
             storage, start, (nbytes,), (1,)
@@ -56,6 +58,7 @@ class Item:
         self.handles = 0  # saved tensors that are part of it and were not let go
         self.round = -1  # the backward that used it last
         self.seen = 0  # how many of the handles that backward has used
+        self.note_version()
 
     @property
     def place(self) -> Place:
@@ -64,6 +67,10 @@ class Item:
         if self.arriving is not None:
             return Place.ARRIVING
         return Place.HERE if self.leaving is None else Place.LEAVING
+
+    def note_version(self) -> None:
+        """From now on whoever is given the memory must not have written to it when the next one is."""
+        self.version = 0 if self.memory is None else self.memory._version
 
     @property
     def is_alone(self) -> bool:

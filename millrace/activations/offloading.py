@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -12,7 +13,7 @@ from torch import nn
 
 from millrace.activations.book import Entry, entry_of
 from millrace.activations.passes import Passes, in_backward
-from millrace.activations.saving import pop_left_over, top_is_foreign
+from millrace.activations.saving import may_save, pop_left_over
 from millrace.activations.selection import Selection
 from millrace.activations.stash import PURPOSE
 from millrace.activations.targets import check_targets, chosen_layers, chosen_modules, named_layers
@@ -131,9 +132,9 @@ class ActivationOffloading:
         watched = {*named_layers(model), *(layers or ()), *(modules or ())}
         # Weak, as all that is known of modules here: this lives as long as they do.
         self._names = weakref.WeakKeyDictionary({m: name for name, m in model.named_modules() if m in watched})
-        self._busy = False
+        self._caller: int | None = None  # the thread whose outermost call is under way
         for module in {model, *watched}:
-            make_watched(module, self)
+            make_watched(module, self, outermost=module is model)
 
     # what it did ------------------------------------------------------------------------------------------------------
     @property
@@ -202,32 +203,39 @@ class ActivationOffloading:
         self.remove()
 
     # calls ------------------------------------------------------------------------------------------------------------
-    @property
-    def busy(self) -> bool:
-        """Whether an outermost call is under way."""
-        return self._busy
-
     @contextlib.contextmanager
     def calling(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         """A watched module is called, in a forward or a recomputation."""
-        if module is self._model() and not self._busy and not in_backward():
-            with self._outermost(entry_of(args, kwargs, module.training)):
+        if self._caller == threading.get_ident():
+            self._selection.enter(module, self._names.get(module, ""))
+            try:
                 yield
-            return
-        self._selection.enter(module, self._names.get(module, ""))
-        try:
+            finally:
+                self._selection.leave(module)
+        elif module is self._model() and not in_backward() and self._claim():
+            try:
+                with self._outermost(entry_of(args, kwargs, module.training)):
+                    yield
+            finally:
+                self._caller = None
+        else:  # a second thread at the same time, or a part of the model alone: it goes as without millrace
             yield
-        finally:
-            self._selection.leave(module)
+
+    def _claim(self) -> bool:
+        with self._passes.stash.lock:
+            if self._caller is not None or not torch.is_grad_enabled():
+                return False
+            self._caller = threading.get_ident()
+            return True
 
     @contextlib.contextmanager
     def _outermost(self, entry: Entry) -> Iterator[None]:
-        pop_left_over()
-        if not torch.is_grad_enabled() or top_is_foreign():
+        pop_left_over(self._stash)
+        if not may_save():
             yield
             return
+        self._check_device()
         forward = self._passes.begin(entry, self._selection)
-        self._busy = True
         forward.push()
         completed = False
         try:
@@ -235,8 +243,18 @@ class ActivationOffloading:
             completed = True
         finally:
             forward.pop()
-            self._busy = False
             forward.end(completed=completed)
+
+    def _check_device(self) -> None:
+        model = self._model()
+        if model is None or self._shares:  # homes are on the host
+            return
+        devices = {parameter.device for parameter in model.parameters()}
+        if devices and self._lanes.device not in devices:
+            raise StateError(
+                f"the model is on {devices.pop()}, but was on {self._lanes.device} when its activations were"
+                " offloaded; call offload_activations() when the model is on its device"
+            )
 
 
 def _call_all(calls: list[Callable[[], None]]) -> None:

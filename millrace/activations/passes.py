@@ -4,6 +4,7 @@ A forward opens a course and puts hooks on top; they need not stay on all the ti
 of an item, and ends when autograd's engine says so, or lets go of what would have said so.
 """
 
+import itertools
 import weakref
 
 import torch
@@ -26,6 +27,8 @@ from millrace.runtime.lanes import Lanes
 
 __all__ = ["Forward", "Passes", "in_backward"]
 
+_NO_TASK = -1  # autograd's number of the graph task where there is none
+
 
 class Passes:
     """All forwards and backwards of one model, or of a part of one."""
@@ -42,9 +45,8 @@ class Passes:
         self.stash = _make_stash(config, lanes, ledger, self.meter, store)
         self.book = ActivationBook(config, lanes, self.meter)
         self._lanes = lanes
-        self._round = 0  # backwards so far
-        self._backward: _Backward | None = None
-        self._used: dict[Course, None] = {}  # courses whose items the backward under way has used
+        self._rounds = itertools.count()
+        self._backwards: dict[int, _Backward] = {}  # under way, by autograd's number of their graph task
         self._entries: weakref.WeakKeyDictionary[Course, Entry] = weakref.WeakKeyDictionary()
 
     def begin(self, entry: Entry, selection: Selection) -> "Forward":
@@ -54,46 +56,57 @@ class Passes:
                 "activations cannot be offloaded while a CUDA graph is captured, because copies would be replayed into"
                 " memory of another step; capture layers whose activations stay, or run without graphs"
             )
-        self.stash.begin()
-        selection.begin()
-        plan, refined = self.book.expect(entry)
-        course = Course(self.stash, plan, timed=not refined)
-        self._entries[course] = entry
+        with self.stash.lock:
+            self.stash.begin()
+            selection.begin()
+            plan, refined = self.book.expect(entry)
+            course = Course(self.stash, plan, timed=not refined)
+            self._entries[course] = entry
         return Forward(self, course, entry, Saving(course, self.stash, selection, self._use))
 
     # backward ---------------------------------------------------------------------------------------------------------
     def _use(self, item: Item) -> int:
         """Backward needs an item; which backward that is."""
-        if not in_backward():  # somebody looks at what a node has saved
-            self._round += 1
-        elif self._backward is None:
-            self._round += 1
-            backward = _Backward(self)
-            torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(backward))
-            self._backward = backward
-        if item.round != self._round:
-            item.round, item.seen = self._round, 0
-            self._used[item.course] = None
-            item.course.used(item, self._round)
+        backward = self._backward()
+        if backward is None:  # somebody looks at what a node has saved
+            backward_round = next(self._rounds)
+        else:
+            backward_round = backward.round
+            backward.courses[item.course] = None
+        if item.round != backward_round:
+            item.round, item.seen = backward_round, 0
+            item.course.used(item, backward_round, recorded=backward is not None)
         else:
             if item.memory is None:  # a part of a graph is gone through twice
                 self.stash.send_for(item, needed=True)
             self.stash.arrive(item)
-            item.course.used_again(item, self._round)
-        return self._round
+            item.course.used_again(item)
+        return backward_round
+
+    def _backward(self) -> "_Backward | None":
+        """The backward that asks. Several may take turns on one device, and be nested."""
+        task = torch._C._current_graph_task_id()
+        if task == _NO_TASK:
+            return None
+        backward = self._backwards.get(task)
+        if backward is None:
+            backward = _Backward(self, task, next(self._rounds))
+            torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(backward))
+            self._backwards[task] = backward
+        return backward
 
     def end_of_backward(self, backward: "_Backward", *, completed: bool) -> None:
         """Backward returned, or raised."""
-        if backward is not self._backward:
-            return
-        self._backward = None
-        self.stash.settle()
-        courses, self._used = list(self._used), {}
-        for course in courses:
-            course.end_backward()
-            if completed and course.timed and not course.learned:
-                course.learned = True
-                self.book.learn(self._entries[course], course, self._lanes.tick())
+        with self.stash.lock:
+            if self._backwards.pop(backward.task, None) is None:
+                return
+            self.stash.settle()
+            for course in backward.courses:
+                course.end_backward()
+                elsewhere = any(course in other.courses for other in self._backwards.values())
+                if completed and course.timed and not course.learned and not elsewhere:
+                    course.learned = True
+                    self.book.learn(self._entries[course], course, self._lanes.tick())
 
 
 class Forward:
@@ -108,7 +121,8 @@ class Forward:
     @property
     def is_gone(self) -> bool:
         """Whether autograd has let go of all that was saved."""
-        self._passes.stash.settle()
+        with self._passes.stash.lock:
+            self._passes.stash.settle()
         return self._course.is_gone
 
     def push(self) -> None:
@@ -121,10 +135,11 @@ class Forward:
 
     def end(self, *, completed: bool) -> None:
         """Nothing more is saved."""
-        if completed:
-            self._course.end_forward()
-        if self._course.strayed:
-            self._passes.book.forget(self._entry)
+        with self._passes.stash.lock:
+            if completed:
+                self._course.end_forward()
+            if self._course.strayed:
+                self._passes.book.forget(self._entry)
 
 
 def _make_stash(
@@ -138,10 +153,13 @@ def _make_stash(
 
 
 class _Backward:
-    """One outermost backward."""
+    """One backward, by autograd's own count."""
 
-    def __init__(self, passes: Passes) -> None:
+    def __init__(self, passes: Passes, task: int, number: int) -> None:
         self.passes = passes
+        self.task = task
+        self.round = number
+        self.courses: dict[Course, None] = {}  # whose items it has used
 
 
 class _EndOfBackward:
@@ -159,4 +177,4 @@ class _EndOfBackward:
 
 def in_backward() -> bool:
     """Whether this thread runs a backward now."""
-    return torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id() != _NO_TASK

@@ -17,11 +17,12 @@ from millrace.activations.stash import Stash
 from millrace.engine.handles import check_version
 from millrace.memory.arena import KERNEL_ALIGNMENT_BYTES
 
-__all__ = ["Saving", "pop_left_over", "top_is_foreign"]
+__all__ = ["Saving", "may_save", "pop_left_over"]
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_hooks_are_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 _WHOLE_SHARE = 0.5  # a view of at least so much of its storage has all of it saved: the other views come too, mostly
 
@@ -36,9 +37,10 @@ class _Kept(NamedTuple):
 class _Handle:
     """A view of an item that autograd saved."""
 
-    __slots__ = ("counter", "dtype", "item", "offset_bytes", "round", "size", "stash", "stride", "version")
+    __slots__ = ("counted", "counter", "dtype", "item", "offset_bytes", "round", "size", "stash", "stride", "version")
 
     def __init__(self, item: Item, tensor: torch.Tensor, stash: Stash) -> None:
+        self.counted = False  # among the item's handles; an interrupt may come before
         self.item = item
         self.stash = stash
         self.dtype = tensor.dtype
@@ -50,19 +52,23 @@ class _Handle:
         self.version = tensor._version
         self.round = -1  # the backward that used it last
         item.handles += 1
+        self.counted = True
 
     def __del__(self) -> None:
-        if self.item.sent:
+        if self.counted and self.item.sent:
             self.stash.lose(self.item, self.round)
 
     def tensor(self) -> torch.Tensor:
-        """The tensor as it was saved, over the item's device memory."""
+        """The tensor as it was saved, over the item's device memory, with whose version counter it counts writes."""
         item = self.item
-        if item.memory is None:
-            raise RuntimeError(f"an activation of {item.nbytes} bytes is not on the device")
+        memory = self.stash.memory_of(item)
+        check_version(memory, item.version if memory is item.memory else memory._version, self.size)
         offset_bytes = self.offset_bytes - (item.start if item.returned else 0)
-        tensor = torch.empty(0, dtype=self.dtype, device=item.memory.device)
-        return tensor.set_(item.memory.untyped_storage(), offset_bytes // self.dtype.itemsize, self.size, self.stride)
+        tensor = torch.empty(0, dtype=self.dtype, device=memory.device)
+        tensor.set_(memory.untyped_storage(), offset_bytes // self.dtype.itemsize, self.size, self.stride)
+        counted = memory.detach()
+        counted.data = tensor
+        return counted
 
 
 class Saving:
@@ -91,6 +97,10 @@ class Saving:
         if not self._selection.wants(tensor):
             # Detached: an output that is saved by the very node that made it would keep the graph alive for good.
             return _Kept(tensor.detach(), tensor._version)
+        with self._stash.lock:
+            return self._handle_of(tensor)
+
+    def _handle_of(self, tensor: torch.Tensor) -> _Handle:
         self._stash.settle()
         storage = tensor.untyped_storage()
         start, nbytes = _range_of(tensor, storage.nbytes())
@@ -102,7 +112,7 @@ class Saving:
         if item is not None:
             self._items[key] = item
             return _Handle(item, tensor, self._stash)
-        item = Item(self._course, self._count, storage, start, nbytes, root)
+        item = Item(self._course, self._count, storage, start, nbytes, root, self._stash.streams.now())
         whole = nbytes == storage.nbytes()
         del storage  # a holder that would count as somebody else
         self._count += 1
@@ -127,11 +137,15 @@ class Saving:
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _Kept):
-            check_version(packed.tensor, packed.version, packed.tensor.shape)
+            check_version(packed.tensor, packed.version)
             return packed.tensor
-        handle: _Handle = packed
+        with self._stash.lock:
+            return self._tensor_of(packed)
+
+    def _tensor_of(self, handle: _Handle) -> torch.Tensor:
         check_version(handle.counter, handle.version, handle.size)
         self._stash.settle()
+        self._stash.streams.now()
         item = handle.item
         backward_round = self._on_use(item)
         if handle.round != backward_round:
@@ -143,14 +157,21 @@ class Saving:
         return tensor
 
 
-def top_is_foreign() -> bool:
-    """Whether hooks are on top already: a checkpoint around the model, a user's own, or those of a call around this."""
-    return _top_hooks(True) is not None
+def may_save() -> bool:
+    """Whether a call may put its hooks on top.
+
+    Not when there are some: a checkpoint around the model, a user's own, or those of a call around this. Nor inside of
+    `torch.func.grad` and the like, which allow none.
+    """
+    return _hooks_are_enabled() and _top_hooks(True) is None
 
 
-def pop_left_over() -> None:
-    """Takes off hooks of calls that an interrupt kept from ending."""
-    while (hooks := _top_hooks(True)) is not None and isinstance(getattr(hooks[0], "__self__", None), Saving):
+def pop_left_over(stash: Stash) -> None:
+    """Takes off hooks of the stash's calls that an interrupt kept from ending."""
+    while (hooks := _top_hooks(True)) is not None:
+        owner = getattr(hooks[0], "__self__", None)
+        if not isinstance(owner, Saving) or owner._stash is not stash:
+            return
         _pop_hooks()
 
 

@@ -78,15 +78,15 @@ class Selection:
 
     def wants(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor may leave the device."""
-        base = tensor._base
-        if base is None and tensor.nbytes < self._min_bytes:  # most of them
-            return False
         if tensor.device != self._device or not all(self._inside):
             return False
+        base = tensor._base
         if isinstance(tensor, nn.Parameter) or isinstance(base, nn.Parameter):
             return False
-        if not _is_plain(tensor):
+        if not _is_plain(tensor):  # before anything that some kinds do not answer
             self.skipped_kinds += 1
+            return False
+        if base is None and tensor.nbytes < self._min_bytes:  # most of them
             return False
         storage = tensor.untyped_storage()
         if storage.nbytes() < max(1, self._min_bytes) or tensor.numel() == 0:
@@ -106,5 +106,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         (kind is torch.Tensor or issubclass(kind, nn.Parameter))
         and tensor.layout == torch.strided
-        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+        and not tensor._is_zerotensor()  # forward-mode derivatives have them: zeros without memory
     )

@@ -3,6 +3,7 @@
 The order across lanes is the subject of docs/design/activations.md.
 """
 
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import torch
 
 from millrace.activations.item import Item, Place
 from millrace.activations.meter import ActivationMeter
+from millrace.activations.streams import ComputeStreams
 from millrace.memory.ledger import Ledger, Tier
 from millrace.memory.pool import HostPool, Slab
 from millrace.runtime.lanes import Event, Lane, Lanes, LateTransfer, Transfer
@@ -27,6 +29,8 @@ class Stash:
         self.ledger = ledger
         self.meter = meter
         self.pool = HostPool(lanes.device, ledger, PURPOSE, host_bytes)
+        self.streams = ComputeStreams(lanes)
+        self.lock = threading.RLock()  # of all that happens to items: several threads may run forwards and backwards
         self._submitting = False  # between a copy and its note
         self._lost: deque[tuple[Item, int]] = deque()  # handles that autograd let go of, with the round of their use
 
@@ -61,9 +65,10 @@ class Stash:
         """Allocates device memory and submits the copy back. Not `needed` yet: only if there is room on its way."""
         if item.place is not Place.AWAY or not item.sent or not self._is_open(item, needed=needed):
             return
-        memory = torch.empty(item.nbytes, dtype=torch.uint8, device=self.lanes.device)
-        self._submitting = True
-        item.arriving = self._copy_back(item, memory, self.lanes.mark())
+        with self.lanes.computing_on(item.stream):
+            memory = torch.empty(item.nbytes, dtype=torch.uint8, device=self.lanes.device)
+            self._submitting = True
+            item.arriving = self._copy_back(item, memory, self.lanes.mark())
         item.memory, item.returned = memory, True
         self._submitting = False
         self.ledger.add(Tier.DEVICE, PURPOSE, item.nbytes)
@@ -75,7 +80,16 @@ class Stash:
             transfer = item.arriving
             self._wait(transfer.done)
             item.arriving = None
+            item.note_version()
             self.meter.arrived(transfer)
+
+    def memory_of(self, item: Item) -> torch.Tensor:
+        """The device bytes of an item that is there, for the stream that computes now."""
+        if item.memory is None:
+            raise RuntimeError(f"an activation of {item.nbytes} bytes is not on the device")
+        if not item.returned or item.stream == self.streams.now():
+            return item.memory
+        return self.streams.copy_of(item.memory, item.stream)
 
     def put_back(self, item: Item) -> None:
         """Our hold on device memory that was copied back ends: whoever was given it has it, and the host has it too."""
@@ -86,7 +100,7 @@ class Stash:
 
     def _wait(self, event: Event) -> None:
         asked = self.lanes.tick()
-        self.lanes.wait(event)
+        self.streams.wait(event)
         self.meter.waited(asked, self.lanes.tick())
 
     # the host's side, which the disk tier does in its own way ---------------------------------------------------------

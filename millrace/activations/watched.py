@@ -20,24 +20,26 @@ __all__ = ["Watcher", "make_watched", "unwatch", "watcher_of"]
 class Watcher(Protocol):
     """Whoever wants to know of calls."""
 
-    @property
-    def busy(self) -> bool:
-        """Whether an outermost call is under way."""
-
     def calling(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         """A call of the module, from its beginning to its end."""
 
 
 _watchers: "weakref.WeakKeyDictionary[nn.Module, Watcher]" = weakref.WeakKeyDictionary()
-_classes: "weakref.WeakKeyDictionary[type, weakref.ref[type]]" = weakref.WeakKeyDictionary()  # by the user's class
+# By the user's class: for the modules whose calls are outermost, and for the others.
+_classes: "dict[bool, weakref.WeakKeyDictionary[type, weakref.ref[type]]]" = {
+    outermost: weakref.WeakKeyDictionary() for outermost in (True, False)
+}
 
 
 class Watched:
     """What a watched module does differently. Mixed in front of its own class."""
 
+    _is_outermost = False
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            _refuse_compilation_of_all(self)
+            if self._is_outermost:
+                _refuse_compilation_of_all(self)
             return super().__call__(*args, **kwargs)  # type: ignore[misc]  # inside a compiled layer
         module: nn.Module = self  # type: ignore[assignment]
         watcher = _watchers.get(module)
@@ -60,23 +62,28 @@ class Watched:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _refuse_compilation_of_all(module: Any) -> None:
-    watcher = _watchers.get(module)
-    if watcher is not None and not watcher.busy:
+    if module in _watchers:
         raise StateError(
             "torch.compile around a model whose activations are offloaded would compile the offloading away; compile"
             " first and give the compiled model, or compile its layers: for layer in model.layers: layer.compile()"
         )
 
 
-def make_watched(module: nn.Module, watcher: Watcher) -> None:
-    """Puts the watched class on a module, in place."""
+def make_watched(module: nn.Module, watcher: Watcher, *, outermost: bool) -> None:
+    """Puts the watched class on a module, in place. `outermost`: compilation may not enclose its calls."""
     own = type(module)
-    known = _classes.get(own)
+    classes = _classes[outermost]
+    known = classes.get(own)
     watched = None if known is None else known()
     if watched is None:
-        names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+        names = {
+            "__module__": own.__module__,
+            "__qualname__": own.__qualname__,
+            "__doc__": own.__doc__,
+            "_is_outermost": outermost,
+        }
         watched = type(own.__name__, (Watched, own), names)
-        _classes[own] = weakref.ref(watched)
+        classes[own] = weakref.ref(watched)
     module.__class__ = watched
     _watchers[module] = watcher
 

@@ -26,7 +26,7 @@ from torch import nn
 
 import millrace
 from millrace.activations.passes import Forward, Passes, in_backward
-from millrace.activations.saving import top_is_foreign
+from millrace.activations.saving import may_save
 from millrace.activations.selection import Selection
 from millrace.activations.targets import named_layers
 from millrace.compat.sizes import module_bytes, parameter_pattern, tensor_bytes
@@ -129,7 +129,7 @@ class _LayerContext:
         self._inside: list[bool] = []  # for each context that is entered: whether it has put hooks on top
 
     def __enter__(self) -> "_LayerContext":
-        if not torch.is_grad_enabled() or in_backward() or self._inside or top_is_foreign():
+        if not torch.is_grad_enabled() or in_backward() or self._inside or not may_save():
             self._inside.append(False)
             return self
         if self._forward is not None and self._forward.is_gone:

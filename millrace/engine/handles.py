@@ -109,16 +109,17 @@ class SavedTensors:
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
         saved: _Saved = packed
-        check_version(saved.tensor, saved.version, saved.tensor.shape)
+        check_version(saved.tensor, saved.version)
         return saved.tensor
 
 
-def check_version(tensor: torch.Tensor, version: int, shape: torch.Size) -> None:
+def check_version(tensor: torch.Tensor, version: int, shape: torch.Size | None = None) -> None:
     """Raises what autograd raises when a tensor that it saved (of that shape) was changed in place afterwards."""
     if tensor._version != version:
+        of_shape = list(tensor.shape if shape is None else shape)
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a"
-            f" tensor of shape {list(shape)} is at version {tensor._version}; expected version {version}"
+            f" tensor of shape {of_shape} is at version {tensor._version}; expected version {version}"
         )
 
 

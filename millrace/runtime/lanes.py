@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -89,6 +90,14 @@ class Lanes(ABC):
         """What the compute lane is given from now on starts after `event`."""
 
     @abstractmethod
+    def compute_stream(self) -> Any:
+        """What the compute lane is for this thread now: a stream, or None on the CPU."""
+
+    @abstractmethod
+    def computing_on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Inside of it the compute lane is that stream, which `compute_stream()` gave."""
+
+    @abstractmethod
     def tick(self) -> Tick:
         """The present moment of the compute lane, to be timed later."""
 
@@ -138,6 +147,12 @@ class _StreamLanes(Lanes):
 
     def wait(self, event: Event) -> None:
         torch.accelerator.current_stream(self.device).wait_event(event)  # type: ignore[arg-type]
+
+    def compute_stream(self) -> Any:
+        return torch.accelerator.current_stream(self.device)
+
+    def computing_on(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext() if stream == self.compute_stream() else stream
 
     def tick(self) -> Tick:
         return self._tick_on(torch.accelerator.current_stream(self.device))
@@ -210,6 +225,12 @@ class _ThreadLanes(Lanes):
 
     def wait(self, event: Event) -> None:
         event.synchronize()
+
+    def compute_stream(self) -> Any:
+        return None
+
+    def computing_on(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def tick(self) -> Tick:
         return time.perf_counter()

@@ -1,0 +1,204 @@
+"""Is a model exact that is called in ways in which few are, and is what cannot be right refused?"""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import millrace
+from tests.activations.models import Layer, Stack, assert_same, results, rows, step
+from tests.activations.test_odd_models import Between
+from tests.matrix.compare import same
+
+EVERYTHING: dict[str, Any] = {"min_bytes": 0, "device_memory": 0}
+
+
+class WritesToWhatItSaved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return gradient * x.mul_(2)
+
+
+def test_a_backward_that_writes_to_what_others_saved_raises(compute_device: torch.device) -> None:
+    """As without millrace: what one node was given, the next one sees changed."""
+    model = Between(lambda x: x.sin() + WritesToWhatItSaved.apply(x)).to(compute_device)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step(model, rows(compute_device))
+    with millrace.offload_activations(model, **EVERYTHING):
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                step(model, rows(compute_device))
+    if compute_device.type == "emu":
+        from emulator import emu
+
+        emu.take_reports()  # the copy to the host may be torn: nobody may use it
+
+
+def test_under_function_transforms(compute_device: torch.device) -> None:
+    """PyTorch allows no hooks there: the call goes as without millrace."""
+    model = Stack(3).to(compute_device)
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    x = rows(compute_device).detach()
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+    def transformed() -> list[Tensor]:
+        gradients = torch.func.grad(loss)(parameters, x)
+        each = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x.view(4, 16, -1))
+        mapped = torch.vmap(model)(x.view(4, 16, -1)).detach()
+        return [tensor.cpu() for tensor in (*gradients.values(), *each.values(), mapped)]
+
+    expected = transformed()
+    plain = step(model, rows(compute_device))
+    with millrace.offload_activations(model, **EVERYTHING):
+        assert_same(transformed(), expected)
+        with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+            assert_same(step(model, rows(compute_device)), plain)
+        assert_same(step(model, rows(compute_device)), plain)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # in PyTorch's own forward mode
+def test_forward_mode_derivatives(compute_device: torch.device) -> None:
+    """They save zeros that have no memory."""
+    from torch.autograd import forward_ad
+
+    model = Stack(3).to(compute_device)
+
+    def run() -> list[Tensor]:
+        model.zero_grad()
+        x = rows(compute_device).detach()
+        with forward_ad.dual_level():
+            output = model(forward_ad.make_dual(x, torch.ones_like(x)))
+            tangent = forward_ad.unpack_dual(output).tangent
+            output.sum().backward()
+            return results(model, tangent)
+
+    expected = run()
+    with millrace.offload_activations(model, **EVERYTHING) as handle:
+        for _ in range(3):
+            assert_same(run(), expected)
+        assert handle.stats().offloads > 0
+
+
+def test_a_model_that_calls_another_one(compute_device: torch.device) -> None:
+    """Both are offloaded, and neither is a part of the other: the call inside leaves the hooks around it on."""
+    inner = Stack(2).to(compute_device)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = inner(layer(x))
+            return x
+
+    outer = Outer().to(compute_device)
+    expected = step(outer, rows(compute_device))
+    with (
+        millrace.offload_activations(inner, **EVERYTHING),
+        millrace.offload_activations(outer, **EVERYTHING) as handle,
+    ):
+        for _ in range(3):
+            assert_same(step(outer, rows(compute_device)), expected)
+            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert handle.plan is not None
+        assert len(handle.plan.problem.saved) >= 9
+
+
+def test_threads_that_share_a_model(compute_device: torch.device) -> None:
+    model = Stack(6).to(compute_device)
+    inputs = [rows(compute_device, seed) for seed in range(4)]
+
+    def gradient(index: int) -> Tensor:
+        (result,) = torch.autograd.grad(model(inputs[index]).square().sum(), inputs[index])
+        return result.cpu()
+
+    expected = [gradient(index) for index in range(4)]
+    failures: list[BaseException] = []
+
+    def work(index: int) -> None:
+        try:
+            for _ in range(6):
+                assert same(gradient(index), expected[index])
+        except BaseException as error:
+            failures.append(error)
+
+    with millrace.offload_activations(model, **EVERYTHING) as handle:
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+        assert handle.stats().offloads > 0
+    assert handle.stats().host_held_bytes == 0
+
+
+def test_a_model_that_moved_is_refused(compute_device: torch.device) -> None:
+    if compute_device.type == "cpu":
+        return
+    model = Stack(2)
+    with millrace.offload_activations(model):
+        model.to(compute_device)
+        with pytest.raises(millrace.StateError, match="when the model is on its device"):
+            step(model, rows(compute_device))
+
+
+@pytest.mark.parametrize("compiles", ["layers", "body"])
+def test_what_is_compiled_as_one_graph(compiles: str) -> None:
+    """Layers that are watched may be a part of the graph, in evaluation too."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Stack(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x).sin()
+
+    def make() -> nn.Module:
+        model = Outer()
+        for part in (model.body,) if compiles == "body" else model.body.layers:
+            part.compile(backend="aot_eager", fullgraph=True)  # type: ignore[operator]
+        return model
+
+    torch._dynamo.reset()
+    expected = step(make(), rows("cpu"))
+    model = make()
+    with millrace.offload_activations(model, **EVERYTHING) as handle:
+        with torch.no_grad():
+            model(rows("cpu"))
+        for _ in range(3):
+            assert_same(step(model, rows("cpu")), expected)
+        assert handle.stats().offloads > 0
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"fraction": "0.5"}, "fraction='0.5' is a str"),
+        ({"fraction": True}, "fraction=True is a bool"),
+        ({"layers": 1.5}, "layers: 1.5 is a float"),
+        ({"layers": [3]}, "layers: 3 is a int"),
+        ({"modules": 3}, "modules: 3 is a int"),
+        ({"most_in_flight": 1.5}, "most_in_flight=1.5"),
+    ],
+    ids=str,
+)
+def test_settings_of_a_wrong_kind_are_named(settings: dict[str, Any], text: str) -> None:
+    model = Stack(2)
+    with pytest.raises((TypeError, ValueError), match=text):
+        millrace.offload_activations(model, **settings)
+    assert type(model) is Stack
