@@ -88,6 +88,7 @@ class Budgets:
             free_bytes = self.host_bytes - resident_bytes - (self.reading_bytes if config.checkpoint is not None else 0)
             return place(
                 {name: sizes[name] + wide[name] for name in sizes},
+                self.weights_bytes - sum(inventory.nbytes(part.keys) for part in parts.resident),
                 free_bytes,
                 gradient_bytes if config.disk is not None else 0,
             )

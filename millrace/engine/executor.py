@@ -129,7 +129,11 @@ class Executor:
         for block in blocks:
             self.bring(block, keep=blocks)
         self._load_updated()
-        for block in blocks:
+        if step is not None:
+            for index in step.loads:
+                self._prefetch(self._blocks[index])
+        self._fetch_ahead(but_not=self._changed)
+        for block in blocks:  # last: where this makes the host wait, the lanes and the drive have what comes next
             self._residency.arrive(block)
             if phase is Phase.FORWARD and self._last_used.get(block, -1) < self._cycle_clock:
                 block.order = len(self._records)
@@ -138,10 +142,6 @@ class Executor:
         if not again and len(self._records) < _MOST_RECORDED_VISITS:
             began, held = self._lanes.tick(), self._meter.sample()
             self._records.append(VisitRecord(*key, name, asked, began, self._other_bytes(), held))
-        if step is not None:
-            for index in step.loads:
-                self._prefetch(self._blocks[index])
-        self._fetch_ahead(but_not=self._changed)
 
     def bring(self, block: Block, keep: Sequence[Block] = ()) -> None:
         """Submits what it takes to make one block present and current; compute has yet to wait for its arrival."""

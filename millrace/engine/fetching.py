@@ -2,9 +2,9 @@
 
 Two threads take one fetch after the other: the first submits reads of files into chunks of the ring; the second gets a
 fetch when its block's onload was asked for, waits for its reads and submits the copies to the device. A chunk is used
-again when the copy that reads it has passed. Fetches that nobody asked for yet are guesses of the plan: all of them
-together fit into the ring, and they are withdrawn when another block is wanted before them, so no fetch waits for a
-chunk that only a later one would free.
+again when the copy that reads it has passed. Fetches that nobody asked for yet are guesses of the plan: what is read of
+all of them together fits into the ring (of the last one maybe a part; the rest follows when it is asked for), and they
+are withdrawn when another block is wanted before them, so no fetch waits for a chunk that only a later one would free.
 """
 
 import threading
@@ -62,14 +62,29 @@ class Fetch:
     nbytes: int  # of the block
     contents: object  # of its homes when the fetch was submitted
     before: Callable[[], None]  # to be done ahead of the first read
-    on_asked: "Callable[[Fetch], None]" = field(init=False)
+    submit_read: "Callable[[Fetch, int, int], None]" = field(init=False)  # has `read` called with these pieces
+    submit_send: "Callable[[Fetch], None]" = field(init=False)
     arrived: "Future[Transfer]" = field(default_factory=Future)
     withdrawn: bool = False  # nobody wants it any more
+    ahead: int = 0  # pieces whose reads were submitted before it was asked for
     _target: Target | None = None
     _asked: bool = False
     _reads: "SimpleQueue[tuple[Piece, Slot, ReadEvent] | BaseException | None]" = field(default_factory=SimpleQueue)
+    _all_submitted: bool = False  # or given up
     _has_read: threading.Event = field(default_factory=threading.Event)
     _asking: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes whose reads were submitted before it was asked for."""
+        return sum(piece.nbytes for piece in self.pieces[: self.ahead])
+
+    def read_ahead(self, pieces: int) -> None:
+        """Submits the reads of so many pieces more, if nobody has asked for it yet."""
+        with self._asking:  # who asks submits the rest: behind these
+            if not self._asked and pieces:
+                first, self.ahead = self.ahead, min(self.ahead + pieces, len(self.pieces))
+                self.submit_read(self, first, self.ahead)
 
     def ask(self, target: Target | None) -> bool:
         """Says where it goes; None: nowhere. False if that was said before."""
@@ -78,7 +93,9 @@ class Fetch:
                 return False
             self._target, self.withdrawn = target, target is None
             self._asked = True
-        self.on_asked(self)
+            if self.ahead < len(self.pieces) or not self.pieces:
+                self.submit_read(self, self.ahead, len(self.pieces))
+        self.submit_send(self)
         return True
 
     # It is an Event, for those who are about to write the homes.
@@ -93,12 +110,14 @@ class Fetch:
         return self._has_read.is_set()
 
     # on the two threads of Fetching
-    def read(self, ring: StagingRing) -> None:
-        """Files into chunks."""
+    def read(self, ring: StagingRing, first: int, stop: int) -> None:
+        """Files into chunks: pieces `first` to `stop`."""
+        if self._all_submitted:
+            return
         try:
-            if not self.withdrawn:
+            if not self.withdrawn and first == 0:
                 self.before()
-            for piece in self.pieces:
+            for piece in self.pieces[first:stop]:
                 chunk = ring.acquire()
                 try:
                     if chunk.free is not None:
@@ -111,8 +130,11 @@ class Fetch:
                     ring.release(chunk, None)
                     break
                 self._reads.put((piece, chunk, reading))
-            self._reads.put(None)
+            if stop == len(self.pieces) or self.withdrawn:
+                self._all_submitted = True
+                self._reads.put(None)
         except BaseException as error:
+            self._all_submitted = True
             self._reads.put(error)
 
     def send(self, ring: StagingRing, lanes: Lanes) -> tuple[int, float]:
@@ -147,14 +169,22 @@ class Fetch:
         elif sent:
             self.arrived.set_result(Transfer(Lane.ONLOAD, (), self.nbytes, sent[0][0], sent[-1][1]))
         self._has_read.set()
-        whole = len(spans) == len(self.pieces) and spans
-        return read_bytes, max(end for _, end in spans) - min(begin for begin, _ in spans) if whole else 0.0
+        return read_bytes, _covered(spans) if len(spans) == len(self.pieces) else 0.0
 
     def _copy(self, copies: Sequence[Copy], lanes: Lanes) -> tuple[Tick, Tick]:
         if self._target is None:
             raise StateError("a fetch that was withdrawn has nowhere to go")
         transfer = lanes.copy(Lane.ONLOAD, copies, self._target.after)
         return transfer.begun, transfer.done
+
+
+def _covered(spans: Sequence[tuple[float, float]]) -> float:
+    """Seconds in which at least one of the spans was under way."""
+    covered, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        covered += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return covered
 
 
 class Fetchable(Protocol):
@@ -187,19 +217,24 @@ class Fetching:
         return 0.0 if self._seconds_per_byte == float("inf") else nbytes * self._seconds_per_byte
 
     def ahead(self, block: Fetchable) -> bool:
-        """Submits the fetch of a block whose onload is asked for later, in the order of these calls; once for each.
+        """Submits the fetch of a block whose onload is asked for later, in the order of these calls.
 
-        False: the ring has no room for it, beside what comes before.
+        As much of it as the ring has room for, beside what comes before; more at the next call. False: that was not
+        all of it.
         """
-        if block in self._ahead:
-            return True
-        before = sum(self._chunks_of(fetch.nbytes) for fetch in self._ahead.values())
-        if before + self._chunks_of(block.nbytes) > self._chunks:
-            return False
-        fetch = block.fetch(self._ring.slot_bytes)
-        self._ahead[block] = fetch
-        self._submit(fetch)
-        return True
+        fetch = self._ahead.get(block)
+        if fetch is not None and (fetch.withdrawn or fetch.contents != block.contents):
+            self._ahead.pop(block).ask(None)
+            fetch = None
+        room = self._chunks - sum(fetch.ahead for fetch in self._ahead.values())
+        if fetch is None:
+            if room <= 0:
+                return False
+            fetch = self._open(block)
+            self._ahead[block] = fetch
+        if fetch.ahead < len(fetch.pieces):
+            fetch.read_ahead(room)
+        return fetch.ahead == len(fetch.pieces)
 
     def onload(self, block: Fetchable, target: Target) -> Fetch:
         """The block goes to `target`: as it was fetched ahead, if it has the same contents still; else it is now."""
@@ -211,10 +246,10 @@ class Fetching:
                 self._ahead.pop(earlier).ask(None)
             del self._ahead[block]
             if fetch.ask(target):
+                self._meter.fetched_ahead(fetch.ahead_bytes)
                 return fetch
         self.withdraw_all()
-        fetch = block.fetch(self._ring.slot_bytes)
-        self._submit(fetch)
+        fetch = self._open(block)
         fetch.ask(target)
         return fetch
 
@@ -231,15 +266,16 @@ class Fetching:
         self._sender.shutdown(wait=True)
         self._ring.close()
 
-    def _chunks_of(self, nbytes: int) -> int:
-        return -(-nbytes // self._ring.slot_bytes)
-
-    def _submit(self, fetch: Fetch) -> None:
+    def _open(self, block: Fetchable) -> Fetch:
         """A guess keeps no thread waiting: the second one gets it when it was asked for, or withdrawn."""
-        fetch.on_asked = self._asked
-        self._reader.submit(fetch.read, self._ring)
+        fetch = block.fetch(self._ring.slot_bytes)
+        fetch.submit_read, fetch.submit_send = self._submit_read, self._submit_send
+        return fetch
 
-    def _asked(self, fetch: Fetch) -> None:
+    def _submit_read(self, fetch: Fetch, first: int, stop: int) -> None:
+        self._reader.submit(fetch.read, self._ring, first, stop)
+
+    def _submit_send(self, fetch: Fetch) -> None:
         self._sender.submit(self._send, fetch)
 
     def _send(self, fetch: Fetch) -> None:

@@ -78,7 +78,7 @@ class Meter:
     def reset(self) -> None:
         """Counters start anew."""
         self.onloads = self.demand_onloads = 0
-        self.onload_bytes = self.offload_bytes = self.fetch_bytes = self.spill_bytes = 0
+        self.onload_bytes = self.offload_bytes = self.fetch_bytes = self.ahead_bytes = self.spill_bytes = 0
         self.steps = self.skipped_steps = 0
         self._stall_seconds = self._compute_seconds = 0.0
         self._unread.clear()
@@ -101,6 +101,10 @@ class Meter:
     def fetched(self, nbytes: int) -> None:
         """Bytes were read from disk."""
         self.fetch_bytes += nbytes
+
+    def fetched_ahead(self, nbytes: int) -> None:
+        """Bytes of a block were on their way from disk before its onload was asked for."""
+        self.ahead_bytes += nbytes
 
     def spilled(self, nbytes: int) -> None:
         """Bytes were written to disk."""

@@ -23,6 +23,7 @@ __all__ = ["Placement", "Shelf", "place"]
 _CHUNK_BYTES = 8 * 2**20  # a request of this size has a drive's full speed
 _SMALLEST_CHUNK_BYTES = 2**12
 _RING_SHARE = 1 / 8  # of the host budget, for staging: what is more holds blocks
+_LARGE_RING_SHARE = 1 / 4  # where the device has no room for a block that is read ahead, and the ring is that room
 _FEWEST_CHUNKS = 4  # one that is read, one that leaves, and their followers
 
 
@@ -37,8 +38,10 @@ class Placement:
     gradient_bytes: int | None = None  # of each half of what gradients pass through; None: as much as a block's
 
 
-def place(sizes: Mapping[str, int], host_bytes: int, all_gradient_bytes: int) -> Placement:
+def place(sizes: Mapping[str, int], device_bytes: int, host_bytes: int, all_gradient_bytes: int) -> Placement:
     """Spreads blocks over host and disk. `sizes`: bytes by name, in order of use; `host_bytes`: what there is for them.
+
+    `device_bytes`: what blocks may take on the device.
 
     Evenly, so that fetches are spread over the pass, and the drive works all the time. `all_gradient_bytes`, of a model
     that trains, have what room the weights leave, else they rest on disk. Raises BudgetError when not even the staging
@@ -54,7 +57,11 @@ def place(sizes: Mapping[str, int], host_bytes: int, all_gradient_bytes: int) ->
     gradient_bytes = 2 * chunk_bytes if all_gradient_bytes else 0
     if total_bytes + 2 * gradient_bytes <= host_bytes:
         return Placement(gradient_bytes=gradient_bytes or None)
-    chunks = max(_FEWEST_CHUNKS, min(int(host_bytes * _RING_SHARE), 2 * max(pages.values())) // chunk_bytes)
+    largest_bytes = max(pages.values())
+    ring_bytes = min(int(host_bytes * _RING_SHARE), 2 * largest_bytes)
+    if device_bytes < 2 * largest_bytes:  # the next block waits in the ring while one computes
+        ring_bytes = max(ring_bytes, min(int(host_bytes * _LARGE_RING_SHARE), largest_bytes + chunk_bytes))
+    chunks = max(_FEWEST_CHUNKS, ring_bytes // chunk_bytes)
     staging_bytes = chunks * chunk_bytes + 2 * gradient_bytes
     left_bytes = host_bytes - staging_bytes
     if left_bytes < 0:

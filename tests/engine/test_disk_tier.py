@@ -4,7 +4,6 @@ import copy
 import pickle
 import subprocess
 import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import millrace
 from millrace.memory.disk import DiskStore
-from millrace.memory.ledger import Tier
 from tests.engine.models import Decoder, loss_of, weight_bytes
-from tests.engine.test_lifetime import is_gone
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 
@@ -255,44 +252,6 @@ model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
     assert run.returncode == 0, run.stderr
     assert "Error" not in run.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("touch", ["data", "step", "remove", "drop"])
-def test_blocks_that_were_fetched_ahead_keep_nobody_waiting(
-    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, touch: str
-):
-    """Guesses of the plan are under way when a pass ends; whoever needs homes then goes first."""
-    plain = Decoder(layers=60, width=32).requires_grad_(False)
-    model = copy.deepcopy(plain)
-    handle = millrace.offload(
-        model, device=compute_device, device_memory="60KiB", host_memory="640KiB", disk=tmp_path, blocks=[model.layers]
-    )
-    with torch.no_grad():
-        for _ in range(4):
-            assert torch.equal(model(tokens).cpu(), plain.to(compute_device)(tokens.to(compute_device)).cpu())
-    plain.to("cpu")
-    names = [block.name for block in handle._fetching._ahead]  # type: ignore[attr-defined, union-attr]
-    assert len(names) > 1
-    if touch == "data":
-        for name in reversed(names):
-            for parameter in model.get_submodule(name).parameters():
-                parameter.data.mul_(2)
-            for parameter in plain.get_submodule(name).parameters():
-                parameter.data.mul_(2)
-        with torch.no_grad():
-            assert torch.equal(model(tokens).cpu(), plain.to(compute_device)(tokens.to(compute_device)).cpu())
-    elif touch == "step":
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-    elif touch == "remove":
-        handle.remove()
-    else:
-        parameter, ledger = weakref.ref(model.head.weight), handle._ledger
-        del model, handle
-        assert is_gone(parameter)
-        assert ledger.held_bytes(Tier.HOST) == ledger.held_bytes(Tier.DISK) == 0
-        assert list(tmp_path.iterdir()) == []
 
 
 def test_an_adapter_is_not_taken_for_a_weight_of_the_checkpoint(

@@ -1,0 +1,193 @@
+"""Are blocks on disk on their way before they are needed, whatever their size, and do guesses keep nobody waiting?"""
+
+import copy
+import itertools
+import threading
+import weakref
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import millrace
+from millrace.memory.disk import DiskStore
+from millrace.memory.ledger import Tier
+from tests.engine.models import Decoder, loss_of
+from tests.engine.test_lifetime import is_gone
+
+pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
+
+# A layer of 66 KiB, of which the device holds one; the ring holds 64 KiB, a quarter of the host budget.
+BUDGETS: dict[str, Any] = {"device_memory": "80KiB", "host_memory": "256KiB"}
+RING_BYTES = 64 << 10
+
+
+def build() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(layers=6, width=64, vocabulary=128)
+
+
+def offload(model: Decoder, device: torch.device, disk: Path) -> millrace.Offloaded:
+    handle = millrace.offload(model, device=device, disk=disk, blocks=[model.layers], **BUDGETS)
+    ring = handle._fetching._ring  # type: ignore[union-attr]
+    assert ring.slot_bytes * ring.free_slots == RING_BYTES
+    return handle
+
+
+def layers_on_disk(handle: millrace.Offloaded) -> list[Any]:
+    found = [block for block in handle._engine.blocks if "layers" in block.name and not block.rest_is_host]
+    assert len(found) > 2
+    assert all(block.nbytes > RING_BYTES for block in found)
+    return found
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_blocks_larger_than_the_ring_are_read_ahead(
+    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, trains: bool
+):
+    """The device has no room for a second one, so the ring is full of the next one while one computes."""
+    plain = build().requires_grad_(trains).to(compute_device)
+    model = build().requires_grad_(trains)
+    handle = offload(model, compute_device, tmp_path)
+    meter, passes = handle._meter, 2
+    for number in range(5):
+        if number == 5 - passes:
+            handle.reset_stats()
+        expected, found = loss_of(plain, tokens.to(compute_device)), loss_of(model, tokens)
+        assert torch.equal(expected, found)
+        if trains:
+            expected.backward()
+            found.backward()
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                assert ours.grad is not None
+                assert theirs.grad is not None
+                assert torch.equal(ours.grad, theirs.grad.cpu())
+    handle.synchronize()
+    stats, layers = handle.stats(), layers_on_disk(handle)
+    assert 0 < stats.device_peak_bytes <= stats.device_budget_bytes
+    assert stats.host_peak_bytes <= 256 << 10
+    fetched = sum(layer.nbytes for layer in layers)
+    assert stats.fetch_bytes >= passes * fetched
+    # Of each fetch as much as the ring holds, less what its predecessor had not left yet: the rest of that.
+    rest_bytes = max(layer.nbytes for layer in layers) - RING_BYTES
+    least = passes * len(layers) * (RING_BYTES - rest_bytes - handle._fetching._ring.slot_bytes)  # type: ignore[union-attr]
+    assert least <= meter.ahead_bytes <= stats.fetch_bytes
+    handle.remove()
+
+
+def test_the_next_block_is_read_while_one_computes(
+    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Each layer ends only when the most of the next one on disk was read: without that, never."""
+    model = build().requires_grad_(False)
+    handle = offload(model, compute_device, tmp_path)
+    names = [layer.name for layer in layers_on_disk(handle)]
+    read, more = Counter[str](), threading.Condition()
+    read_piece = DiskStore._read_piece
+
+    def note(self: DiskStore, extent: Any, piece: Any, *rest: Any) -> None:
+        read_piece(self, extent, piece, *rest)
+        with more:
+            read[extent.name] += piece.end - piece.begin
+            more.notify_all()
+
+    monkeypatch.setattr(DiskStore, "_read_piece", note)
+    waited: list[str] = []
+
+    def wait_for_the_next(name: str, times: int) -> None:
+        with more:
+            assert more.wait_for(lambda: read[name] >= times * RING_BYTES - (16 << 10), timeout=30), name
+        waited.append(name)
+
+    with torch.no_grad():
+        for _ in range(2):  # a pass that is recorded, and one along its plan
+            expected = model(tokens)
+        for here, following in itertools.pairwise(names):
+            model.get_submodule(here).register_forward_hook(lambda *_, name=following: wait_for_the_next(name, 1))
+        handle.synchronize()
+        read.clear()
+        assert torch.equal(model(tokens), expected)
+    assert waited == names[1:]
+    handle.remove()
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("touch", ["data", "step", "remove", "drop", "other", "error"])
+def test_blocks_that_were_fetched_ahead_keep_nobody_waiting(
+    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, touch: str, large: bool
+):
+    """Guesses of the plan are under way when a pass ends; whoever needs homes then goes first."""
+    plain = build() if large else Decoder(layers=60, width=32)
+    model = copy.deepcopy(plain.requires_grad_(False))
+    budgets = BUDGETS if large else {"device_memory": "60KiB", "host_memory": "640KiB"}
+    handle = millrace.offload(model, device=compute_device, disk=tmp_path, blocks=[model.layers], **budgets)
+
+    def check() -> None:
+        plain.to(compute_device)
+        with torch.no_grad():
+            assert torch.equal(model(tokens).cpu(), plain(tokens.to(compute_device)).cpu())
+        plain.to("cpu")
+
+    for _ in range(4):
+        check()
+    guesses = dict(handle._fetching._ahead)  # type: ignore[union-attr]
+    names = [block.name for block in guesses]  # type: ignore[attr-defined]
+    assert names
+    assert any(fetch.ahead < len(fetch.pieces) for fetch in guesses.values()) or not large
+    del guesses
+    if touch == "data":
+        for name in reversed(names):
+            for parameter in model.get_submodule(name).parameters():
+                parameter.data.mul_(2)
+            for parameter in plain.get_submodule(name).parameters():
+                parameter.data.mul_(2)
+        check()
+    elif touch == "step":
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    elif touch == "other":  # a layer that the plan does not expect
+        last = len(model.layers) - 1
+        hidden = torch.ones(2, plain.head.in_features)
+        with torch.no_grad():
+            assert torch.equal(
+                model.layers[last](hidden).cpu(), plain.to(compute_device).layers[last](hidden.to(compute_device)).cpu()
+            )
+        check()
+    elif touch == "error":
+        hook = model.layers[2].register_forward_pre_hook(_interrupt)
+        with pytest.raises(KeyboardInterrupt), torch.no_grad():
+            model(tokens)
+        hook.remove()
+        check()
+    elif touch == "remove":
+        handle.remove()
+    else:
+        parameter, ledger = weakref.ref(model.head.weight), handle._ledger
+        del model, handle, check
+        assert is_gone(parameter)
+        assert ledger.held_bytes(Tier.HOST) == ledger.held_bytes(Tier.DISK) == 0
+        assert list(tmp_path.iterdir()) == []
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_guesses_of_frozen_blocks_outlive_a_step(compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path):
+    """An optimizer that writes other blocks waits for their reads; what it withdrew is fetched ahead again."""
+    model = build()
+    for layer in model.layers:
+        layer.requires_grad_(False)
+    handle = offload(model, compute_device, tmp_path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        loss_of(model, tokens).backward()
+        optimizer.step()
+    assert handle._fetching._ahead  # type: ignore[union-attr]
+    assert not any(fetch.withdrawn for fetch in handle._fetching._ahead.values())  # type: ignore[union-attr]
+    handle.remove()
+    assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
