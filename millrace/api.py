@@ -160,7 +160,9 @@ class Offloaded:
         spills = config.activations is not None and config.activations.tier == "disk"
         self._store: DiskStore | None = None
         if config.disk is not None and (placement != Placement() or spills):
-            self._store = DiskStore(config.disk, self._ledger)
+            self._store = DiskStore(config.disk, self._ledger, log=self._meter.disk_log)
+        if materialized is not None:
+            materialized.checkpoint.log = self._meter.disk_log
         self._shelf = Shelf(config.device, self._ledger, self._meter, placement, self._store, materialized)
         reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if materialized is not None:

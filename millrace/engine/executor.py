@@ -193,6 +193,7 @@ class Executor:
 
     # learning ---------------------------------------------------------------------------------------------------------
     def _open(self, entry: Entry) -> None:
+        self._meter.cycle_begins()
         last, self._course = self._course, None
         self._entry = entry
         self._records = []

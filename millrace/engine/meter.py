@@ -5,6 +5,7 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
+from millrace.memory.disk import Access, DiskLog
 from millrace.memory.ledger import Ledger, Tier
 from millrace.planning import Phase
 from millrace.report.record import Sample, Span
@@ -73,6 +74,8 @@ class Meter:
         # Lane, what, bytes, begun, done.
         self.last_transfers: deque[tuple[Lane, str, int, Tick, Tick]] = deque(maxlen=1024)
         self.lane_use = LaneUse()
+        self.disk_log = DiskLog()
+        self._cycle_began_at = self._last_cycle_began_at = 0.0  # seconds of `time.perf_counter`
         self.reset()
 
     def reset(self) -> None:
@@ -110,11 +113,16 @@ class Meter:
         """Bytes were written to disk."""
         self.spill_bytes += nbytes
 
+    def cycle_begins(self) -> None:
+        """The host begins a cycle."""
+        self._cycle_began_at = time.perf_counter()
+
     def cycle_ended(self, visits: list[VisitRecord], end: Tick) -> None:
         """A cycle is over: its ticks are read when the next but one is."""
         if visits:
             self._unread.append((visits, end))
             self.last_cycle = visits, end
+            self._last_cycle_began_at = self._cycle_began_at
         while len(self._unread) > 2:
             self._read(*self._unread.popleft())
 
@@ -157,6 +165,18 @@ class Meter:
             if begin >= 0:
                 seconds = self._lanes.seconds(begun, done)
                 spans.append(Span(lane.value, lane.value, begin, seconds, nbytes, what))
+        return spans + self._disk_spans(first)
+
+    def _disk_spans(self, first: Tick) -> list[Span]:
+        """What the drive did since the host began the last cycle, counted from the tick of its first visit."""
+        began_at = self._last_cycle_began_at
+        moves = self.disk_log.since(began_at)
+        offset = self._lanes.seconds_to_host(first, began_at) if moves else 0.0
+        spans = []
+        for move in sorted(moves, key=lambda move: move.begun_at):
+            name = "fetch" if move.access is Access.READ else "spill"
+            begin = max(0.0, offset + move.begun_at - began_at)
+            spans.append(Span(name, name, begin, move.ended_at - move.begun_at, move.nbytes, move.what))
         return spans
 
     def samples(self) -> list[Sample]:

@@ -124,7 +124,7 @@ class Shelf:
             return rest
         names = self._names(parameters)
         if self._materialized is not None and not casts and None not in names:
-            return CheckpointRest(self._materialized.checkpoint, [n for n in names if n], layouts)
+            return CheckpointRest(self._materialized.checkpoint, name, [n for n in names if n], layouts)
         if casts and None in names:
             cast_layouts, cast_bytes = lay_out(casts, None)
             homes = self.writable_rest_for(f"{name} (homes)", cast_bytes)

@@ -76,15 +76,16 @@ class DiskRest(Stored):
 
 
 class CheckpointRest(Stored):
-    """Bytes where a checkpoint has them: nothing is written. `names`: of the tensors, one for each parameter.
+    """Bytes of a block `what` where a checkpoint has them: nothing is written. `names`: of its tensors, in order.
 
     The places are the parameters' own memory, mapped so that writes stay with this process.
     """
 
     writable = False
 
-    def __init__(self, checkpoint: Checkpoint, names: Sequence[str], layouts: Sequence[Layout]) -> None:
+    def __init__(self, checkpoint: Checkpoint, what: str, names: Sequence[str], layouts: Sequence[Layout]) -> None:
         self._checkpoint = checkpoint
+        self._what = what
         self._names = names
         self._layouts = layouts
 
@@ -118,7 +119,7 @@ class CheckpointRest(Stored):
         nbytes = min(pages_end, self._checkpoint.size_bytes(run.path)) - run.first
 
         def read(chunk: torch.Tensor) -> Request:
-            return self._checkpoint.read_range(run.path, run.first, chunk[:nbytes])
+            return self._checkpoint.read_range(run.path, run.first, chunk[:nbytes], what=self._what)
 
         return Piece(read=read, nbytes=nbytes, parts=tuple(run.parts))
 

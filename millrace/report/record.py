@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -88,14 +90,25 @@ class RunRecord:
     def of_lane(self, lane: str) -> list[Span]:
         return [span for span in self.spans if span.lane == lane]
 
+    def busy_seconds(self, lane: str) -> float:
+        """How long something was under way on the lane; a drive takes several requests at a time."""
+        return _covered([span for span in self.of_lane(lane) if span.name != "stall"])
+
+    def moved_bytes(self, lane: str) -> int:
+        return sum(span.nbytes for span in self.of_lane(lane))
+
     def achieved_rate(self, lane: str) -> float:
         """Bytes per second while the lane was busy; 0 when it moved nothing."""
-        seconds = sum(span.seconds for span in self.of_lane(lane))
-        return sum(span.nbytes for span in self.of_lane(lane)) / seconds if seconds else 0.0
+        seconds = self.busy_seconds(lane)
+        return self.moved_bytes(lane) / seconds if seconds else 0.0
 
     def stalls(self) -> list[Stall]:
-        """Who waited for whom, the longest first."""
-        copies = self.of_lane("onload")  # what a visit waits for: its blocks, whatever they waited for themselves
+        """Who waited for whom, the longest first.
+
+        A visit waits for its blocks' copies to the device. Where the block was still being read from disk for most of
+        the wait, that is what held it up.
+        """
+        copies, reads = self.of_lane("onload"), self.of_lane("fetch")
         found = []
         for span in self.spans:
             if span.lane == "compute" and span.name == "stall":
@@ -105,8 +118,15 @@ class RunRecord:
                 last = max(ended, key=lambda copy: copy.begin_seconds + copy.seconds, default=None)
                 if last is not None and last.begin_seconds + last.seconds < span.begin_seconds:
                     last = None  # it was over before the wait began
+                read = [fetch for fetch in reads if last is not None and fetch.what == last.what]
+                if _covered(read, span.begin_seconds, end) > span.seconds / 2:
+                    last = read[-1]
                 found.append(Stall(span.what, span.seconds, last.lane if last else "host", last.what if last else ""))
         return sorted(found, key=lambda stall: -stall.seconds)
+
+    def stall_seconds(self, lane: str) -> float:
+        """How long compute waited for the lane."""
+        return sum(stall.seconds for stall in self.stalls() if stall.lane == lane)
 
     def to_json(self) -> str:
         return json.dumps({"version": VERSION, **dataclasses.asdict(self)})
@@ -132,3 +152,13 @@ class RunRecord:
             raise ValueError(
                 f"this is no run record of version {VERSION} ({error!r}); write one with handle.report().save(path)"
             ) from error
+
+
+def _covered(spans: Sequence[Span], first: float = 0.0, last: float = math.inf) -> float:
+    """Seconds between `first` and `last` in which at least one of the spans was under way."""
+    covered, reached = 0.0, first
+    for span in sorted(spans, key=lambda span: span.begin_seconds):
+        end = min(last, span.begin_seconds + span.seconds)
+        covered += max(0.0, end - max(reached, span.begin_seconds))
+        reached = max(reached, end)
+    return covered

@@ -52,14 +52,15 @@ class Report:
                 f" no schedule is below {_seconds(planned.lower_bound_seconds)}"
             )
         for lane in record.lanes:
-            busy = sum(span.seconds for span in record.of_lane(lane) if span.name != "stall")
-            moved = sum(span.nbytes for span in record.of_lane(lane))
+            busy, moved, waited = record.busy_seconds(lane), record.moved_bytes(lane), record.stall_seconds(lane)
             line = f"{lane:<10} busy {_seconds(busy)} ({busy / step if step else 0.0:.0%})"
             if moved:
                 rate = record.achieved_rate(lane)
                 line += f", {format_bytes(moved)} at {rate / 1e9:.2f} GB/s"
                 if record.rates.get(lane):
                     line += f" of {record.rates[lane] / 1e9:.2f} probed ({rate / record.rates[lane]:.0%})"
+            if waited:
+                line += f"; compute waited {_seconds(waited)} for it"
             lines.append(line)
         for stall in record.stalls()[:_SHOWN]:
             cause = f"{stall.lane} of {stall.what}" if stall.what else "the host"

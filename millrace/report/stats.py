@@ -55,10 +55,17 @@ class Stats:
             ("host memory, peak", format_bytes(self.host_peak_bytes)),
             ("onloaded", f"{format_bytes(self.onload_bytes)} in {self.onloads} loads, {self.demand_onloads} on demand"),
             ("offloaded", format_bytes(self.offload_bytes)),
+            *self._disk_rows(),
             ("compute", f"{self.compute_seconds:.3f} s"),
             ("stall", f"{self.stall_seconds:.3f} s ({self.stall_share:.1%})"),
             ("optimizer steps", str(self.steps) + self._skips()),
         ]
+
+    def _disk_rows(self) -> list[tuple[str, str]]:
+        moved = f"{format_bytes(self.fetch_bytes)} fetched, {format_bytes(self.spill_bytes)} spilled"
+        if not (self.disk_bytes or self.fetch_bytes or self.spill_bytes):
+            return []
+        return [("on disk", format_bytes(self.disk_bytes)), ("from and to disk", moved)]
 
     def _skips(self) -> str:
         return f", {self.skipped_steps} skipped: gradients were not finite" if self.skipped_steps else ""

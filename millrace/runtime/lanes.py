@@ -105,6 +105,10 @@ class Lanes(ABC):
     def seconds(self, begin: Tick, end: Tick) -> float:
         """Seconds between two ticks. Waits until both are reached: not for the hot path."""
 
+    @abstractmethod
+    def seconds_to_host(self, begin: Tick, moment: float) -> float:
+        """Seconds from a tick to `moment`, which is the host's `time.perf_counter`. Waits for the compute lane."""
+
     def run(self, job: Callable[[], None], after: Event) -> "Future[None]":
         """Submits `job` to the host lane: a thread of its own, which first waits for `after`."""
 
@@ -162,6 +166,11 @@ class _StreamLanes(Lanes):
             if not tick.query():
                 tick.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
+
+    def seconds_to_host(self, begin: Tick, moment: float) -> float:
+        now = self.tick()
+        now.synchronize()
+        return self.seconds(begin, now) - (time.perf_counter() - moment)
 
     def _tick_on(self, stream: torch.Stream) -> torch.Event:
         event = torch.Event(self.device, enable_timing=True)
@@ -238,6 +247,9 @@ class _ThreadLanes(Lanes):
     def seconds(self, begin: Tick, end: Tick) -> float:
         moments = [tick.reached_at() if isinstance(tick, _JobEvent) else tick for tick in (begin, end)]
         return float(moments[1] - moments[0])
+
+    def seconds_to_host(self, begin: Tick, moment: float) -> float:
+        return self.seconds(begin, moment)
 
     def close(self) -> None:
         for thread in self._threads.values():

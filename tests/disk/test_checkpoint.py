@@ -153,11 +153,11 @@ def test_bytes_of_a_file_as_they_lie(tmp_path: Path) -> None:
     memory = Arena(len(content), torch.device("cpu"), Ledger(), "test").tensor(0, len(content))
     with opened(path) as checkpoint:
         for offset in (0, 4096, 4097, PIECE_BYTES):
-            checkpoint.read_range(str(path), offset, memory[offset:]).synchronize()
+            checkpoint.read_range(str(path), offset, memory[offset:], what="a").synchronize()
             assert torch.equal(memory[offset:], content[offset:])
             memory.zero_()
         with pytest.raises(ValueError, match=r"'model.safetensors': \d+ bytes at offset 8192 are not within"):
-            checkpoint.read_range(str(path), 8192, memory)
+            checkpoint.read_range(str(path), 8192, memory, what="a")
 
 
 def shards(path: Path) -> dict[str, torch.Tensor]:

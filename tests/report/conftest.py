@@ -1,5 +1,6 @@
 """Which runs do the tests of reports show?"""
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -40,4 +41,23 @@ def report(emu_device, slow_link) -> Iterator[Report]:
     with millrace.offload(model, device="emu", device_memory="900KiB", blocks=[model.layers]) as handle:
         for _ in range(4):
             model(torch.randn(64, 256)).sum().backward()
+        yield handle.report()
+
+
+@pytest.fixture
+def disk_report(tmp_path) -> Iterator[Report]:
+    """A run on the CPU, half of whose weights, and the gradients of these, rest on disk."""
+    torch.manual_seed(0)
+    model = Decoder()
+    budgets = {"device_memory": "900KiB", "host_memory": "1MiB", "disk": tmp_path / "disk"}
+    with (
+        warnings.catch_warnings(action="ignore"),  # where the directory refuses direct I/O
+        millrace.offload(model, device="cpu", blocks=[model.layers], **budgets) as handle,
+    ):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            handle.reset_stats()
+            model(torch.randn(64, 256)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
         yield handle.report()

@@ -64,3 +64,17 @@ def test_the_page_shows_the_step(report: Report, browser: "webdriver.Chrome", tm
     webdriver.ActionChains(browser).scroll_from_origin(origin, 0, -300).perform()
     assert max(e.rect["width"] for e in find("css selector", "#timeline rect.onload")) > 1.1 * width
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+def test_the_page_shows_the_drive(disk_report: Report, browser: "webdriver.Chrome", tmp_path: Path) -> None:
+    page = tmp_path / "run.html"
+    disk_report.to_html(page)
+    browser.get(page.as_uri())
+    find = browser.find_elements
+    for lane in ("fetch", "spill"):
+        assert len(find("css selector", f"#timeline rect.{lane}")) == len(disk_report.record.of_lane(lane)) > 0
+    assert len(find("css selector", "#memory path.curve")) == 3
+    read = max(find("css selector", "#timeline rect.fetch"), key=lambda element: element.rect["width"])
+    webdriver.ActionChains(browser).move_to_element(read).perform()
+    assert browser.find_element("id", "tip").text.startswith("fetch of layers.")
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []

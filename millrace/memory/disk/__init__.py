@@ -2,8 +2,19 @@
 
 from millrace.memory.disk.checkpoint import Checkpoint
 from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, Extent
-from millrace.memory.disk.requests import Request
+from millrace.memory.disk.log import DiskLog
+from millrace.memory.disk.requests import Access, Request
 from millrace.memory.disk.staging import Slot, StagingRing
 from millrace.memory.disk.store import DiskStore
 
-__all__ = ["DISK_ALIGNMENT_BYTES", "Checkpoint", "DiskStore", "Extent", "Request", "Slot", "StagingRing"]
+__all__ = [
+    "DISK_ALIGNMENT_BYTES",
+    "Access",
+    "Checkpoint",
+    "DiskLog",
+    "DiskStore",
+    "Extent",
+    "Request",
+    "Slot",
+    "StagingRing",
+]

@@ -9,6 +9,7 @@ import ctypes
 import errno
 import os
 import queue
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from millrace.memory.disk import mapping
 from millrace.memory.disk.checkpoint_files import find_files
 from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, PIECE_BYTES, Extent, check_memory, pieces
 from millrace.memory.disk.file import DirectFile
+from millrace.memory.disk.log import DiskLog
 from millrace.memory.disk.requests import Access, Request, Requests
 from millrace.memory.disk.safetensors_header import TensorRecord, read_header
 from millrace.memory.ledger import Ledger
@@ -64,6 +66,7 @@ class Checkpoint:
         for file, names in find_files(Path(path)).items():
             self._open(str(file), names)
         self._ledger = ledger
+        self.log = DiskLog()  # of ranges that are read as they lie there
         self._bounces: queue.SimpleQueue[torch.Tensor] | None = None
         self._bounce_bytes = 0
         self._requests = Requests(_THREADS)
@@ -140,8 +143,10 @@ class Checkpoint:
         finally:
             self._bounces = None
 
-    def read_range(self, path: str, offset: int, destination: torch.Tensor, *, after: Event | None = None) -> Request:
-        """Submits reading the bytes from `offset` of the file `path`, as they lie there, into `destination`.
+    def read_range(
+        self, path: str, offset: int, destination: torch.Tensor, *, what: str, after: Event | None = None
+    ) -> Request:
+        """Submits reading the bytes from `offset` of the file `path`, as they lie there, into `destination`: `what`.
 
         As `read`, without memory in between: fastest when `offset` is a multiple of DISK_ALIGNMENT_BYTES and
         `destination`, uint8 of shape (nbytes,), begins at a page and has whole pages or ends where the file does.
@@ -149,7 +154,7 @@ class Checkpoint:
         extent = Extent(Path(path).name, 0, self._states[path][0])
         check_memory(extent, destination, offset)
         jobs = [
-            partial(self._read_bytes, path, extent.name, piece.begin, piece.end, destination, piece.begin - offset)
+            partial(self._read_bytes, path, what, piece.begin, piece.end, destination, piece.begin - offset)
             for piece in pieces(offset, destination.nbytes)
         ]
         return self._requests.submit(Request(extent, Access.READ, jobs, whole=False), after)
@@ -211,7 +216,9 @@ class Checkpoint:
             bounces.put(bounce)
 
     def _read_bytes(self, path: str, what: str, begin: int, end: int, destination: torch.Tensor, at: int) -> None:
-        self._unchanged(path, what).read(destination.data_ptr() + at, end - begin, begin, what)
+        begun_at = time.perf_counter()
+        self._unchanged(path, repr(what)).read(destination.data_ptr() + at, end - begin, begin, repr(what))
+        self.log.note(Access.READ, what, end - begin, begun_at)
 
     def _unchanged(self, path: str, what: str) -> DirectFile:
         file = self._files[path]

@@ -5,6 +5,7 @@ When a range is accessed directly and when by mapping, and why, is in docs/desig
 
 import os
 import threading
+import time
 import warnings
 import weakref
 from collections import Counter
@@ -20,6 +21,7 @@ from millrace.memory.disk.directory import StoreDirectory
 from millrace.memory.disk.encoding import Codec, Encoding
 from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, PIECE_BYTES, Extent, Piece, check_memory, pieces
 from millrace.memory.disk.file import DirectFile
+from millrace.memory.disk.log import DiskLog
 from millrace.memory.disk.mapping import Mapping
 from millrace.memory.disk.requests import Access, Request, Requests
 from millrace.memory.disk.staging import StagingRing
@@ -49,9 +51,17 @@ class DiskStore:
     file can be made there.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], ledger: Ledger, *, codec: Codec = "none") -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        ledger: Ledger,
+        *,
+        codec: Codec = "none",
+        log: DiskLog | None = None,
+    ) -> None:
         self._directory = StoreDirectory(directory)
         self._ledger = ledger
+        self._log = log or DiskLog()
         name = f"the spill file in {self._directory.path}"
         self._file = DirectFile(self._directory.create_file(), name, writable=True)
         self._encoding: Encoding | None = None
@@ -223,6 +233,7 @@ class DiskStore:
         return self._requests.submit(Request(extent, access, jobs, whole=whole), after)
 
     def _read_piece(self, extent: Extent, piece: Piece, memory: torch.Tensor, at: int) -> None:
+        begun_at = time.perf_counter()
         address, nbytes = memory.data_ptr() + at, piece.end - piece.begin
         if self._encoding is not None and extent in self._encoding:
             moved = self._encoding.read(extent, piece, memory.view(-1)[at : at + nbytes])
@@ -232,8 +243,10 @@ class DiskStore:
         if extent not in self._mappings:
             self._checksums.verify(extent, piece, address, self._file.name)
         self._count(Access.READ, moved)
+        self._log.note(Access.READ, extent.name, moved, begun_at)
 
     def _write_piece(self, extent: Extent, piece: Piece, memory: torch.Tensor, at: int) -> None:
+        begun_at = time.perf_counter()
         address, nbytes = memory.data_ptr() + at, piece.end - piece.begin
         if extent not in self._mappings:
             self._checksums.note(extent, piece, address)
@@ -243,15 +256,18 @@ class DiskStore:
             self._file.write(address, nbytes, extent.offset + piece.begin, repr(extent.name))
             moved = nbytes
         self._count(Access.WRITE, moved)
+        self._log.note(Access.WRITE, extent.name, moved, begun_at)
 
     def _count(self, access: Access, nbytes: int) -> None:
         with self._lock:
             self._moved[access] += nbytes
 
     def _hand_over(self, extent: Extent, mapping: Mapping) -> None:
+        begun_at = time.perf_counter()
         try:
             mapping.flush()
             mapping.forget()
+            self._log.note(Access.WRITE, extent.name, extent.nbytes, begun_at)
         except OSError as error:
             raise DiskError(
                 error.errno,
