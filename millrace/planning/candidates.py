@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from millrace.planning.belady import Room, joined, sweep
 from millrace.planning.tape import Tape, make_tape
 
-_SLOTS = 400  # the longest tape on which taking turns over several cycles is tried
+_SLOTS = 3200  # the longest tape on which taking turns over several cycles is tried: n - 1 cycles of n equal blocks
 _SHARES = 32  # how finely the bytes that stay for good are graded
 
 
@@ -15,7 +15,7 @@ def candidates(tape: Tape) -> Iterator[tuple[Tape, list[bool]]]:
     """Tapes and what is kept on each. Where the content takes turns a tape has more cycles; those come last."""
     seen: set[tuple[bool, ...]] = set()
     turning = []
-    rounds = max(3, min(30, _SLOTS // tape.slots)) if tape.ring else 1
+    rounds = max(3, _SLOTS // tape.slots) if tape.ring else 1
     for room in _rooms(tape):
         cycles = sweep(tape, room, rounds=rounds)
         key = tuple(joined(cycles))

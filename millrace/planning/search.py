@@ -21,7 +21,8 @@ _SHORT = 40  # slots up to which a plan is polished, and a one-cycle plan is tri
 _TINY = 14  # slots up to which a steady state is walked to more than once
 _TRIALS = 3000  # pairs of changes that polishing tries, at most
 _LONG = 120  # slots up to which a plan of several cycles is improved by a walk
-_MOVES = 1500  # changes that the walk tries, at most
+_WALKED = 2  # walks from a one-cycle plan, each from the best of the one before
+_MOVES = 2500  # changes that a walk tries, at most
 
 
 def best_ring(problem: Problem, bound: float) -> tuple[Tape, Schedule]:
@@ -74,7 +75,9 @@ def _improved(tape: Tape, leaders: list[tuple[Tape, Schedule]], goal: float) -> 
 
 def _walked(tape: Tape, schedule: Schedule, goal: float) -> Schedule:
     """The best of some walks: one from the schedule; where that is quick, more from loading everything and the best."""
-    best = climb(tape, schedule, goal, _moves(tape))
+    best = schedule
+    for seed in range(_WALKED):
+        best = climb(tape, best, goal, _moves(tape), seed)
     if tape.slots > _SHORT:
         return best
     trials = _TRIALS // 4
@@ -101,7 +104,7 @@ def _repeated(single: tuple[Tape, Schedule] | None, tape: Tape) -> list[tuple[Ta
 
 
 def _moves(tape: Tape) -> int:
-    return min(_MOVES, 120 + 20_000 // tape.slots)
+    return min(_MOVES, 120 + 60_000 // tape.slots)
 
 
 def _score(tape: Tape, schedule: Schedule) -> tuple[float, float]:
