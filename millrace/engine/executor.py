@@ -175,7 +175,7 @@ class Executor:
 
         Not those of the next cycle that are in `but_not`, and none behind them: their homes change before.
         """
-        if self._course is None or self._course.strayed:
+        if not self._residency.streams_from_disk or self._course is None or self._course.strayed:
             return
         for index in self._course.coming_loads(but_not=but_not):
             if not self._residency.fetch_ahead(self._blocks[index]):

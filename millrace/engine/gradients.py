@@ -81,7 +81,6 @@ class Gradients:
                 f"backward(create_graph=True) reached parameter {slot.name!r}: a gradient that leaves the device loses"
                 " its graph; use torch.autograd.grad(..., create_graph=True) for the inner derivative, then backward()"
             )
-        self._ledger.add(Tier.DEVICE, _PURPOSE, _dense_bytes(gradient))
         self._ready.append((slot, gradient))
         self._ready_bytes += _dense_bytes(gradient)
         if slot.unit is not None and slot.unit.watchers:
@@ -176,6 +175,7 @@ class Gradients:
         """Copies out the gradients that are complete, in several transfers where staging memory is short."""
         direct: list[Copy] = []
         staged: list[_Staged] = []
+        self._ledger.add(Tier.DEVICE, _PURPOSE, self._ready_bytes)
         ready, self._ready, self._ready_bytes = self._ready, [], 0
         what = ready[0][0].name if ready else ""
         for slot, gradient in ready:

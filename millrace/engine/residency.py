@@ -48,6 +48,11 @@ class Residency:
         """What the budget leaves for blocks that come and go."""
         return self.budget_bytes - sum(block.nbytes for block in self.present() if block.index < 0)
 
+    @property
+    def streams_from_disk(self) -> bool:
+        """Whether there are blocks to fetch."""
+        return self._fetching is not None
+
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """The block in whose buffer `tensor` lies; None for any other tensor."""
         return self._by_storage.get(tensor.untyped_storage()._cdata)

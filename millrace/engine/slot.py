@@ -95,7 +95,8 @@ class Slot:
     @property
     def stale(self) -> bool:
         """Whether the device copy may differ from the home."""
-        return self._loaded != self.fingerprint
+        home = self.home  # `fingerprint` by hand: asked at every visit
+        return self._loaded != (home._version, self.untraced_changes, self._touches, home.data_ptr())
 
     @property
     def changed_since_load(self) -> bool:

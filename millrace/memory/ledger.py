@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from enum import Enum
+from enum import StrEnum
 
 from millrace.config import format_bytes
 from millrace.errors import BudgetError
@@ -10,7 +10,7 @@ from millrace.errors import BudgetError
 __all__ = ["Ledger", "Tier"]
 
 
-class Tier(Enum):
+class Tier(StrEnum):  # its hash is that of a string: quicker
     """Where bytes can rest."""
 
     DEVICE = "device"

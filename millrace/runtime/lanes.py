@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +24,7 @@ Copy = tuple[torch.Tensor, torch.Tensor]  # destination, source: the same shape 
 Tick = Any  # a moment on the compute lane: an event on an accelerator, seconds on the CPU
 
 
-class Lane(Enum):
+class Lane(StrEnum):
     """A lane that copies. Copies on one lane run in the order they were submitted in."""
 
     ONLOAD = "onload"  # host to device; one lane, because one link has one bandwidth
