@@ -300,6 +300,7 @@ class Offloaded:
         Raises what failed in an update that an optimizer had under way; the model is let go of all the same.
         """
         if self._attachment is not None:
+            self._engine.process.check()
             try:
                 self._engine.wait_for_updates()
             finally:
@@ -337,6 +338,13 @@ class Offloaded:
         self._made.append(block)
         return block
 
+    def _forked(self) -> None:
+        self._ledger.forked()
+        for block in self._blocks():
+            block.forked()
+        if self._store is not None:
+            self._store.forked()
+
     def _blocks(self) -> list[Block]:
         return [*self._engine.blocks, *self._engine.residents]
 
@@ -347,7 +355,14 @@ def _remove_all() -> None:
         handle.remove()
 
 
-os.register_at_fork(after_in_child=_live_handles.clear)  # the parent's: a child has none of their threads
+def _forked() -> None:
+    """A child has none of the threads that its parent's models rely on, and leaves their files alone."""
+    for handle in list(_live_handles):
+        handle._forked()
+    _live_handles.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
 threading._register_atexit(_remove_all)  # type: ignore[attr-defined]  # atexit's turn comes after executors have ended
 
 

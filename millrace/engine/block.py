@@ -17,7 +17,7 @@ from millrace.engine.rest import HostRest, Stored
 from millrace.engine.slot import Layout, Slot
 from millrace.errors import StateError
 from millrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
-from millrace.runtime.pending import Pending, Watcher
+from millrace.runtime.pending import LostUpdate, Pending, Watcher
 
 __all__ = ["Block", "Member", "Place", "Presence"]
 
@@ -243,6 +243,12 @@ class Block:
         """The host may read and write the homes: nobody else does."""
         self.wait_for_updates()
         self.wait_for_reads()
+
+    def forked(self) -> None:
+        """In a process that was forked: no thread is here that would end what is under way in the other one."""
+        self._last_read = None
+        if self.being_updated:
+            self.updates = [LostUpdate(f"block {self.name!r}")]
 
     # binding ----------------------------------------------------------------------------------------------------------
     def bind(self) -> None:

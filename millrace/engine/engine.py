@@ -17,6 +17,7 @@ from millrace.engine.block import Block, Presence
 from millrace.engine.executor import Executor
 from millrace.engine.gradients import Gradients
 from millrace.engine.handles import SavedTensors, pop_left_over
+from millrace.engine.process import OwnProcess
 from millrace.engine.residency import Residency
 from millrace.engine.site import Site
 from millrace.engine.slot import Slot
@@ -57,6 +58,7 @@ class Engine:
         self._guard = contextlib.ExitStack()  # while homes are being updated
         self._guarded = False
         weakref.finalize(self, self._guard.close)
+        self.process = OwnProcess()
         self._settling = threading.RLock()  # a backward that raised may end on autograd's thread, during the next pass
         for block in (*blocks, *residents):
             self._adopt(block)
@@ -83,6 +85,7 @@ class Engine:
     # calls ------------------------------------------------------------------------------------------------------------
     def call(self, site: Site, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A managed module was called. Outermost calls begin a pass over the model; calls of sites are visits."""
+        self.process.check()
         recomputing = _in_backward()
         outermost = not self._calls and not recomputing
         if not outermost and not self._is_visit(site, recomputing):
@@ -211,7 +214,7 @@ class Engine:
         if updates and not self.busy:  # inside a pass, modules look at parameters only to ask what they are
             self.wait_for_updates()
         over = self._backward is not None and not _in_backward() and threading.get_ident() == self._pass_thread
-        if over:
+        if over and self.process.is_this:
             self._recover()
 
     def _finish_backward(self, *, completed: bool) -> None:

@@ -84,6 +84,10 @@ class Ledger:
             self._peak = Counter(self._held)
             self._budgeted_peak = self._budgeted_held
 
+    def forked(self) -> None:
+        """In a process that was forked: a thread that is not here may have held the lock."""
+        self._lock = threading.Lock()
+
     def by_purpose(self) -> dict[tuple[Tier, str], int]:
         """Bytes held now, for each tier and purpose that holds any."""
         with self._lock:

@@ -1,5 +1,6 @@
 """What must be asked of a device in its own words? The one file with calls that are particular to a kind of device."""
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -84,7 +85,11 @@ def register_host_memory(device: torch.device, address: int, nbytes: int) -> Cal
         module.host_register(address, nbytes)
         undo = partial(module.host_unregister, address)
 
+    owner = os.getpid()
+
     def unregister() -> None:
+        if os.getpid() != owner:  # a forked process has the memory's contents, and no part in the device
+            return
         try:
             torch.accelerator.synchronize(device)
         finally:

@@ -12,7 +12,9 @@ from weakref import WeakSet
 
 import torch
 
-__all__ = ["OWNER", "Pending", "Unit", "Watcher", "name_of", "unit_of", "watch"]
+from millrace.errors import StateError
+
+__all__ = ["OWNER", "LostUpdate", "Pending", "Unit", "Watcher", "name_of", "unit_of", "watch"]
 
 OWNER = "_millrace_owner"  # attribute of a managed parameter: its owner has a `name` for it, and the `unit` it is in
 
@@ -36,6 +38,24 @@ class Pending:
             self._told = True
             self._on_failure()
             raise error
+
+
+class LostUpdate(Pending):
+    """An update that was under way when this process was forked: it ends in the other one, and never here."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def done(self) -> bool:
+        """Never."""
+        return False
+
+    def wait(self) -> None:
+        """Raises StateError."""
+        raise StateError(
+            f"{self._what} was being updated when this process was forked, and is half written here; call"
+            " synchronize() on the handle before the fork"
+        )
 
 
 class Watcher(Protocol):

@@ -131,6 +131,15 @@ class StoreDirectory:
         )
 
 
+def _forked() -> None:
+    """A thread that is not in this process may have held the lock."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 def _identity(path: Path | int) -> tuple[int, int]:
     status = os.stat(path)
     return status.st_dev, status.st_ino

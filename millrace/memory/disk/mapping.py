@@ -11,6 +11,7 @@ import torch
 __all__ = ["Mapping"]
 
 _MS_SYNC = 4
+_MAP_FIXED = 16
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -38,6 +39,7 @@ class Mapping:
     def __init__(self, descriptor: int, offset: int, nbytes: int, *, shared: bool) -> None:
         flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
         self._nbytes = max(nbytes, 1)
+        self._offset = offset
         address = _mmap(None, self._nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
         if address == _FAILED:
             raise _error("mmap")
@@ -50,6 +52,13 @@ class Mapping:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)
+
+    def make_private(self, descriptor: int) -> None:
+        """From now on writes stay with this process, at the same addresses. Raises OSError when that fails."""
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        if _mmap(self._address, self._nbytes, protection, flags, descriptor, self._offset) == _FAILED:
+            raise _error("mmap")
 
     def flush(self) -> None:
         """Waits until what was written through the mapping is on disk. Raises OSError when that fails."""

@@ -8,6 +8,7 @@ it puts the request in a queue. (Futures, conditions and executors of the standa
 """
 
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -109,12 +110,15 @@ class Requests:
 
     def __init__(self, threads: int) -> None:
         self._turns = _Turns(threads)
+        self._owner = os.getpid()
         self._closer = weakref.finalize(self, self._turns.stop)
 
     def submit(self, request: Request, after: Event | None) -> Request:
         """Lets `request` begin when its turn has come and `after` is reached. Never blocks."""
         if not self._closer.alive:
             raise _closed(request)
+        if os.getpid() != self._owner:
+            raise StateError(f"the disk tier is process {self._owner}'s, which this one was forked from; use it there")
         self._turns.post(partial(self._turns.enter, request, after))
         return request
 

@@ -196,6 +196,12 @@ class DiskStore:
         if mapping is not None:
             mapping.forget()
 
+    def forked(self) -> None:
+        """In a process that was forked: writes to mappings stay there, page by page; they do not reach the file."""
+        self._lock = threading.Lock()
+        for mapping in self._mappings.values():
+            mapping.make_private(self._file.descriptor)
+
     def synchronize(self) -> None:
         """Waits for all that was submitted; raises the first failure of a write."""
         self._requests.synchronize()
