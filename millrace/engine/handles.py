@@ -33,6 +33,7 @@ class Handle(NamedTuple):
     block: Block
     slot: Slot
     token: Token
+    leaf_version: int  # counts what the model itself writes to the weight in forward
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -137,7 +138,8 @@ def _handle_of(block: Block, tensor: torch.Tensor) -> Handle:
     index = bisect_right(block.slot_offsets, offset * tensor.element_size()) - 1
     slot = block.slots_by_offset[index]
     flags = tensor.is_conj(), tensor.is_neg()
-    return Handle(block, slot, slot.loaded_token, tensor.dtype, tensor.size(), tensor.stride(), offset, *flags)
+    contents = slot.loaded_token, slot.leaf._version
+    return Handle(block, slot, *contents, tensor.dtype, tensor.size(), tensor.stride(), offset, *flags)
 
 
 def _weight(handle: Handle) -> torch.Tensor:
@@ -147,6 +149,11 @@ def _weight(handle: Handle) -> torch.Tensor:
         raise WeightChangedError(
             f"parameter {slot.name!r} was modified in place after forward used it and before backward did (version"
             f" {slot.token[0]}; expected version {handle.token[0]}); run backward before optimizer.step() and the like"
+        )
+    if slot.leaf._version != handle.leaf_version:
+        raise WeightChangedError(
+            f"parameter {slot.name!r} was modified in place by the model itself after forward had used it (version"
+            f" {slot.leaf._version}; expected version {handle.leaf_version}); use it after the change, or a clone of it"
         )
     if handle.block.buffer is None:
         raise WeightChangedError(f"block {handle.block.name!r} is not present")

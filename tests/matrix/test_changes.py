@@ -238,6 +238,29 @@ def test_saved_tensor_changed_in_place(compute_device: torch.device) -> None:
     assert_still_exact(model, handle, compute_device)
 
 
+class WeightHarm(DecoderLayer):
+    """Changes its own weight in place when autograd has saved it."""
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        y = DecoderLayer.forward(self, x, memory)
+        with torch.no_grad():
+            self.mlp.up.weight.mul_(1)
+        return y
+
+
+def test_weight_changed_by_the_model_after_its_use(compute_device: torch.device) -> None:
+    """As in PyTorch, backward says so."""
+    plain = DENSE.build().to(compute_device)
+    model, handle = settled(compute_device)
+    for harmed, error in ((plain, RuntimeError), (model, millrace.WeightChangedError)):
+        layer: Any = harmed.layers[2]
+        layer.forward = WeightHarm.forward.__get__(layer)
+        with pytest.raises(error, match=r"modified .*in.?place"):
+            forward(harmed, batches(compute_device)[0])[1].backward()
+        del layer.forward
+    assert_still_exact(model, handle, compute_device)
+
+
 def test_changed_shape(compute_device: torch.device) -> None:
     model, handle = settled(compute_device)
     kept = model.layers[4].mlp.up.weight.data
