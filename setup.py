@@ -14,7 +14,11 @@ setup(
         Extension(
             "millrace.optim._kernel",
             sources=["millrace/optim/csrc/kernel.cpp"],
-            depends=["millrace/optim/csrc/kernel.h", "millrace/optim/csrc/kernel_body.h"],
+            depends=[
+                "millrace/optim/csrc/kernel.h",
+                "millrace/optim/csrc/kernel_body.h",
+                "millrace/optim/csrc/kernel_numbers.h",
+            ],
             extra_compile_args=_FLAGS,
             language="c++",
             optional=True,  # without a compiler the package installs all the same

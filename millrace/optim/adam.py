@@ -42,7 +42,11 @@ class AdamW(_AdamSteps, torch.optim.AdamW):
     - `master_dtype`: dtype of the masters of low-precision weights; torch.float32.
     - `master_form`: "split" keeps the 16 bits that a bfloat16 weight lacks (2 bytes per parameter; ties round up);
       "full" keeps a float32 tensor beside it (4 bytes, ties round to even). float16 weights are always "full".
-    - `state_dtype`: dtype of the moments: torch.float32, or torch.bfloat16 with stochastic rounding.
+    - `state_dtype`: dtype of the moments: torch.float32, or torch.bfloat16 with stochastic rounding, or "8bit": codes
+      relative to the largest of each 128 elements, 1.03 bytes for each moment of an element, rounded so too. In the
+      state these are "exp_avg_8bit" and so on, of shape (runs, 132) and dtype torch.uint8. Tensors of fewer than 4096
+      elements and those that are not contiguous keep float32. A state dict may be loaded into optimizers of millrace
+      with any `state_dtype`; into `torch.optim` by way of one with float32.
     - `tier`: where the state rests: "host", or "disk", in a directory of its own inside of `disk`; its files are gone
       with the process, so checkpoints are what lasts. Host memory then holds a ring of 192 MiB. `state_dict()` shows
       it as memory that is read as it is touched.

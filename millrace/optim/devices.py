@@ -31,6 +31,7 @@ class Member:
     group: dict[str, Any]
     parameter: torch.Tensor
     place: torch.Tensor  # the parameter's data, or the piece of it that this member is
+    offset: int = 0  # of that piece in the parameter, in elements
     weights: Weights
     state: dict[str, Any]
     gradient: torch.Tensor  # where the weights are once its batch is performed

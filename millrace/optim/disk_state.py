@@ -19,6 +19,7 @@ import torch
 
 from millrace.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore, Extent, Request, Slot, StagingRing
 from millrace.memory.ledger import Ledger, Tier
+from millrace.optim import eight_bit
 
 __all__ = ["DiskState", "Part", "Wanted"]
 
@@ -144,15 +145,15 @@ class DiskState:
                         request.settle()
                     self._ring.release(slot, None)
 
-    def keep(self, key: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The flat `tensors` become what is on disk of a parameter."""
-        elements = next(iter(tensors.values())).numel()
+    def keep(self, key: Any, elements: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The flat `tensors` become what is on disk of a parameter of so many elements."""
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
 
         def fill(parts: list[Part]) -> None:
             for part in parts:
                 for name, memory in part.tensors.items():
-                    memory.copy_(tensors[name][part.start : part.stop])
+                    start = eight_bit.nbytes(part.start, memory.dtype) // memory.itemsize
+                    memory.copy_(tensors[name][start : start + memory.numel()])
 
         self.stream([Wanted(key, elements, dtypes, frozenset(dtypes))], fill)
 
@@ -162,7 +163,7 @@ class DiskState:
         lent = {}
         for name in self.holds(key):
             extent, dtype = self._extents[key][name]
-            lent[name] = self._store.mapping(extent, 0, elements * dtype.itemsize).view(dtype)
+            lent[name] = self._store.mapping(extent, 0, eight_bit.nbytes(elements, dtype)).view(dtype)
         return lent
 
     def take_back(self, key: Any) -> None:
@@ -179,14 +180,14 @@ class DiskState:
             chunk = CHUNK_ELEMENTS // 2 if wide else CHUNK_ELEMENTS
             for start in range(0, one.elements, chunk):
                 stop = min(start + chunk, one.elements)
-                sizes = {name: _pages((stop - start) * dtype.itemsize) for name, dtype in one.dtypes.items()}
+                sizes = {name: _pages(eight_bit.nbytes(stop - start, dtype)) for name, dtype in one.dtypes.items()}
                 if load and used + sum(sizes.values()) > self._ring.slot_bytes:
                     yield load
                     load, used = [], 0
                 stretches = []
                 for name, dtype in one.dtypes.items():
-                    nbytes = (stop - start) * dtype.itemsize
-                    extent = self._store.part(extents[name], start * dtype.itemsize, nbytes)
+                    nbytes = eight_bit.nbytes(stop - start, dtype)
+                    extent = self._store.part(extents[name], eight_bit.nbytes(start, dtype), nbytes)
                     stretches.append(_Stretch(extent, used, nbytes, name, name not in one.fresh))
                     used += sizes[name]
                 load.append((Part(index, start, stop, {}), stretches))
@@ -199,7 +200,9 @@ class DiskState:
         known = self._extents.setdefault(one.key, {})
         for name, dtype in one.dtypes.items():
             if name not in known or known[name][1] != dtype:
-                extent = self._store.allocate(f"{name} of a parameter", one.elements * dtype.itemsize, "optimizer")
+                extent = self._store.allocate(
+                    f"{name} of a parameter", eight_bit.nbytes(one.elements, dtype), "optimizer"
+                )
                 known[name] = (extent, dtype)
         return {name: known[name][0] for name in one.dtypes}
 

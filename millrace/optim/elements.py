@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from millrace.optim import kernel, update
+from millrace.optim import eight_bit, kernel, update
 from millrace.optim.devices import Member
 from millrace.optim.disk_state import DiskState, Part, Wanted
 from millrace.optim.kernel import Master
@@ -59,7 +59,7 @@ class ElementOptimizer(HostOptimizer):
 
     def _update_of(self, member: Member, state: dict[str, Any], rule: ElementRule, fresh: bool) -> Update:
         weights = member.weights
-        tensors = [weights.dense(state[name]) for name in self._state_names(member.group)]
+        tensors = [weights.dense(state[name]) for name in self._moments(member.group, weights)]
         maximum = self._maximum_name(member.group)
         return Update(
             rule=rule,
@@ -72,6 +72,7 @@ class ElementOptimizer(HostOptimizer):
             maximum=None if maximum is None else weights.dense(state[maximum]),
             first_step=fresh,
             stream=member.index,
+            place=member.offset,
         )
 
     def _state_of(self, member: Member) -> tuple[dict[str, Any], bool]:
@@ -82,6 +83,7 @@ class ElementOptimizer(HostOptimizer):
         state: dict[str, Any] = dict(member.state)
         weights = member.weights
         fresh = False
+        self._settle(state, member.group, weights)
         for name, dtype in self._dtypes(member.group, weights).items():
             value = state.get(name)
             if value is not None and value.dtype != dtype:  # somebody cast it while it was away
@@ -93,7 +95,7 @@ class ElementOptimizer(HostOptimizer):
 
     @property
     def _counts(self) -> bool:
-        return self.COUNTS_STEPS or self._options.state_dtype == torch.bfloat16  # its rounding differs in each step
+        return self.COUNTS_STEPS or self._options.state_dtype != torch.float32  # its rounding differs in each step
 
     def _next_step(self, state: dict[str, Any]) -> float:
         """The number of the step that a parameter of this state takes now, from 1."""
@@ -113,12 +115,23 @@ class ElementOptimizer(HostOptimizer):
     def _dtypes(self, group: dict[str, Any], weights: Weights) -> dict[str, torch.dtype]:
         """The state that a parameter needs, without its master."""
         own_dtype = weights.host.dtype if weights.host.dtype == torch.float64 else torch.float32
-        moments = self._options.state_dtype if own_dtype == torch.float32 else own_dtype
-        dtypes = dict.fromkeys(self._state_names(group), moments)
+        moments = self._options.moment_dtype if own_dtype == torch.float32 else own_dtype
+        if moments == torch.uint8 and not weights.packs:
+            moments = own_dtype
+        dtypes = dict.fromkeys(self._moments(group, weights), moments)
         maximum = self._maximum_name(group)
         if maximum is not None:
             dtypes[maximum] = own_dtype
         return dtypes
+
+    def _moments(self, group: dict[str, Any], weights: Weights) -> tuple[str, ...]:
+        """The names under which the moments of a parameter are kept."""
+        names = self._state_names(group)
+        return tuple(name + eight_bit.SUFFIX for name in names) if weights.packs else names
+
+    def _settle(self, state: dict[str, Any], group: dict[str, Any], weights: Weights) -> None:
+        """Moments that were loaded, or put there by somebody, in 8 bits or not, become what is kept."""
+        eight_bit.settle(state, self._state_names(group), weights.host, narrow=weights.packs)
 
     # state on disk ----------------------------------------------------------------------------------------------------
     def _perform_from_disk(self, disk: DiskState, members: Sequence[Member], scale: float) -> None:
@@ -136,7 +149,7 @@ class ElementOptimizer(HostOptimizer):
 
         def on_host(part: Part) -> Update:
             member, elements = members[part.index], slice(part.start, part.stop)
-            names = self._state_names(member.group)
+            names = self._moments(member.group, member.weights)
             maximum = self._maximum_name(member.group)
             return Update(
                 rule=rules[part.index],
@@ -148,7 +161,8 @@ class ElementOptimizer(HostOptimizer):
                 second=part.tensors[names[1]] if len(names) > 1 else None,
                 maximum=None if maximum is None else part.tensors[maximum],
                 first_step=any(name in wanted[part.index].fresh for name in names),
-                stream=member.index + part.start * 0x9E3779B1 & 0x7FFFFFFF,
+                stream=member.index,
+                place=part.start,
             )
 
         disk.stream(wanted, lambda parts: update.perform([on_host(part) for part in parts], scale))
@@ -161,6 +175,7 @@ class ElementOptimizer(HostOptimizer):
         self, disk: DiskState, parameter: torch.Tensor, group: dict[str, Any], weights: Weights, state: dict[str, Any]
     ) -> None:
         """State that was lent, loaded or put there by somebody goes to disk."""
+        self._settle(state, group, weights)
         dtypes = self._dtypes(group, weights)
         present = {name for name in (*dtypes, REMAINDER, FULL) if name in state}
         if not present:
@@ -178,7 +193,7 @@ class ElementOptimizer(HostOptimizer):
             master = weights.master(state)
             if master is not None:
                 tensors |= dict.fromkeys(weights.master_dtypes, weights.flat(master))
-            disk.keep(parameter, tensors)
+            disk.keep(parameter, parameter.numel(), tensors)
         for name in (*dtypes, REMAINDER, FULL):
             state.pop(name, None)
 

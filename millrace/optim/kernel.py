@@ -34,6 +34,7 @@ class Number(IntEnum):
     FLOAT32 = 0
     BFLOAT16 = 1
     FLOAT16 = 2
+    EIGHT_BIT = 3  # of state alone; see eight_bit.py
 
 
 class Master(IntEnum):
@@ -84,6 +85,8 @@ class Task(ctypes.Structure):
         ("first_step", ctypes.c_int32),
         ("checksum", ctypes.c_uint32),
         ("stream", ctypes.c_uint32),
+        ("place", ctypes.c_uint32),
+        ("not_finite", ctypes.c_uint32),
     )
 
 
@@ -135,8 +138,10 @@ def level() -> int:
     return min(wanted, int(library.millrace_optim_best_level()))
 
 
-def run(tasks: Sequence[Task], constants: Sequence[Constants]) -> list[int]:
-    """Performs all `tasks` on every thread that this process may use; returns the checksum of each.
+def run(tasks: Sequence[Task], constants: Sequence[Constants]) -> list[tuple[int, bool]]:
+    """Performs all `tasks` on every thread that this process may use.
+
+    Returns for each the checksum of its weights, and whether it met a gradient that is not finite.
 
     The caller keeps the memory alive that the tasks point to. Raises RuntimeError where the kernel was not built.
     """
@@ -146,20 +151,20 @@ def run(tasks: Sequence[Task], constants: Sequence[Constants]) -> list[int]:
     chunks = 0
     for task in tasks:
         task.chunk = chunks
-        task.checksum = 0
+        task.checksum = task.not_finite = 0
         chunks += -(-task.elements // CHUNK_ELEMENTS)
     if not chunks:
-        return [0] * len(tasks)
+        return [(0, False)] * len(tasks)
     # Tasks of no elements would share their chunk number with the next one.
     filled = [index for index, task in enumerate(tasks) if task.elements]
     all_tasks = (Task * len(filled))(*(tasks[index] for index in filled))
     all_constants = (Constants * len(constants))(*constants)
     job = _Job(ctypes.addressof(all_tasks), ctypes.addressof(all_constants), len(filled), chunks, 0, level())
     threads.on_each(lambda: library.millrace_optim_work(ctypes.addressof(job)), at_most=chunks)
-    checksums = [0] * len(tasks)
+    found = [(0, False)] * len(tasks)
     for index, task in zip(filled, all_tasks, strict=True):
-        checksums[index] = task.checksum
-    return checksums
+        found[index] = (task.checksum, task.not_finite != 0)
+    return found
 
 
 def checksum(weights: torch.Tensor) -> int | torch.Tensor:

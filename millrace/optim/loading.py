@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from millrace.optim import eight_bit
+
 __all__ = ["values_from"]
 
 
@@ -12,6 +14,8 @@ def values_from(
     groups: list[dict[str, Any]], state_dict: dict[str, Any], elementwise: tuple[str, ...], state_dtype: torch.dtype
 ) -> dict[Any, Any]:
     """State for each parameter of `groups`. `elementwise` names what has the parameter's shape and the state dtype.
+
+    That dtype is torch.uint8 for moments in 8 bits. Those of the loaded state become what is wanted, either way.
 
     Raises ValueError when groups do not match, or a state has another shape than its parameter.
     """
@@ -35,7 +39,12 @@ def values_from(
     for key, saved in state_dict["state"].items():
         if key in parameters:
             parameter, name = parameters[key]
-            values[parameter] = dict(_entries(saved, parameter, name, elementwise, state_dtype))
+            wide_dtype = torch.float32 if state_dtype == torch.uint8 else state_dtype
+            if parameter.dtype == torch.float64:
+                wide_dtype = parameter.dtype
+            values[parameter] = dict(_entries(saved, parameter, name, elementwise, wide_dtype))
+            narrow = state_dtype == torch.uint8 and eight_bit.fits(parameter)
+            eight_bit.settle(values[parameter], elementwise, parameter, narrow=narrow)
         else:
             values[key] = saved
     return values
@@ -56,6 +65,15 @@ def _entries(
                     f" dict; the parameter has shape {tuple(parameter.shape)}"
                 )
             yield name, value.to("cpu", state_dtype)
+        elif name.removesuffix(eight_bit.SUFFIX) in elementwise and isinstance(value, torch.Tensor):
+            if not eight_bit.is_record(value, parameter.numel()):
+                runs = eight_bit.records(parameter.numel())
+                raise ValueError(
+                    f"state {name!r} of parameter {parameter_name} has shape {tuple(value.shape)} and dtype"
+                    f" {value.dtype} in the loaded state dict; the parameter, of shape {tuple(parameter.shape)}, has"
+                    f" {runs} runs, so the moment must have shape ({runs}, {eight_bit.RECORD_BYTES}) and torch.uint8"
+                )
+            yield name, value.to("cpu")
         elif isinstance(value, torch.Tensor):
             yield name, value.to("cpu")
         else:

@@ -165,5 +165,5 @@ def _float32_state(options: Options, name: str) -> Options:
     if options.tier != "host":
         raise ValueError(f"tier={options.tier!r} is not available for {name}, which needs whole matrices: tier='host'")
     if options.state_dtype != torch.float32:
-        raise ValueError(f"state_dtype={options.state_dtype} is not available for {name}; allowed: torch.float32")
+        raise ValueError(f"state_dtype={options.state_dtype!r} is not available for {name}; allowed: torch.float32")
     return options

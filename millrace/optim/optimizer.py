@@ -206,14 +206,19 @@ class HostOptimizer(Optimizer):
                     weights = self._weights_of(member.parameter, side)
                     weights.host = place[part]
                     piece = dataclasses.replace(
-                        member, place=place[part], gradient=gradient[part], weights=weights, state=states[side]
+                        member,
+                        place=place[part],
+                        offset=part.start,
+                        gradient=gradient[part],
+                        weights=weights,
+                        state=states[side],
                     )
                     list_of_side.append(piece)
         return on_host, on_device
 
     def _state_bytes(self) -> int:
         """Of one element, masters included."""
-        return len(self.ELEMENTWISE) * self._options.state_dtype.itemsize + torch.float32.itemsize
+        return len(self.ELEMENTWISE) * self._options.moment_dtype.itemsize + torch.float32.itemsize
 
     def _written(self, members: Sequence[Member]) -> None:
         torch.autograd.graph.increment_version([member.parameter for member in members])
@@ -251,7 +256,9 @@ class HostOptimizer(Optimizer):
     def _weights_of(self, parameter: torch.Tensor, side: int = 0) -> Weights:
         weights = self._weights.get((parameter, side))
         if weights is None:
-            weights = self._weights[parameter, side] = Weights(parameter, self._options.master_form)
+            weights = self._weights[parameter, side] = Weights(
+                parameter, self._options.master_form, eight_bits=self._options.state_dtype == "8bit"
+            )
         weights.look()
         return weights
 
@@ -300,7 +307,7 @@ class HostOptimizer(Optimizer):
         state_dict = state_dict.copy()
         for hook in before.values():
             state_dict = hook(self, state_dict) or state_dict
-        values = values_from(self.param_groups, state_dict, self.ELEMENTWISE, self._options.state_dtype)
+        values = values_from(self.param_groups, state_dict, self.ELEMENTWISE, self._options.moment_dtype)
         try:  # The stock method casts moments to the dtype of their parameter, so it gets the groups alone.
             self._optimizer_load_state_dict_pre_hooks = type(before)()
             self._optimizer_load_state_dict_post_hooks = type(after)()

@@ -10,7 +10,7 @@ __all__ = ["Options"]
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "master_dtype": (torch.float32,),
     "master_form": ("split", "full"),
-    "state_dtype": (torch.float32, torch.bfloat16),
+    "state_dtype": (torch.float32, torch.bfloat16, "8bit"),
     "tier": ("host", "disk"),
     "overlap": ("none", "backward", "forward"),
 }
@@ -22,7 +22,7 @@ class Options:
 
     master_dtype: torch.dtype = torch.float32
     master_form: str = "split"
-    state_dtype: torch.dtype = torch.float32
+    state_dtype: torch.dtype | str = torch.float32
     tier: str = "host"
     disk: Any = None
     device_fraction: float | str = 0.0
@@ -58,3 +58,8 @@ class Options:
             )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm={self.max_grad_norm!r} is not a positive number; None clips nothing")
+
+    @property
+    def moment_dtype(self) -> torch.dtype:
+        """The dtype of moments; torch.uint8 stands for 8 bits, where a parameter takes them."""
+        return torch.uint8 if isinstance(self.state_dtype, str) else self.state_dtype

@@ -1,7 +1,8 @@
 """Which elements are updated on their own accelerator, and which on the host? The first ones on the host.
 
 Parameters are taken in order until the host has its share. The tensor in which the border falls is split there, at a
-multiple of 64 elements: vector instructions then meet the same elements, and results the same bits, as without a split.
+multiple of 128 elements: vector instructions and runs of 8-bit moments then meet the same elements as without a split,
+and results have the same bits.
 """
 
 from collections.abc import Iterable
@@ -9,12 +10,14 @@ from typing import Any
 
 import torch
 
+from millrace.optim import eight_bit
+from millrace.optim.eight_bit import RUN_ELEMENTS
 from millrace.optim.weights import in_memory_order
 from millrace.runtime.device import free_device_bytes
 
 __all__ = ["SPLIT_ELEMENTS", "Shares", "fraction_that_fits"]
 
-SPLIT_ELEMENTS = 64
+SPLIT_ELEMENTS = RUN_ELEMENTS
 _RESERVE = 0.1  # of free device memory: what "auto" leaves
 
 
@@ -58,6 +61,9 @@ class Shares:
                     flat = in_memory_order(value, parameter)
                     on_host[name] = flat[:border].to("cpu", copy=True)
                     on_device[name] = flat[border:].to(parameter.device, copy=True)
+                elif isinstance(value, torch.Tensor) and eight_bit.is_record(value, parameter.numel()):
+                    on_host[name] = value[: eight_bit.records(border)].to("cpu", copy=True)
+                    on_device[name] = value[eight_bit.records(border) :].to(parameter.device, copy=True)
                 else:
                     on_host[name] = value
                     on_device[name] = value.clone() if isinstance(value, torch.Tensor) else value
@@ -70,7 +76,9 @@ class Shares:
         pieces, self.pieces = self.pieces, {}
         for parameter, (on_host, on_device) in pieces.items():
             for name, value in on_host.items():
-                if isinstance(value, torch.Tensor) and value.dim():
+                if isinstance(value, torch.Tensor) and value.dtype == torch.uint8:
+                    states[parameter][name] = torch.cat([value, on_device[name].cpu()])
+                elif isinstance(value, torch.Tensor) and value.dim():
                     joined = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype)
                     flat = in_memory_order(joined, parameter)
                     flat[: value.numel()] = value

@@ -6,30 +6,38 @@ from dataclasses import dataclass
 
 import torch
 
-from millrace.optim import kernel, narrow, threads
+from millrace.optim import eight_bit, kernel, narrow, threads
+from millrace.optim.eight_bit import RECORD_BYTES, RUN_ELEMENTS
 from millrace.optim.kernel import CHUNK_ELEMENTS, Master, Number, Task
 from millrace.optim.rules import ElementRule
 
 __all__ = ["Update", "perform"]
 
 _NUMBERS = {torch.float32: Number.FLOAT32, torch.bfloat16: Number.BFLOAT16, torch.float16: Number.FLOAT16}
+_STATE_NUMBERS = {torch.float32: Number.FLOAT32, torch.bfloat16: Number.BFLOAT16, torch.uint8: Number.EIGHT_BIT}
+_DEVICE_CHUNK_ELEMENTS = 1 << 23  # of an accelerator at a time: what narrow state takes beside it is bounded
 
 
 @dataclass(kw_only=True)
 class Update:
-    """One parameter where it is updated. All tensors are dense, their elements in the same order in memory."""
+    """One parameter, or a run of its elements, where it is updated.
+
+    All tensors are dense, their elements in the same order in memory; moments in 8 bits are as eight_bit.py has them.
+    """
 
     rule: ElementRule
     weight: torch.Tensor
     gradient: torch.Tensor  # in any floating-point dtype
     form: Master
     master: torch.Tensor | None = None  # int16 remainders (split), float32 (full)
-    first: torch.Tensor | None = None  # of the state dtype
+    first: torch.Tensor | None = None  # float32 (float64 with such weights), bfloat16, or in 8 bits
     second: torch.Tensor | None = None
     maximum: torch.Tensor | None = None  # float32
     first_step: bool = False
     stream: int = 0  # the parameter's own random numbers, for stochastic rounding
+    place: int = 0  # of the first element in the parameter, so that no division into runs changes them
     checksum: int | torch.Tensor = 0  # of what was written, in split form
+    not_finite: bool | torch.Tensor = False  # whether a gradient was not
 
 
 def perform(updates: Sequence[Update], gradient_scale: float, *, native: bool | None = None) -> None:
@@ -41,7 +49,7 @@ def perform(updates: Sequence[Update], gradient_scale: float, *, native: bool | 
     known = [update for update in updates if use_kernel and _fits_kernel(update)]
     rules = {id(update.rule): update.rule for update in known}
     places = {key: index for index, key in enumerate(rules)}
-    sums = (
+    found = (
         kernel.run(
             [_task(update, places[id(update.rule)]) for update in known],
             [rule.constants(gradient_scale) for rule in rules.values()],
@@ -49,8 +57,8 @@ def perform(updates: Sequence[Update], gradient_scale: float, *, native: bool | 
         if known
         else []
     )
-    for update, checksum in zip(known, sums, strict=True):
-        update.checksum = checksum
+    for update, (checksum, not_finite) in zip(known, found, strict=True):
+        update.checksum, update.not_finite = checksum, not_finite
     others = [update for update in updates if not (use_kernel and _fits_kernel(update))]
     if others:
         _perform_in_torch(others, gradient_scale)
@@ -73,9 +81,10 @@ def _task(update: Update, constants: int) -> Task:
         master_form=update.form,
         weight_number=_NUMBERS[update.weight.dtype],
         gradient_number=_NUMBERS[update.gradient.dtype],
-        state_number=Number.FLOAT32 if update.first is None else _NUMBERS[update.first.dtype],
+        state_number=Number.FLOAT32 if update.first is None else _STATE_NUMBERS[update.first.dtype],
         first_step=update.first_step,
         stream=update.stream,
+        place=update.place & 0xFFFFFFFF,
     )
 
 
@@ -92,11 +101,13 @@ def _perform_in_torch(updates: Sequence[Update], gradient_scale: float) -> None:
     with torch.no_grad():
         for update in flat:
             if update.weight.device.type != "cpu":
-                _chunk_in_torch(update, slice(0, None), gradient_scale)
+                for start in range(0, update.weight.numel(), _DEVICE_CHUNK_ELEMENTS):
+                    _chunk_in_torch(update, slice(start, start + _DEVICE_CHUNK_ELEMENTS), gradient_scale)
     on_host = [update for update in flat if update.weight.device.type == "cpu"]
     if on_host:
         _perform_in_chunks(on_host, gradient_scale)
-    for update in updates:
+    for update, done in zip(updates, flat, strict=True):
+        update.not_finite = done.not_finite
         if update.form is Master.SPLIT:
             update.checksum = kernel.checksum(_flat(update.weight))
 
@@ -141,22 +152,43 @@ def _chunk_in_torch(update: Update, part: slice, gradient_scale: float) -> None:
     gradient = update.gradient[part]
     if gradient_scale != 1:
         gradient = gradient * torch.tensor(gradient_scale, dtype=torch.float32)
-    state = [None if tensor is None else tensor[part] for tensor in (update.first, update.second)]
-    wide = [None if tensor is None else tensor.to(exact.dtype) for tensor in state]
+    gradient = gradient.to(exact.dtype)
+    finite = torch.linalg.vector_norm(gradient, torch.inf).isfinite()  # takes no memory, unlike isfinite of it
+    if finite.device.type != "cpu":
+        update.not_finite = ~finite | update.not_finite
+    elif not finite:
+        update.not_finite = True
+    first, second = _widened(update, update.first, part, exact), _widened(update, update.second, part, exact)
     maximum = None if update.maximum is None else update.maximum[part]
-    first, second = wide
-    update.rule.apply(exact, gradient.to(exact.dtype), first, second, maximum, first_step=update.first_step)
+    update.rule.apply(exact, gradient, first, second, maximum, first_step=update.first_step)
     narrow.part(exact, weight, master, update.form)
-    _store_state(update, part.start, state, wide)
+    _narrowed(update, update.first, part, first)
+    _narrowed(update, update.second, part, second)
 
 
-def _store_state(
-    update: Update, start: int, state: Sequence[torch.Tensor | None], wide: Sequence[torch.Tensor | None]
-) -> None:
-    for which, (stored, computed) in enumerate(zip(state, wide, strict=True)):
-        if stored is None or computed is None or stored.dtype == computed.dtype:
-            continue
-        seed = update.rule.constants(1.0).seed + update.stream & 0xFFFFFFFF
-        place = int(narrow.random_bits(torch.tensor([seed]))[0]) + start
-        places = torch.arange(place, place + stored.numel(), device=stored.device) & 0xFFFFFFFF
-        stored.copy_(narrow.stochastic_bfloat16(computed, narrow.random_bits(places) >> 16 * which))
+def _widened(update: Update, moment: torch.Tensor | None, part: slice, exact: torch.Tensor) -> torch.Tensor | None:
+    if moment is None:
+        return None
+    if moment.dtype == torch.uint8:
+        return eight_bit.decode(moment[_bytes_of(part)], exact.numel(), signed=moment is update.first)
+    return moment[part].to(exact.dtype)
+
+
+def _narrowed(update: Update, moment: torch.Tensor | None, part: slice, values: torch.Tensor | None) -> None:
+    """Stores `values` where they are not the moment itself."""
+    if moment is None or values is None or moment.dtype == values.dtype:
+        return
+    seed = update.rule.constants(1.0).seed + update.stream & 0xFFFFFFFF
+    place = int(narrow.random_bits(torch.tensor([seed]))[0]) + update.place + part.start
+    places = torch.arange(place, place + values.numel(), device=values.device) & 0xFFFFFFFF
+    is_first = moment is update.first
+    random = narrow.random_bits(places) >> (0 if is_first else 16) & 0xFFFF
+    if moment.dtype == torch.uint8:
+        eight_bit.encode(values, moment[_bytes_of(part)], random.to(torch.int32), signed=is_first)
+    else:
+        moment[part].copy_(narrow.stochastic_bfloat16(values, random))
+
+
+def _bytes_of(part: slice) -> slice:
+    """The bytes of a moment in 8 bits, flat."""
+    return slice(part.start // RUN_ELEMENTS * RECORD_BYTES, -(-part.stop // RUN_ELEMENTS) * RECORD_BYTES)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from millrace.optim import kernel
+from millrace.optim import eight_bit, kernel
 from millrace.optim.kernel import Master
 
 __all__ = ["FULL", "REMAINDER", "Weights", "in_memory_order"]
@@ -26,8 +26,9 @@ class Weights:
     That is the parameter itself; for one on an accelerator its twin in host memory, or a piece of either.
     """
 
-    def __init__(self, parameter: torch.Tensor, master_form: str) -> None:
+    def __init__(self, parameter: torch.Tensor, master_form: str, *, eight_bits: bool = False) -> None:
         self.parameter = parameter
+        self.packs = eight_bits and eight_bit.fits(parameter)  # whether its moments are kept in 8 bits
         self.host = parameter
         if parameter.dtype == torch.bfloat16 and master_form == "split":
             self.form = Master.SPLIT
@@ -125,7 +126,7 @@ class Weights:
 
     def dense(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same in the shape of the weights, and not detached."""
-        if self._lies_alike(tensor):
+        if tensor.dtype == torch.uint8 or self._lies_alike(tensor):
             return tensor
         return self._empty(tensor.dtype).copy_(tensor.detach())
 
@@ -136,18 +137,27 @@ class Weights:
         return _strides(tensor) == self._layout()
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """The inverse of `flat`: the same memory in the shape of the weights."""
+        """The inverse of `flat`: the same memory in the shape of the weights, of 8-bit moments in theirs."""
+        if flat.dtype == torch.uint8:
+            return flat.view(-1, eight_bit.RECORD_BYTES)
         if torch.ops.aten.is_non_overlapping_and_dense(self.host):
             return flat.as_strided(self.host.shape, self.host.stride())
         return flat.view(self.host.shape)
 
     def zeros(self, dtype: torch.dtype) -> torch.Tensor:
-        """A new state of the weights' shape, in their layout."""
+        """A new state of the weights' shape, in their layout; of dtype uint8 an 8-bit moment."""
+        if dtype == torch.uint8:
+            return eight_bit.zeros(self.host.numel(), self.host.device)
         return self._empty(dtype).zero_()
 
     def adopt(self, value: Any, dtype: torch.dtype) -> torch.Tensor | None:
         """A loaded state as one that can be updated in place; None when it is none of ours (another dtype or shape)."""
-        if not isinstance(value, torch.Tensor) or value.dtype != dtype or value.shape != self.host.shape:
+        if not isinstance(value, torch.Tensor) or value.dtype != dtype:
+            return None
+        if dtype == torch.uint8:
+            whole = eight_bit.is_record(value, self.host.numel())
+            return value.to(self.host.device).contiguous() if whole else None
+        if value.shape != self.host.shape:
             return None
         if value.device != self.host.device:  # Lightning and accelerate move state to the accelerator
             value = value.to(self.host.device)

@@ -3,7 +3,7 @@
 #include <stdint.h>
 
 enum Rule { RULE_ADAM = 0, RULE_SGD = 1, RULE_LION = 2 };
-enum Number { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+enum Number { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, EIGHT_BIT = 3 };  // the last one: state alone
 
 // How the exact float32 value of a weight is kept.
 enum Master {
@@ -47,6 +47,8 @@ struct Task {
   int32_t first_step;    // SGD: the momentum buffer has no contents yet
   uint32_t checksum;     // out: of the low-precision weights that were written (split form)
   uint32_t stream;       // of stochastic rounding: differs between parameters
+  uint32_t place;        // of the first element in its parameter, for stochastic rounding
+  uint32_t not_finite;   // out: chunks with a gradient that is not finite
 };
 
 struct Job {

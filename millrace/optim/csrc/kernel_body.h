@@ -7,7 +7,9 @@
 // Included several times, each time for another level of vector instructions, so it has no include guard. Loops are
 // written for the compiler's vectoriser: no calls, no branches that depend on an element.
 
-enum { BLOCK = 128, TORCH_VECTOR = 8 };
+#include "kernel_numbers.h"
+
+enum { BLOCK = RUN, TORCH_VECTOR = 8 };  // a run of 8-bit state has one scale
 
 struct Scratch {
   alignas(64) float weight[BLOCK];
@@ -16,51 +18,16 @@ struct Scratch {
   alignas(64) float second[BLOCK];
 };
 
-INLINE float as_float(uint32_t bits) { float value; __builtin_memcpy(&value, &bits, 4); return value; }
-INLINE uint32_t as_bits(float value) { uint32_t bits; __builtin_memcpy(&bits, &value, 4); return bits; }
-
-// Narrow numbers -------------------------------------------------------------------------------------------------------
-INLINE float from_bfloat16(uint16_t half) { return as_float((uint32_t)half << 16); }
-
-INLINE uint16_t to_bfloat16(float value) {  // ties to even
-  uint32_t bits = as_bits(value);
-  uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return (uint16_t)(value != value ? 0x7fc0u : rounded);
-}
-
-INLINE float from_float16(uint16_t half) {
-  uint32_t magnitude = (uint32_t)(half & 0x7fffu) << 13;
-  uint32_t finite = as_bits(as_float(magnitude) * 0x1p112f);  // moves the exponent; exact for subnormals too
-  uint32_t bits = magnitude >= 0x0f800000u ? (magnitude | 0x7f800000u) : finite;
-  return as_float(bits | ((uint32_t)(half & 0x8000u) << 16));
-}
-
-INLINE uint16_t to_float16(float value) {  // ties to even
-  uint32_t bits = as_bits(value);
-  uint32_t sign = (bits >> 16) & 0x8000u;
-  uint32_t magnitude = bits & 0x7fffffffu;
-  uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-  uint32_t subnormal = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000u;  // the addition rounds at the right bit
-  uint32_t result = magnitude < 0x38800000u ? subnormal : normal;
-  result = magnitude >= 0x477ff000u ? 0x7c00u : result;
-  result = magnitude > 0x7f800000u ? 0x7e00u : result;
-  return (uint16_t)(sign | result);
-}
-
-// Bits for stochastic rounding: a hash of the element's place and the step, so that threads do not matter.
-INLINE uint32_t random_bits(uint32_t place) {
-  place ^= place >> 16;
-  place *= 0x7feb352du;
-  place ^= place >> 15;
-  place *= 0x846ca68bu;
-  return place ^ (place >> 16);
-}
-
-INLINE uint16_t to_bfloat16_stochastic(float value, uint32_t random) {
-  uint32_t bits = as_bits(value);
-  uint32_t rounded = (bits + (random & 0xffffu)) >> 16;
-  return (uint16_t)((bits & 0x7f800000u) == 0x7f800000u ? bits >> 16 : rounded);
-}
+// What is found out on the way: a checksum of the weights that were written, and the bits of the largest magnitude among
+// the gradients (of one that is not finite where there is one).
+struct Found {
+  uint32_t checksum;
+  uint32_t largest;
+  INLINE_MEMBER void add(Found other) {
+    checksum += other.checksum;
+    largest = larger(largest, other.largest);
+  }
+};
 
 // One element at a time: what the direct loops are made of. `store` returns what the checksum takes up -----------------
 struct PlainWeights {
@@ -171,11 +138,19 @@ INLINE uint32_t store_weights(const float *RESTRICT from, Weights weight, int co
   return sum;
 }
 
-INLINE void load_state(const uint16_t *from, float *RESTRICT into, int count) {
+// State that is narrower than float32: `address` is that of element `start`, which begins a run.
+template <bool SIGNED>
+INLINE void load_state(const void *address, int number, float *RESTRICT into, int count) {
+  if (number == EIGHT_BIT) return load_run<SIGNED>((const uint8_t *)address, into, count);
+  const uint16_t *from = (const uint16_t *)address;
   for (int i = 0; i < count; ++i) into[i] = from_bfloat16(from[i]);
 }
 
-INLINE void store_state(const float *from, uint16_t *into, uint32_t place, int shift, int count) {
+template <bool SIGNED>
+INLINE void store_state(const float *RESTRICT from, void *address, int number, uint32_t place, int count) {
+  const int shift = SIGNED ? 0 : 16;  // each takes its own half of an element's random bits
+  if (number == EIGHT_BIT) return store_run<SIGNED>(from, (uint8_t *)address, place, count);
+  uint16_t *into = (uint16_t *)address;
   for (int i = 0; i < count; ++i) into[i] = to_bfloat16_stochastic(from[i], random_bits(place + (uint32_t)i) >> shift);
 }
 
@@ -183,15 +158,16 @@ INLINE void store_state(const float *from, uint16_t *into, uint32_t place, int s
 // Those work on vectors of 8 (also where the CPU has longer ones) and do the elements that are left over one by one;
 // there its compiler fused the other one of two multiplications with the addition. TAIL marks them.
 template <bool TAIL, bool ADDED_DECAY, bool AMSGRAD, class Weights, class Gradient>
-INLINE uint32_t adam(const Constants &c, Weights weight, Gradient gradient, float *RESTRICT first,
+INLINE Found adam(const Constants &c, Weights weight, Gradient gradient, float *RESTRICT first,
                      float *RESTRICT second, float *RESTRICT maximum, int count) {
   const float sign = c.maximize ? -1.0f : 1.0f;
   const bool small = c.take_first < 0.5f;
   const float pull = small ? c.take_first : c.take_first - 1.0f;
-  uint32_t sum = 0;
+  uint32_t sum = 0, largest = 0;
   for (int i = 0; i < count; ++i) {
     float g = gradient.load(i) * sign;
     float w = weight.load(i);
+    largest = larger(largest, magnitude_bits(g));
     if (ADDED_DECAY)
       g = FMA(w, c.decay, g);
     else
@@ -209,11 +185,11 @@ INLINE uint32_t adam(const Constants &c, Weights weight, Gradient gradient, floa
     float denominator = __builtin_sqrtf(v) / c.correction + c.epsilon;
     sum += weight.store(i, w + c.step_size * m / denominator);
   }
-  return sum;
+  return Found{sum, largest};
 }
 
 template <bool TAIL, class Weights, class Gradient>
-INLINE uint32_t any_adam(const Constants &c, Weights weight, Gradient gradient, float *first, float *second,
+INLINE Found any_adam(const Constants &c, Weights weight, Gradient gradient, float *first, float *second,
                          float *maximum, int count) {
   if (c.flags & 1)
     return maximum ? adam<TAIL, true, true>(c, weight, gradient, first, second, maximum, count)
@@ -247,7 +223,7 @@ INLINE void lion(const Constants &c, float *RESTRICT weight, const float *RESTRI
     float g = gradient[i] * sign;
     float m = first[i];
     float direction = FMA(g, c.take_first, m * c.keep_first);
-    direction = direction > 0.0f ? 1.0f : (direction < 0.0f ? -1.0f : direction);
+    direction = direction > 0.0f ? 1.0f : (direction < 0.0f ? -1.0f : 0.0f);  // of NaN as torch.sign
     weight[i] = FMA(direction, c.step_size, weight[i] * c.decay);
     first[i] = FMA(g, c.take_second, m * c.keep_second);
   }
@@ -283,6 +259,7 @@ INLINE void apply(const Constants &c, const Task &task, float *weight, const flo
 
 // Chunks ---------------------------------------------------------------------------------------------------------------
 INLINE const char *at(const void *base, int64_t element, int number) {
+  if (number == EIGHT_BIT) return (const char *)base + element / RUN * RECORD;
   return (const char *)base + element * (number == FLOAT32 ? 4 : 2);
 }
 
@@ -293,19 +270,19 @@ struct Range {  // elements of a task
 };
 
 template <class Weights, class Gradient>
-static uint32_t direct(const Constants &c, const Task &task, Range range, Weights weight, Gradient gradient) {
+static Found direct(const Constants &c, const Task &task, Range range, Weights weight, Gradient gradient) {
   float *first = (float *)task.first + range.start, *second = (float *)task.second + range.start;
   float *maximum = task.maximum ? task.maximum + range.start : nullptr;
   const int body = range.count - range.tail;
-  uint32_t sum = any_adam<false>(c, weight, gradient, first, second, maximum, body);
+  Found found = any_adam<false>(c, weight, gradient, first, second, maximum, body);
   if (range.tail)
-    sum += any_adam<true>(c, weight.from(body), gradient.from(body), first + body, second + body,
-                          maximum ? maximum + body : maximum, range.tail);
-  return sum;
+    found.add(any_adam<true>(c, weight.from(body), gradient.from(body), first + body, second + body,
+                             maximum ? maximum + body : maximum, range.tail));
+  return found;
 }
 
 template <class Weights>
-INLINE uint32_t direct_of(const Constants &c, const Task &task, Range range, Weights weight) {
+INLINE Found direct_of(const Constants &c, const Task &task, Range range, Weights weight) {
   if (task.gradient_number == FLOAT32)
     return direct(c, task, range, weight, Gradient32{(const float *)task.gradient + range.start, c.gradient_scale});
   const uint16_t *gradient = (const uint16_t *)task.gradient + range.start;
@@ -318,11 +295,13 @@ INLINE bool goes_direct(const Constants &c, const Task &task) {
          task.weight_number != FLOAT16;
 }
 
-static uint32_t in_stages(const Constants &c, const Task &task, Range range, Scratch &scratch) {
+static Found in_stages(const Constants &c, const Task &task, Range range, Scratch &scratch) {
   const int64_t start = range.start;
   const int count = range.count;
   const float *gradient = load_gradient(at(task.gradient, start, task.gradient_number), task.gradient_number,
                                         c.gradient_scale, scratch.gradient, count);
+  uint32_t largest = 0;
+  for (int i = 0; i < count; ++i) largest = larger(largest, magnitude_bits(gradient[i]));
   float *weight = (float *)task.weight + start;
   uint16_t *narrow = (uint16_t *)task.weight + start;
   const SplitWeights split{narrow, (uint16_t *)task.master + start, 2u * (uint32_t)start + 1u};
@@ -343,20 +322,25 @@ static uint32_t in_stages(const Constants &c, const Task &task, Range range, Scr
   if (task.state_number == FLOAT32) {
     apply(c, task, weight, gradient, first, second, maximum, count - range.tail, range.tail);
   } else {
-    if (first) load_state((uint16_t *)first, scratch.first, count);
-    if (second) load_state((uint16_t *)second, scratch.second, count);
+    const int number = task.state_number;
+    if (first) load_state<true>(first, number, scratch.first, count);
+    if (second) load_state<false>(second, number, scratch.second, count);
     apply(c, task, weight, gradient, first ? scratch.first : nullptr, second ? scratch.second : nullptr, maximum,
           count - range.tail, range.tail);
-    uint32_t place = random_bits(c.seed + task.stream) + (uint32_t)start;
-    if (first) store_state(scratch.first, (uint16_t *)first, place, 0, count);
-    if (second) store_state(scratch.second, (uint16_t *)second, place, 16, count);
+    uint32_t place = random_bits(c.seed + task.stream) + task.place + (uint32_t)start;
+    if (first) store_state<true>(scratch.first, first, number, place, count);
+    if (second) store_state<false>(scratch.second, second, number, place, count);
   }
-  if (task.master_form == MASTER_IS_WEIGHT) return 0;
-  if (task.master_form == MASTER_SPLIT) return store_weights(weight, split, count);
-  return task.weight_number == BFLOAT16 ? store_weights(weight, full, count) : store_weights(weight, half, count);
+  if (task.master_form == MASTER_IS_WEIGHT) return Found{0, largest};
+  if (task.master_form == MASTER_SPLIT) return Found{store_weights(weight, split, count), largest};
+  if (task.weight_number == BFLOAT16)
+    store_weights(weight, full, count);
+  else
+    store_weights(weight, half, count);
+  return Found{0, largest};
 }
 
-static uint32_t update(const Constants &c, const Task &task, int64_t start, int64_t end, Scratch &scratch) {
+static Found update(const Constants &c, const Task &task, int64_t start, int64_t end, Scratch &scratch) {
   const int tail = end == task.elements ? (int)(task.elements % TORCH_VECTOR) : 0;
   if (goes_direct(c, task)) {
     Range range{start, (int)(end - start), tail};
@@ -368,9 +352,10 @@ static uint32_t update(const Constants &c, const Task &task, int64_t start, int6
                        SplitWeights{weight, (uint16_t *)task.master + start, 2u * (uint32_t)start + 1u});
     return direct_of(c, task, range, FullWeights{weight, (float *)task.master + start});
   }
-  uint32_t sum = 0;
-  for (; start + BLOCK < end; start += BLOCK) sum += in_stages(c, task, Range{start, BLOCK, 0}, scratch);
-  return sum + in_stages(c, task, Range{start, (int)(end - start), tail}, scratch);
+  Found found{0, 0};
+  for (; start + BLOCK < end; start += BLOCK) found.add(in_stages(c, task, Range{start, BLOCK, 0}, scratch));
+  found.add(in_stages(c, task, Range{start, (int)(end - start), tail}, scratch));
+  return found;
 }
 
 static int64_t task_of(const Job &job, int64_t chunk) {
@@ -394,7 +379,8 @@ static void work(Job &job) {
     const Constants &c = job.constants[task.constants];
     int64_t start = (chunk - task.chunk) * CHUNK_ELEMENTS;
     int64_t end = start + CHUNK_ELEMENTS < task.elements ? start + CHUNK_ELEMENTS : task.elements;
-    uint32_t sum = update(c, task, start, end, scratch);
-    __atomic_fetch_add(&task.checksum, sum, __ATOMIC_RELAXED);
+    Found found = update(c, task, start, end, scratch);
+    __atomic_fetch_add(&task.checksum, found.checksum, __ATOMIC_RELAXED);
+    if (found.largest >= 0x7f800000u) __atomic_fetch_add(&task.not_finite, 1u, __ATOMIC_RELAXED);
   }
 }
