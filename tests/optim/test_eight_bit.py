@@ -189,6 +189,7 @@ def test_shares_on_the_device(emu_device: ModuleType, fraction: float) -> None:
     assert_equal(there, here)
 
 
+@pytest.mark.emu("random:0")
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_offloaded_models(emu_device: ModuleType, overlap: str, tier: str, tmp_path: Path) -> None:
