@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from millrace.planning.cost.collectives import changes, collective_seconds
 from millrace.planning.cost.formulas import break_even_tokens
 from millrace.planning.cost.hardware import Hardware
 from millrace.planning.cost.shape import ModelShape
@@ -46,21 +47,20 @@ def floors_of(
         again = recompute_seconds(block, work, method, forward)
         compute += forward if work.training is Training.NONE else forward + backward + again
     compute *= work.micro_batches
-    collective = _collective_seconds(shape, work, spread, method, hardware)
     weights = shape.weight_bytes / spread.weight_shards
     passes = 1 if work.training is Training.NONE else 2
     onload = fetch = spill = offload = update = 0.0
-    changes = work.training is Training.FULL and method.state is not Place.DEVICE
+    changed = changes(work, method)
     if method.streamed:
         missing = max(0.0, shape.weight_bytes - streaming_bytes) / spread.weight_shards
         loaded = passes * missing * work.micro_batches
-        if changes:
+        if changed:
             loaded = max(loaded, weights)
         onload = loaded / hardware.onload_bytes_per_second
         if method.weights is Place.DISK:
             fetch += loaded
-            spill += weights if changes else 0.0
-    elif changes:
+            spill += weights if changed else 0.0
+    elif changed:
         onload = weights / hardware.onload_bytes_per_second
     if work.training is not Training.NONE and method.state is not Place.DEVICE:
         trained = shape.trainable / spread.state_shards
@@ -80,40 +80,7 @@ def floors_of(
         update_seconds=update,
         fetch_seconds=fetch * hardware.devices / read if fetch else 0.0,
         spill_seconds=spill * hardware.devices / write if spill else 0.0,
-        collective_seconds=collective,
-    )
-
-
-def tensor_seconds(shape: ModelShape, work: Work, spread: Spread, method: Method, hardware: Hardware) -> float:
-    """All-reduces of one layer's outputs across the tensor degree, per visit: two in a forward, two in a backward."""
-    if spread.tensor == 1:
-        return 0.0
-    hidden = max(block.input_elements for block in shape.blocks)
-    ring = 2 * (spread.tensor - 1) / spread.tensor
-    return 2 * ring * 2 * hidden * work.tokens / _peer_rate(hardware, spread.tensor)
-
-
-def _collective_seconds(shape: ModelShape, work: Work, spread: Spread, method: Method, hardware: Hardware) -> float:
-    """Gradients reduced once, and weights gathered for each pass at ZeRO stage 3; tensor all-reduces at every visit."""
-    visits = (1 if work.training is Training.NONE else 2) + (method.activations is Activations.RECOMPUTED)
-    seconds = tensor_seconds(shape, work, spread, method, hardware) * visits * shape.layers * work.micro_batches
-    if spread.data > 1:
-        part = (spread.data - 1) / spread.data
-        rate = _peer_rate(hardware, spread.devices)
-        if work.training is not Training.NONE:
-            times = 1 if spread.zero_stage >= 2 else 2  # a scatter alone, or a scatter and a gather
-            seconds += times * part * work.gradient_bytes * shape.trainable / rate
-        if spread.zero_stage >= 3:
-            gathers = (1 if work.training is Training.NONE else 2) * work.micro_batches
-            seconds += gathers * part * shape.weight_bytes / rate
-    return seconds
-
-
-def _peer_rate(hardware: Hardware, devices: int) -> float:
-    """Bytes per second between devices: within the node, or between nodes when they span several."""
-    within = hardware.collective_bytes_per_second or hardware.onload_bytes_per_second
-    return (
-        within if devices <= hardware.devices or not hardware.node_bytes_per_second else hardware.node_bytes_per_second
+        collective_seconds=collective_seconds(shape, work, spread, method, hardware, streaming_bytes),
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from millrace.planning.cost.floors import Floors, floors_of, tensor_seconds
+from millrace.planning.cost.collectives import changes, gather_seconds, pass_on_seconds, reduce_seconds, visit_seconds
+from millrace.planning.cost.floors import Floors, floors_of
 from millrace.planning.cost.hardware import Hardware
 from millrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 from millrace.planning.cost.step import BlockTraffic, StepForecast, forecast_step
@@ -16,6 +18,8 @@ from millrace.planning.problem import Problem
 from millrace.planning.visit import Phase, Visit
 
 __all__ = ["Run", "run_of", "tiers_and_floors"]
+
+T = TypeVar("T")
 
 _PLANNED_MICRO_BATCHES = 2  # more are counted from the difference between one and two
 
@@ -72,14 +76,27 @@ def run_of(
     share = _share_of(hardware)
     count = min(work.micro_batches, _PLANNED_MICRO_BATCHES)
     seconds = []
+    talking = visit_seconds(shape, work, spread, method, hardware)
+    gathers = [gather_seconds(block, spread, hardware) for block in shape.blocks]
+    traffic = [
+        replace(
+            _traffic(block, work, spread, method),
+            load_bytes=block.weight_bytes // spread.weight_shards,
+            gather_seconds=gather,
+            reduce_seconds=reduce_seconds(block, work, spread, hardware),
+            pass_on_seconds=pass_on_seconds(block, work, spread, hardware),
+        )
+        for block, gather in zip(shape.blocks, gathers, strict=True)
+    ]
     for batches in {1, count}:
-        plan = make_plan(_problem(shape, work, spread, method, share, tiers.streaming_bytes, batches))
+        plan = make_plan(_problem(shape, work, spread, method, share, tiers.streaming_bytes, batches, talking, gathers))
         step = forecast_step(
             plan,
-            [_traffic(block, work, spread, method) for block in shape.blocks],
+            traffic,
             share,
             overlap=method.overlap,
             closing_seconds=_closing_seconds(shape, work, spread, method, share),
+            visit_collectives=_in_order(*talking, work) * batches,
         )
         seconds.append(step.seconds)
     total = seconds[-1] + (work.micro_batches - count) * (seconds[-1] - seconds[0])
@@ -112,45 +129,49 @@ def _share_of(hardware: Hardware) -> Hardware:
 
 
 def _problem(
-    shape: ModelShape, work: Work, spread: Spread, method: Method, share: Hardware, streaming_bytes: int, batches: int
+    shape: ModelShape,
+    work: Work,
+    spread: Spread,
+    method: Method,
+    share: Hardware,
+    streaming_bytes: int,
+    batches: int,
+    talking: tuple[list[float], list[float]],
+    gathers: list[float],
 ) -> Problem:
     """The visits of one step of `batches` micro-batches, and what the planner may hold of the blocks."""
     blocks = shape.blocks
     sizes = tuple(block.weight_bytes for block in blocks)
-    extra = tensor_seconds(shape, work, spread, method, share)
     forward, backward = [], []
     for index, block in enumerate(blocks):
         ahead, back = block_seconds(block, work, share)
         again = recompute_seconds(block, work, method, ahead)
-        more = extra if block.kind is BlockKind.LAYER else 0.0
         uses = (index, 0) if shape.tied and block.kind is BlockKind.HEAD and len(blocks) > 1 else (index,)
-        forward.append(Visit(blocks=uses, phase=Phase.FORWARD, compute_seconds=ahead + more))
-        backward.append(
-            Visit(blocks=uses, phase=Phase.BACKWARD, compute_seconds=back + again + more * (2 if again else 1))
-        )
-    visits = forward if work.training is Training.NONE else forward + backward[::-1]
+        heard = talking[0][index], talking[1][index]
+        forward.append(Visit(blocks=uses, phase=Phase.FORWARD, compute_seconds=ahead + heard[0]))
+        backward.append(Visit(blocks=uses, phase=Phase.BACKWARD, compute_seconds=back + again + heard[1]))
     all_blocks = frozenset(range(len(blocks)))
-    changes = work.training is Training.FULL and method.state is not Place.DEVICE
+    loads = (_load_seconds(size, gather, spread, method, share) for size, gather in zip(sizes, gathers, strict=True))
     return Problem(
         block_bytes=sizes,
-        load_seconds=tuple(_load_seconds(size, spread, method, share) for size in sizes),
-        visits=tuple(visits * batches),
+        load_seconds=tuple(loads),
+        visits=_in_order(forward, backward, work) * batches,
         budget_bytes=streaming_bytes if method.streamed else sum(sizes),
         residents=frozenset() if method.streamed else all_blocks,
-        changing=frozenset(i for i, b in enumerate(blocks) if b.trainable) if changes else frozenset(),
+        changing=frozenset(i for i, b in enumerate(blocks) if b.trainable) if changes(work, method) else frozenset(),
     )
 
 
-def _load_seconds(nbytes: int, spread: Spread, method: Method, share: Hardware) -> float:
-    """One block's way to the device: its shard over the own link, the others' over the collective, from disk before."""
+def _in_order(forward: list[T], backward: list[T], work: Work) -> tuple[T, ...]:
+    """What belongs to each block's visits, in the order of the visits of a micro-batch."""
+    return tuple(forward if work.training is Training.NONE else forward + backward[::-1])
+
+
+def _load_seconds(nbytes: int, gather: float, spread: Spread, method: Method, share: Hardware) -> float:
+    """The slowest hop of a block's way to the device: its shard from disk and over the own link, the others' shards."""
     shard = nbytes / spread.weight_shards
-    seconds = shard / share.onload_bytes_per_second
-    if method.weights is Place.DISK:
-        seconds = max(seconds, shard / share.disk_read_bytes_per_second)
-    if spread.weight_shards > 1:
-        rate = share.collective_bytes_per_second or share.onload_bytes_per_second
-        seconds = max(seconds, (nbytes - shard) / rate)
-    return seconds
+    seconds = max(gather, shard / share.onload_bytes_per_second)
+    return max(seconds, shard / share.disk_read_bytes_per_second) if method.weights is Place.DISK else seconds
 
 
 def _traffic(block: BlockShape, work: Work, spread: Spread, method: Method) -> BlockTraffic:

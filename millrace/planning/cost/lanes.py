@@ -25,6 +25,7 @@ class CostLane(Enum):
     UPDATE = "update"
     FETCH = "fetch"
     SPILL = "spill"
+    COLLECTIVE = "collective"  # among devices
 
 
 @dataclass(frozen=True, slots=True)

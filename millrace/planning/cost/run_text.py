@@ -114,6 +114,7 @@ def _lanes(run: Run) -> list[str]:
         CostLane.UPDATE: "update_seconds",
         CostLane.FETCH: "fetch_seconds",
         CostLane.SPILL: "spill_seconds",
+        CostLane.COLLECTIVE: "collective_seconds",
     }
     rows = [("lane", "busy", "of the step", "moved", "floor")]
     for lane, busy in run.step.busy_seconds.items():
@@ -123,8 +124,6 @@ def _lanes(run: Run) -> list[str]:
         moved = run.step.moved_bytes[lane]
         share = f"{busy / run.step.seconds:.0%}" if run.step.seconds else ""
         rows.append((lane.value, seconds_text(busy), share, size_text(moved) if moved else "", seconds_text(floor)))
-    if run.floors.collective_seconds:
-        rows.append(("collective", "", "", "", seconds_text(run.floors.collective_seconds)))
     return _columns(rows, right=True)
 
 
@@ -142,7 +141,7 @@ def _time_line(run: Run) -> list[str]:
                 busy[column] += max(0.0, min(last, column + 1) - max(first, column))
         if any(busy):
             marks = "".join("#" if share > 0.5 else "-" if share > 0.02 else " " for share in busy)
-            lines.append(f"  {lane.value:<8}|{marks}|")
+            lines.append(f"  {lane.value:<10}|{marks}|")
     return lines
 
 

@@ -45,6 +45,10 @@ class BlockTraffic:
     fetch_bytes: int = 0  # weights that rest on disk: read before each load
     spill_bytes: int = 0  # and written after the update
     activation_bytes: int = 0  # out after forward, back before backward
+    load_bytes: int | None = None  # that cross the own link at a load: a shard; None: the whole block
+    gather_seconds: float = 0.0  # the other shards, from other devices: behind each load, or before each visit
+    reduce_seconds: float = 0.0  # of gradients across devices, when the block's backward is over
+    pass_on_seconds: float = 0.0  # of updated weights to other devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,20 +92,23 @@ def forecast_step(
     *,
     overlap: Overlap = Overlap.NONE,
     closing_seconds: float = 0.0,
+    visit_collectives: Sequence[float] = (),
 ) -> StepForecast:
     """The settled step of `plan` on `hardware`; its visits are one optimizer step.
 
-    `closing_seconds`: compute at the end of the step (an update on the device). Link and disk rates, DRAM and its
+    `closing_seconds`: compute at the end of the step (an update on the device). `visit_collectives`: of each visit's
+    `compute_seconds`, what it waits for other devices in between; none by default. Link and disk rates, DRAM and its
     sharing come from `hardware`; block loads take what the plan's problem says.
     """
     graph = _Graph(plan, traffic, hardware, overlap, closing_seconds)
+    graph.visit_collectives = visit_collectives or (0.0,) * len(plan.problem.visits)
     turns = len(plan.cycles)
     ends = [graph.step(cycle) for cycle in range(turns * _SETTLED + turns)]
     spans = run_lanes(graph.tasks, dram_rate=hardware.dram_bytes_per_second, duplex_share=hardware.duplex_share)
     begin = spans[ends[turns * _SETTLED - 1]].end
     seconds = (spans[ends[-1]].end - begin) / turns
-    first = ends[turns * _SETTLED - 1] + 1
-    return _summary(graph.tasks[first:], spans[first:], spans, graph.tasks, begin, seconds, turns)
+    last = slice(ends[turns * _SETTLED - 1] + 1, ends[-1] + 1)  # not what is loaded already for the step after it
+    return _summary(graph.tasks[last], spans[last], spans, graph.tasks, begin, seconds, turns)
 
 
 def _summary(
@@ -151,6 +158,7 @@ class _Graph:
         self.hardware = hardware
         self.overlap = overlap
         self.closing_seconds = closing_seconds
+        self.visit_collectives: Sequence[float] = ()
         self.tasks: list[Task] = []
         self.arrival: dict[int, int] = {}  # present block -> its load (-1: before all this)
         for block in plan.start | plan.problem.residents:
@@ -174,6 +182,7 @@ class _Graph:
         gradients: dict[int, int] = {}
         kept: dict[int, int] = {}  # block -> the offload of its activations
         back: dict[int, int] = {}
+        gathered: dict[int, list[int]] = {}  # by visit
         for index, visit in enumerate(problem.visits):
             plan_step = self.plan.step(cycle, index)
             waits: list[int] = []
@@ -192,12 +201,17 @@ class _Graph:
                 waits.append(self.leaving[-_GRADIENT_BLOCKS])
             name = f"{visit.phase.value} {' '.join(map(str, visit.blocks))}"
             parts = self._parts(visit)
+            waits += self._gather(index, gathered)
+            talking = self.visit_collectives[index]
             for part in range(parts):
-                done = self._add(CostLane.COMPUTE, name, visit.compute_seconds / parts, waits)
+                done = self._add(CostLane.COMPUTE, name, (visit.compute_seconds - talking) / parts, waits)
                 waits = []
                 for block in visit.blocks:
                     self._leave(index, block, visit.phase, done, gradients, kept, share=(part, parts))
             self.compute.append(done)
+            if talking:
+                heard = self._add(CostLane.COLLECTIVE, f"within {name}", talking, [done])
+                self.compute.append(self._add(CostLane.COMPUTE, "wait for other devices", 0.0, [heard]))
             if visit.phase is Phase.BACKWARD and any(self.traffic[block].gradient_bytes for block in visit.blocks):
                 self.leaving.append(self.last_gradient)
         return self._boundary(cycle, gradients)
@@ -232,27 +246,48 @@ class _Graph:
     ) -> None:
         """What leaves after part `share[0]` of `share[1]` of a visit: gradients in parts, the rest at the end."""
         own, (part, parts) = self.traffic[block], share
+        last = phase is Phase.BACKWARD and self.last_backward[block] == index
         if phase is Phase.BACKWARD and own.gradient_bytes:
             nbytes = own.gradient_bytes * (part + 1) // parts - own.gradient_bytes * part // parts
-            self.last_gradient = self._copy(CostLane.OFFLOAD, "gradients", block, nbytes, [done])
+            ready = self._reduced(block, done, parts) if last else done
+            self.last_gradient = self._copy(CostLane.OFFLOAD, "gradients", block, nbytes, [ready])
         if part + 1 < parts:
             return
         if phase is Phase.FORWARD and own.activation_bytes:
             kept[block] = self._copy(CostLane.OFFLOAD, "activations", block, own.activation_bytes, [done])
-        if phase is Phase.BACKWARD and own.gradient_bytes:
-            if self.last_backward[block] == index:
-                gradients[block] = self._norm(block, self.last_gradient)
-        elif phase is Phase.BACKWARD and own.update_bytes and self.last_backward[block] == index:
-            gradients[block] = done
+        if last and own.gradient_bytes:
+            gradients[block] = self._norm(block, self.last_gradient)
+        elif last and (own.update_bytes or own.reduce_seconds):
+            gradients[block] = self._reduced(block, done)
+
+    def _reduced(self, block: int, done: int, parts: int = 1) -> int:
+        """A part of the block's gradients has been summed up across devices."""
+        seconds = self.traffic[block].reduce_seconds / parts
+        return self._add(CostLane.COLLECTIVE, f"reduce {block}", seconds, [done], block=block) if seconds else done
+
+    def _gather(self, index: int, gathered: dict[int, list[int]]) -> list[int]:
+        """Weights of which this device keeps a shard: those of the visit, and of the next one ahead of it."""
+        problem = self.plan.problem
+        for ahead in range(index, min(index + 2, len(problem.visits))):
+            if ahead not in gathered:
+                shared = [b for b in problem.visits[ahead].blocks if b in problem.residents]
+                gathered[ahead] = [task for b in shared if (task := self._gathered(b, self._now())) >= 0]
+        return gathered[index]
+
+    def _gathered(self, block: int, after: list[int]) -> int:
+        """The other shards of a block have come; -1: there are none."""
+        seconds = self.traffic[block].gather_seconds
+        return self._add(CostLane.COLLECTIVE, f"gather {block}", seconds, after, block=block) if seconds else -1
 
     def _boundary(self, cycle: int, gradients: dict[int, int]) -> int:
         """The update, and the end of the step."""
         problem = self.plan.problem
         end = self.compute[-1]
-        if self.closing_seconds:
-            end = self._add(CostLane.COMPUTE, "update on the device", self.closing_seconds, [])
-            self.compute.append(end)
         everything = list(gradients.values())
+        if self.closing_seconds:
+            end = self._add(CostLane.COMPUTE, "update on the device", self.closing_seconds, everything)
+            self.compute.append(end)
+            everything = [end]
         order = sorted(gradients, reverse=False) if self.overlap is not Overlap.BACKWARD else list(gradients)
         last = end
         for block in order:
@@ -279,9 +314,9 @@ class _Graph:
         return end
 
     def _norm(self, block: int, arrived: int) -> int:
-        """The gradient's part of the norm: beside backward where the update overlaps, else part of the update."""
+        """The gradient's part of the norm, as it arrives."""
         nbytes = self.traffic[block].norm_bytes
-        if not nbytes or self.overlap is Overlap.NONE:
+        if not nbytes:
             return arrived
         seconds = nbytes / self.hardware.update_rate
         return self._add(CostLane.UPDATE, f"norm {block}", seconds, [arrived], dram_bytes=nbytes, block=block)
@@ -289,24 +324,22 @@ class _Graph:
     def _update(self, block: int, after: list[int]) -> int:
         own, hardware = self.traffic[block], self.hardware
         waits = list(after)
-        moved = own.update_bytes + (own.norm_bytes if self.overlap is Overlap.NONE else 0.0)
+        moved = own.update_bytes
         if own.state_bytes:
             ring = [self.spilled[-_SLOTS]] if len(self.spilled) >= _SLOTS else []
             waits.append(self._copy(CostLane.FETCH, "state", block, own.state_bytes, ring))
-        done = self._add(
-            CostLane.UPDATE,
-            f"update {block}",
-            moved / hardware.update_rate,
-            waits,
-            dram_bytes=moved,
-            block=block,
-        )
+        done = max(waits)
+        if moved:
+            seconds = moved / hardware.update_rate
+            done = self._add(CostLane.UPDATE, f"update {block}", seconds, waits, dram_bytes=moved, block=block)
         written = own.state_bytes + own.spill_bytes
         if written:
             spill = self._copy(CostLane.SPILL, "state", block, written, [done])
             self.spilled.append(spill)
             if own.fetch_bytes:
                 return spill
+        if own.pass_on_seconds:
+            return self._add(CostLane.COLLECTIVE, f"pass on {block}", own.pass_on_seconds, [done], block=block)
         return done
 
     def _load(self, block: int) -> None:
@@ -318,13 +351,15 @@ class _Graph:
             ring = [self.fetched[-_SLOTS]] if len(self.fetched) >= _SLOTS else []
             home = [self.ready[block]] if block in self.ready else []
             waits.append(self._copy(CostLane.FETCH, "weights", block, own.fetch_bytes, [*ring, *home]))
-        nbytes = problem.block_bytes[block]
-        # The plan's time is that of the slower of link and disk; the link's own is what its lane is busy for.
+        nbytes = problem.block_bytes[block] if own.load_bytes is None else own.load_bytes
+        # The plan's time is that of the slowest hop; the link's own is what its lane is busy for.
         seconds = min(problem.load_seconds[block], nbytes / self.hardware.onload_bytes_per_second)
-        seconds = seconds if own.fetch_bytes else problem.load_seconds[block]
-        self.arrival[block] = self._add(
+        seconds = seconds if own.fetch_bytes or own.gather_seconds else problem.load_seconds[block]
+        loaded = self._add(
             CostLane.ONLOAD, f"weights {block}", seconds, waits, dram_bytes=nbytes, nbytes=nbytes, block=block
         )
+        gathered = -1 if block in problem.residents else self._gathered(block, [loaded])
+        self.arrival[block] = loaded if gathered < 0 else gathered
         if own.fetch_bytes:
             self.fetched.append(self.arrival[block])
 

@@ -16,6 +16,7 @@ DEVICE_RESERVE = 0.1  # of the device: workspaces and fragmentation
 HOST_RESERVE = 0.1  # of the host: the system and the rest of the process
 _STAGED = 3  # blocks of state, or of weights, between disk and host
 _GRADIENT_BLOCKS = 2
+_GATHERED = 2  # blocks whose shards of other devices are here at once: one ahead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,9 @@ def tiers_of(
     home = work.training is not Training.NONE and method.state is not Place.DEVICE
     if method.weights is Place.DEVICE:
         held.append(Held(place=Place.DEVICE, purpose="weights", nbytes=weights))
+        if spread.weight_shards > 1:
+            others = _largest((b.weight_bytes - b.weight_bytes // spread.weight_shards for b in blocks), _GATHERED)
+            held.append(Held(place=Place.DEVICE, purpose="gathered weights", nbytes=others))
         if home and not adapters:
             held.append(Held(place=Place.HOST, purpose="weights", nbytes=weights))
         return Tiers(held=tuple(held), capacity=capacity, streaming_bytes=0)

@@ -1,0 +1,107 @@
+"""How long do devices talk to each other? The collectives of tensor, data and pipeline parallel runs, as rings.
+
+A ring over n devices carries (n - 1) / n of the bytes for a gather or a scatter, and twice that for an all-reduce. By
+ZeRO stage, a replica's step has: an all-reduce of gradients (0); a scatter of gradients and a gather of what was
+updated (1, 2); a scatter of gradients and a gather of weights for each pass (3).
+"""
+
+from __future__ import annotations
+
+from millrace.planning.cost.hardware import Hardware
+from millrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
+from millrace.planning.cost.work import Activations, Method, Place, Spread, Training, Work
+
+__all__ = [
+    "collective_seconds",
+    "gather_seconds",
+    "pass_on_seconds",
+    "reduce_seconds",
+    "tensor_seconds",
+    "visit_seconds",
+]
+
+
+def tensor_seconds(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware) -> float:
+    """All-reduces of one layer's outputs across the tensor degree, per visit: two in a forward, two in a backward."""
+    if spread.tensor == 1:
+        return 0.0
+    hidden = max(block.input_elements for block in shape.blocks)
+    return 2 * 2 * _ring(spread.tensor) * 2 * hidden * work.tokens / _peer_rate(hardware, spread.tensor)
+
+
+def visit_seconds(
+    shape: ModelShape, work: Work, spread: Spread, method: Method, hardware: Hardware
+) -> tuple[list[float], list[float]]:
+    """What compute waits for at the visits of each block, in forward and in backward: nothing can run beside it.
+
+    Tensor all-reduces within each layer, again where it is recomputed; and a pipeline's hidden states, which come from
+    the stage before this one at the first block, and whose gradient goes back there.
+    """
+    inside = tensor_seconds(shape, work, spread, hardware)
+    forward = [inside if block.kind is BlockKind.LAYER else 0.0 for block in shape.blocks]
+    backward = [seconds * (2 if method.activations is Activations.RECOMPUTED else 1) for seconds in forward]
+    if spread.pipeline > 1:
+        hidden = max(block.input_elements for block in shape.blocks)
+        handed_on = 2 * hidden * work.tokens / _peer_rate(hardware, spread.devices)
+        forward[0] += handed_on
+        backward[0] += handed_on
+    return forward, backward
+
+
+def gather_seconds(block: BlockShape, spread: Spread, hardware: Hardware) -> float:
+    """A block's weights from the replicas that share them (stage 3), before a pass over it."""
+    if spread.weight_shards == 1:
+        return 0.0
+    return _ring(spread.data) * block.weight_bytes / _peer_rate(hardware, spread.devices)
+
+
+def reduce_seconds(block: BlockShape, work: Work, spread: Spread, hardware: Hardware) -> float:
+    """A block's gradients across the replicas, once a step: to all of them, or (from stage 1 on) to each its share."""
+    if spread.data == 1 or work.training is Training.NONE:
+        return 0.0
+    times = 1 if spread.zero_stage else 2
+    return times * _ring(spread.data) * work.gradient_bytes * block.trainable / _peer_rate(hardware, spread.devices)
+
+
+def pass_on_seconds(block: BlockShape, work: Work, spread: Spread, hardware: Hardware) -> float:
+    """A block's updated weights to the replicas that did not update them (stages 1 and 2)."""
+    if spread.data == 1 or work.training is Training.NONE or spread.zero_stage not in (1, 2):
+        return 0.0
+    nbytes = 2 * block.trainable if work.training is Training.ADAPTER else block.weight_bytes * bool(block.trainable)
+    return _ring(spread.data) * nbytes / _peer_rate(hardware, spread.devices)
+
+
+def collective_seconds(
+    shape: ModelShape, work: Work, spread: Spread, method: Method, hardware: Hardware, streaming_bytes: int
+) -> float:
+    """All of these in one step, each weight gathered as seldom as the budget allows."""
+    training = work.training is not Training.NONE
+    forward, backward = visit_seconds(shape, work, spread, method, hardware)
+    seconds = work.micro_batches * (sum(forward) + (sum(backward) if training else 0.0))
+    gathers = sum(gather_seconds(block, spread, hardware) for block in shape.blocks)
+    if method.streamed and shape.weight_bytes:
+        missing = max(0, shape.weight_bytes - streaming_bytes) / shape.weight_bytes
+        passes = work.micro_batches * (2 if training else 1) * missing
+        seconds += gathers * (max(1.0, passes) if changes(work, method) else passes)
+    else:
+        seconds += gathers * work.micro_batches * (2 if training else 1)
+    for block in shape.blocks:
+        seconds += reduce_seconds(block, work, spread, hardware) + pass_on_seconds(block, work, spread, hardware)
+    return seconds
+
+
+def changes(work: Work, method: Method) -> bool:
+    """Whether weights change on the host at each step, and so cross to the device once at least."""
+    return work.training is Training.FULL and method.state is not Place.DEVICE
+
+
+def _ring(devices: int) -> float:
+    return (devices - 1) / devices
+
+
+def _peer_rate(hardware: Hardware, devices: int) -> float:
+    """Bytes per second between devices: within the node, or between nodes when they span several."""
+    within = hardware.collective_bytes_per_second or hardware.onload_bytes_per_second
+    if devices <= hardware.devices or not hardware.node_bytes_per_second:
+        return within
+    return hardware.node_bytes_per_second
