@@ -142,7 +142,7 @@ def row(ratio: float, recompute: bool, device_memory: int | None) -> str:
         raise RuntimeError("nothing was planned")
     left = plan.host_bytes / plan.problem.nbytes
     budget = "" if device_memory is None else f"{device_memory / plan.problem.nbytes:.0%}"
-    saving = (peak_bytes - offloaded_peak) / (plan.problem.nbytes - plan.peak_bytes or 1)
+    saving = (peak_bytes - offloaded_peak) / (plan.saving_bytes or 1)
     return (
         f"{'recomputing' if recompute else 'training':12} {ratio:12.1f} {budget:>7} {offloaded / seconds:8.3f}"
         f" {offloaded / plan.seconds:8.3f} {left:8.0%} {plan.peak_bytes / plan.problem.nbytes:8.2f} {saving:8.3f}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from millrace.activations.course import Course
+from millrace.activations.course import Course, Others
 from millrace.activations.meter import ActivationMeter
 from millrace.config import ActivationConfig
 from millrace.engine.meter import LinkSpeed
@@ -65,6 +65,8 @@ class ActivationBook:
         after_saves = [save.asked for save in saves[1:]] + [uses[0].asked if uses else end]
         after_uses = [use.asked for use in uses[1:]] + [end]
         nbytes = sum(save.nbytes for save in saves)
+        others = [*(save.others for save in saves), *(use.others for use in uses)]
+        least = min(each.passing_bytes for each in others)  # weights, and what else is there all the time
         return ActivationProblem(
             saved=tuple(
                 Saved(
@@ -88,6 +90,8 @@ class ActivationBook:
             offload_bytes=int(nbytes * config.fraction),
             most_in_flight=config.most_in_flight,
             other_seconds=self._weights_seconds(course, onload),
+            forward_other_bytes=_forward_bytes(others[: len(saves) + 1], least)[: len(saves)],
+            backward_other_bytes=_backward_bytes(others[len(saves) :], least),
         )
 
     @staticmethod
@@ -98,3 +102,17 @@ class ActivationBook:
 
     def _seconds(self, begins: list[Tick], ends: list[Tick]) -> tuple[float, ...]:
         return tuple(max(0.0, self._lanes.seconds(begin, end)) for begin, end in zip(begins, ends, strict=True))
+
+
+def _forward_bytes(others: list[Others], least: int) -> tuple[int, ...]:
+    """What else is there from each save to the next: what was there at one of them."""
+    pairs = itertools.pairwise([*others, others[-1]])
+    return tuple(each.gradient_bytes + max(each.passing_bytes, after.passing_bytes) - least for each, after in pairs)
+
+
+def _backward_bytes(others: list[Others], least: int) -> tuple[int, ...]:
+    """What else is there from each use to the next: the gradients that come in, those that go on, and the weights'."""
+    pairs = itertools.pairwise([*others, Others(others[-1].gradient_bytes, least)])
+    return tuple(
+        after.gradient_bytes + (each.passing_bytes - least) + (after.passing_bytes - least) for each, after in pairs
+    )

@@ -5,15 +5,19 @@ before any number of backwards. A course that has no plan, or that strays from i
 """
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from millrace.activations.item import Item, Place
 from millrace.activations.stash import Stash
 from millrace.planning import ActivationPlan
+from millrace.runtime.device import allocated_bytes
 from millrace.runtime.lanes import Tick
 
 __all__ = ["Course", "SaveRecord", "UseRecord"]
 
+_MOST_LOOKS = 512  # at what else the device holds, in one forward
 _UNPLANNED_COPIES = 2  # in flight at once, each way, while nothing is planned
 
 
@@ -26,6 +30,7 @@ class SaveRecord:
     asked: Tick
     began: Tick
     weights_bytes: int  # what had been sent for by the weights since the beginning
+    others: "Others"
     alone_at: int | None = None  # the save at which nobody else held the memory any more
 
 
@@ -38,21 +43,35 @@ class UseRecord:
     began: Tick
     freed_at: int  # the position of the item's last use
     weights_bytes: int  # what had been sent for by the weights since the beginning
+    others: "Others"
+
+
+class Others(NamedTuple):
+    """What was on the device at a moment, beside what the course had there: bytes that stay, and others."""
+
+    gradient_bytes: int  # of parameters
+    passing_bytes: int  # weights, and values that nobody saved
 
 
 class Course:
     """One forward and its backward. `timed`: its ticks are wanted, because there is no plan or one to be refined."""
 
-    def __init__(self, stash: Stash, plan: ActivationPlan | None, *, timed: bool) -> None:
+    def __init__(
+        self, stash: Stash, plan: ActivationPlan | None, gradient_bytes: Callable[[], int], *, timed: bool
+    ) -> None:
         self._stash = stash
+        self._gradient_bytes = gradient_bytes  # of the model's parameters, on the device now
         self.plan = plan
         self.timed = timed
         self.strayed = False
+        self.is_over = False  # the forward
+        self.calls = 0  # of the model, that are under way
         self.learned = False
         self.saves: list[SaveRecord] = []
         self.uses: list[UseRecord] = []
         self._positions: dict[int, int] = {}  # of first uses that were recorded, by the item's index
         self._items: list[weakref.ref[Item]] = []
+        self._others = Others(0, 0)  # at the last look
         self._shared: list[Item] = []  # of a course that is timed: somebody else held their memory at the last look
 
     @property
@@ -78,9 +97,20 @@ class Course:
             self._stash.let_go(other)
         if self.timed:
             weights_bytes = self._stash.meter.lane_use.weights_bytes
-            self.saves.append(SaveRecord(item.nbytes, name, asked, self._stash.lanes.tick(), weights_bytes))
+            others = self._look_at_others()
+            self.saves.append(SaveRecord(item.nbytes, name, asked, self._stash.lanes.tick(), weights_bytes, others))
             self._shared.append(item)
             self.look_who_is_alone()
+
+    def _look_at_others(self) -> Others:
+        """Looks at every item, so only a course that a plan is refined by asks, and in long ones not every time."""
+        if self.plan is None or (len(self.saves) + len(self.uses)) % (1 + len(self.plan.problem.saved) // _MOST_LOOKS):
+            return self._others
+        items = [item for ref in self._items if (item := ref()) is not None]
+        gradient_bytes = self._gradient_bytes()
+        counted_bytes = gradient_bytes + sum(item.nbytes for item in items if item.memory is not None)
+        self._others = Others(gradient_bytes, allocated_bytes(self._stash.lanes.device) - counted_bytes)
+        return self._others
 
     def look_who_is_alone(self) -> None:
         """Notes whose memory is held by nobody else any more."""
@@ -93,7 +123,10 @@ class Course:
         self._shared = still_shared
 
     def end_forward(self) -> None:
-        """The outermost call ends."""
+        """The forward ends, or its backward begins."""
+        if self.is_over:
+            return
+        self.is_over = True
         plan = self.follows
         if plan is not None and len(self._items) != len(plan.problem.saved):
             self._stray()
@@ -124,7 +157,7 @@ class Course:
     def used(self, item: Item, backward_round: int, *, recorded: bool) -> None:
         """Backward needs the item, for the first time in this backward: it is there when compute goes on."""
         stash = self._stash
-        recorded = recorded and self.timed and not self.learned and item.index not in self._positions
+        recorded = recorded and self.is_over and self.timed and not self.learned and item.index not in self._positions
         asked = stash.lanes.tick() if recorded else None
         if item.place is Place.AWAY:
             stash.meter.demand_onloads += 1
@@ -135,7 +168,8 @@ class Course:
         if recorded:
             self._positions[item.index] = len(self.uses)
             weights_bytes = stash.meter.lane_use.weights_bytes
-            self.uses.append(UseRecord(item.index, asked, stash.lanes.tick(), len(self.uses), weights_bytes))
+            position, others = len(self.uses), self._look_at_others()
+            self.uses.append(UseRecord(item.index, asked, stash.lanes.tick(), position, weights_bytes, others))
         for other in self._to_send_for(item.index, backward_round):
             stash.send_for(other, needed=False)
 

@@ -1,19 +1,16 @@
 """How are a model's activations offloaded? `offload_activations()` wires it, and its handle shows what it did."""
 
-import contextlib
 import os
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 
-from millrace.activations.book import Entry, entry_of
-from millrace.activations.passes import Passes, in_backward
-from millrace.activations.saving import may_save, pop_left_over
+from millrace.activations.calls import Calls
+from millrace.activations.passes import Passes
 from millrace.activations.selection import Selection
 from millrace.activations.stash import PURPOSE
 from millrace.activations.targets import check_targets, chosen_layers, chosen_modules, named_layers
@@ -132,7 +129,7 @@ class ActivationOffloading:
         watched = {*named_layers(model), *(layers or ()), *(modules or ())}
         # Weak, as all that is known of modules here: this lives as long as they do.
         self._names = weakref.WeakKeyDictionary({m: name for name, m in model.named_modules() if m in watched})
-        self._caller: int | None = None  # the thread whose outermost call is under way
+        self._calls = Calls(model, self._passes, self._selection, self._names, self._check_device)
         for module in {model, *watched}:
             make_watched(module, self, outermost=module is model)
 
@@ -203,47 +200,19 @@ class ActivationOffloading:
         self.remove()
 
     # calls ------------------------------------------------------------------------------------------------------------
-    @contextlib.contextmanager
-    def calling(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    def forward(self) -> AbstractContextManager[None]:
+        """A block of code that is one forward: what a loss function behind the model saves counts, and may leave.
+
+        `with handle.forward(): loss = loss_function(model(inputs), targets)`, then `loss.backward()`. It begins with
+        the first call of the model inside, and ends with the block, or where backward begins inside of it; a call of
+        the model after that begins the next one. With `layers` or `modules`, only what is saved there leaves. Raises
+        StateError inside of another block or of a call of the model.
+        """
+        return self._calls.block()
+
+    def calling(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         """A watched module is called, in a forward or a recomputation."""
-        if self._caller == threading.get_ident():
-            self._selection.enter(module, self._names.get(module, ""))
-            try:
-                yield
-            finally:
-                self._selection.leave(module)
-        elif module is self._model() and not in_backward() and self._claim():
-            try:
-                with self._outermost(entry_of(args, kwargs, module.training)):
-                    yield
-            finally:
-                self._caller = None
-        else:  # a second thread at the same time, or a part of the model alone: it goes as without millrace
-            yield
-
-    def _claim(self) -> bool:
-        with self._passes.stash.lock:
-            if self._caller is not None or not torch.is_grad_enabled():
-                return False
-            self._caller = threading.get_ident()
-            return True
-
-    @contextlib.contextmanager
-    def _outermost(self, entry: Entry) -> Iterator[None]:
-        pop_left_over(self._stash)
-        if not may_save():
-            yield
-            return
-        self._check_device()
-        forward = self._passes.begin(entry, self._selection)
-        forward.push()
-        completed = False
-        try:
-            yield
-            completed = True
-        finally:
-            forward.pop()
-            forward.end(completed=completed)
+        return self._calls.calling(module, args, kwargs)
 
     def _check_device(self) -> None:
         model = self._model()

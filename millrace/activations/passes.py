@@ -13,7 +13,7 @@ from millrace.activations.book import ActivationBook, Entry
 from millrace.activations.course import Course
 from millrace.activations.item import Item
 from millrace.activations.meter import ActivationMeter
-from millrace.activations.saving import Saving
+from millrace.activations.saving import NO_TASK, Saving
 from millrace.activations.selection import Selection
 from millrace.activations.spilling import DiskStash
 from millrace.activations.stash import Stash
@@ -25,9 +25,7 @@ from millrace.memory.ledger import Ledger
 from millrace.runtime.device import is_capturing
 from millrace.runtime.lanes import Lanes
 
-__all__ = ["Forward", "Passes", "in_backward"]
-
-_NO_TASK = -1  # autograd's number of the graph task where there is none
+__all__ = ["Forward", "Passes"]
 
 
 class Passes:
@@ -60,7 +58,7 @@ class Passes:
             self.stash.begin()
             selection.begin()
             plan, refined = self.book.expect(entry)
-            course = Course(self.stash, plan, timed=not refined)
+            course = Course(self.stash, plan, selection.gradient_bytes, timed=not refined)
             self._entries[course] = entry
         return Forward(self, course, entry, Saving(course, self.stash, selection, self._use))
 
@@ -75,6 +73,8 @@ class Passes:
             backward.courses[item.course] = None
         if item.round != backward_round:
             item.round, item.seen = backward_round, 0
+            if backward is not None and not item.course.calls:
+                item.course.end_forward()
             item.course.used(item, backward_round, recorded=backward is not None)
         else:
             if item.memory is None:  # a part of a graph is gone through twice
@@ -86,7 +86,7 @@ class Passes:
     def _backward(self) -> "_Backward | None":
         """The backward that asks. Several may take turns on one device, and be nested."""
         task = torch._C._current_graph_task_id()
-        if task == _NO_TASK:
+        if task == NO_TASK:
             return None
         backward = self._backwards.get(task)
         if backward is None:
@@ -104,7 +104,7 @@ class Passes:
             for course in backward.courses:
                 course.end_backward()
                 elsewhere = any(course in other.courses for other in self._backwards.values())
-                if completed and course.timed and not course.learned and not elsewhere:
+                if completed and course.is_over and course.timed and not course.learned and not elsewhere:
                     course.learned = True
                     self.book.learn(self._entries[course], course, self._lanes.tick())
 
@@ -117,6 +117,19 @@ class Forward:
         self._course = course
         self._entry = entry
         self._saving = saving
+
+    def enter(self) -> None:
+        """A call of the model begins: a backward within it is a part of this forward."""
+        self._course.calls += 1
+
+    def leave(self) -> None:
+        """The call ends."""
+        self._course.calls -= 1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, by itself or because its backward has begun."""
+        return self._course.is_over
 
     @property
     def is_gone(self) -> bool:
@@ -173,8 +186,3 @@ class _EndOfBackward:
 
     def __del__(self) -> None:
         self._backward.passes.end_of_backward(self._backward, completed=False)
-
-
-def in_backward() -> bool:
-    """Whether this thread runs a backward now."""
-    return torch._C._current_graph_task_id() != _NO_TASK

@@ -17,13 +17,14 @@ from millrace.activations.stash import Stash
 from millrace.engine.handles import check_version
 from millrace.memory.arena import KERNEL_ALIGNMENT_BYTES
 
-__all__ = ["Saving", "may_save", "pop_left_over"]
+__all__ = ["NO_TASK", "Saving", "in_backward", "may_save", "pop_left_over"]
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _hooks_are_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
+NO_TASK = -1  # autograd's number of the graph task where there is none
 _WHOLE_SHARE = 0.5  # a view of at least so much of its storage has all of it saved: the other views come too, mostly
 
 
@@ -94,7 +95,7 @@ class Saving:
         _pop_hooks()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if not self._selection.wants(tensor):
+        if self._course.is_over or not self._selection.wants(tensor):
             # Detached: an output that is saved by the very node that made it would keep the graph alive for good.
             return _Kept(tensor.detach(), tensor._version)
         with self._stash.lock:
@@ -155,6 +156,11 @@ class Saving:
         if item.seen >= item.handles:
             self._stash.put_back(item)
         return tensor
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward now."""
+    return torch._C._current_graph_task_id() != NO_TASK
 
 
 def may_save() -> bool:

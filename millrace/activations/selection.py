@@ -64,6 +64,13 @@ class Selection:
             if _is_plain(tensor) and tensor.device == self._device
         )
 
+    def gradient_bytes(self) -> int:
+        """What the gradients of the model's parameters take on the device now."""
+        model = self._model()
+        gradients = [] if model is None else [parameter.grad for parameter in model.parameters()]
+        here = [gradient for gradient in gradients if gradient is not None and gradient.device == self._device]
+        return sum(gradient.nbytes for gradient in here if _is_plain(gradient))
+
     def enter(self, module: nn.Module, name: str) -> None:
         """The call of a module begins."""
         self._names.append(name)

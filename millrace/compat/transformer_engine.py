@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 import millrace
-from millrace.activations.passes import Forward, Passes, in_backward
-from millrace.activations.saving import may_save
+from millrace.activations.passes import Forward, Passes
+from millrace.activations.saving import in_backward, may_save
 from millrace.activations.selection import Selection
 from millrace.activations.targets import named_layers
 from millrace.compat.sizes import module_bytes, parameter_pattern, tensor_bytes

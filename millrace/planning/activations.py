@@ -46,6 +46,8 @@ class ActivationProblem:
     - `offload_bytes`: at most so many leave; `most_in_flight`: at most so many copies out at once. None: no limit.
     - `other_seconds[j]`: how long the onload lane is taken by what else (weights) is sent for before the j-th use and
       after the one before it. Empty: nothing.
+    - `forward_other_bytes[k]`, `backward_other_bytes[j]`: what else is on the device, at most, from that save or use to
+      the next (values on their way, gradients). For the peak of the whole, not for decisions. Empty: nothing.
     """
 
     saved: tuple[Saved, ...]
@@ -57,6 +59,8 @@ class ActivationProblem:
     offload_bytes: int | None = None
     most_in_flight: int | None = None
     other_seconds: tuple[float, ...] = ()
+    forward_other_bytes: tuple[int, ...] = ()
+    backward_other_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.forward_seconds) != len(self.saved):
@@ -69,6 +73,9 @@ class ActivationProblem:
             raise ValueError(
                 f"other_seconds has {len(self.other_seconds)} entries; give one for each of the uses, or none"
             )
+        others = len(self.forward_other_bytes), len(self.backward_other_bytes)
+        if others not in ((0, 0), (len(self.saved), len(self.uses))):
+            raise ValueError(f"other bytes are given for {others} saves and uses; give one for each, or none")
 
     @property
     def nbytes(self) -> int:
@@ -87,6 +94,8 @@ class ActivationPlan:
 
     `releases[k]`: whose device memory goes right after the k-th save. `reloads[j]`: what is sent for at the j-th use,
     in this order, behind what that use needs itself. `offloaded`: all that leave; the rest is not copied.
+    `peak_bytes`: the most of them on the device at once; `saving_bytes`: by how much the device's peak is lower than if
+    all stayed, with what else it holds at each moment.
     `beyond_bytes`: what neither fits `budget_bytes` nor hides behind compute; `recompute` names the modules whose
     recomputation (gradient checkpointing) would save at least that.
     """
@@ -97,6 +106,7 @@ class ActivationPlan:
     offloaded: frozenset[int]
     host_bytes: int
     peak_bytes: int
+    saving_bytes: int
     seconds: float
     stall_seconds: float
     beyond_bytes: int
@@ -149,6 +159,7 @@ def _plan(problem: ActivationProblem, walk: _Walk, beyond_bytes: int) -> Activat
         offloaded=frozenset(walk.away),
         host_bytes=sum(problem.saved[index].nbytes for index in walk.away),
         peak_bytes=walk.peak_bytes,
+        saving_bytes=_Walk(problem, problem.nbytes).whole_peak_bytes - walk.whole_peak_bytes,
         seconds=walk.seconds,
         stall_seconds=max(0.0, walk.seconds - problem.compute_seconds),
         beyond_bytes=beyond_bytes,
@@ -178,6 +189,7 @@ class _Walk:
         self._budget_bytes = budget_bytes
         self.seconds = 0.0
         self.peak_bytes = 0
+        self.whole_peak_bytes = 0  # with what else is on the device
         self.away: set[int] = set()
         self.releases: list[list[int]] = [[] for _ in problem.saved]
         self.reloads: list[list[int]] = [[] for _ in problem.uses]
@@ -189,8 +201,12 @@ class _Walk:
         self._held_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self._held_bytes)
 
+    def _between(self, other_bytes: int) -> None:
+        self.whole_peak_bytes = max(self.whole_peak_bytes, self._held_bytes + other_bytes)
+
     def _forward(self) -> None:
         problem = self._problem
+        others = problem.forward_other_bytes or (0,) * len(problem.saved)
         lane_end = 0.0
         ends: dict[int, float] = {}
         waiting: deque[int] = deque()  # may leave, in the order of saving
@@ -198,6 +214,7 @@ class _Walk:
         left_bytes = problem.nbytes if problem.offload_bytes is None else problem.offload_bytes
         for index, saved in enumerate(problem.saved):
             self._hold(saved.nbytes)
+            self._between(others[index])
             if index in reloadable and saved.alone_at is not None and saved.nbytes <= left_bytes:
                 left_bytes -= saved.nbytes
                 lane_end = max(lane_end, self.seconds) + saved.offload_seconds
@@ -215,6 +232,7 @@ class _Walk:
                 self._held_bytes -= problem.saved[candidate].nbytes
                 self.away.add(candidate)
                 self.releases[index].append(candidate)
+            self._between(others[index])
             self.seconds += problem.forward_seconds[index]
 
     def _crowded(self, waiting: Sequence[int], ends: dict[int, float]) -> bool:
@@ -223,6 +241,7 @@ class _Walk:
 
     def _backward(self) -> None:
         problem = self._problem
+        others = problem.backward_other_bytes or (0,) * len(problem.uses)
         began = self.seconds
         lane_end = 0.0
         arrival: dict[int, float] = {}
@@ -247,6 +266,7 @@ class _Walk:
             while pending and self._held_bytes + problem.saved[pending[0]].nbytes <= self._budget_bytes:
                 self.reloads[position].append(pending[0])
                 send_for(pending.popleft())
+            self._between(others[position])
             self.seconds += problem.backward_seconds[position]
         # What else uses the lane has its own deadlines: what does not fit into backward with it delays the step.
         busy = math.fsum(problem.other_seconds) + math.fsum(problem.saved[index].onload_seconds for index in arrival)

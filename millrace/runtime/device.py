@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 __all__ = [
+    "allocated_bytes",
     "can_register_host_memory",
     "free_device_bytes",
     "is_accelerator",
@@ -54,6 +55,11 @@ def is_accelerator(device: torch.device) -> bool:
 def is_capturing(device: torch.device) -> bool:
     """Whether work on the device is being captured into a graph (CUDA and ROCm)."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes of tensors on the accelerator now; 0 on the CPU, where nobody counts."""
+    return torch.accelerator.memory_allocated(device) if is_accelerator(device) else 0
 
 
 def free_device_bytes(device: torch.device) -> int:

@@ -1,0 +1,104 @@
+"""When does a forward begin and end? With the outermost call of the model, or with a block of code around calls.
+
+One thread at a time: calls of another one meanwhile go as without millrace, as do those of a part of the model alone.
+"""
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from millrace.activations.book import entry_of
+from millrace.activations.passes import Forward, Passes
+from millrace.activations.saving import in_backward, may_save, pop_left_over
+from millrace.activations.selection import Selection
+from millrace.errors import StateError
+
+__all__ = ["Calls"]
+
+
+class Calls:
+    """The calls of one model. `check` raises where the model cannot be offloaded now."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        passes: Passes,
+        selection: Selection,
+        names: Mapping[nn.Module, str],
+        check: Callable[[], None],
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._passes = passes
+        self._selection = selection
+        self._names = names
+        self._check = check
+        self._thread: int | None = None  # whose block or outermost call is under way
+        self._forward: Forward | None = None  # that it has begun
+
+    @contextlib.contextmanager
+    def calling(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """A watched module is called, in a forward or a recomputation."""
+        if self._is_ours():
+            with self._inside(module, args, kwargs):
+                yield
+        elif module is self._model() and not in_backward() and torch.is_grad_enabled():
+            with self.block(), self.calling(module, args, kwargs) if self._is_ours() else contextlib.nullcontext():
+                yield
+        else:
+            yield
+
+    @contextlib.contextmanager
+    def block(self) -> Iterator[None]:
+        """A forward from the model's first call inside to the end."""
+        if self._is_ours():
+            raise StateError("forward() is entered inside of another one, or of a call of the model; leave that first")
+        with self._passes.stash.lock:
+            is_first, self._thread = self._thread is None, self._thread or threading.get_ident()
+        if not is_first:
+            yield
+            return
+        completed = False
+        try:
+            pop_left_over(self._passes.stash)
+            yield
+            completed = True
+        finally:
+            self._end(completed=completed)
+            self._thread = None
+
+    def _is_ours(self) -> bool:
+        return self._thread == threading.get_ident()
+
+    @contextlib.contextmanager
+    def _inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        outermost = module is self._model() and not in_backward() and torch.is_grad_enabled()
+        if outermost and (self._forward is None or self._forward.is_over):
+            self._begin(module, args, kwargs)
+        forward = self._forward if outermost else None
+        if forward is not None:
+            forward.enter()
+        self._selection.enter(module, self._names.get(module, ""))
+        try:
+            yield
+        finally:
+            self._selection.leave(module)
+            if forward is not None:
+                forward.leave()
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._end(completed=True)  # of one whose backward has begun in the same block
+        if may_save():
+            self._check()
+            self._forward = self._passes.begin(entry_of(args, kwargs, module.training), self._selection)
+            self._forward.push()
+
+    def _end(self, *, completed: bool) -> None:
+        forward, self._forward = self._forward, None
+        if forward is not None:
+            forward.pop()
+            forward.end(completed=completed)
