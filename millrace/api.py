@@ -258,7 +258,7 @@ class Offloaded:
             RunRecord(
                 device=str(self._config.device),
                 stats=dataclasses.asdict(self.stats()),
-                spans=tuple(self._meter.spans()),
+                spans=tuple(self._meter.spans(() if self.activations is None else self.activations.moved())),
                 samples=tuple(self._meter.samples()),
                 planned=None if self.plan is None else Planned(**dataclasses.asdict(self.plan.predicted)),
                 rates=probed_rates(self._config.device),

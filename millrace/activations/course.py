@@ -67,6 +67,7 @@ class Course:
         self.is_over = False  # the forward
         self.calls = 0  # of the model, that are under way
         self.learned = False
+        self.used_unplanned = False  # its backward went further than that which the plan was made of
         self.saves: list[SaveRecord] = []
         self.uses: list[UseRecord] = []
         self._positions: dict[int, int] = {}  # of first uses that were recorded, by the item's index
@@ -80,12 +81,17 @@ class Course:
         return None if self.strayed else self.plan
 
     @property
+    def is_part(self) -> bool:
+        """Whether its backward used less than that which the plan was made of."""
+        return self.plan is not None and not self.plan.position_of_use.keys() <= self._positions.keys()
+
+    @property
     def is_gone(self) -> bool:
         """Whether all that it saved has been let go of."""
         return bool(self._items) and all(ref() is None for ref in self._items)
 
     # forward ----------------------------------------------------------------------------------------------------------
-    def saved(self, item: Item, name: str) -> None:
+    def saved(self, item: Item) -> None:
         """Autograd saved an item for the first time: it is sent out, and others are let go of."""
         asked = self._stash.lanes.tick() if self.timed else None
         self._items.append(weakref.ref(item))
@@ -96,9 +102,9 @@ class Course:
         for other in self._to_let_go(item.index):
             self._stash.let_go(other)
         if self.timed:
-            weights_bytes = self._stash.meter.lane_use.weights_bytes
-            others = self._look_at_others()
-            self.saves.append(SaveRecord(item.nbytes, name, asked, self._stash.lanes.tick(), weights_bytes, others))
+            weights_bytes, others = self._stash.meter.lane_use.weights_bytes, self._look_at_others()
+            began = self._stash.lanes.tick()
+            self.saves.append(SaveRecord(item.nbytes, item.name, asked, began, weights_bytes, others))
             self._shared.append(item)
             self.look_who_is_alone()
 
@@ -157,7 +163,9 @@ class Course:
     def used(self, item: Item, backward_round: int, *, recorded: bool) -> None:
         """Backward needs the item, for the first time in this backward: it is there when compute goes on."""
         stash = self._stash
-        recorded = recorded and self.is_over and self.timed and not self.learned and item.index not in self._positions
+        recorded = recorded and self.is_over
+        self.used_unplanned |= recorded and self.plan is not None and item.index not in self.plan.position_of_use
+        recorded = recorded and self.timed and not self.learned and item.index not in self._positions
         asked = stash.lanes.tick() if recorded else None
         if item.place is Place.AWAY:
             stash.meter.demand_onloads += 1

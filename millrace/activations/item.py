@@ -39,11 +39,13 @@ class Item:
         nbytes: int,
         root: torch.Tensor,
         stream: Any,
+        name: str,
     ) -> None:
         self.course = course
         self.index = index  # in the order of saving
         self.nbytes = nbytes
         self.stream = stream  # on which it was saved, and is used
+        self.name = name  # of the module that saved it
         self.start = start  # bytes from the beginning of the storage it was saved from
         self.memory: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
             storage, start, (nbytes,), (1,)

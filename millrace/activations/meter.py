@@ -2,8 +2,8 @@
 
 from collections import deque
 
-from millrace.engine.meter import LaneUse, LinkSpeed
-from millrace.runtime.lanes import Lanes, LateTransfer, Tick, Transfer
+from millrace.engine.meter import LaneUse, LinkSpeed, Moved
+from millrace.runtime.lanes import Lane, Lanes, LateTransfer, Tick, Transfer
 
 __all__ = ["ActivationMeter"]
 
@@ -18,9 +18,7 @@ class ActivationMeter:
         self._lanes = lanes
         self.lane_use = lane_use
         self._waits: deque[tuple[Tick, Tick]] = deque()
-        self._copies: dict[str, deque[tuple[int, Tick, Tick]]] = {
-            name: deque(maxlen=_REMEMBERED_COPIES) for name in ("offload", "onload")
-        }
+        self._copies: dict[Lane, deque[Moved]] = {lane: deque(maxlen=_REMEMBERED_COPIES) for lane in Lane}
         self.spill_seconds_per_byte = self.fetch_seconds_per_byte = 0.0  # the best that was seen; 0: no disk
         self.reset()
 
@@ -32,11 +30,11 @@ class ActivationMeter:
         self._stall_seconds = 0.0
         self._waits.clear()
 
-    def offloaded(self, transfer: Transfer) -> None:
+    def offloaded(self, transfer: Transfer, name: str) -> None:
         """A copy to the host was submitted."""
         self.offloads += 1
         self.offload_bytes += transfer.nbytes
-        self._copies["offload"].append((transfer.nbytes, transfer.begun, transfer.done))
+        self._keep(transfer, name)
 
     def onloaded(self, nbytes: int) -> None:
         """A copy to the device was submitted, or will be as soon as its bytes have come from disk."""
@@ -44,9 +42,9 @@ class ActivationMeter:
         self.onload_bytes += nbytes
         self.lane_use.activations_bytes += nbytes
 
-    def arrived(self, transfer: Transfer | LateTransfer) -> None:
+    def arrived(self, transfer: Transfer | LateTransfer, name: str) -> None:
         """Compute was told to wait for a copy to the device."""
-        self._copies["onload"].append((transfer.nbytes, transfer.begun, transfer.done))
+        self._keep(transfer, name)
 
     def spilled(self, nbytes: int, seconds: float) -> None:
         """Bytes went to disk."""
@@ -73,10 +71,18 @@ class ActivationMeter:
     def speeds(self) -> tuple[LinkSpeed, LinkSpeed]:
         """How long the last copies to the host, and to the device, took; waits until they are done."""
         offload, onload = (
-            LinkSpeed([(nbytes, self._lanes.seconds(begun, done)) for nbytes, begun, done in copies])
-            for copies in self._copies.values()
+            LinkSpeed([(nbytes, self._lanes.seconds(begun, done)) for _, _, nbytes, begun, done in self._copies[lane]])
+            for lane in (Lane.OFFLOAD, Lane.ONLOAD)
         )
         return offload, onload
+
+    def moved(self) -> list[Moved]:
+        """The last copies each way."""
+        return [copy for copies in self._copies.values() for copy in copies]
+
+    def _keep(self, transfer: Transfer | LateTransfer, name: str) -> None:
+        what = f"activation of {name}" if name else "activation"
+        self._copies[transfer.lane].append(Moved(transfer.lane, what, transfer.nbytes, transfer.begun, transfer.done))
 
     def _read(self) -> None:
         self._stall_seconds += self._lanes.seconds(*self._waits.popleft())

@@ -17,7 +17,7 @@ from millrace.activations.targets import check_targets, chosen_layers, chosen_mo
 from millrace.activations.watched import make_watched, unwatch, watcher_of
 from millrace.config import ActivationConfig, Size
 from millrace.engine.managed import site_of
-from millrace.engine.meter import LaneUse
+from millrace.engine.meter import LaneUse, Moved
 from millrace.errors import StateError
 from millrace.memory.disk import DiskStore
 from millrace.memory.ledger import Ledger, Tier
@@ -160,6 +160,10 @@ class ActivationOffloading:
             skipped=self._selection.skipped_kinds,
             pool_growths=self._stash.pool.grown,
         )
+
+    def moved(self) -> list[Moved]:
+        """The last copies each way, for a timeline."""
+        return self._meter.moved()
 
     def reset_stats(self) -> None:
         """Counters and peaks start anew."""

@@ -103,10 +103,17 @@ class Passes:
             self.stash.settle()
             for course in backward.courses:
                 course.end_backward()
-                elsewhere = any(course in other.courses for other in self._backwards.values())
-                if completed and course.is_over and course.timed and not course.learned and not elsewhere:
-                    course.learned = True
-                    self.book.learn(self._entries[course], course, self._lanes.tick())
+                if completed and course.is_over and not course.learned:
+                    self._learn(course)
+
+    def _learn(self, course: Course) -> None:
+        if any(course in other.courses for other in self._backwards.values()):  # a backward within another one
+            return
+        if course.timed and not course.is_part:
+            course.learned = True
+            self.book.learn(self._entries[course], course, self._lanes.tick())
+        elif course.used_unplanned and not course.timed:
+            self.book.forget(self._entries[course])
 
 
 class Forward:

@@ -113,7 +113,8 @@ class Saving:
         if item is not None:
             self._items[key] = item
             return _Handle(item, tensor, self._stash)
-        item = Item(self._course, self._count, storage, start, nbytes, root, self._stash.streams.now())
+        stream, name = self._stash.streams.now(), self._selection.name
+        item = Item(self._course, self._count, storage, start, nbytes, root, stream, name)
         whole = nbytes == storage.nbytes()
         del storage  # a holder that would count as somebody else
         self._count += 1
@@ -121,7 +122,7 @@ class Saving:
         handle = _Handle(item, tensor, self._stash)
         if whole:
             self._whole[key[0]] = weakref.ref(item), handle.counter, handle.version
-        self._course.saved(item, self._selection.name)
+        self._course.saved(item)
         return handle
 
     def _same_memory(self, tensor: torch.Tensor, address: int, nbytes: int) -> Item | None:

@@ -51,7 +51,7 @@ class Stash:
         item.leaving = self.lanes.copy(Lane.OFFLOAD, [(slab.memory[: item.nbytes], item.memory)], self.lanes.mark())
         self._submitting = False
         self.ledger.add(Tier.DEVICE, PURPOSE, item.nbytes)
-        self.meter.offloaded(item.leaving)
+        self.meter.offloaded(item.leaving, item.name)
 
     def let_go(self, item: Item) -> None:
         """Compute waits for the copy to the host, then the device memory goes."""
@@ -81,7 +81,7 @@ class Stash:
             self._wait(transfer.done)
             item.arriving = None
             item.note_version()
-            self.meter.arrived(transfer)
+            self.meter.arrived(transfer, item.name)
 
     def memory_of(self, item: Item) -> torch.Tensor:
         """The device bytes of an item that is there, for the stream that computes now."""

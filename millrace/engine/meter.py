@@ -2,8 +2,10 @@
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from millrace.memory.disk import Access, DiskLog
 from millrace.memory.ledger import Ledger, Tier
@@ -11,7 +13,17 @@ from millrace.planning import Phase
 from millrace.report.record import Sample, Span
 from millrace.runtime.lanes import Lane, Lanes, LateTransfer, Tick, Transfer
 
-__all__ = ["LaneUse", "LinkSpeed", "Meter", "Timing", "VisitRecord"]
+__all__ = ["LaneUse", "LinkSpeed", "Meter", "Moved", "Timing", "VisitRecord"]
+
+
+class Moved(NamedTuple):
+    """Copies that were submitted together."""
+
+    lane: Lane
+    what: str
+    nbytes: int
+    begun: Tick
+    done: Tick
 
 
 @dataclass
@@ -71,8 +83,7 @@ class Meter:
         self._ledger = ledger
         self._unread: deque[tuple[list[VisitRecord], Tick]] = deque()
         self.last_cycle: tuple[list[VisitRecord], Tick] | None = None
-        # Lane, what, bytes, begun, done.
-        self.last_transfers: deque[tuple[Lane, str, int, Tick, Tick]] = deque(maxlen=1024)
+        self.last_transfers: deque[Moved] = deque(maxlen=1024)
         self.lane_use = LaneUse()
         self.disk_log = DiskLog()
         self._cycle_began_at = self._last_cycle_began_at = 0.0  # seconds of `time.perf_counter`
@@ -147,8 +158,8 @@ class Meter:
         held = self._ledger.held_bytes
         return Sample(0.0, held(Tier.DEVICE), held(Tier.HOST), held(Tier.DISK), time.time_ns())
 
-    def spans(self) -> list[Span]:
-        """The last cycle and the copies since its beginning. Waits for them."""
+    def spans(self, others: Sequence[Moved] = ()) -> list[Span]:
+        """The last cycle and the copies since its beginning, of `others` too. Waits for them."""
         if self.last_cycle is None:
             return []
         visits, end = self.last_cycle
@@ -160,7 +171,7 @@ class Meter:
             if timing.stall_seconds > 0:
                 spans.append(Span("compute", "stall", begin, timing.stall_seconds, what=name))
             spans.append(Span("compute", name, begin + timing.stall_seconds, timing.compute_seconds))
-        for lane, what, nbytes, begun, done in self.last_transfers:
+        for lane, what, nbytes, begun, done in (*self.last_transfers, *others):
             begin = self._lanes.seconds(first, begun)
             if begin >= 0:
                 seconds = self._lanes.seconds(begun, done)
@@ -204,4 +215,4 @@ class Meter:
         return LinkSpeed([(size, self._lanes.seconds(begun, done)) for size, begun, done in loads])
 
     def _keep(self, transfer: Transfer | LateTransfer, what: str) -> None:
-        self.last_transfers.append((transfer.lane, what, transfer.nbytes, transfer.begun, transfer.done))
+        self.last_transfers.append(Moved(transfer.lane, what, transfer.nbytes, transfer.begun, transfer.done))

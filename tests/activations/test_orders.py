@@ -117,6 +117,24 @@ def test_orders(order: Script, budget: int | None, compute_device: torch.device)
     assert handle.stats().host_held_bytes == 0
 
 
+def test_a_backward_of_a_part_does_not_spoil_the_plan(compute_device: torch.device) -> None:
+    """Whichever comes first: the plan that is kept is of the backward that goes furthest."""
+
+    def part(model: Stack) -> None:
+        torch.autograd.grad(loss_of(model, compute_device, 0), list(model.layers[6].parameters()))
+
+    for partial in ((0, 1, 2), (1,), (3, 5)):
+        model = Stack().to(compute_device)
+        with millrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
+            for index in range(8):
+                if index in partial:
+                    part(model)
+                else:
+                    step(model, rows(compute_device))
+            assert handle.plan is not None
+            assert len(handle.plan.offloaded) >= 6
+
+
 # broken off ---------------------------------------------------------------------------------------------------------
 class Trap(nn.Module):
     """Raises in forward or in backward when it is armed."""

@@ -181,3 +181,33 @@ def test_compute_waits_for_the_arrival(emu_device: ModuleType, monkeypatch) -> N
     reports = found(emu_device)
     assert "read-after-write" in reports
     assert "copy H2D" in reports
+
+
+@pytest.mark.emu("random:0")
+@pytest.mark.parametrize("takes_edge_away", [False, True])
+def test_host_memory_is_given_away_behind_its_copies(
+    emu_device: ModuleType, monkeypatch, takes_edge_away: bool
+) -> None:
+    """A backward of a part sends for what nobody waits for; then the next forward takes that host memory."""
+    kept: list[Tensor] = []
+    put_back = Stash.put_back
+
+    def altered(self, item):
+        if item.arriving is not None and item.memory is not None:
+            kept.append(item.memory)  # so that the device memory's own edge stays
+            item.arriving = None
+        put_back(self, item)
+
+    model = Stack().to("emu")
+    with millrace.offload_activations(model, min_bytes=0, device_memory=3 * SAVED_BYTES):
+        for _ in range(3):
+            step(model, rows("emu"))
+        if takes_edge_away:
+            monkeypatch.setattr(Stash, "put_back", altered)
+        torch.autograd.grad(model(rows("emu")).square().sum(), list(model.layers[5].parameters()))
+        step(model, rows("emu"))
+    if takes_edge_away:
+        assert kept
+        reports = found(emu_device)
+        assert "write-after-read: copy D2H" in reports
+        assert "copy H2D" in reports

@@ -132,6 +132,23 @@ def test_the_report_speaks_of_both(compute_device: torch.device) -> None:
     assert type(model) is Stack
 
 
+def test_copies_are_in_the_timeline(compute_device: torch.device) -> None:
+    model = Stack()
+    with millrace.offload(model, device=compute_device, activations={"min_bytes": 0, "device_memory": 0}) as handle:
+        for _ in range(4):
+            step(model, rows(compute_device))
+        record = handle.report().record
+        assert handle.activations is not None
+        plan = handle.activations.plan
+    assert plan is not None
+    for lane in ("offload", "onload"):
+        spans = [span for span in record.of_lane(lane) if span.what.startswith("activation of ")]
+        assert sum(span.nbytes for span in spans) == plan.host_bytes
+        saved_by = {plan.problem.saved[index].name for index in plan.offloaded}
+        assert {span.what for span in spans} == {f"activation of {name}" for name in saved_by}
+        assert all(0 <= span.begin_seconds <= record.step_seconds for span in spans)
+
+
 def test_what_cannot_be_combined_is_refused() -> None:
     model = Stack(2)
     with millrace.offload(model, device="cpu"), pytest.raises(millrace.StateError, match="activations=True"):
