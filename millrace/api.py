@@ -181,6 +181,7 @@ class Offloaded:
             self._meter,
             waits_by_itself=lambda optimizer: isinstance(optimizer, HostOptimizer) and optimizer.overlaps,
             skipped=lambda optimizer: isinstance(optimizer, HostOptimizer) and optimizer.last_step_skipped,
+            not_finite=lambda optimizer: optimizer.not_finite_steps if isinstance(optimizer, HostOptimizer) else 0,
         )
         self._steps.watch()
         _live_handles.add(self)
@@ -243,11 +244,13 @@ class Offloaded:
             compute_seconds=compute_seconds,
             steps=self._meter.steps,
             skipped_steps=self._meter.skipped_steps,
+            not_finite_steps=self._steps.not_finite_steps(),
         )
 
     def reset_stats(self) -> None:
         """Counters and peaks start anew."""
         self._meter.reset()
+        self._steps.reset()
         self._ledger.reset_peaks()
         if self.activations is not None:
             self.activations.reset_stats()

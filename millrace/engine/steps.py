@@ -22,7 +22,7 @@ class OptimizerSteps:
     """The steps that concern one offloaded model, from `watch()` to `unwatch()`.
 
     `waits_by_itself` says of an optimizer that it waits for each block when it comes to it, `skipped` that it has just
-    left everything as it was because gradients were not finite.
+    left everything as it was because gradients were not finite, `not_finite` how many of its steps took such ones.
     """
 
     _watching: ClassVar["weakref.WeakSet[OptimizerSteps]"] = weakref.WeakSet()
@@ -35,12 +35,15 @@ class OptimizerSteps:
         *,
         waits_by_itself: Callable[[Optimizer], bool],
         skipped: Callable[[Optimizer], bool],
+        not_finite: Callable[[Optimizer], int],
     ) -> None:
         self._engine = engine
         self._executor = executor
         self._meter = meter
         self._waits_by_itself = waits_by_itself
         self._skipped = skipped
+        self._not_finite = not_finite
+        self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # and counted before
 
     def watch(self) -> None:
         """From now on."""
@@ -49,6 +52,15 @@ class OptimizerSteps:
     def unwatch(self) -> None:
         """From now on no more."""
         self._watching.discard(self)
+
+    def not_finite_steps(self) -> int:
+        """Steps since the last `reset` that took gradients that were not finite. Waits for updates under way."""
+        return sum(self._not_finite(optimizer) - before for optimizer, before in list(self._seen.items()))
+
+    def reset(self) -> None:
+        """Counts anew."""
+        for optimizer in list(self._seen):
+            self._seen[optimizer] = self._not_finite(optimizer)
 
     @classmethod
     def before_any(cls, optimizer: Optimizer, *_: Any) -> None:
@@ -65,6 +77,8 @@ class OptimizerSteps:
     def _before(self, optimizer: Optimizer) -> None:
         """No copy may be reading homes that are written, and those of a checkpoint move to where writes are kept."""
         slots = self._slots_of(optimizer)
+        if slots and optimizer not in self._seen:
+            self._seen[optimizer] = self._not_finite(optimizer)
         with torch._C.DisableTorchFunctionSubclass():  # a look at a gradient would wait for updates that use it
             written = {id(slot) for slot in slots if slot.home.grad is not None}
         for block in (*self._engine.blocks, *self._engine.residents):

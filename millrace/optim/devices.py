@@ -32,6 +32,7 @@ class Member:
     parameter: torch.Tensor
     place: torch.Tensor  # the parameter's data, or the piece of it that this member is
     offset: int = 0  # of that piece in the parameter, in elements
+    step: int  # the number of the step, over all that the optimizer took
     weights: Weights
     state: dict[str, Any]
     gradient: torch.Tensor  # where the weights are once its batch is performed

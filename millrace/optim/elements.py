@@ -53,6 +53,7 @@ class ElementOptimizer(HostOptimizer):
         for member, item, state in zip(members, updates, states, strict=True):
             member.weights.performed(item.checksum)
             member.updated = True
+            self._not_finite.note(member.step, item.not_finite)
             member.state.clear()
             member.state.update(state)
         self._count_steps([member.state for member in members])
@@ -165,7 +166,13 @@ class ElementOptimizer(HostOptimizer):
                 place=part.start,
             )
 
-        disk.stream(wanted, lambda parts: update.perform([on_host(part) for part in parts], scale))
+        def update_parts(parts: list[Part]) -> None:
+            updates = [on_host(part) for part in parts]
+            update.perform(updates, scale)
+            for part, item in zip(parts, updates, strict=True):
+                self._not_finite.note(members[part.index].step, item.not_finite)
+
+        disk.stream(wanted, update_parts)
         for member, flat in zip(members, weights, strict=True):
             member.weights.performed(kernel.checksum(flat) if member.weights.form is Master.SPLIT else None)
             member.updated = True

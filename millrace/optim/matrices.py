@@ -38,6 +38,8 @@ class _MatrixOptimizer(HostOptimizer):
             stored = weights.exposed()
             exact = narrow.join(stored, master, weights.form)
             gradient = member.gradient.detach()
+            if gradient.numel():
+                self._not_finite.note(member.step, ~torch.linalg.vector_norm(gradient, torch.inf).isfinite())
             if scale != 1:
                 gradient = gradient * torch.tensor(scale, dtype=torch.float32)
             # In the shape and layout of the parameter: rows and columns matter here.

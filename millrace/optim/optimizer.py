@@ -14,6 +14,7 @@ from millrace.optim.disk_state import DiskState
 from millrace.optim.early import EarlyUpdates
 from millrace.optim.loading import values_from
 from millrace.optim.norms import GradientNorms
+from millrace.optim.not_finite import NotFiniteSteps
 from millrace.optim.options import Options
 from millrace.optim.overlap import Updater, by_unit
 from millrace.optim.refusals import check_gradient, check_one_model
@@ -25,6 +26,7 @@ __all__ = ["HostOptimizer"]
 
 _OWN = (
     "_options",
+    "_not_finite",
     "skipped_steps",
     "last_step_skipped",
     "last_grad_norm",
@@ -39,7 +41,7 @@ class HostOptimizer(Optimizer):
 
     `skipped_steps` counts steps that were skipped because the norm of the gradients was not finite (with
     `max_grad_norm`); `last_step_skipped` says whether the last one was, and `last_grad_norm` is its norm before
-    clipping.
+    clipping. `not_finite_steps` counts steps that were not skipped although some gradient was not finite.
     """
 
     # Names of the state that has its parameter's shape, in the state dtype.
@@ -48,6 +50,7 @@ class HostOptimizer(Optimizer):
 
     def __init__(self, params: Any, *, options: Options, **stock: Any) -> None:
         self._options = options
+        self._not_finite = NotFiniteSteps()
         self.skipped_steps = 0
         self.last_step_skipped = False
         self.last_grad_norm: float | None = None
@@ -102,7 +105,17 @@ class HostOptimizer(Optimizer):
             self._early.end_step(self._places())
         if self._norms is not None:
             watch(self._norms, self._places())
+        self._not_finite.number += 1
         return loss
+
+    @property
+    def not_finite_steps(self) -> int:
+        """How many steps updated weights with gradients of which some were NaN or infinite. Waits for updates.
+
+        Those that `max_grad_norm` skipped are not among them.
+        """
+        self.synchronize()
+        return self._not_finite.count()
 
     @property
     def overlaps(self) -> bool:
@@ -248,6 +261,7 @@ class HostOptimizer(Optimizer):
             group=group,
             parameter=parameter,
             place=parameter.detach(),
+            step=self._not_finite.number,
             weights=self._weights_of(parameter),
             state=self.entries[parameter],
             gradient=gradient,

@@ -18,7 +18,8 @@ class Stats:
     `compute_seconds` the rest of the visits' time. `onload_bytes` went to the device in `onloads` transfers,
     `offload_bytes` are gradients that left it, `fetch_bytes` were read from disk and `spill_bytes` written there.
     `steps` counts optimizer steps over managed parameters, `skipped_steps` those of them that changed nothing because
-    gradients were not finite (with `max_grad_norm` of an optimizer of millrace).
+    gradients were not finite (with `max_grad_norm` of an optimizer of millrace), `not_finite_steps` those in which such
+    an optimizer updated weights with gradients that were not.
     """
 
     device_peak_bytes: int
@@ -37,6 +38,7 @@ class Stats:
     compute_seconds: float
     steps: int
     skipped_steps: int
+    not_finite_steps: int
 
     @property
     def stall_share(self) -> float:
@@ -68,7 +70,9 @@ class Stats:
         return [("on disk", format_bytes(self.disk_bytes)), ("from and to disk", moved)]
 
     def _skips(self) -> str:
-        return f", {self.skipped_steps} skipped: gradients were not finite" if self.skipped_steps else ""
+        skipped = f", {self.skipped_steps} skipped: gradients were not finite" if self.skipped_steps else ""
+        taken = f", {self.not_finite_steps} took gradients that were not finite" if self.not_finite_steps else ""
+        return skipped + taken
 
     def to_text(self) -> str:
         """The numbers as a small table, each measured one beside its limit."""

@@ -70,6 +70,43 @@ def test_steps_skipped_for_gradients_that_are_not_finite_are_reported(emu_device
 
 
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+def test_steps_that_took_gradients_that_are_not_finite_are_reported(emu_device: ModuleType, overlap: str) -> None:
+    """Clipping does not find them: with a norm that is NaN it makes every gradient NaN."""
+    net = model(torch.float32)
+    with millrace.offload(net, device="emu", device_memory=3 * 24 * 32 * 4, blocks=list(net)) as handle:
+        optimizer = AdamW(net.parameters(), lr=0.01, overlap=overlap)
+        train(net, optimizer, 3)
+        assert handle.stats().not_finite_steps == 0
+        net(torch.full((6, 24), torch.inf)).sum().backward()
+        if overlap != "backward":
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert (handle.stats().steps, handle.stats().not_finite_steps, optimizer.not_finite_steps) == (4, 1, 1)
+        assert "4, 1 took gradients that were not finite" in str(handle.report())
+        handle.reset_stats()
+        assert handle.stats().not_finite_steps == 0
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion", "Adafactor", "Muon"])
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@pytest.mark.emu("random:0")
+def test_gradients_that_are_not_finite_are_counted_on_the_device(
+    emu_device: ModuleType, name: str, fraction: float
+) -> None:
+    weights = [torch.nn.Parameter(torch.ones(16, 40, device="emu")) for _ in range(2)]
+    optimizer = getattr(millrace.optim, name)(weights, device_fraction=fraction)
+    for step in range(5):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        if step in (1, 3):
+            weights[step // 2].grad[3, 7] = torch.nan if step == 1 else torch.inf
+        optimizer.step()
+    assert optimizer.not_finite_steps == 2
+    assert copy.deepcopy(optimizer).not_finite_steps == 2
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 def test_parameters_of_two_offloaded_models_are_refused(emu_device: ModuleType, overlap: str) -> None:
     one, other = model(torch.float32), model(torch.float32)
     both = [*one.parameters(), *other.parameters()]

@@ -25,6 +25,7 @@ FIGURES: dict[str, Any] = {
     "compute_seconds": 1.5,
     "steps": 12,
     "skipped_steps": 0,
+    "not_finite_steps": 0,
 }
 
 
@@ -48,6 +49,7 @@ def test_each_number_stands_beside_its_limit_or_share() -> None:
 
 def test_skipped_steps_are_told_when_there_are_any() -> None:
     assert rows(skipped_steps=2)["optimizer steps"] == "12, 2 skipped: gradients were not finite"
+    assert rows(not_finite_steps=3)["optimizer steps"] == "12, 3 took gradients that were not finite"
 
 
 def test_values_are_aligned() -> None:
