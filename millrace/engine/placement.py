@@ -23,7 +23,9 @@ __all__ = ["Placement", "Shelf", "place"]
 _CHUNK_BYTES = 8 * 2**20  # a request of this size has a drive's full speed
 _SMALLEST_CHUNK_BYTES = 2**12
 _RING_SHARE = 1 / 8  # of the host budget, for staging: what is more holds blocks
-_LARGE_RING_SHARE = 1 / 4  # where the device has no room for a block that is read ahead, and the ring is that room
+_MOST_RING_SHARE = 1 / 4  # where an eighth is too little for one of the next two
+_ENOUGH_CHUNKS = 16  # the drive has its four, and nobody waits for a thread's turn
+_AHEAD_BLOCKS = 3  # on the device, of the largest: where that has less room, the ring is where the next one comes to
 _FEWEST_CHUNKS = 4  # one that is read, one that leaves, and their followers
 
 
@@ -58,10 +60,11 @@ def place(sizes: Mapping[str, int], device_bytes: int, host_bytes: int, all_grad
     if total_bytes + 2 * gradient_bytes <= host_bytes:
         return Placement(gradient_bytes=gradient_bytes or None)
     largest_bytes = max(pages.values())
-    ring_bytes = min(int(host_bytes * _RING_SHARE), 2 * largest_bytes)
-    if device_bytes < 2 * largest_bytes:  # the next block waits in the ring while one computes
-        ring_bytes = max(ring_bytes, min(int(host_bytes * _LARGE_RING_SHARE), largest_bytes + chunk_bytes))
-    chunks = max(_FEWEST_CHUNKS, ring_bytes // chunk_bytes)
+    wanted_bytes = _ENOUGH_CHUNKS * chunk_bytes
+    if device_bytes < _AHEAD_BLOCKS * largest_bytes:
+        wanted_bytes = max(wanted_bytes, largest_bytes + chunk_bytes)
+    ring_bytes = max(host_bytes * _RING_SHARE, min(host_bytes * _MOST_RING_SHARE, wanted_bytes))
+    chunks = max(_FEWEST_CHUNKS, int(min(ring_bytes, 2 * largest_bytes)) // chunk_bytes)
     staging_bytes = chunks * chunk_bytes + 2 * gradient_bytes
     left_bytes = host_bytes - staging_bytes
     if left_bytes < 0:

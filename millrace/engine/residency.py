@@ -39,7 +39,7 @@ class Residency:
         self._lanes = lanes
         self._meter = meter
         self._fetching = fetching  # None: nothing rests on disk
-        self._buffers = DeviceBuffers(device, ledger)
+        self._buffers = DeviceBuffers(device, ledger, budget_bytes)
         self._consumed: Event | None = None  # the last copy that compute was told to wait for
         self._by_storage: dict[int, Block] = {}
 

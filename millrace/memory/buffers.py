@@ -3,7 +3,6 @@
 import mmap
 import sys
 import weakref
-from collections import defaultdict
 
 import torch
 
@@ -19,15 +18,17 @@ class DeviceBuffers:
     """Allocates and releases buffers on one device, and books them.
 
     An accelerator has a caching allocator with stream order; its buffers are booked from allocation to release. On the
-    CPU fresh memory costs page faults, so released buffers that nobody else refers to are kept and handed out again;
-    they are booked until their memory is truly gone, so a stray reference shows.
+    CPU fresh memory costs page faults (half a second for each GiB, more than a copy), so released buffers that nobody
+    else refers to are kept and handed out again, as far as all buffers together stay within `budget_bytes`; they are
+    booked until their memory is truly gone, so a stray reference shows.
     """
 
-    def __init__(self, device: torch.device, ledger: Ledger) -> None:
+    def __init__(self, device: torch.device, ledger: Ledger, budget_bytes: int) -> None:
         self._device = device
         self._ledger = ledger
+        self._budget_bytes = budget_bytes
         self._pooled = not is_accelerator(device)
-        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self._free: list[torch.Tensor] = []  # kept; what was released last comes last
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A uint8 tensor of shape (nbytes,). Contents are arbitrary."""
@@ -37,9 +38,11 @@ class DeviceBuffers:
             return buffer
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
-        if self._free[nbytes]:
-            return self._free[nbytes].pop()
-        self._free.clear()  # of other sizes: what is kept must not add to the budget
+        for index in reversed(range(len(self._free))):
+            if self._free[index].nbytes == nbytes:
+                return self._free.pop(index)
+        while self._free and self._ledger.held_bytes(Tier.DEVICE, _PURPOSE) + nbytes > self._budget_bytes:
+            del self._free[0]
         mapping = _Mapping(-1, nbytes)
         self._ledger.add(Tier.DEVICE, _PURPOSE, nbytes)
         weakref.finalize(mapping, self._ledger.add, Tier.DEVICE, _PURPOSE, -nbytes).atexit = False
@@ -50,7 +53,7 @@ class DeviceBuffers:
         if not self._pooled:
             self._ledger.add(Tier.DEVICE, _PURPOSE, -buffer.nbytes)
         elif _sole_owner(buffer):
-            self._free[buffer.nbytes].append(buffer)
+            self._free.append(buffer)
 
     def close(self) -> None:
         """Lets go of what is kept."""
