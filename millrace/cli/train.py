@@ -50,6 +50,12 @@ def add_train_command(commands: "argparse._SubParsersAction[Any]") -> None:
     memory.add_argument("--device", metavar="DEVICE", help="compute device (default: the accelerator, else cpu)")
     memory.add_argument("--device-memory", metavar="SIZE", help="for weights on the device (default: what is free)")
     memory.add_argument("--host-memory", metavar="SIZE", help="for weights in host RAM (default: what is free)")
+    memory.add_argument(
+        "--disk",
+        type=Path,
+        metavar="DIR",
+        help="for weights that fit in neither, and all optimizer state (default: none)",
+    )
     memory.add_argument("--gradient-checkpointing", action="store_true", help="recompute activations in backward")
 
     training = parser.add_argument_group("training")

@@ -12,7 +12,7 @@ from millrace.memory.ledger import Ledger
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["from_pretrained"]
+__all__ = ["from_pretrained", "open_pretrained"]
 
 
 def from_pretrained(
@@ -29,6 +29,17 @@ def from_pretrained(
     Raises CheckpointError when there is no config.json or no sound safetensors file, and what `millrace.offload`
     raises. Needs transformers.
     """
+    model, checkpoint = open_pretrained(path)
+    try:
+        model.requires_grad_(trainable)
+        return model, offload(model, checkpoint=checkpoint, **settings)
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def open_pretrained(path: str | os.PathLike[str]) -> "tuple[PreTrainedModel, Checkpoint]":
+    """The model whose weights are mapped files, and the files: for `millrace.offload(model, checkpoint=...)`."""
     directory = Path(path).expanduser()
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} has no config.json; give the directory of a transformers model")
@@ -47,10 +58,9 @@ def from_pretrained(
         weights = {name: checkpoint.tensor(name) for name in checkpoint.records}
         model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype="auto")
         weights.clear()
-        model.requires_grad_(trainable)
         if model.can_generate():
             _take_generation_config(model, directory)
-        return model, offload(model, checkpoint=checkpoint, **settings)
+        return model, checkpoint
     except BaseException:
         checkpoint.close()
         raise

@@ -26,6 +26,7 @@ class TrainConfig:
 
     `model` is a transformers directory; None stands for a small Llama with random weights and one token per byte,
     of `layers` x `hidden_size`. Memory is in bytes, as text such as "8GiB", or as a share of the weights ("25%").
+    `disk` is a directory for what fits in neither: weights and gradients, and all of the optimizer's state.
     `steps` are optimizer steps of `batch_size * accumulate` sequences; None means `epochs` times through the text.
     """
 
@@ -39,6 +40,7 @@ class TrainConfig:
     device: str | None = None
     device_memory: int | str | None = None
     host_memory: int | str | None = None
+    disk: Path | None = None
     steps: int | None = None
     epochs: float = 1.0
     batch_size: int = 4
@@ -79,10 +81,16 @@ class TrainConfig:
             raise TrainInputError(f"--dtype is {self.dtype!r}; give one of {', '.join(DTYPES)}")
         for name in ("device_memory", "host_memory"):
             self.budget_bytes(name, weight_bytes=0)
-        if self.plain and (self.device_memory is not None or self.host_memory is not None or self.compare_plain):
+        ours = ("device_memory", "host_memory", "disk", "compare_plain")
+        if self.plain and any(getattr(self, name) for name in ours):
             raise TrainInputError(
-                "--plain trains without millrace, so --device-memory, --host-memory and --compare-plain do not apply; "
-                "leave either side out"
+                f"--plain trains without millrace, so {', '.join(map(_option, ours))} do not apply; leave either side "
+                "out"
+            )
+        if self.disk is not None and self.model is not None and self.dtype is not None:
+            raise TrainInputError(
+                f"--disk reads the weights in {self.model} in place, in the dtype that they have; leave --dtype out, "
+                "or save the model in that dtype first"
             )
 
     def budget_bytes(self, name: str, *, weight_bytes: int) -> int | None:

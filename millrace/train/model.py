@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -14,6 +15,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from millrace.integrations.transformers import open_pretrained
+from millrace.memory.disk import Checkpoint
 from millrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer, encode_bytes
 from millrace.train.config import DTYPES, HEAD_SIZE, TrainConfig, TrainInputError
 
@@ -53,10 +56,19 @@ def load_tokens(config: TrainConfig) -> Tokens:
     return Tokens(encode=encode, tokenizer=tokenizer)
 
 
-def load_model(config: TrainConfig) -> PreTrainedModel:
-    """The model on the CPU, in training mode, with weights that follow from `config` alone. Raises TrainInputError."""
+def load_model(config: TrainConfig) -> tuple[PreTrainedModel, Checkpoint | None]:
+    """The model on the CPU, in training mode, with weights that follow from `config` alone. Raises TrainInputError.
+
+    With `config.disk` the weights of a saved model are mapped from its files, which come with it, and not loaded.
+    """
     torch.manual_seed(config.seed)
-    model = _built_in_model(config) if config.model is None else _saved_model(config.model, config)
+    checkpoint: Checkpoint | None = None
+    if config.model is None:
+        model = _built_in_model(config)
+    elif config.disk is None:
+        model = _saved_model(config.model, config)
+    else:
+        model, checkpoint = _mapped_model(config.model)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and config.sequence_length > longest:
         raise TrainInputError(
@@ -69,7 +81,7 @@ def load_model(config: TrainConfig) -> PreTrainedModel:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
     model.train()
-    return model
+    return model, checkpoint
 
 
 def check_vocabulary(model: PreTrainedModel, tokens: torch.Tensor) -> None:
@@ -109,6 +121,17 @@ def _saved_model(directory: Path, config: TrainConfig) -> PreTrainedModel:
             f"model directory {directory} holds no causal language model that transformers can load: "
             f"{_first_line(error)}"
         ) from error
+
+
+def _mapped_model(directory: Path) -> tuple[PreTrainedModel, Checkpoint]:
+    _check_directory(directory)
+    model, checkpoint = open_pretrained(directory)
+    if type(model) not in MODEL_FOR_CAUSAL_LM_MAPPING.values():
+        checkpoint.close()
+        raise TrainInputError(
+            f"model directory {directory} holds a {type(model).__name__}, which is no causal language model"
+        )
+    return model, checkpoint
 
 
 def _check_directory(directory: Path) -> None:

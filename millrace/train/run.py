@@ -1,11 +1,14 @@
 """What happens in one optimizer step? Forward and backward of each micro-batch, clipping, update."""
 
 import copy
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+import millrace.optim
 from millrace.train.config import TrainConfig
 
 
@@ -19,13 +22,18 @@ class Run:
         self._model = model
         self._device = device
         self._parameters = list(model.parameters())
-        self._optimizer = torch.optim.AdamW(
-            self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
-        )
+        self._optimizer = self._make_optimizer(config)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
             self._optimizer, lambda step: min(1.0, (step + 1) / (config.warmup_steps + 1))
         )
         self._max_grad_norm = config.max_grad_norm
+
+    def _make_optimizer(self, config: TrainConfig) -> torch.optim.Optimizer:
+        """AdamW; its state rests on disk where the model does."""
+        settings: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+        if config.disk is None:
+            return torch.optim.AdamW(self._parameters, **settings, fused=True)
+        return millrace.optim.AdamW(self._parameters, **settings, tier="disk", disk=config.disk / "optimizer")
 
     def step(self, batches: Sequence[torch.Tensor]) -> float:
         """One update from micro-batches of token ids (batch, length) int64; the mean of their losses."""
@@ -64,6 +72,9 @@ class PlainRun(Run):
             on_device = copy.deepcopy(model).to(device)
             self._copies = list(zip(self._parameters, on_device.parameters(), strict=True))
             self._model = on_device
+
+    def _make_optimizer(self, config: TrainConfig) -> torch.optim.Optimizer:
+        return super()._make_optimizer(dataclasses.replace(config, disk=None))
 
     def _collect_gradients(self) -> None:
         for host, device in self._copies:

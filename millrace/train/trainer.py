@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 import millrace
 from millrace.config import format_bytes
 from millrace.errors import MillraceError
+from millrace.memory.disk import Checkpoint
 from millrace.report import Report
 from millrace.train.config import TrainConfig, TrainInputError
 from millrace.train.model import Tokens, check_vocabulary, load_model, load_tokens, weight_bytes
@@ -51,6 +52,7 @@ class Job:
     tokens: Tokens
     windows: Windows
     model: PreTrainedModel
+    checkpoint: Checkpoint | None  # the files that its weights are mapped from
     weight_bytes: int
     steps: int
 
@@ -78,8 +80,9 @@ def _read(config: TrainConfig, progress: Progress) -> Job:
     tokens = load_tokens(config)
     token_ids = read_tokens(files, tokens)
     windows = Windows(token_ids, length=config.sequence_length, seed=config.seed)
-    model = load_model(config)
+    model, checkpoint = load_model(config)
     check_vocabulary(model, token_ids)
+    _check_comparable(config, model)
     steps = config.steps or max(1, int(len(windows) * config.epochs) // (config.batch_size * config.accumulate))
     job = Job(
         config=config,
@@ -87,6 +90,7 @@ def _read(config: TrainConfig, progress: Progress) -> Job:
         tokens=tokens,
         windows=windows,
         model=model,
+        checkpoint=checkpoint,
         weight_bytes=weight_bytes(model),
         steps=steps,
     )
@@ -170,6 +174,8 @@ def _offload(job: Job) -> millrace.Offloaded:
         device=job.device,
         device_memory=job.config.budget_bytes("device_memory", weight_bytes=job.weight_bytes),
         host_memory=job.config.budget_bytes("host_memory", weight_bytes=job.weight_bytes),
+        disk=None if job.config.disk is None else job.config.disk / "weights",
+        checkpoint=job.checkpoint,
     )
 
 
@@ -195,6 +201,15 @@ def _check_loss(losses: Sequence[float], plain_losses: Sequence[float]) -> None:
 def _check_output(config: TrainConfig) -> None:
     if config.output.is_dir() and any(config.output.iterdir()):
         raise TrainInputError(f"output directory {config.output} is not empty; name another, or empty it")
+
+
+def _check_comparable(config: TrainConfig, model: PreTrainedModel) -> None:
+    low = {parameter.dtype for parameter in model.parameters()} - {torch.float32}
+    if config.compare_plain and config.disk is not None and low:
+        raise TrainInputError(
+            f"--compare-plain with --disk needs weights of float32: for {low.pop()} the optimizer on disk keeps exact "
+            "float32 masters, which PyTorch's does not; leave one of the options out"
+        )
 
 
 def _make_output(config: TrainConfig) -> None:

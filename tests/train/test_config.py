@@ -1,6 +1,7 @@
 """Which settings are refused before anything is read, and what does a budget come to?"""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +43,13 @@ def test_a_value_that_no_run_could_use_is_named(
 def test_a_plain_run_has_no_budgets(settings: Callable[..., TrainConfig]):
     with pytest.raises(TrainInputError, match="--plain trains without millrace"):
         settings(plain=True, device_memory="1GiB")
+    with pytest.raises(TrainInputError, match="so --device-memory, --host-memory, --disk"):
+        settings(plain=True, disk=Path("spill"))
+
+
+def test_weights_that_stay_in_their_files_keep_their_dtype(settings: Callable[..., TrainConfig]):
+    with pytest.raises(TrainInputError, match="--disk reads the weights in model in place"):
+        settings(disk=Path("spill"), model=Path("model"), dtype="bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,32 @@ def test_on_an_accelerator_losses_and_saved_weights_equal_the_plain_run(
     assert 0 < stats.device_peak_bytes <= stats.device_budget_bytes < offloaded.weight_bytes
 
 
+def test_on_disk_losses_and_saved_weights_equal_the_plain_run(
+    settings: Settings, progress: Progress, tmp_path: Path, model_directory: Path
+):
+    """Weights and gradients that the host has no room for, and the optimizer's state; the saved model is not loaded."""
+    plain = train(settings(plain=True, output=tmp_path / "plain", model=model_directory), progress)
+    budgets = {"host_memory": "80%", "device_memory": "70%", "disk": tmp_path / "disk"}
+    offloaded = train(settings(compare_plain=3, model=model_directory, **budgets), progress)
+    assert offloaded.losses == offloaded.plain_losses == plain.losses
+    for name, weight in weights(tmp_path / "plain").items():
+        assert torch.equal(weights(tmp_path / "out")[name], weight), name
+    stats = offloaded.stats
+    assert stats is not None
+    assert stats.host_peak_bytes <= 0.8 * offloaded.weight_bytes
+    assert stats.fetch_bytes > offloaded.weight_bytes
+    assert stats.spill_bytes > 0
+    assert [*(tmp_path / "disk" / "optimizer").iterdir(), *(tmp_path / "disk" / "weights").iterdir()] == []
+
+
+def test_on_disk_low_precision_is_not_compared(settings: Settings, progress: Progress, tmp_path: Path):
+    with pytest.raises(
+        TrainInputError, match=r"--compare-plain with --disk needs weights of float32: for torch\.bfloat16"
+    ):
+        train(settings(disk=tmp_path / "disk", dtype="bfloat16", compare_plain=1), progress)
+    assert len(train(settings(disk=tmp_path / "disk", dtype="bfloat16"), progress).losses) == 3
+
+
 def test_a_model_from_a_directory_trains_and_loads_without_millrace(
     settings: Settings, progress: Progress, model_directory: Path, tmp_path: Path
 ):
