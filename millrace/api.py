@@ -91,7 +91,8 @@ def offload(
     - `grad_dtype`: dtype of `home.grad`, in which micro-batches are summed up; default the parameter's own.
     - `activations`: True, or settings of `offload_activations` as a dict such as `{"device_memory": "2GiB"}`: what
       autograd saves waits on the host, too. The plans of both know of each other's copies. `host_memory` among them
-      is a part of the one here, and kept for activations; give it where host memory is short.
+      is a part of the one here, and kept for activations; default where blocks rest on disk: a quarter,
+      and what finds no room there stays on the device.
 
     Raises BudgetError when a budget is too small, LayoutError for parameters that have no plain bytes (meta, sparse,
     quantised), StateError for a model that is offloaded already or carries accelerate or diffusers hooks, and
@@ -150,7 +151,9 @@ class Offloaded:
         self._ledger.host_budget_bytes = budgets.host_bytes
         parts = partition(model, inventory, config.blocks, config.resident, budgets.weights_bytes)
         budgets.check(inventory, parts, config.device)
-        reserved_bytes = 0 if config.activations is None else config.activations.host_memory_bytes or 0
+        activations = budgets.share_for_activations(inventory, parts, config)
+        self._config = config = replace(config, activations=activations)
+        reserved_bytes = 0 if activations is None else activations.host_memory_bytes or 0
         placement = replace(budgets, host_bytes=budgets.host_bytes - reserved_bytes).place(inventory, parts, config)
         self._lanes = open_lanes(config.device)
         self._meter = Meter(self._lanes, self._ledger)

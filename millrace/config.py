@@ -107,6 +107,10 @@ class ActivationConfig:
     host_memory_bytes: int | None = None
     most_in_flight: int | None = None
     tier: str = "host"
+    all_leave: bool = False
+    stays_without_room: bool = (
+        False  # on the device, what finds no room in a share of host memory that nobody asked for
+    )
 
     @staticmethod
     def of(
@@ -119,6 +123,7 @@ class ActivationConfig:
         host_memory: Size | None = None,
         most_in_flight: int | None = None,
         tier: str = "host",
+        all_leave: bool = False,
     ) -> "ActivationConfig":
         """Settings as a user gives them."""
         return ActivationConfig(
@@ -130,9 +135,12 @@ class ActivationConfig:
             host_memory_bytes=None if host_memory is None else parse_bytes(host_memory, name="host_memory"),
             most_in_flight=most_in_flight,
             tier=tier,
+            all_leave=all_leave,
         )
 
     def __post_init__(self) -> None:
+        if self.all_leave and self.device_memory_bytes is not None:
+            raise ValueError("all_leave and device_memory are two ways to say how much stays; give one of them")
         if isinstance(self.layers, bool) or (isinstance(self.layers, int) and self.layers < 0):
             raise ValueError(f"layers={self.layers!r}; give a number of layers, 0 or more, or modules and names")
         if isinstance(self.fraction, bool) or not isinstance(self.fraction, int | float):

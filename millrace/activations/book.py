@@ -66,6 +66,7 @@ class ActivationBook:
         after_uses = [use.asked for use in uses[1:]] + [end]
         nbytes = sum(save.nbytes for save in saves)
         others = [*(save.others for save in saves), *(use.others for use in uses)]
+        room = config.host_memory_bytes if config.stays_without_room and config.tier == "host" else None
         least = min(each.passing_bytes for each in others)  # weights, and what else is there all the time
         return ActivationProblem(
             saved=tuple(
@@ -87,8 +88,9 @@ class ActivationBook:
             backward_seconds=self._seconds([use.began for use in uses], after_uses),
             freed_at=tuple(use.freed_at for use in uses),
             budget_bytes=config.device_memory_bytes,
-            offload_bytes=int(nbytes * config.fraction),
+            offload_bytes=min(int(nbytes * config.fraction), nbytes if room is None else room),
             most_in_flight=config.most_in_flight,
+            all_leave=config.all_leave,
             other_seconds=self._weights_seconds(course, onload),
             forward_other_bytes=_forward_bytes(others[: len(saves) + 1], least)[: len(saves)],
             backward_other_bytes=_backward_bytes(others[len(saves) :], least),

@@ -44,6 +44,7 @@ def offload_activations(
     host_memory: Size | None = None,
     disk: str | os.PathLike[str] | None = None,
     most_in_flight: int | None = None,
+    all_leave: bool = False,
 ) -> "ActivationOffloading":
     """Lets what autograd saves in forward wait in host memory until backward. For a model that is on its device.
 
@@ -61,6 +62,7 @@ def offload_activations(
       as few as hide behind compute.
     - `host_memory`: ceiling in bytes for the host memory. Default: what cgroup and machine leave, less 15%.
     - `most_in_flight`: at most so many copies to the host at once. Default: as the plan says.
+    - `all_leave`: everything that may leave does, however slow the link is; instead of `device_memory`.
 
     Returns the handle; as a context manager it calls `remove()` at the end. Weights and activations are offloaded
     together by `millrace.offload(model, activations=True)`.
@@ -78,6 +80,7 @@ def offload_activations(
         host_memory=host_memory,
         most_in_flight=most_in_flight,
         tier=tier,
+        all_leave=all_leave,
     )
     if (tier == "disk") != (disk is not None):
         raise ValueError(f'tier={tier!r}, disk={disk!r}: with tier="disk", and only then, give a directory as disk')

@@ -166,10 +166,10 @@ def _make_stash(
     config: ActivationConfig, lanes: Lanes, ledger: Ledger, meter: ActivationMeter, store: DiskStore | None
 ) -> Stash:
     if config.tier == "host":
-        return Stash(lanes, ledger, meter, config.host_memory_bytes)
+        return Stash(lanes, ledger, meter, config)
     if store is None:
         raise ValueError('tier="disk" needs a directory; give disk="/path/on/a/local/drive"')
-    return DiskStash(lanes, ledger, meter, config.host_memory_bytes, store)
+    return DiskStash(lanes, ledger, meter, config, store)
 
 
 class _Backward:

@@ -14,6 +14,7 @@ import torch
 from millrace.activations.item import Item
 from millrace.activations.meter import ActivationMeter
 from millrace.activations.stash import PURPOSE, Stash
+from millrace.config import ActivationConfig
 from millrace.errors import DiskError
 from millrace.memory.arena import whole_pages
 from millrace.memory.disk import DiskStore, Extent, Request
@@ -39,9 +40,9 @@ class DiskStash(Stash):
     """A stash whose items rest in `store`. The host memory holds a few items, as far as the ledger's budget allows."""
 
     def __init__(
-        self, lanes: Lanes, ledger: Ledger, meter: ActivationMeter, host_bytes: int | None, store: DiskStore
+        self, lanes: Lanes, ledger: Ledger, meter: ActivationMeter, config: ActivationConfig, store: DiskStore
     ) -> None:
-        super().__init__(lanes, ledger, meter, host_bytes)
+        super().__init__(lanes, ledger, meter, config)
         self._store = store
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="millrace-activations")
         self._extents: dict[int, list[Extent]] = defaultdict(list)  # free ones, by their size

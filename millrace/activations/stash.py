@@ -12,6 +12,7 @@ import torch
 from millrace.activations.item import Item, Place
 from millrace.activations.meter import ActivationMeter
 from millrace.activations.streams import ComputeStreams
+from millrace.config import ActivationConfig
 from millrace.memory.ledger import Ledger, Tier
 from millrace.memory.pool import HostPool, Slab
 from millrace.runtime.lanes import Event, Lane, Lanes, LateTransfer, Transfer
@@ -24,11 +25,12 @@ PURPOSE = "activations"
 class Stash:
     """The host memory of one model's activations, and the copies to and from it."""
 
-    def __init__(self, lanes: Lanes, ledger: Ledger, meter: ActivationMeter, host_bytes: int | None) -> None:
+    def __init__(self, lanes: Lanes, ledger: Ledger, meter: ActivationMeter, config: ActivationConfig) -> None:
         self.lanes = lanes
         self.ledger = ledger
         self.meter = meter
-        self.pool = HostPool(lanes.device, ledger, PURPOSE, host_bytes)
+        self.pool = HostPool(lanes.device, ledger, PURPOSE, config.host_memory_bytes)
+        self._stays_without_room = config.stays_without_room
         self.streams = ComputeStreams(lanes)
         self.lock = threading.RLock()  # of all that happens to items: several threads may run forwards and backwards
         self._submitting = False  # between a copy and its note
@@ -45,6 +47,8 @@ class Stash:
         if item.memory is None or item.sent:
             return
         slab = self._slab_for(item)
+        if slab is None:
+            return
         item.sent = True
         item.slab = slab
         self._submitting = True
@@ -104,8 +108,10 @@ class Stash:
         self.meter.waited(asked, self.lanes.tick())
 
     # the host's side, which the disk tier does in its own way ---------------------------------------------------------
-    def _slab_for(self, item: Item) -> Slab:
-        """Host memory for the copy out."""
+    def _slab_for(self, item: Item) -> Slab | None:
+        """Host memory for the copy out; None where it is to stay if there is none."""
+        if self._stays_without_room and not self.pool.has_room(item.nbytes):
+            return self.pool.try_take(item.nbytes)
         return self.pool.take(item.nbytes)
 
     def _is_open(self, item: Item, *, needed: bool) -> bool:

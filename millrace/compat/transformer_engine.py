@@ -5,7 +5,7 @@
 | `context, sync = get_cpu_offload_context(enabled, num_layers, model_layers, ...)` | the same |
 | `with context: x = layer(x)`, then `x = sync(x)`, for each layer in turn | the same |
 | layers 0 to `num_layers` - 1 leave; `num_layers` is 0 to `model_layers` - 1, and 0 means off | the same |
-| they leave, however slow the link is | as far as their copies hide behind compute, or as `device_memory=` says |
+| they leave, however slow the link is | the same, or as `device_memory=` says |
 | `double_buffering`: how deep reloads go | accepted: the plan chooses the depth |
 | `retain_pinned_cpu_buffers` | accepted: host memory is kept in any case, and shapes may change |
 | `offload_weights` has no effect any more | with `model=`, weights of these layers visit the device; the rest stays |
@@ -64,8 +64,8 @@ def get_cpu_offload_context(
     """A context for the call of each layer, and a function for its output; what the first layers save leaves.
 
     `model`: hooks itself into the model instead, and the context does nothing; needed for `offload_weights`, and then
-    the model is on the CPU. `device_memory`: ceiling in bytes for saved tensors on the device. `min_bytes`: smaller
-    tensors stay.
+    the model is on the CPU. `device_memory`: ceiling in bytes for saved tensors on the device; default: all of these
+    layers' leave. `min_bytes`: smaller tensors stay.
 
     Raises ValueError for settings as listed above, and what `millrace.offload` and `offload_activations` raise.
     """
@@ -81,7 +81,7 @@ def get_cpu_offload_context(
     for name, given in (("manual_synchronization", manual_synchronization), ("offload_stream", offload_stream)):
         if given:
             raise ValueError(f"{name} is not supported: millrace plans the copies, and has a lane for each direction")
-    settings = {"device_memory": device_memory, "min_bytes": min_bytes}
+    settings = {"device_memory": device_memory, "min_bytes": min_bytes, "all_leave": device_memory is None}
     if model is not None:
         _offload_model(model, num_layers, settings, activations=offload_activations, weights=offload_weights)
         return contextlib.nullcontext(), _unchanged

@@ -1,11 +1,11 @@
 """How many bytes may a model take, in which tier? As the user set, or as the machine has; checked before all else."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from millrace.config import OffloadConfig, format_bytes
+from millrace.config import ActivationConfig, OffloadConfig, format_bytes
 from millrace.engine.inventory import Inventory
 from millrace.engine.partition import Part, Partition
 from millrace.engine.placement import Placement, place
@@ -19,6 +19,7 @@ __all__ = ["Budgets"]
 _DEVICE_RESERVE = 0.1  # of what is free: workspaces and fragmentation, when no device_memory is given
 _READING_BYTES = 32 * 2**20  # keeps a drive busy
 _HOST_RESERVE = 0.15  # of what is available: the rest of the process, when no host_memory is given
+_ACTIVATIONS_SHARE = 0.25  # of host memory, where blocks rest on disk and nothing else is said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,18 @@ class Budgets:
                 f"device_memory={format_bytes(self.device_bytes)} is more than {device} has free,"
                 f" {format_bytes(free_bytes)}; lower it, or end what else uses the device"
             )
+
+    def share_for_activations(
+        self, inventory: Inventory, parts: Partition, config: OffloadConfig
+    ) -> ActivationConfig | None:
+        """The settings of activations, with a share of host memory where blocks that may rest on disk would fill it."""
+        activations = config.activations
+        if activations is None or activations.host_memory_bytes is not None or config.disk is None:
+            return activations
+        share_bytes = int(self.host_bytes * _ACTIVATIONS_SHARE)
+        if replace(self, host_bytes=self.host_bytes - share_bytes).place(inventory, parts, config) == Placement():
+            return activations
+        return replace(activations, host_memory_bytes=share_bytes, stays_without_room=True)
 
     def place(self, inventory: Inventory, parts: Partition, config: OffloadConfig) -> Placement:
         """Which blocks rest on the host, and which on disk. Raises BudgetError when they have no room."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,6 +43,7 @@ class ActivationProblem:
       `backward_seconds[j]`: compute from that use to the next, or to the end; `freed_at[j]`: the position of the use
       after which the j-th used one is gone.
     - `budget_bytes`: ceiling for these tensors on the device. None: as few as hide behind compute.
+    - `all_leave`: whatever may leave does, even if compute waits, and comes back as early as that helps.
     - `offload_bytes`: at most so many leave; `most_in_flight`: at most so many copies out at once. None: no limit.
     - `other_seconds[j]`: how long the onload lane is taken by what else (weights) is sent for before the j-th use and
       after the one before it. Empty: nothing.
@@ -61,6 +62,7 @@ class ActivationProblem:
     other_seconds: tuple[float, ...] = ()
     forward_other_bytes: tuple[int, ...] = ()
     backward_other_bytes: tuple[int, ...] = ()
+    all_leave: bool = False
 
     def __post_init__(self) -> None:
         if len(self.forward_seconds) != len(self.saved):
@@ -120,6 +122,8 @@ class ActivationPlan:
 
 def plan_activations(problem: ActivationProblem) -> ActivationPlan:
     """The plan: what fits stays, what hides behind compute leaves; a given budget is kept even if compute waits."""
+    if problem.all_leave:
+        return _plan(problem, _all_leaving(problem), beyond_bytes=0)
     hidden = _least_that_hides(problem)
     if problem.budget_bytes is None:
         return _plan(problem, hidden, beyond_bytes=0)
@@ -132,14 +136,25 @@ def plan_activations(problem: ActivationProblem) -> ActivationPlan:
 
 def _least_that_hides(problem: ActivationProblem) -> _Walk:
     """The walk with the lowest peak in which compute waits for nothing."""
+    return _lowest(problem, lambda ceiling: _Walk(problem, ceiling), problem.compute_seconds)
+
+
+def _all_leaving(problem: ActivationProblem) -> _Walk:
+    """The walk in which everything leaves, with the lowest peak in backward that costs no more time than any."""
+    fastest = _Walk(problem, 0, problem.nbytes)
+    return _lowest(problem, lambda ceiling: _Walk(problem, 0, ceiling), fastest.seconds)
+
+
+def _lowest(problem: ActivationProblem, walk_under: Callable[[int], _Walk], seconds: float) -> _Walk:
+    """The walk under the lowest ceiling that takes no longer than `seconds`, as it does under the highest."""
     low, high = 0, problem.nbytes
-    best = _Walk(problem, high)
+    best = walk_under(high)
     for _ in range(_BISECTIONS):
         if high - low <= max(1, problem.nbytes >> 12):
             break
         middle = (low + high) // 2
-        walk = _Walk(problem, middle)
-        if _stalls(problem, walk):
+        walk = walk_under(middle)
+        if walk.seconds - seconds > _HIDDEN_SHARE * problem.compute_seconds:
             low = middle
         else:
             high = middle
@@ -184,9 +199,10 @@ def _largest_names(saved: Sequence[Saved], wanted_bytes: int) -> tuple[str, ...]
 class _Walk:
     """One forward and backward under a ceiling for the bytes on the device; what cannot be helped goes above it."""
 
-    def __init__(self, problem: ActivationProblem, budget_bytes: int) -> None:
+    def __init__(self, problem: ActivationProblem, budget_bytes: int, backward_budget_bytes: int | None = None) -> None:
         self._problem = problem
         self._budget_bytes = budget_bytes
+        self._backward_budget_bytes = budget_bytes if backward_budget_bytes is None else backward_budget_bytes
         self.seconds = 0.0
         self.peak_bytes = 0
         self.whole_peak_bytes = 0  # with what else is on the device
@@ -263,7 +279,7 @@ class _Walk:
             if pending and pending[0] == index:
                 send_for(pending.popleft())
             self.seconds = max(self.seconds, arrival.get(index, 0.0))
-            while pending and self._held_bytes + problem.saved[pending[0]].nbytes <= self._budget_bytes:
+            while pending and self._held_bytes + problem.saved[pending[0]].nbytes <= self._backward_budget_bytes:
                 self.reloads[position].append(pending[0])
                 send_for(pending.popleft())
             self._between(others[position])

@@ -62,6 +62,26 @@ def test_kind(case: Case, checkpointing: str, with_weights: bool, compute_device
             assert stats.host_peak_bytes <= 2**18
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_short_host_memory_is_shared_with_weights(tier: str, compute_device: torch.device, tmp_path: Path) -> None:
+    """Nothing is said of how much of it is for whom."""
+    expected = step(Stack(12).to(compute_device), rows(compute_device))
+    model = Stack(12)
+    with millrace.offload(
+        model,
+        device=compute_device,
+        device_memory=weight_bytes(model) // 3,
+        host_memory="1536KiB",  # weights and gradients take 1.6 MB
+        disk=tmp_path,
+        activations={"min_bytes": 0, "device_memory": 0, "tier": tier},
+    ) as handle:
+        for _ in range(3):
+            assert_same(step(model, rows(compute_device)), expected)
+        assert handle.activations is not None
+        assert handle.activations.stats().offload_bytes > 0
+        assert handle.stats().host_peak_bytes <= 1536 << 10
+
+
 @pytest.mark.parametrize("order", ORDERS[1:5], ids=lambda order: order.__name__)
 def test_orders(order: Script, compute_device: torch.device, tmp_path: Path) -> None:
     plain, model = Stack(12).to(compute_device), Stack(12).to(compute_device)

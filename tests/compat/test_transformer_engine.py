@@ -188,3 +188,24 @@ def test_configs_of_the_original_pages() -> None:
             pass
         assert sync(torch.ones(1)) == 1
     assert isinstance(Layer(), nn.Module)
+
+
+@pytest.mark.parametrize("device", ["emu"], indirect=True)  # whose link is slow
+@pytest.mark.parametrize("hooks_into_model", [False, True])
+def test_layers_leave_however_slow_the_link_is(device: torch.device, hooks_into_model: bool) -> None:
+    from emulator import emu
+
+    emu.configure(d2h_bytes_per_second=1e7, h2d_bytes_per_second=1e7)
+    if hooks_into_model:
+        model: Any = Stack(LAYERS).to(device)
+        config = CPUOffloadConfig(num_layers=LAYERS, cpu_offloading=True, cpu_offloading_num_layers=LAYERS - 1)
+        config.context(model, min_bytes=0)
+    else:
+        model = wrapped(device, device_memory=None)
+    for _ in range(3):
+        step(model, rows(device))
+    before = torch.accelerator.memory_allocated()
+    loss = model(rows(device)).sum()
+    held_bytes = torch.accelerator.memory_allocated() - before
+    loss.backward()
+    assert held_bytes <= 4 * SAVED_BYTES  # the last two outputs and the input, of 7

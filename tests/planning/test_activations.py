@@ -39,6 +39,18 @@ def chain(
     )
 
 
+@pytest.mark.parametrize("copy_seconds", [0.5, 1.0, 4.0])
+def test_all_leave_and_come_back_ahead(copy_seconds: float) -> None:
+    """Even if compute waits for copies out; on the way back it waits no longer than it has to."""
+    plan = plan_activations(chain(16, copy_seconds=copy_seconds, all_leave=True))
+    check(plan)
+    assert plan.offloaded == frozenset(range(16))
+    assert plan.beyond_bytes == 0
+    ceiling = plan_activations(chain(16, copy_seconds=copy_seconds, budget_bytes=0))
+    assert plan.seconds < ceiling.seconds - 10 * min(copy_seconds, 2.0)
+    assert plan.peak_bytes <= (3 if copy_seconds <= 2 else 6) * MIB
+
+
 def check(plan: ActivationPlan) -> None:
     """What holds of every plan: it walks through."""
     problem = plan.problem
