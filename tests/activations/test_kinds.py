@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import millrace
+from tests.activations.plain import STEPS, plain_run
 from tests.matrix.compare import Allocations, is_counted, to_device, train
 from tests.matrix.models import CASES, CHECKPOINTING, Case
-
-STEPS = 4  # recorded, refined, and two as planned
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -31,12 +30,7 @@ def check(case: Case, checkpointing: str, training: str, compute_device: torch.d
         output = model(batch[0])
         return output, case.loss(output, batch[1])
 
-    plain_model = case.build(checkpointing, training).to(compute_device)
-    allocations = Allocations(compute_device)
-    plain = train(plain_model, batches, forward, after_forward=allocations.forward_done)
-    plain_bytes = allocations.after_forward_bytes[-1]
-    del plain_model, allocations
-
+    plain, plain_bytes = plain_run(case.name, checkpointing, training, compute_device)
     model = case.build(checkpointing, training).to(compute_device)
     allocations = Allocations(compute_device)
     with millrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:

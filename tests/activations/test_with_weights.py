@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 import millrace
 from tests.activations.models import SAVED_BYTES, Stack, assert_same, rows, step
+from tests.activations.plain import STEPS, plain_run
 from tests.matrix.compare import Allocations, budget_bytes, is_counted, to_device, train, weight_bytes
 from tests.matrix.models import CASES, CHECKPOINTING, Case
-
-STEPS = 4
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -32,7 +31,7 @@ def check(case: Case, checkpointing: str, training: str, compute_device: torch.d
         output = model(batch[0])
         return output, case.loss(output, batch[1])
 
-    plain = train(case.build(checkpointing, training).to(compute_device), batches, forward)
+    plain, _ = plain_run(case.name, checkpointing, training, compute_device)
     after_forward: list[int] = []
     settings = {"min_bytes": 0, "device_memory": 0}
     compares_bytes = is_counted(compute_device) and checkpointing == "none"
