@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import transformers
+import activations as saved
 from overlap import FLOPS_PER_SECOND, TOKENS, WIDTH, Case, configure, settled_seconds
 from overlap_updates import UPDATE_BYTES, step_seconds
 from torch import nn
@@ -52,7 +53,8 @@ WEIGHTS = [
     *(("uneven", RECOMPUTING, ratio, budget) for ratio, budget in ((1.5, 3),)),
     *(("uneven", INFERENCE, ratio, budget) for ratio, budget in ((1.5, 3), (0.9, 6))),
 ]
-UPDATES = [(ratio, overlap) for ratio in (0.5, 1.5) for overlap in Overlap]
+UPDATES = [(ratio, overlap) for ratio in (0.25, 0.5, 1.0, 1.5, 2.0) for overlap in Overlap]
+ACTIVATIONS = [(ratio, weights) for weights in (False, True) for ratio in (0.5, 0.9)]  # copies of a layer over forward
 LLAMAS = [("300MiB", 4e9), ("150MiB", 8e9), ("150MiB", 3e9)]  # device memory, bytes per second of the link
 LLAMA_TOKENS = (4, 256)
 
@@ -162,6 +164,38 @@ def update_rows() -> Iterator[Row]:
         yield Row(name=name, step=seconds / run.seconds, device=1.0, gradients=None, host=None)
 
 
+def activation_rows() -> Iterator[Row]:
+    """What autograd saves waits on the host, alone and with the weights over the same link."""
+    work = Work(sequence_length=saved.TOKENS, gradient_bytes=4, master_bytes=0, state_bytes=0)
+    for ratio, with_weights in ACTIVATIONS:
+        saved.configure(ratio, recompute=False)
+        bandwidth = emu.settings()["h2d_bytes_per_second"]
+        model = saved.Decoder(recompute=False)
+        place = Place.HOST if with_weights else Place.DEVICE
+        method = Method(weights=place, state=place, activations=Activations.OFFLOADED)
+        budget_bytes = 4 * saved.BLOCK_BYTES if with_weights else None
+        run = run_of(shape_of_module(model), work, Spread(), method, hardware(bandwidth), budget_bytes)
+        if with_weights:
+            handle = millrace.offload(
+                model, device="emu", device_memory=budget_bytes, blocks=[model.layers], activations=True
+            )
+            offloading = handle.activations
+        else:
+            handle = offloading = millrace.offload_activations(saved.drop_gradients(model.to("emu")))
+        with handle:
+            seconds, _ = saved.measure(lambda model=model: saved.cycle(model))
+            host = {item.purpose: item.nbytes for item in run.tiers.held if item.place is Place.HOST}
+            name = f"activations, copies/forward {ratio}" + (", with weights" if with_weights else "")
+            yield Row(
+                name=name,
+                step=seconds / run.seconds,
+                device=1.0,
+                gradients=None,
+                host=offloading.stats().host_peak_bytes / host["activations"],
+            )
+        gc.collect()
+
+
 def llama() -> Any:
     config = transformers.LlamaConfig(
         hidden_size=1024,
@@ -248,7 +282,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print("measured over predicted                                  step  device  gradients   host")
     rows = []
-    for row in (*weights_rows(), *llama_rows(), *update_rows()):
+    for row in (*weights_rows(), *llama_rows(), *update_rows(), *activation_rows()):
         gradients, host = (f"{value:.3f}" if value is not None else "" for value in (row.gradients, row.host))
         print(f"{row.name:52}{row.step:9.3f} {row.device:7.3f} {gradients:>10} {host:>6}", flush=True)
         rows.append(row)

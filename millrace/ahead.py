@@ -12,6 +12,7 @@ import torch
 
 from millrace.config import Size, parse_bytes
 from millrace.errors import MillraceError
+from millrace.optim.eight_bit import RECORD_BYTES, RUN_ELEMENTS
 from millrace.planning.cost import (
     MACHINES,
     Hardware,
@@ -161,6 +162,7 @@ def plan(
     adapter_rank: int | None = None,
     weight_bits: float | None = None,
     overlap: str = "none",
+    state_dtype: torch.dtype | str = torch.float32,
     tensor: int = 1,
     pipeline: int = 1,
     zero_stage: int = 0,
@@ -175,7 +177,8 @@ def plan(
       without one.
     - `devices`: how many work together; what `tensor` and `pipeline` leave are replicas, with `zero_stage` 0 to 3.
     - `training`: "full", "adapter" (LoRA of `adapter_rank`, default 16) or "inference". `weight_bits`: of the layers'
-      weights, 4.5 for NF4. `overlap`: that of `millrace.optim`: "none", "forward" or "backward".
+      weights, 4.5 for NF4. `overlap` and `state_dtype`: those of `millrace.optim.AdamW`: "none", "forward" or
+      "backward"; torch.float32, torch.bfloat16 or "8bit".
 
     Raises ValueError for settings that make no sense, and HardwareNotFound for a machine that is not known. A model
     that does not fit is an answer and no error: see `RunPlan.fits`.
@@ -197,12 +200,22 @@ def plan(
             sequence_length=sequence_length,
             micro_batches=micro_batches,
             gradient_bytes=4 if full_width else 2,
-            master_bytes=0 if full_width else 4,
+            master_bytes=0 if full_width else 2,  # as millrace.optim keeps it
+            state_bytes=_state_bytes(state_dtype),
         ),
         spread,
         overlap=_one_of(Overlap, overlap, "overlap"),
         disk=disk is not False,
     )
+
+
+def _state_bytes(state_dtype: torch.dtype | str) -> float:
+    """Of both moments of a parameter."""
+    name = str(state_dtype).removeprefix("torch.")
+    known = {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 * RECORD_BYTES / RUN_ELEMENTS}
+    if name not in known:
+        raise ValueError(f"state_dtype={state_dtype!r}; give one of {', '.join(known)}")
+    return known[name]
 
 
 def _shape(model: Any, work: Training, adapter_rank: int | None, weight_bits: float | None) -> ModelShape:

@@ -35,6 +35,9 @@ def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     parser.add_argument("--training", default="full", metavar="KIND", help="full, adapter or inference (default: full)")
     parser.add_argument("--overlap", default="none", metavar="KIND", help="of the update: none, forward, backward")
+    parser.add_argument(
+        "--state-dtype", default="float32", metavar="KIND", help="of the moments: float32, bfloat16, 8bit"
+    )
     for option, kind, default, text in (
         ("batch-size", int, 1, "sequences in a micro-batch"),
         ("sequence-length", int, 2048, "tokens in a sequence"),
@@ -87,6 +90,7 @@ def _planned(model: Any, hardware: str | None, arguments: argparse.Namespace) ->
             adapter_rank=arguments.adapter_rank,
             weight_bits=arguments.weight_bits,
             overlap=arguments.overlap,
+            state_dtype=arguments.state_dtype,
             tensor=arguments.tensor,
             pipeline=arguments.pipeline,
             zero_stage=arguments.zero_stage,

@@ -33,7 +33,7 @@ def test_the_command_prints_the_plan(config: Path, capsys: pytest.CaptureFixture
     planned = millrace.plan(LLAMA_8B, hardware="4090", batch_size=4)
     assert numbers["step_seconds"] == planned.step_seconds
     assert numbers["model"]["parameters"] == planned.model.parameters == 8_030_261_248
-    assert {row["tier"] for row in numbers["tiers"]} == {"device", "host", "disk"}
+    assert {row["tier"] for row in numbers["tiers"]} == {"device", "host"}
     assert numbers["tokens_per_second"] == pytest.approx(8192 / numbers["step_seconds"])
 
 

@@ -85,7 +85,7 @@ def _methods(training: Training, overlap: Overlap, *, disk: bool) -> Iterator[Me
     kept = [Activations.KEPT]
     states = [Place.DEVICE]
     if training is not Training.NONE:
-        kept += [Activations.RECOMPUTED, Activations.OFFLOADED]
+        kept += [Activations.RECOMPUTED, Activations.OFFLOADED, *([Activations.SPILLED] if disk else [])]
         states += [Place.HOST] + ([Place.DISK] if disk else [])
     for weights in (Place.DEVICE, Place.HOST, *((Place.DISK,) if disk else ())):
         for state in states:
@@ -127,7 +127,7 @@ def helps(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, run
         consider("a link of twice the rate", again(faster))
         larger = hardware.changed(device_memory_bytes=hardware.device_memory_bytes * 3 // 2)
         consider("half as much device memory again", again(larger))
-    if Place.DISK in (run.method.state, run.method.weights):
+    if run.method.uses_disk:
         drives = hardware.changed(
             disk_read_bytes_per_second=2 * hardware.disk_read_bytes_per_second,
             disk_write_bytes_per_second=2 * hardware.disk_write_bytes_per_second,
@@ -137,6 +137,9 @@ def helps(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, run
             run.method,
             state=Place.HOST if run.method.state is Place.DISK else run.method.state,
             weights=Place.HOST if run.method.weights is Place.DISK else run.method.weights,
+            activations=Activations.OFFLOADED
+            if run.method.activations is Activations.SPILLED
+            else run.method.activations,
         )
         tiers, _ = tiers_and_floors(shape, work, spread, on_host, hardware)
         needed = _up(tiers.total(Place.HOST) * hardware.devices / (1 - HOST_RESERVE))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from millrace.planning.cost.collectives import changes, collective_seconds
 from millrace.planning.cost.formulas import break_even_tokens
 from millrace.planning.cost.hardware import Hardware
-from millrace.planning.cost.shape import ModelShape
+from millrace.planning.cost.shape import BlockKind, ModelShape
 from millrace.planning.cost.tiers import block_seconds, recompute_seconds
 from millrace.planning.cost.work import Activations, Method, Place, Spread, Training, Work
 
@@ -32,9 +32,9 @@ class Floors:
 
     @property
     def serial_update(self) -> float:
-        """The floor when nothing runs beside the update."""
+        """The floor when nothing but the drive runs beside the update: it reads ahead, and writes into the next step."""
         beside = max(self.compute_seconds, self.onload_seconds, self.offload_seconds)
-        return max(self.longest, beside + max(self.update_seconds, self.fetch_seconds, self.spill_seconds))
+        return max(self.longest, beside + self.update_seconds)
 
 
 def floors_of(
@@ -70,7 +70,11 @@ def floors_of(
         if method.state is Place.DISK:
             state = (work.master_bytes + work.state_bytes) * trained
             fetch, spill = fetch + state, spill + state
-    elif work.training is not Training.NONE:
+    if method.activations is Activations.SPILLED and work.training is not Training.NONE:
+        layers = (block for block in shape.blocks if block.kind is BlockKind.LAYER)
+        saved = work.micro_batches * sum(block.activation_bytes(work.tokens) for block in layers)
+        fetch, spill = fetch + saved, spill + saved
+    if work.training is not Training.NONE and method.state is Place.DEVICE:
         compute += work.update_bytes * shape.trainable / spread.state_shards / hardware.device_bytes_per_second
     read, write = hardware.disk_read_bytes_per_second, hardware.disk_write_bytes_per_second
     return Floors(

@@ -175,21 +175,23 @@ def _load_seconds(nbytes: int, gather: float, spread: Spread, method: Method, sh
 
 
 def _traffic(block: BlockShape, work: Work, spread: Spread, method: Method) -> BlockTraffic:
-    offloaded = method.activations is Activations.OFFLOADED and block.kind is BlockKind.LAYER
-    activations = round(2 * block.saved_elements * work.tokens) if offloaded else 0
+    leaves = method.activations in (Activations.OFFLOADED, Activations.SPILLED) and block.kind is BlockKind.LAYER
+    activations = round(block.activation_bytes(work.tokens)) if leaves and work.training is not Training.NONE else 0
+    spills = method.activations is Activations.SPILLED
     shard = block.weight_bytes // spread.weight_shards
     fetched = shard if method.weights is Place.DISK else 0
     if work.training is Training.NONE or method.state is Place.DEVICE or not block.trainable:
-        return BlockTraffic(fetch_bytes=fetched, activation_bytes=activations)
+        return BlockTraffic(fetch_bytes=fetched, activation_bytes=activations, activations_spill=spills)
     trained = block.trainable // spread.state_shards
     return BlockTraffic(
         gradient_bytes=work.gradient_bytes * block.trainable // spread.gradient_shards,
         update_bytes=float(work.update_bytes * trained),
         norm_bytes=float(work.gradient_bytes * trained) if work.clipped else 0.0,
-        state_bytes=(work.master_bytes + work.state_bytes) * trained if method.state is Place.DISK else 0,
+        state_bytes=round((work.master_bytes + work.state_bytes) * trained) if method.state is Place.DISK else 0,
         fetch_bytes=fetched,
         spill_bytes=fetched if work.training is Training.FULL else 0,
         activation_bytes=activations,
+        activations_spill=spills,
     )
 
 

@@ -48,6 +48,18 @@ class BlockShape:
     def weight_bytes(self) -> int:
         return round(self.parameters * self.weight_bits / 8)
 
+    def activation_bytes(self, tokens: int) -> float:
+        """What backward needs of one forward of `tokens` tokens, when nothing is recomputed."""
+        return self._element_bytes * self.saved_elements * tokens
+
+    def input_bytes(self, tokens: int) -> float:
+        return self._element_bytes * self.input_elements * tokens
+
+    @property
+    def _element_bytes(self) -> int:
+        """Layers with weights in 32 bits compute in 32 bits; others, and a head's elements, count in 16."""
+        return 4 if self.weight_bits > 16 and self.kind is BlockKind.LAYER else 2
+
     def forward_flops(self, tokens: int, context: int) -> float:
         """Operations of one forward of `tokens` tokens in sequences of `context`."""
         return tokens * (2.0 * self.active_parameters + self.context_flops * context)

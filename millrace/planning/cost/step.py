@@ -45,6 +45,7 @@ class BlockTraffic:
     fetch_bytes: int = 0  # weights that rest on disk: read before each load
     spill_bytes: int = 0  # and written after the update
     activation_bytes: int = 0  # out after forward, back before backward
+    activations_spill: bool = False  # from there to disk, and back
     load_bytes: int | None = None  # that cross the own link at a load: a shard; None: the whole block
     gather_seconds: float = 0.0  # the other shards, from other devices: behind each load, or before each visit
     reduce_seconds: float = 0.0  # of gradients across devices, when the block's backward is over
@@ -231,7 +232,10 @@ class _Graph:
             for block in visit.blocks:
                 nbytes = self.traffic[block].activation_bytes
                 if visit.phase is Phase.BACKWARD and block in kept and block not in back:
-                    back[block] = self._copy(CostLane.ONLOAD, "activations", block, nbytes, [kept[block], *self._now()])
+                    waits = [kept[block], *self._now()]
+                    if self.traffic[block].activations_spill:
+                        waits.append(self._copy(CostLane.FETCH, "activations", block, nbytes, waits))
+                    back[block] = self._copy(CostLane.ONLOAD, "activations", block, nbytes, waits)
 
     def _leave(
         self,
@@ -255,6 +259,8 @@ class _Graph:
             return
         if phase is Phase.FORWARD and own.activation_bytes:
             kept[block] = self._copy(CostLane.OFFLOAD, "activations", block, own.activation_bytes, [done])
+            if own.activations_spill:
+                kept[block] = self._copy(CostLane.SPILL, "activations", block, own.activation_bytes, [kept[block]])
         if last and own.gradient_bytes:
             gradients[block] = self._norm(block, self.last_gradient)
         elif last and (own.update_bytes or own.reduce_seconds):

@@ -49,12 +49,13 @@ class Tiers:
 
 
 def activation_bytes(shape: ModelShape, work: Work, kept: Activations) -> tuple[int, int]:
-    """Activations of one micro-batch on the device and in host memory, in bytes (16 bits each).
+    """Activations of one micro-batch on the device and in host memory, in bytes.
 
-    Recomputing keeps each layer's input and the activations of one layer at a time; offloading keeps two layers'.
+    Recomputing keeps each layer's input and the activations of one layer at a time. Offloading keeps two layers' on the
+    device; on the way to disk, host memory holds those of one.
     """
-    saved = [2 * block.saved_elements * work.tokens for block in shape.blocks]
-    inputs = [2 * block.input_elements * work.tokens for block in shape.blocks]
+    saved = [block.activation_bytes(work.tokens) for block in shape.blocks]
+    inputs = [block.input_bytes(work.tokens) for block in shape.blocks]
     if work.training is Training.NONE:
         return round(max(saved)), 0
     layers = [size for block, size in zip(shape.blocks, saved, strict=True) if block.kind is not BlockKind.HEAD]
@@ -63,7 +64,8 @@ def activation_bytes(shape: ModelShape, work: Work, kept: Activations) -> tuple[
         return round(sum(saved)), 0
     if kept is Activations.RECOMPUTED:
         return round(sum(inputs) + max([head, *layers])), 0
-    return round(head + 2 * max(layers, default=0.0)), round(sum(layers))
+    on_host = sum(layers) if kept is Activations.OFFLOADED else max(layers, default=0.0)
+    return round(head + 2 * max(layers, default=0.0)), round(on_host)
 
 
 def tiers_of(
@@ -83,12 +85,16 @@ def tiers_of(
     weights = shape.weight_bytes // spread.weight_shards
     adapters = 2 * shape.trainable if work.training is Training.ADAPTER else 0
     gradients = work.gradient_bytes * shape.trainable // spread.gradient_shards
-    state = (work.master_bytes + work.state_bytes) * shape.trainable // spread.state_shards
+    state = round((work.master_bytes + work.state_bytes) * shape.trainable / spread.state_shards)
     gradient_blocks = _neighbours([work.gradient_bytes * b.trainable for b in blocks])
     on_device, on_host = activation_bytes(shape, work, method.activations)
     held = [Held(place=Place.DEVICE, purpose="activations", nbytes=on_device)]
     if on_host:
         held.append(Held(place=Place.HOST, purpose="activations", nbytes=on_host))
+    if method.activations is Activations.SPILLED:
+        layers = (block for block in shape.blocks if block.kind is BlockKind.LAYER)
+        spilled = round(sum(block.activation_bytes(work.tokens) for block in layers))
+        held.append(Held(place=Place.DISK, purpose="activations", nbytes=spilled))
     capacity = _capacity(hardware)
     if work.training is not Training.NONE:
         held += _training(work, method, gradients, state, min(gradients, gradient_blocks), shape, spread)
@@ -135,7 +141,7 @@ def _training(
     yield Held(place=method.state, purpose="master and state", nbytes=state)
     if method.state is Place.DISK:
         per = work.master_bytes + work.state_bytes
-        staged = _largest((per * block.trainable // spread.state_shards for block in shape.blocks), _STAGED)
+        staged = _largest((round(per * block.trainable / spread.state_shards) for block in shape.blocks), _STAGED)
         yield Held(place=Place.HOST, purpose="staging", nbytes=min(state, staged))
 
 

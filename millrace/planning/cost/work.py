@@ -32,6 +32,7 @@ class Activations(Enum):
     KEPT = "kept"
     RECOMPUTED = "recomputed"
     OFFLOADED = "offloaded"
+    SPILLED = "spilled to disk"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,8 @@ class Work:
     """One optimizer step of one replica: `micro_batches` of `batch_size` sequences of `sequence_length` tokens.
 
     `state_bytes` per trained parameter: two moments in float32, 8 for Adam; `master_bytes`: a float32 copy of weights
-    in 16 bits, 0 when they are in float32 themselves; `gradient_bytes` as they travel and rest.
+    in 16 bits is 4, the 16 bits that they lack are 2, weights in float32 need 0; `gradient_bytes` as they travel and
+    rest.
     `clipped`: to a global norm, for which gradients are read once more.
     """
 
@@ -49,10 +51,12 @@ class Work:
     micro_batches: int = 1
     gradient_bytes: int = 2
     master_bytes: int = 4
-    state_bytes: int = 8
+    state_bytes: float = 8
     clipped: bool = False
 
     def __post_init__(self) -> None:
+        if self.master_bytes not in (0, 2, 4):
+            raise ValueError(f"master_bytes={self.master_bytes}; a master takes 0, 2 or 4 bytes")
         for name in ("batch_size", "sequence_length", "micro_batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; give at least 1")
@@ -63,12 +67,12 @@ class Work:
         return self.batch_size * self.sequence_length
 
     @property
-    def update_bytes(self) -> int:
+    def update_bytes(self) -> float:
         """DRAM traffic of the update per parameter: gradient read, weight written, master and state read and written.
 
-        28 for Adam in mixed precision.
+        28 for Adam in mixed precision with a master in 32 bits, 26 with one of 16 bits beside the weight.
         """
-        weight = 2 if self.master_bytes else 8  # without a master the weight itself is read and written
+        weight = {4: 2, 2: 4, 0: 8}[self.master_bytes]  # without a whole master the weight itself is read too
         return self.gradient_bytes + weight + 2 * (self.master_bytes + self.state_bytes)
 
 
@@ -120,6 +124,10 @@ class Method:
     @property
     def streamed(self) -> bool:
         return self.weights is not Place.DEVICE
+
+    @property
+    def uses_disk(self) -> bool:
+        return Place.DISK in (self.weights, self.state) or self.activations is Activations.SPILLED
 
     def text(self, training: Training) -> str:
         """In words."""

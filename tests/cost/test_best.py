@@ -1,0 +1,95 @@
+"""Is the recommended strategy the best there is? All of them are simulated; ten models on three machines."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+import millrace
+from millrace.planning.cost import MACHINES, Activations, Place, RunPlan
+from millrace.planning.cost.forecast import run_of
+from tests.cost.conftest import LLAMA_8B
+from tests.cost.test_golden import MODELS
+
+SIMPLER = 1.02  # a simpler strategy is taken unless another one is faster than this
+LAYERS = 4  # of each model, so that all strategies are simulated in no time; the machine shrinks likewise
+
+
+def planned(model: str, machine: str) -> RunPlan:
+    config, settings = MODELS[model]
+    hardware = MACHINES[machine]
+    share = LAYERS / config["num_hidden_layers"]
+    small = hardware.changed(
+        **{
+            name: int(getattr(hardware, name) * share)
+            for name in ("device_memory_bytes", "host_memory_bytes", "disk_bytes")
+        }
+    )
+    devices = {"devices": 8, "zero_stage": 3} if machine == "8xh200" else {}
+    return millrace.plan(config | {"num_hidden_layers": LAYERS}, hardware=small, **settings, **devices)
+
+
+@pytest.mark.parametrize(("model", "machine"), list(itertools.product(MODELS, ("4090", "h100", "8xh200"))))
+def test_no_strategy_that_fits_is_faster(model: str, machine: str) -> None:
+    plan = planned(model, machine)
+    runs = [
+        (option, run_of(plan.part, plan.work, plan.spread, option.method, plan.hardware))
+        for option in plan.options
+        if not option.lacks
+    ]
+    assert plan.fits == bool(runs)
+    for option, run in runs:
+        assert run.seconds >= option.floor_seconds * (1 - 1e-9), option.method
+    if plan.run is None:
+        assert plan.shortfall is not None
+        assert plan.shortfall.fixes
+        return
+    fastest = min(run.seconds for _, run in runs)
+    assert plan.run.seconds <= fastest * SIMPLER * SIMPLER
+    simplest = next(option.method for option, run in runs if run.seconds <= fastest * SIMPLER)
+    order = [option.method for option in plan.options]
+    assert order.index(plan.method) <= order.index(simplest)
+
+
+def test_the_strategies_differ() -> None:
+    """Or the test above would compare nothing."""
+    found = {planned(model, machine).method for model in MODELS for machine in ("4090", "h100")}
+    assert len(found) >= 5
+    assert {method.weights for method in found} >= {Place.DEVICE, Place.HOST}
+    assert {method.state for method in found} == set(Place)
+
+
+def test_moments_in_8_bits_take_a_quarter() -> None:
+    def state(dtype: str) -> int:
+        plan = millrace.plan(LLAMA_8B, hardware="h100", batch_size=4, state_dtype=dtype, disk=False)
+        return sum(held.nbytes for held in plan.tiers.held if held.purpose == "master and state")
+
+    parameters = 8_030_261_248
+    assert state("float32") == 10 * parameters  # 2 of the master, 4 of each moment
+    assert state("bfloat16") == 6 * parameters
+    assert state("8bit") == pytest.approx((2 + 2 * 132 / 128) * parameters, abs=8)
+    with pytest.raises(ValueError, match="state_dtype='4bit'; give one of float32, bfloat16, 8bit"):
+        millrace.plan(LLAMA_8B, state_dtype="4bit")
+
+
+def test_what_is_held_in_host_memory_is_what_the_optimizer_holds() -> None:
+    """14 bytes for each bfloat16 parameter: weight and gradient 2 each, master 2, moments 8."""
+    plan = millrace.plan(LLAMA_8B, hardware="4090", batch_size=4)
+    assert plan.method.state is plan.method.weights is Place.HOST
+    assert plan.tiers.total(Place.HOST) == 14 * 8_030_261_248
+
+
+def test_activations_on_disk_pass_through_the_drive_both_ways() -> None:
+    plan = planned("llama-8b", "4090")
+    spilled = next(o.method for o in plan.options if o.method.activations is Activations.SPILLED)
+    offloaded = dataclasses.replace(spilled, activations=Activations.OFFLOADED)
+    ours, other = (run_of(plan.part, plan.work, plan.spread, m, plan.hardware) for m in (spilled, offloaded))
+    layers = [block for block in plan.part.blocks if block.name.startswith("layer")]
+    saved = sum(block.activation_bytes(plan.work.tokens) for block in layers)
+    for lane in ("fetch", "spill"):
+        moved = [{k.value: v for k, v in run.step.moved_bytes.items()}[lane] for run in (ours, other)]
+        assert moved[0] - moved[1] == pytest.approx(saved, rel=1e-9)
+    on = {place: run.tiers.total(place) for place in Place for run in (ours,)}
+    assert on[Place.DISK] == other.tiers.total(Place.DISK) + round(saved)
+    assert on[Place.HOST] < other.tiers.total(Place.HOST)
+    assert "activations spilled to disk" in spilled.text(plan.work.training)
