@@ -20,9 +20,9 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import activations as saved
 import torch
 import transformers
-import activations as saved
 from overlap import FLOPS_PER_SECOND, TOKENS, WIDTH, Case, configure, settled_seconds
 from overlap_updates import UPDATE_BYTES, step_seconds
 from torch import nn

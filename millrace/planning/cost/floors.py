@@ -32,7 +32,7 @@ class Floors:
 
     @property
     def serial_update(self) -> float:
-        """The floor when nothing but the drive runs beside the update: it reads ahead, and writes into the next step."""
+        """The floor when only the drive runs beside the update: it reads ahead, and writes into the next step."""
         beside = max(self.compute_seconds, self.onload_seconds, self.offload_seconds)
         return max(self.longest, beside + self.update_seconds)
 
