@@ -12,7 +12,7 @@ from tests.cost.conftest import LLAMA_8B
 from tests.cost.test_golden import MODELS
 
 SIMPLER = 1.02  # a simpler strategy is taken unless another one is faster than this
-LAYERS = 4  # of each model, so that all strategies are simulated in no time; the machine shrinks likewise
+LAYERS = 6  # of each model, so that all strategies are simulated in no time; the machine shrinks likewise
 
 
 def planned(model: str, machine: str) -> RunPlan:
