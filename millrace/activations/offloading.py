@@ -56,7 +56,8 @@ def offload_activations(
       name patterns (fnmatch, such as "model.layers.*"). Default: whatever the model saves.
     - `fraction`: at most this share of the bytes leaves, those saved first. 0 to 1.
     - `min_bytes`: smaller tensors stay.
-    - `modules`: only what is saved inside of these modules or name patterns (such as "*.mlp").
+    - `modules`: only what is saved inside of these modules or name patterns (such as "*.mlp"). Calls inside of
+      compiled code are not seen: name the module that was compiled.
     - `tier`: "host", or "disk": they pass through a little host memory, and rest in a file in the directory `disk`.
     - `device_memory`: ceiling in bytes for the saved tensors on the device, kept even if compute has to wait. Default:
       as few as hide behind compute.
@@ -144,7 +145,8 @@ class ActivationOffloading:
 
     def stats(self) -> ActivationStats:
         """What was moved and held since the beginning or the last `reset_stats()`. Waits for what is under way."""
-        self._stash.settle()
+        with self._stash.lock:
+            self._stash.settle()
         meter = self._meter
         return ActivationStats(
             host_held_bytes=self._stash.pool.held_bytes,
