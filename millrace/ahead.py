@@ -132,11 +132,14 @@ def cached_probe() -> Hardware:
 
 
 def probed_rates(device: torch.device) -> dict[str, float]:
-    """Bytes per second of each lane as `probe()` measured them for `device` on this machine; empty when it has not."""
+    """Bytes per second of each lane as `probe()` measured them for `device`; empty when it has not, or is damaged."""
     path = _cache_path()
     if not path.exists():
         return {}
-    hardware = Hardware.from_json(path.read_text())
+    try:
+        hardware = Hardware.from_json(path.read_text())
+    except ValueError:  # damaged, or of another version: `plan` says so, a report does without
+        return {}
     if not hardware.name.endswith(f"({device})"):
         return {}
     return {

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from millrace.report.stats import Stats
+
 __all__ = ["Planned", "RunRecord", "Sample", "Span", "Stall"]
 
 VERSION = 2
@@ -139,6 +141,7 @@ class RunRecord:
             if fields.pop("version") != VERSION:
                 raise KeyError("version")
             planned = fields["planned"]
+            Stats(**fields["stats"])
             return cls(
                 device=fields["device"],
                 stats=fields["stats"],

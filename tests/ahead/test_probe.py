@@ -61,3 +61,14 @@ def test_contradictions_are_noted() -> None:
 def test_a_directory_that_is_missing_is_an_error(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["probe", "--device", "cpu", "--disk", str(small / "none")]) == 2
     assert "none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"name": "x (cpu)"}', '{"name": 3, "devices": "two"}'])
+def test_a_damaged_measurement_is_told_to_plans_and_left_out_of_reports(text, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = ahead._cache_path()
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with pytest.raises(ValueError, match="run millrace probe again"):
+        ahead.cached_probe()
+    assert ahead.probed_rates(torch.device("cpu")) == {}

@@ -105,6 +105,10 @@ def test_what_is_no_run_is_refused(tmp_path, capsys) -> None:
     path.write_text('{"version": 0}')
     assert main(["report", str(path)]) == 2
     assert "no run record of version 2" in capsys.readouterr().err
+    for text in ("", "[]", "null", "3", '{"version": 2, "stats": {}, "planned": null}', "\x00" * 100):
+        path.write_text(text)
+        assert main(["report", str(path)]) == 2
+        assert "no run record of version 2" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "none.json")]) == 2
     assert "none.json" in capsys.readouterr().err
 

@@ -80,5 +80,5 @@ class Hardware:
         try:
             fields = json.loads(text)
             return cls(**fields)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"this is no hardware file of this version ({error}); run millrace probe again") from error
