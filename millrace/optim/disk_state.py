@@ -119,8 +119,11 @@ class DiskState:
         """Nothing is on disk any more; the room is kept for what comes next."""
         self._written.clear()
 
-    def stream(self, wanted: Sequence[Wanted], update: Callable[[list[Part]], None]) -> None:
-        """Calls `update` with the state of all elements of `wanted`, some at a time; what it writes there is kept."""
+    def stream(self, wanted: Sequence[Wanted], update: Callable[[list[Part]], None], *, writes: bool = True) -> None:
+        """Calls `update` with the state of all elements of `wanted`, some at a time.
+
+        What it writes there is kept, unless it only reads.
+        """
         with self._busy:
             loads = deque(self._loads(wanted))
             ahead: deque[tuple[Slot, list[tuple[Part, list[_Stretch]]], _All]] = deque()
@@ -136,8 +139,8 @@ class DiskState:
                     except BaseException:
                         ahead.appendleft((slot, load, arrived))
                         raise
-                    self._ring.release(slot, _All(self._write(slot, load)))
-                for one in wanted:
+                    self._ring.release(slot, _All(self._write(slot, load)) if writes else None)
+                for one in wanted if writes else ():
                     self._written.setdefault(one.key, set()).update(one.dtypes)
             finally:
                 for slot, _, arrived in ahead:  # after a failure
@@ -156,6 +159,23 @@ class DiskState:
                     memory.copy_(tensors[name][start : start + memory.numel()])
 
         self.stream([Wanted(key, elements, dtypes, frozenset(dtypes))], fill)
+
+    def fetch(self, key: Any, elements: int) -> dict[str, torch.Tensor]:
+        """The tensors of a parameter, flat, copied into host memory."""
+        dtypes = {name: self._extents[key][name][1] for name in self.holds(key)}
+        fetched = {
+            name: torch.empty(eight_bit.nbytes(elements, dtype), dtype=torch.uint8).view(dtype)
+            for name, dtype in dtypes.items()
+        }
+
+        def copy(parts: list[Part]) -> None:
+            for part in parts:
+                for name, memory in part.tensors.items():
+                    start = eight_bit.nbytes(part.start, memory.dtype) // memory.itemsize
+                    fetched[name][start : start + memory.numel()] = memory
+
+        self.stream([Wanted(key, elements, dtypes, frozenset())], copy, writes=False)
+        return fetched
 
     def lend(self, key: Any, elements: int) -> dict[str, torch.Tensor]:
         """The tensors of a parameter as memory, flat, read from disk as it is touched; until `take_back`."""

@@ -35,7 +35,7 @@ class ElementOptimizer(HostOptimizer):
         return self.MAXIMUM if group.get("amsgrad") else None
 
     def _perform(self, members: Sequence[Member], scale: float) -> None:
-        if self._disk is not None:
+        if self._disk is not None and members[0].weights.host.device.type == "cpu":
             self._perform_from_disk(self._disk, members, scale)
             return
         rules: dict[tuple[int, float], ElementRule] = {}

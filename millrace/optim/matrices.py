@@ -9,11 +9,14 @@ from torch.optim._muon import muon
 
 from millrace.optim import kernel, narrow
 from millrace.optim.devices import Member
+from millrace.optim.disk_state import DiskState
 from millrace.optim.kernel import Master
 from millrace.optim.optimizer import HostOptimizer
 from millrace.optim.options import Options
 
 __all__ = ["Adafactor", "Muon"]
+
+LEAST_BYTES = 1 << 14  # of a tensor of state that goes to disk; the others stay
 
 
 class _MatrixOptimizer(HostOptimizer):
@@ -28,26 +31,85 @@ class _MatrixOptimizer(HostOptimizer):
 
     def _perform(self, members: Sequence[Member], scale: float) -> None:
         for member in members:
-            weights = member.weights
-            state = member.state
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    state[name] = value.to("cpu" if name == "step" else weights.host.device)
-            master = weights.master(state)
-            master = None if master is None else weights.flat(master)
-            stored = weights.exposed()
-            exact = narrow.join(stored, master, weights.form)
-            gradient = member.gradient.detach()
-            if gradient.numel():
-                self._not_finite.note(member.step, ~torch.linalg.vector_norm(gradient, torch.inf).isfinite())
-            if scale != 1:
-                gradient = gradient * torch.tensor(scale, dtype=torch.float32)
-            # In the shape and layout of the parameter: rows and columns matter here.
-            shaped = weights.shaped(exact)
-            self._apply(member.group, state, shaped, gradient.to(exact.dtype))
-            narrow.part(exact, stored, master, weights.form)
-            weights.performed(kernel.checksum(stored) if weights.form is Master.SPLIT else None)
-            member.updated = True
+            disk = self._disk if member.weights.host.device.type == "cpu" else None
+            if disk is not None:
+                self._fetch(disk, member)
+            self._update_one(member, scale)
+            if disk is not None:
+                self._spill(disk, member)
+
+    def _update_one(self, member: Member, scale: float) -> None:
+        weights = member.weights
+        state = member.state
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[name] = value.to("cpu" if name == "step" else weights.host.device)
+        master = weights.master(state)
+        master = None if master is None else weights.flat(master)
+        stored = weights.exposed()
+        exact = narrow.join(stored, master, weights.form)
+        gradient = member.gradient.detach()
+        if gradient.numel():
+            self._not_finite.note(member.step, ~torch.linalg.vector_norm(gradient, torch.inf).isfinite())
+        if scale != 1:
+            gradient = gradient * torch.tensor(scale, dtype=torch.float32)
+        # In the shape and layout of the parameter: rows and columns matter here.
+        shaped = weights.shaped(exact)
+        self._apply(member.group, state, shaped, gradient.to(exact.dtype))
+        narrow.part(exact, stored, master, weights.form)
+        weights.performed(kernel.checksum(stored) if weights.form is Master.SPLIT else None)
+        member.updated = True
+
+    # state on disk: of one parameter at a time, under a key for each tensor, as these differ in size ------------------
+    def _fetch(self, disk: DiskState, member: Member) -> None:
+        for name, shape in self._resting.get(member.parameter, {}).items():
+            key = (member.parameter, name)
+            lent = self._lent.get(member.parameter, {}).get(name)
+            if lent is not None:
+                disk.take_back(key)
+            if member.state.get(name) is lent:  # nobody put another one there
+                flat = disk.fetch(key, shape.numel())[name]
+                member.state[name] = _lying_as(flat, shape, member.weights.host)
+        self._lent.pop(member.parameter, None)
+
+    def _spill(self, disk: DiskState, member: Member) -> None:
+        state = member.state
+        large = {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and value.nbytes >= LEAST_BYTES
+        }
+        for name, value in large.items():
+            like = _lying_as(torch.empty(value.numel(), dtype=value.dtype), value.shape, member.weights.host)
+            flat = value if value.stride() == like.stride() else like.copy_(value)
+            disk.keep((member.parameter, name), value.numel(), {name: flat.as_strided((value.numel(),), (1,))})
+        self._resting[member.parameter] = {name: value.shape for name, value in large.items()}
+        for name in large:
+            del state[name]
+
+    def _show_state(self) -> None:
+        super()._show_state()
+        for parameter, shapes in self._resting.items():
+            if self._disk is not None and parameter not in self._lent:
+                lent = {name: self._disk.lend((parameter, name), shape.numel())[name] for name, shape in shapes.items()}
+                host = self._weights_of(parameter).host
+                self._lent[parameter] = {name: _lying_as(lent[name], shapes[name], host) for name in lent}
+                self.entries[parameter].update(self._lent[parameter])
+
+    def _take_loaded(self) -> None:
+        super()._take_loaded()
+        self._resting.clear()
+
+    def _forget_weights(self) -> None:
+        super()._forget_weights()
+        self._resting: dict[torch.Tensor, dict[str, torch.Size]] = {}  # what of each parameter's state is on disk
+
+
+def _lying_as(flat: torch.Tensor, shape: torch.Size, weights: torch.Tensor) -> torch.Tensor:
+    """`flat` in a shape; in that of the weights its elements lie as theirs do."""
+    if shape == weights.shape and torch.ops.aten.is_non_overlapping_and_dense(weights):
+        return flat.as_strided(shape, weights.stride())
+    return flat.view(shape)
 
 
 class Adafactor(_MatrixOptimizer, torch.optim.Adafactor):
@@ -164,8 +226,6 @@ class Muon(_MatrixOptimizer, torch.optim.Muon):
 
 
 def _float32_state(options: Options, name: str) -> Options:
-    if options.tier != "host":
-        raise ValueError(f"tier={options.tier!r} is not available for {name}, which needs whole matrices: tier='host'")
     if options.state_dtype != torch.float32:
         raise ValueError(f"state_dtype={options.state_dtype!r} is not available for {name}; allowed: torch.float32")
     return options

@@ -200,10 +200,11 @@ class HostOptimizer(Optimizer):
             return members, []
         shares = self._shares
         everything = [parameter for parameter in self._places() if parameter.device == device]
+        splits = self.SPLITS and self._disk is None  # state on disk is that of whole parameters
         if not isinstance(fraction, str):
-            shares.assign(everything, float(fraction), splits=self.SPLITS)
+            shares.assign(everything, float(fraction), splits=splits)
         elif shares.unassigned(everything):
-            shares.assign(everything, fraction_that_fits(everything, self._state_bytes()), splits=self.SPLITS)
+            shares.assign(everything, fraction_that_fits(everything, self._state_bytes()), splits=splits)
         on_host, on_device = [], []
         for member in members:
             border = shares.host_elements(member.parameter)

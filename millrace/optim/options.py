@@ -42,11 +42,6 @@ class Options:
                 f'tier={self.tier!r} with disk={self.disk!r}: tier="disk" needs the directory in which state rests,'
                 ' such as disk="/nvme/millrace"; other tiers need none'
             )
-        if self.tier == "disk" and self.device_fraction != 0:
-            raise ValueError(
-                f'tier="disk" with device_fraction={self.device_fraction!r}: state rests on disk or on the device;'
-                " leave one of them out"
-            )
         fraction = self.device_fraction
         number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
         if fraction != "auto" and not (number and 0 <= float(fraction) <= 1):

@@ -244,7 +244,6 @@ BAD = [
     ({"tier": "tape"}, "allowed: 'host' or 'disk'"),
     ({"tier": "disk"}, "needs the directory"),
     ({"disk": "/nvme"}, "disk='/nvme'"),
-    ({"tier": "disk", "disk": "/nvme", "device_fraction": "auto"}, "leave one of them out"),
     ({"overlap": "sideways"}, "overlap='sideways' is not available; allowed: 'none'"),
     ({"master_dtype": torch.float64}, "master_dtype=torch.float64"),
     ({"master_form": "both"}, "allowed: 'split' or 'full'"),

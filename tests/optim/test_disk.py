@@ -15,9 +15,9 @@ from torch import nn
 import millrace.optim
 from millrace.errors import DiskError
 from millrace.memory.disk import DiskStore
-from millrace.optim import AdamW, disk_state
+from millrace.optim import AdamW, disk_state, matrices
 from tests.engine.models import weight_bytes
-from tests.optim.references import RULES, assert_equal, copies, give_gradients, parameters, ties_up
+from tests.optim.references import MATRICES, RULES, assert_equal, copies, give_gradients, parameters, ties_up
 from tests.optim.test_overlap import SETTINGS, decoder, offloaded, train
 
 SHAPES = ((37, 13), (1,), (65536 + 5,), (3, 4, 5), (), (0,), (60, 1031))
@@ -27,15 +27,16 @@ SHAPES = ((37, 13), (1,), (65536 + 5,), (3, 4, 5), (), (0,), (60, 1031))
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters of several chunks, and more loads than the ring has slots."""
     monkeypatch.setattr(disk_state, "CHUNK_ELEMENTS", 1 << 13)
+    monkeypatch.setattr(matrices, "LEAST_BYTES", 1)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw_amsgrad", "adam", "sgd", "sgd_nesterov", "lion"])
+@pytest.mark.parametrize("name", ["adamw", "adamw_amsgrad", "adam", "sgd", "sgd_nesterov", "lion", "adafactor", "muon"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_torch(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     own, kind, settings = RULES[name]
-    ours = parameters(dtype, SHAPES)
+    ours = parameters(dtype, MATRICES if name == "muon" else [shape for shape in SHAPES if shape != (0,)])
     exact = copies(ours, torch.float32)
-    common = {key: value for key, value in settings.items() if key != "fused"}
+    common = {key: value for key, value in settings.items() if key not in ("fused", "foreach")}
     optimizer = getattr(millrace.optim, own)(ours, tier="disk", disk=tmp_path, **common)
     reference = kind(exact, **settings)
     for step in range(6):
@@ -66,6 +67,45 @@ def test_state_is_shown_in_the_stock_format(form: str, tmp_path: Path) -> None:
             for index, entries in reference.state_dict()["state"].items():
                 assert shown[index].keys() == entries.keys()
                 assert_equal([shown[index][key] for key in entries], list(entries.values()))
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_of_whole_matrices(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """It is shown, changed, saved, loaded and copied as that in host memory; between steps it is not there."""
+    ours, theirs = parameters(dtype, MATRICES), parameters(dtype, MATRICES)
+    kind = getattr(millrace.optim, RULES[name][0])
+    optimizer, reference = kind(ours, tier="disk", disk=tmp_path), kind(theirs)
+    for step in range(7):
+        give_gradients(ours, theirs, step)
+        optimizer.step()
+        reference.step()
+        assert all(
+            not torch.is_tensor(value) or key == "step"
+            for each in optimizer.entries.values()
+            for key, value in each.items()
+        )
+        if step in (1, 2):
+            for index, entries in reference.state_dict()["state"].items():
+                shown = optimizer.state_dict()["state"][index]
+                assert shown.keys() == entries.keys()
+                assert_equal([shown[key] for key in entries], list(entries.values()))
+        if step == 2:
+            for one, other in ((optimizer, ours), (reference, theirs)):
+                for key, value in one.state[other[0]].items():
+                    if key != "step" and key != "master_remainder":
+                        one.state[other[0]][key] = torch.full_like(value, 0.25)
+                        one.state[other[1]][key].mul_(0.5)
+        if step == 4:
+            saved = io.BytesIO()
+            torch.save(optimizer.state_dict(), saved)
+            saved.seek(0)
+            optimizer = kind(ours, tier="disk", disk=tmp_path)
+            optimizer.load_state_dict(torch.load(saved, weights_only=True))
+        if step == 5:
+            copied = copy.deepcopy(optimizer)
+            assert str(copied.state_dict()) == str(optimizer.state_dict())
     assert_equal(ours, theirs)
 
 

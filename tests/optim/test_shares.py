@@ -1,6 +1,7 @@
 """Is the share of the state that is updated on the device the one that was asked for, and are the bits the same?"""
 
 import copy
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import millrace.optim
-from millrace.optim import AdamW
+from millrace.optim import AdamW, matrices
 from tests.optim.references import RULES, assert_equal, give_gradients, parameters
 
 SHAPES = ((40, 30), (9,), (130, 70), (), (3, 40, 41))
@@ -47,6 +48,33 @@ def test_any_share_gives_the_same_bits(emu_device: ModuleType, name: str, dtype:
                 here[0].fill_(0.5)
                 there[0].fill_(0.5)
     assert_equal(there, here)
+
+
+@pytest.mark.emu("random:0")
+@pytest.mark.parametrize("name", ["adamw", "sgd_nesterov", "adafactor", "muon"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_rest_of_the_state_may_be_on_disk(
+    emu_device: ModuleType, name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matrices, "LEAST_BYTES", 1)
+    own, _, settings = RULES[name]
+    settings = {key: value for key, value in settings.items() if key not in ("fused", "foreach")}
+    kind = getattr(millrace.optim, own)
+    here = parameters(dtype, MATRICES)
+    there = on_device(here)
+    optimizer = kind(here, **settings)
+    other = kind(there, device_fraction=0.4, tier="disk", disk=tmp_path, **settings)
+    for step in range(5):
+        give_gradients(there, here, step)
+        optimizer.step()
+        other.step()
+        if step == 2:
+            other.load_state_dict(copy.deepcopy(other.state_dict()))
+    assert_equal(there, here)
+    places = {value.device.type for entries in other.entries.values() for value in entries.values() if value.dim()}
+    assert places == {"emu"}  # whole parameters: the first two are on disk
+    assert other._disk is not None
+    assert other._disk.nbytes > 0
 
 
 @pytest.mark.emu("random:0")
