@@ -49,9 +49,10 @@ class AdamW(_AdamSteps, torch.optim.AdamW):
       with any `state_dtype`; into `torch.optim` by way of one with float32.
     - `tier`: where the state rests: "host", or "disk", in a directory of its own inside of `disk`; its files are gone
       with the process, so checkpoints are what lasts. Host memory then holds a ring of 192 MiB. `state_dict()` shows
-      it as memory that is read as it is touched.
+      it as memory that is read as it is touched. With a `device_fraction` the rest of the state is on disk.
     - `device_fraction`: share of the state that lives and is updated on the accelerator of parameters that live there,
-      in [0, 1], exact to 64 elements; "auto" takes what is free after the first backward, less a tenth.
+      in [0, 1], exact to 128 elements (with `tier="disk"` to a parameter); "auto" takes what is free after the first
+      backward, less a tenth.
     - `pin`, `overlap_d2h_h2d`: host memory of such parameters is page-locked; gradients and weights travel while others
       are updated.
     - `overlap`: what the updates of an offloaded model's parameters run beside. "none": `step()` returns when all is

@@ -4,6 +4,7 @@ Each tensor of state is an extent of a disk store. Some elements of each, of one
 ones, are a load: they share a slot of the ring while they are read, updated and written.
 """
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from millrace.errors import DiskError
 from millrace.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore, Extent, Request, Slot, StagingRing
 from millrace.memory.ledger import Ledger, Tier
 from millrace.optim import eight_bit
@@ -83,6 +85,8 @@ class DiskState:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._directory = directory
+        self._failed = False  # since when it holds nothing that can be relied on
         own = Path(directory) / f"optimizer-{os.getpid()}-{next(_numbers)}"
         self._ledger = Ledger()
         self._store = DiskStore(own, self._ledger)
@@ -115,9 +119,14 @@ class DiskState:
         """The names of the tensors of a parameter that are on disk."""
         return frozenset(self._written.get(key, ()))
 
-    def forget(self) -> None:
-        """Nothing is on disk any more; the room is kept for what comes next."""
-        self._written.clear()
+    def emptied(self) -> "DiskState":
+        """Itself, holding nothing and with room for what comes next; another one where its drive failed."""
+        with contextlib.suppress(DiskError):
+            self.synchronize()
+            if not self._failed:
+                self._written.clear()
+                return self
+        return DiskState(self._directory)
 
     def stream(self, wanted: Sequence[Wanted], update: Callable[[list[Part]], None], *, writes: bool = True) -> None:
         """Calls `update` with the state of all elements of `wanted`, some at a time.
@@ -142,6 +151,9 @@ class DiskState:
                     self._ring.release(slot, _All(self._write(slot, load)) if writes else None)
                 for one in wanted if writes else ():
                     self._written.setdefault(one.key, set()).update(one.dtypes)
+            except BaseException:
+                self._failed = True
+                raise
             finally:
                 for slot, _, arrived in ahead:  # after a failure
                     for request in arrived._requests:

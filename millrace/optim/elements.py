@@ -107,8 +107,8 @@ class ElementOptimizer(HostOptimizer):
         if not self._counts:
             return
         for state in states:
-            if "step" not in state:
-                state["step"] = torch.tensor(0.0)
+            if not isinstance(state.get("step", None), torch.Tensor):  # none yet, or a number in an old state dict
+                state["step"] = torch.tensor(float(state.get("step", 0.0)))
             elif state["step"].device.type != "cpu":
                 state["step"] = state["step"].to("cpu")
         torch._foreach_add_([state["step"] for state in states], 1)
@@ -166,13 +166,17 @@ class ElementOptimizer(HostOptimizer):
                 place=part.start,
             )
 
+        begun: set[int]
+
         def update_parts(parts: list[Part]) -> None:
+            begun.update(part.index for part in parts)
             updates = [on_host(part) for part in parts]
             update.perform(updates, scale)
             for part, item in zip(parts, updates, strict=True):
                 self._not_finite.note(members[part.index].step, item.not_finite)
 
-        disk.stream(wanted, update_parts)
+        with self._interruption.told(len(members)) as begun:
+            disk.stream(wanted, update_parts)
         for member, flat in zip(members, weights, strict=True):
             member.weights.performed(kernel.checksum(flat) if member.weights.form is Master.SPLIT else None)
             member.updated = True
@@ -219,8 +223,6 @@ class ElementOptimizer(HostOptimizer):
         super()._take_loaded()
         if self._disk is None:
             return
-        self._lent.clear()
-        self._disk.forget()
         for parameter, (_, group) in self._places().items():
             if parameter.device.type == "cpu" and parameter in self.entries:
                 self._to_disk(self._disk, parameter, group, self._weights_of(parameter), self.entries[parameter])

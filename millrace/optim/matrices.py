@@ -30,13 +30,16 @@ class _MatrixOptimizer(HostOptimizer):
         raise NotImplementedError
 
     def _perform(self, members: Sequence[Member], scale: float) -> None:
-        for member in members:
-            disk = self._disk if member.weights.host.device.type == "cpu" else None
-            if disk is not None:
-                self._fetch(disk, member)
-            self._update_one(member, scale)
-            if disk is not None:
-                self._spill(disk, member)
+        if self._disk is None or members[0].weights.host.device.type != "cpu":
+            for member in members:
+                self._update_one(member, scale)
+            return
+        with self._interruption.told(len(members)) as begun:
+            for index, member in enumerate(members):
+                self._fetch(self._disk, member)
+                begun.add(index)
+                self._update_one(member, scale)
+                self._spill(self._disk, member)
 
     def _update_one(self, member: Member, scale: float) -> None:
         weights = member.weights
@@ -96,10 +99,6 @@ class _MatrixOptimizer(HostOptimizer):
                 self._lent[parameter] = {name: _lying_as(lent[name], shapes[name], host) for name in lent}
                 self.entries[parameter].update(self._lent[parameter])
 
-    def _take_loaded(self) -> None:
-        super()._take_loaded()
-        self._resting.clear()
-
     def _forget_weights(self) -> None:
         super()._forget_weights()
         self._resting: dict[torch.Tensor, dict[str, torch.Size]] = {}  # what of each parameter's state is on disk
@@ -115,7 +114,8 @@ def _lying_as(flat: torch.Tensor, shape: torch.Size, weights: torch.Tensor) -> t
 class Adafactor(_MatrixOptimizer, torch.optim.Adafactor):
     """torch.optim.Adafactor with state and update in host memory; other settings as in `millrace.optim.AdamW`.
 
-    The float32 state is a row and a column per matrix. `state_dtype` stays torch.float32.
+    The float32 state is a row and a column per matrix. `state_dtype` stays torch.float32. On disk rests what takes
+    16 KiB or more: of matrices the masters of narrow weights.
     """
 
     def __init__(

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from millrace.optim.devices import Member, Twins
 from millrace.optim.disk_state import DiskState
 from millrace.optim.early import EarlyUpdates
+from millrace.optim.interruption import Interruption
 from millrace.optim.loading import values_from
 from millrace.optim.norms import GradientNorms
 from millrace.optim.not_finite import NotFiniteSteps
@@ -47,6 +48,7 @@ class HostOptimizer(Optimizer):
     # Names of the state that has its parameter's shape, in the state dtype.
     ELEMENTWISE: tuple[str, ...] = ()
     SPLITS = True  # whether a tensor may be updated in two pieces
+    _disk: DiskState | None  # where the state rests, with tier="disk"
 
     def __init__(self, params: Any, *, options: Options, **stock: Any) -> None:
         self._options = options
@@ -83,9 +85,11 @@ class HostOptimizer(Optimizer):
         """One step. `closure`, when given, is called once before it; its result is returned.
 
         Parameters without a gradient are left alone. Raises RuntimeError for sparse or complex gradients, ValueError
-        for parameters of two offloaded models.
+        for parameters of two offloaded models, DiskError when a drive failed before anything was changed, StateError
+        when it did so later: then nothing goes on before a state was loaded.
         """
         check_one_model(self._places())
+        self._interruption.check()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -310,6 +314,7 @@ class HostOptimizer(Optimizer):
 
     def _take_loaded(self) -> None:
         """`entries` were loaded: what was kept of the state before is void."""
+        self._interruption.forget()
 
     # state -----------------------------------------------------------------------------------------------------------
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -323,6 +328,9 @@ class HostOptimizer(Optimizer):
         for hook in before.values():
             state_dict = hook(self, state_dict) or state_dict
         values = values_from(self.param_groups, state_dict, self.ELEMENTWISE, self._options.moment_dtype)
+        self._forget_weights()
+        if self._disk is not None:
+            self._disk = self._disk.emptied()
         try:  # The stock method casts moments to the dtype of their parameter, so it gets the groups alone.
             self._optimizer_load_state_dict_pre_hooks = type(before)()
             self._optimizer_load_state_dict_post_hooks = type(after)()
@@ -330,7 +338,6 @@ class HostOptimizer(Optimizer):
         finally:
             self._optimizer_load_state_dict_pre_hooks = before
             self._optimizer_load_state_dict_post_hooks = after
-        self._forget_weights()
         self.__setstate__({"state": defaultdict(dict, values), "param_groups": self.param_groups})
         self._take_loaded()
         for post_hook in after.values():
@@ -348,6 +355,7 @@ class HostOptimizer(Optimizer):
     def _begin_anew(self, options: Options) -> None:
         """Nothing is under way."""
         self._updater = Updater()
+        self._interruption = Interruption()
         self._disk = DiskState(options.disk) if options.tier == "disk" else None
         early = options.overlap == "backward"
         self._early = EarlyUpdates(self._begin_early, self._settings) if early else None

@@ -1,6 +1,7 @@
 """Does the part of PyTorch's own optimizer tests that applies to a subclass pass? With its table of inputs."""
 
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
 
 import millrace.optim
+from millrace.optim import eight_bit, matrices
 
 INFOS = {info.optim_cls.__name__: info for info in optim_db}
 UNSUPPORTED = {"foreach", "fused", "capturable", "differentiable"}
@@ -22,10 +24,23 @@ def inputs() -> list[Any]:
     return found
 
 
-def make(name: str, settings: dict[str, Any]) -> tuple[Any, Any]:
+@pytest.fixture(params=["host", "disk", "8bit"])
+def options(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Where state is, and as what. Overlap and shares of a device say nothing about plain parameters on the CPU."""
+    if request.param == "disk":
+        monkeypatch.setattr(matrices, "LEAST_BYTES", 1)
+        return {"tier": "disk", "disk": tmp_path}
+    if request.param == "8bit" and "test_values" not in request.node.name:
+        monkeypatch.setattr(eight_bit, "LEAST_ELEMENTS", 1)
+    return {"state_dtype": "8bit"} if request.param == "8bit" else {}
+
+
+def make(name: str, settings: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any]:
     torch.manual_seed(0)
     weights = [torch.nn.Parameter(torch.randn(4, 3)), torch.nn.Parameter(torch.randn(3, 5))]
-    return weights, getattr(millrace.optim, name)(weights, **deepcopy(settings))
+    if name in ("Adafactor", "Muon") and "state_dtype" in options:
+        options = {}  # refused: see test_eight_bit.py
+    return weights, getattr(millrace.optim, name)(weights, **deepcopy(settings), **options)
 
 
 def train(weights: Any, optimizer: Any, steps: int) -> None:
@@ -36,8 +51,8 @@ def train(weights: Any, optimizer: Any, steps: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "settings"), inputs())
-def test_values_equal_the_stock_optimizer(name: str, settings: dict[str, Any]) -> None:
-    weights, optimizer = make(name, settings)
+def test_values_equal_the_stock_optimizer(name: str, settings: dict[str, Any], options: dict[str, Any]) -> None:
+    weights, optimizer = make(name, settings, options)
     others = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
     fused = {"fused": True} if name in ("AdamW", "Adam", "SGD") else {}
     reference = INFOS[name].optim_cls(others, **deepcopy(settings), **fused)
@@ -47,10 +62,10 @@ def test_values_equal_the_stock_optimizer(name: str, settings: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(("name", "settings"), inputs())
-def test_state_dict_round_trip(name: str, settings: dict[str, Any]) -> None:
-    weights, optimizer = make(name, settings)
+def test_state_dict_round_trip(name: str, settings: dict[str, Any], options: dict[str, Any]) -> None:
+    weights, optimizer = make(name, settings, options)
     train(weights, optimizer, 3)
-    others, other = make(name, settings)
+    others, other = make(name, settings, options)
     with torch.no_grad():
         for target, source in zip(others, weights, strict=True):
             target.copy_(source)
@@ -62,9 +77,9 @@ def test_state_dict_round_trip(name: str, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("name", "settings"), inputs())
-def test_can_load_older_state_dict(name: str, settings: dict[str, Any]) -> None:
+def test_can_load_older_state_dict(name: str, settings: dict[str, Any], options: dict[str, Any]) -> None:
     """Checkpoints from before a setting existed, and from when "step" was a number."""
-    weights, optimizer = make(name, settings)
+    weights, optimizer = make(name, settings, options)
     train(weights, optimizer, 2)
     old = deepcopy(optimizer.state_dict())
     for entries in old["state"].values():
@@ -78,8 +93,8 @@ def test_can_load_older_state_dict(name: str, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adafactor", "Muon"])
-def test_load_hooks_and_state_dict_hooks(name: str) -> None:
-    weights, optimizer = make(name, {})
+def test_load_hooks_and_state_dict_hooks(name: str, options: dict[str, Any]) -> None:
+    weights, optimizer = make(name, {}, options)
     train(weights, optimizer, 1)
     seen: list[str] = []
     optimizer.register_state_dict_pre_hook(lambda _: seen.append("save before"))

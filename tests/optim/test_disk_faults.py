@@ -1,0 +1,129 @@
+"""What becomes of a step whose drive fails, or whose process is killed, in the middle of it?"""
+
+import copy
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import millrace.optim
+from millrace.errors import DiskError, StateError
+from millrace.memory.disk import DiskStore
+from millrace.optim import AdamW, disk_state, matrices
+from tests.optim.references import assert_equal, copies, give_gradients, parameters
+
+SHAPES = ((64, 64), (130, 70), (64, 64), (37, 13), (96, 64))
+FAULTS = {"read": "_read_piece", "write": "_write_piece"}
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_state, "CHUNK_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(disk_state, "_SLOTS", 3)
+    monkeypatch.setattr(matrices, "LEAST_BYTES", 1)
+
+
+def fail_after(monkeypatch: pytest.MonkeyPatch, kind: str, pieces: int, number: int) -> None:
+    """The drive takes or gives so many pieces, and then none."""
+    working = getattr(DiskStore, FAULTS[kind])
+    left = [pieces]
+
+    def faulty(self: DiskStore, extent: Any, *rest: Any, **named: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise DiskError(number, f"{extent.name}: {os.strerror(number)}")
+        return working(self, extent, *rest, **named)
+
+    monkeypatch.setattr(DiskStore, FAULTS[kind], faulty)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Lion", "Adafactor", "Muon"])
+@pytest.mark.parametrize(("kind", "number"), [("read", errno.EIO), ("write", errno.EIO), ("write", errno.ENOSPC)])
+@pytest.mark.parametrize("pieces", [0, 1, 5])
+def test_no_step_goes_on_from_a_broken_one(
+    name: str, kind: str, number: int, pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing has changed, or an error says so until weights and state are loaded; then all is as it would be."""
+    ours, theirs = parameters(torch.bfloat16, SHAPES), parameters(torch.bfloat16, SHAPES)
+    optimizer = getattr(millrace.optim, name)(ours, tier="disk", disk=tmp_path)
+    reference = getattr(millrace.optim, name)(theirs)
+    for step in range(2):
+        give_gradients(ours, theirs, step)
+        optimizer.step()
+        reference.step()
+    saved, weights = copy.deepcopy(reference.state_dict()), copies(theirs)
+    assert optimizer._disk is not None
+    optimizer._disk.synchronize()
+    give_gradients(ours, theirs, 2)
+    with monkeypatch.context() as patch:
+        fail_after(patch, kind, pieces, number)
+        # A failed write behind may only be seen when its bytes are wanted again.
+        failures = [attempt(optimizer) for _ in range(3)]
+    assert failures[-1] is not None
+    changed = not all(torch.equal(one, other) for one, other in zip(ours, weights, strict=True))
+    if isinstance(failures[0], DiskError):
+        assert not changed
+        optimizer.step()  # the drive is back
+    else:
+        assert changed
+        told = attempt(optimizer)
+        assert told is not None
+        if isinstance(failures[0], StateError):
+            assert "of 5 parameters" in str(told)
+            assert "load the weights and the optimizer's state" in str(told)
+        with torch.no_grad():
+            for one, other in zip(ours, weights, strict=True):
+                one.copy_(other)
+        optimizer.load_state_dict(saved)
+        optimizer.step()
+    reference.step()
+    assert_equal(ours, theirs)
+
+
+def attempt(optimizer: Any) -> Exception | None:
+    try:
+        optimizer.step()
+    except (DiskError, StateError) as error:
+        return error
+    return None
+
+
+KILLED = """
+import sys, torch
+from millrace.optim import AdamW, disk_state
+disk_state.CHUNK_ELEMENTS = 1 << 14
+weights = [torch.nn.Parameter(torch.zeros(1 << 18)) for _ in range(4)]
+optimizer = AdamW(weights, tier="disk", disk=sys.argv[1])
+for weight in weights:
+    weight.grad = torch.ones_like(weight)
+while True:
+    optimizer.step()
+    print("stepped", flush=True)
+"""
+
+
+def test_a_killed_process_leaves_nothing_that_harms_the_next(tmp_path: Path) -> None:
+    for delay in (0.0, 0.02):
+        with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True) as run:
+            assert run.stdout is not None
+            assert run.stdout.readline() == "stepped\n"
+            time.sleep(delay)  # somewhere in a step
+            run.send_signal(signal.SIGKILL)
+            run.wait(timeout=60)
+    ours, theirs = [nn.Parameter(torch.ones(1 << 15))], [nn.Parameter(torch.ones(1 << 15))]
+    optimizer, reference = AdamW(ours, tier="disk", disk=tmp_path), AdamW(theirs)
+    for step in range(3):
+        give_gradients(ours, theirs, step)
+        optimizer.step()
+        reference.step()
+    assert_equal(ours, theirs)
+    left = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert left < 4096, [str(path) for path in tmp_path.rglob("*")]  # files have no names: the system frees them
