@@ -34,6 +34,7 @@ class EarlyUpdates:
         self._proven = False  # one step was watched, and did nothing to gradients
         self._watched: dict[Any, tuple[torch.Tensor, int]] = {}  # gradients, as they were when backward ended
         self._repeated = False
+        self._own: frozenset[Any] = frozenset()  # the parameters of the optimizer
         self._used: list[dict[str, Any]] | None = None  # the settings of updates in this backward
         self.updated: dict[Any, None] = {}  # parameters updated since the last step
         make_grad_scaler_leave_traces()
@@ -53,7 +54,7 @@ class EarlyUpdates:
 
     def delivered(self, parameters: Iterable[Any]) -> None:
         """Backward is over, and the gradients are the parameters'."""
-        for parameter in parameters:
+        for parameter in self._own.intersection(parameters):  # blocks may have another optimizer's, too
             self._repeated = self._repeated or parameter in self._watched
             self._watched[parameter] = (parameter.grad, parameter.grad._version)
         if self._used is None:
@@ -78,7 +79,8 @@ class EarlyUpdates:
         """A step is over; `parameters` are watched from now on."""
         self._proven = self._proven or bool(self._watched)
         self._forget()
-        watch(self, parameters)
+        self._own = frozenset(parameters)
+        watch(self, self._own)
 
     def _refuse(self, reason: str) -> None:
         late = f"; {len(self.updated)} parameters were updated already" if self.updated else "; nothing was updated"

@@ -170,6 +170,8 @@ class HostOptimizer(Optimizer):
     ) -> Sequence[Any]:
         places = self._places()
         begun = [parameter for parameter in gradients if parameter in places]
+        if not begun:  # all are another optimizer's
+            return begun
         members = [self._member(*places[parameter], parameter, gradients[parameter]) for parameter in begun]
         self._submit(unit, members, 1.0, arrived)
         return begun

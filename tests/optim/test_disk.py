@@ -16,9 +16,9 @@ import millrace.optim
 from millrace.errors import DiskError
 from millrace.memory.disk import DiskStore
 from millrace.optim import AdamW, disk_state, matrices
-from tests.engine.models import weight_bytes
+from tests.engine.models import loss_of, weight_bytes
 from tests.optim.references import MATRICES, RULES, assert_equal, copies, give_gradients, parameters, ties_up
-from tests.optim.test_overlap import SETTINGS, decoder, offloaded, train
+from tests.optim.test_overlap import SETTINGS, batch, decoder, offloaded, train
 
 SHAPES = ((37, 13), (1,), (65536 + 5,), (3, 4, 5), (), (0,), (60, 1031))
 
@@ -235,3 +235,22 @@ def test_a_failed_read_is_told_and_frees_the_ring(tmp_path: Path, monkeypatch: p
             optimizer.step()
     monkeypatch.setattr(DiskStore, "_read_piece", read)
     optimizer.step()
+
+
+@pytest.mark.emu("random:0")
+def test_two_optimizers_in_backward(emu_device: ModuleType, tmp_path: Path) -> None:
+    """Each is told of blocks that are all the other's."""
+    trained = []
+    for settings in ({}, {"tier": "disk", "disk": tmp_path, "overlap": "backward"}):
+        model = decoder(torch.float32)
+        weights = list(model.parameters())
+        with offloaded(model) as handle:
+            optimizers = [AdamW(half, **settings, **SETTINGS) for half in (weights[:3], weights[3:])]
+            for step in range(5):
+                loss_of(model, batch(step)).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert handle.stats().onload_bytes > weight_bytes(model)
+        trained.append(list(model.parameters()))
+    assert_equal(*trained)
