@@ -33,9 +33,10 @@ from millrace.engine.meter import Meter
 from millrace.engine.partition import Partition, partition
 from millrace.engine.placement import Placement, Shelf
 from millrace.engine.residency import Residency
+from millrace.engine.room import Room
 from millrace.engine.steps import OptimizerSteps
 from millrace.errors import StateError
-from millrace.memory.disk import Checkpoint, DiskStore, StagingRing
+from millrace.memory.disk import Checkpoint, StagingRing
 from millrace.memory.ledger import Ledger, Tier
 from millrace.optim.optimizer import HostOptimizer
 from millrace.planning import Plan
@@ -160,13 +161,9 @@ class Offloaded:
         self._made: list[Block] = []
         if is_accelerator(config.device):
             make_grad_scaler_wait()
-        spills = config.activations is not None and config.activations.tier == "disk"
-        self._store: DiskStore | None = None
-        if config.disk is not None and (placement != Placement() or spills):
-            self._store = DiskStore(config.disk, self._ledger, log=self._meter.disk_log)
         if materialized is not None:
             materialized.checkpoint.log = self._meter.disk_log
-        self._shelf = Shelf(config.device, self._ledger, self._meter, placement, self._store, materialized)
+        self._shelf = Shelf(config.device, self._ledger, self._meter, placement, config.disk, materialized)
         reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if materialized is not None:
             reading = materialized.checkpoint.reading(budgets.reading_bytes, self._ledger)
@@ -193,8 +190,7 @@ class Offloaded:
         config = self._config
         self._fetching: Fetching | None = None
         if placement.on_disk:
-            ring = StagingRing(placement.chunk_bytes, placement.chunks, config.device, self._ledger)
-            self._fetching = Fetching(ring, placement.chunks, self._lanes, self._meter)
+            self._open_fetching(placement.chunk_bytes, placement.chunks)
         streamed = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.streamed]
         residents = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.resident]
         for index, block in enumerate(streamed):
@@ -203,6 +199,8 @@ class Offloaded:
             config.device, self._budgets.weights_bytes, self._lanes, self._ledger, self._meter, self._fetching
         )
         self._executor = Executor(streamed, self._residency, self._lanes, self._meter, config.prefetch_blocks)
+        if config.disk is not None:
+            self._shelf.room = Room(self._blocks, self._residency, self._executor, self._ledger, self._open_fetching)
         gradients = Gradients(self._lanes, self._ledger, self._meter, self._shelf, config.grad_dtype)
         self._engine = Engine(config.device, streamed, residents, self._residency, self._executor, gradients)
         for block in residents:
@@ -217,8 +215,9 @@ class Offloaded:
         self._attachment.keep_alive(self)
         self.activations: ActivationOffloading | None = None  # the handle on the model's activations
         if config.activations is not None:
+            store = self._shelf.store if config.activations.tier == "disk" else None
             self.activations = ActivationOffloading(
-                model, config.activations, self._lanes, self._ledger, self._store, self._meter.lane_use
+                model, config.activations, self._lanes, self._ledger, store, self._meter.lane_use
             )
 
     # what it did ------------------------------------------------------------------------------------------------------
@@ -344,12 +343,15 @@ class Offloaded:
         self._made.append(block)
         return block
 
+    def _open_fetching(self, chunk_bytes: int, chunks: int) -> Fetching:
+        ring = StagingRing(chunk_bytes, chunks, self._config.device, self._ledger)
+        self._fetching = Fetching(ring, chunks, self._lanes, self._meter)
+        return self._fetching
+
     def _forked(self) -> None:
-        self._ledger.forked()
+        self._shelf.forked()
         for block in self._blocks():
             block.forked()
-        if self._store is not None:
-            self._store.forked()
 
     def _blocks(self) -> list[Block]:
         return [*self._engine.blocks, *self._engine.residents]

@@ -188,6 +188,10 @@ class Block:
         """Homes that lie in a checkpoint, and change, move to where that is kept. Raises BudgetError without a disk."""
         if isinstance(self.rest, HostRest) or self.rest.writable:
             return
+        self.spill()
+
+    def spill(self) -> None:
+        """The block moves to the disk tier, from host memory or a checkpoint. Its memory goes with its last user."""
         self.wait_until_free()
         rest = self._shelf.writable_rest_for(self.name, self.nbytes)
         for slot, place in zip(self.slots, rest.places([slot.layout for slot in self.slots]), strict=True):

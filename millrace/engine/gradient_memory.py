@@ -8,7 +8,7 @@ import torch
 
 from millrace.engine.placement import DiskGradients, GradientMemory
 from millrace.engine.slot import Slot
-from millrace.memory.arena import Arena, aligned
+from millrace.memory.arena import Arena, aligned, whole_pages
 from millrace.memory.ledger import Ledger
 
 __all__ = ["HostGradient", "Staging"]
@@ -94,6 +94,16 @@ class Staging:
         """A half must be able to hold `half_bytes`. The memory is made at first use: one micro-batch needs none."""
         half_bytes = half_bytes if self._most_bytes is None else min(half_bytes, self._most_bytes)
         self._wanted_bytes = max(self._wanted_bytes, aligned(half_bytes))
+
+    def limit(self, most_bytes: int) -> None:
+        """Gradients are cut to that from now on, where host memory is short."""
+        self._most_bytes = most_bytes if self._most_bytes is None else min(self._most_bytes, most_bytes)
+        self._wanted_bytes = min(self._wanted_bytes, self._most_bytes)
+
+    @property
+    def missing_bytes(self) -> int:
+        """The most that both halves take when they are made, or made anew: a page more than wanted, see `carve`."""
+        return 2 * whole_pages(self._wanted_bytes + mmap.PAGESIZE) if self._wanted_bytes > self._half_bytes else 0
 
     def cut(self, gradient: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The pair, of the same strides, in parts that fit into a half: shape (elements,) each."""

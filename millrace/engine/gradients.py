@@ -69,6 +69,10 @@ class Gradients:
             for index, slot in enumerate(slots):
                 self._memory[slot] = HostGradient(slot, self._dtype(slot), memory, sum(sizes[:index]))
             self._staging.grow(max(sum(sizes), block.nbytes))
+        short_bytes = self._shelf.short_staging_bytes
+        if wanted and short_bytes is not None and not self._ledger.has_room(self._staging.missing_bytes):
+            self._staging.limit(short_bytes)
+            self._shelf.make_room(self._staging.missing_bytes)
 
     def take(self, slot: Slot) -> None:
         """The leaf's gradient is complete: from here on it is ours."""

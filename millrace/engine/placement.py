@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -18,7 +19,7 @@ from millrace.memory.arena import Arena, whole_pages
 from millrace.memory.disk import DiskStore, Request
 from millrace.memory.ledger import Ledger
 
-__all__ = ["Placement", "Shelf", "place"]
+__all__ = ["Placement", "Shelf", "place", "ring_size"]
 
 _CHUNK_BYTES = 8 * 2**20  # a request of this size has a drive's full speed
 _SMALLEST_CHUNK_BYTES = 2**12
@@ -53,18 +54,10 @@ def place(sizes: Mapping[str, int], device_bytes: int, host_bytes: int, all_grad
     total_bytes = sum(pages.values())
     if total_bytes + all_gradient_bytes <= host_bytes:
         return Placement()
-    chunk_bytes = _CHUNK_BYTES
-    while chunk_bytes > _SMALLEST_CHUNK_BYTES and chunk_bytes * _FEWEST_CHUNKS > host_bytes * _RING_SHARE:
-        chunk_bytes //= 2
+    chunk_bytes, chunks = ring_size(host_bytes, device_bytes, max(pages.values(), default=0))
     gradient_bytes = 2 * chunk_bytes if all_gradient_bytes else 0
     if total_bytes + 2 * gradient_bytes <= host_bytes:
         return Placement(gradient_bytes=gradient_bytes or None)
-    largest_bytes = max(pages.values())
-    wanted_bytes = _ENOUGH_CHUNKS * chunk_bytes
-    if device_bytes < _AHEAD_BLOCKS * largest_bytes:
-        wanted_bytes = max(wanted_bytes, largest_bytes + chunk_bytes)
-    ring_bytes = max(host_bytes * _RING_SHARE, min(host_bytes * _MOST_RING_SHARE, wanted_bytes))
-    chunks = max(_FEWEST_CHUNKS, int(min(ring_bytes, 2 * largest_bytes)) // chunk_bytes)
     staging_bytes = chunks * chunk_bytes + 2 * gradient_bytes
     left_bytes = host_bytes - staging_bytes
     if left_bytes < 0:
@@ -84,14 +77,34 @@ def place(sizes: Mapping[str, int], device_bytes: int, host_bytes: int, all_grad
         disk_bytes=sum(pages[name] for name in on_disk),
         chunk_bytes=chunk_bytes,
         chunks=chunks,
-        gradient_bytes=gradient_bytes or chunk_bytes,
+        gradient_bytes=gradient_bytes or 2 * chunk_bytes,
     )
+
+
+def ring_size(host_bytes: int, device_bytes: int, largest_bytes: int) -> tuple[int, int]:
+    """Bytes of a chunk, and how many there are, of the ring through which blocks of at most `largest_bytes` come."""
+    chunk_bytes = _CHUNK_BYTES
+    while chunk_bytes > _SMALLEST_CHUNK_BYTES and chunk_bytes * _FEWEST_CHUNKS > host_bytes * _RING_SHARE:
+        chunk_bytes //= 2
+    wanted_bytes = _ENOUGH_CHUNKS * chunk_bytes
+    if device_bytes < _AHEAD_BLOCKS * largest_bytes:
+        wanted_bytes = max(wanted_bytes, largest_bytes + chunk_bytes)
+    ring_bytes = max(host_bytes * _RING_SHARE, min(host_bytes * _MOST_RING_SHARE, wanted_bytes))
+    return chunk_bytes, max(_FEWEST_CHUNKS, int(min(ring_bytes, 2 * largest_bytes)) // chunk_bytes)
+
+
+class HostRoom(Protocol):
+    """Who can make room in host memory."""
+
+    def make(self, nbytes: int) -> bool:
+        """Whether the host budget has room for `nbytes` more, at once or after blocks have moved to disk."""
 
 
 class Shelf:
     """Makes the memory in which blocks and gradients rest, as a placement says.
 
-    `store`: the disk tier, if there is one. `materialized`: parameters that lie in a checkpoint. Closes both.
+    `disk`: the directory of the disk tier, if there is one; it is opened when it is needed. `materialized`: parameters
+    that lie in a checkpoint. Closes both.
     """
 
     def __init__(
@@ -100,7 +113,7 @@ class Shelf:
         ledger: Ledger,
         meter: Meter,
         placement: Placement,
-        store: DiskStore | None = None,
+        disk: Path | None = None,
         materialized: Materialized | None = None,
     ) -> None:
         self._device = device
@@ -108,9 +121,18 @@ class Shelf:
         self._meter = meter
         self._placement = placement
         self._materialized = materialized
-        self._store = store
-        if store is not None and materialized is None:
-            store.check_free(placement.disk_bytes)
+        self._disk = disk
+        self._store: DiskStore | None = None
+        self.room: HostRoom | None = None  # for what comes later than the model; None: what there is
+        if placement != Placement() and self.store is not None and materialized is None:
+            self.store.check_free(placement.disk_bytes)
+
+    @property
+    def store(self) -> DiskStore | None:
+        """The disk tier, opened for the first who asks; None when there is no directory for it."""
+        if self._store is None and self._disk is not None:
+            self._store = DiskStore(self._disk, self._ledger, log=self._meter.disk_log)
+        return self._store
 
     @property
     def most_staged_bytes(self) -> int | None:
@@ -120,7 +142,7 @@ class Shelf:
     def rest_for(self, name: str, parameters: Sequence[nn.Parameter], layouts: Sequence[Layout], nbytes: int) -> Rest:
         """Where a block of `nbytes` rests. Homes that travel in another dtype go to the same tier as their block."""
         casts = [p for p, layout in zip(parameters, layouts, strict=True) if p.dtype != layout.dtype]
-        if name not in self._placement.on_disk:
+        if name not in self._placement.on_disk and self.make_room(whole_pages(nbytes)):
             rest = HostRest(Arena(nbytes, self._device, self._ledger, "weights"), nbytes)
             if not casts:
                 self._read(parameters, rest.places(layouts))
@@ -139,25 +161,40 @@ class Shelf:
 
     def writable_rest_for(self, name: str, nbytes: int) -> DiskRest:
         """Where a block rests on disk when it changes. Raises BudgetError when there is no disk."""
-        if self._store is None:
+        if self.store is None:
             raise BudgetError(
                 f"weights of {name!r}, which lie in a checkpoint, change, and host_memory has no room; raise it"
                 ' or pass a directory, such as disk="/nvme/millrace", where changed weights can rest'
             )
-        return DiskRest(self._store, name, nbytes, self._meter.spilled)
+        return DiskRest(self.store, name, nbytes, self._meter.spilled)
 
     def check_gradients(self, nbytes: int) -> None:
         """Raises BudgetError when gradients of `nbytes` have no room: on the host, if there is no disk."""
-        if self._store is None:
+        if self._disk is None:
             self._ledger.check_host(nbytes, "gradients")
+
+    @property
+    def short_staging_bytes(self) -> int | None:
+        """As `most_staged_bytes` is where blocks rest on disk; None without a disk."""
+        return None if self.room is None else 2 * ring_size(self._ledger.host_budget_bytes or 0, 0, 0)[0]
+
+    def make_room(self, nbytes: int) -> bool:
+        """Whether `nbytes` more may be taken in host memory, where blocks move to disk for it; or nobody can help."""
+        return self.room is None or self.room.make(nbytes)
 
     def gradient_memory(self, name: str, nbytes: int) -> "GradientMemory":
         """Where the gradients of a block wait: on the host while its budget has room, else on disk if there is one."""
         staging_bytes = 2 * (self._placement.gradient_bytes or 0)  # of which some may be held already
         no_room = not self._ledger.has_room(nbytes + staging_bytes)
-        if self._store is not None and (name in self._placement.on_disk or no_room):
-            return DiskGradients(self._store, name, nbytes, self._meter.spilled)
+        if (name in self._placement.on_disk or no_room) and self.store is not None:
+            return DiskGradients(self.store, name, nbytes, self._meter.spilled)
         return Arena(nbytes, self._device, self._ledger, "gradients")
+
+    def forked(self) -> None:
+        """In a process that was forked."""
+        self._ledger.forked()
+        if self._store is not None:
+            self._store.forked()
 
     def close(self) -> None:
         """Gives the disk back, as far as no tensor is in use."""

@@ -53,6 +53,10 @@ class Residency:
         """Whether there are blocks to fetch."""
         return self._fetching is not None
 
+    def fetch_from(self, fetching: Fetching) -> None:
+        """From now on there are."""
+        self._fetching = fetching
+
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """The block in whose buffer `tensor` lies; None for any other tensor."""
         return self._by_storage.get(tensor.untyped_storage()._cdata)

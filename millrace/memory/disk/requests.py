@@ -156,7 +156,8 @@ class _Turns:
         self._inbox.put(None)
         # A store that nobody closed may go with its last request, on one of these threads.
         if threading.current_thread() not in (self._thread, *self._workers):
-            self._thread.join()
+            for thread in (self._thread, *self._workers):  # one that lets go of a tensor at exit ends the process badly
+                thread.join()
 
     def enter(self, request: Request, after: Event | None) -> None:
         """`request` takes its turn behind those of its extent that it cannot run beside."""
