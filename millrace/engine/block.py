@@ -208,7 +208,7 @@ class Block:
 
     def _settle(self, contents: object) -> None:
         """The files of a block on disk get these contents of its homes, if they have others."""
-        if isinstance(self.rest, Stored) and contents != self._settled:
+        if isinstance(self.rest, Stored) and (contents != self._settled or not self.rest.settled):
             self.rest.settle()
             self._settled = contents
 
@@ -270,7 +270,8 @@ class Block:
         """The modules' attributes become the homes again."""
         if self.buffer is not None:
             for slot in self.slots:
-                slot.keep_leaf_writes(self.buffer)
+                if slot.keep_leaf_writes(self.buffer):
+                    self._settled = None
         for place, slot in self._places:
             if place.get() is slot.leaf:
                 place.put(slot.home)

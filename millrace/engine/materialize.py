@@ -30,11 +30,6 @@ class Materialized:
         """The parameter is the checkpoint's tensor `name`."""
         self._names[id(parameter)] = weakref.ref(parameter), name
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no parameter lies in the checkpoint."""
-        return not self._names
-
     def undo(self) -> None:
         """As it was before, in place."""
         for step in reversed(self._undo):
@@ -56,9 +51,10 @@ class Materialized:
 def materialize(model: nn.Module, checkpoint: Checkpoint) -> Materialized:
     """Finds the parameters that lie in the checkpoint, and gives those on meta theirs; no byte is read.
 
-    A meta parameter becomes the checkpoint's tensor of one of its names, in the checkpoint's dtype. Buffers that are
-    saved with a model are read. Raises CheckpointError when a tensor is missing or has another shape, LayoutError for
-    meta buffers that no checkpoint has; the model is as before then.
+    Parameters that are memory of the checkpoint lie there, unless that was written to. A meta parameter becomes the
+    checkpoint's tensor of one of its names, in the checkpoint's dtype. Buffers that are saved with a model are read.
+    Raises CheckpointError when a tensor is missing or has another shape, LayoutError for meta buffers that no
+    checkpoint has; the model is as before then.
     """
     made = Materialized(checkpoint)
     try:
@@ -72,13 +68,16 @@ def materialize(model: nn.Module, checkpoint: Checkpoint) -> Materialized:
 
 def _parameters(model: nn.Module, made: Materialized) -> None:
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    any_mapped = False
     for name, parameter in model.named_parameters(remove_duplicate=False):
         mapped = None if parameter.device.type == "meta" else made.checkpoint.name_of(parameter.detach())
         if parameter.device.type == "meta":
             names[parameter].append(name)
         elif mapped is not None:
-            made.found(parameter, mapped)
-    if not names and made.is_empty:
+            any_mapped = True
+            if not made.checkpoint.written(mapped):  # else its memory has what the file has not
+                made.found(parameter, mapped)
+    if not names and not any_mapped:
         raise ValueError(
             "checkpoint is given, but no parameter of the model is on the meta device; build the model under"
             " torch.device('meta'), or leave checkpoint out"

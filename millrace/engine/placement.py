@@ -166,7 +166,8 @@ class Shelf:
                 f"weights of {name!r}, which lie in a checkpoint, change, and host_memory has no room; raise it"
                 ' or pass a directory, such as disk="/nvme/millrace", where changed weights can rest'
             )
-        return DiskRest(self.store, name, nbytes, self._meter.spilled)
+        chunk_bytes = self._placement.chunk_bytes or ring_size(self._ledger.host_budget_bytes or 0, 0, 0)[0]
+        return DiskRest(self.store, name, nbytes, chunk_bytes, self._meter.spilled)
 
     def check_gradients(self, nbytes: int) -> None:
         """Raises BudgetError when gradients of `nbytes` have no room: on the host, if there is no disk."""

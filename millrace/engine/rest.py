@@ -36,6 +36,11 @@ class Stored(Rest):
     def settle(self) -> None:
         """What was written through the places goes to the files, and their pages leave this process."""
 
+    @property
+    @abstractmethod
+    def settled(self) -> bool:
+        """Whether the last `settle` is under way or done, and did not fail."""
+
 
 class HostRest(Rest):
     """Bytes in an arena. `whole` is all of them, shape (nbytes,)."""
@@ -49,12 +54,16 @@ class HostRest(Rest):
 
 
 class DiskRest(Stored):
-    """Bytes in an extent of a disk store. `spilled` is told how many bytes go there."""
+    """Bytes in an extent of a disk store, read by `chunk_bytes`. `spilled` is told how many bytes go there."""
 
-    def __init__(self, store: DiskStore, name: str, nbytes: int, spilled: Callable[[int], None]) -> None:
+    def __init__(
+        self, store: DiskStore, name: str, nbytes: int, chunk_bytes: int, spilled: Callable[[int], None]
+    ) -> None:
+        self._chunk_bytes = chunk_bytes
         self._store = store
         self._extent = store.allocate(name, nbytes, "weights")
         self._spilled = spilled
+        self._settling: Request | None = None
 
     def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
         return _carve(layouts, partial(self._store.mapping, self._extent))
@@ -65,7 +74,11 @@ class DiskRest(Stored):
 
     def settle(self) -> None:
         self._spilled(self._extent.nbytes)
-        self._store.to_direct(self._extent)
+        self._settling = self._store.to_direct(self._extent, self._chunk_bytes)
+
+    @property
+    def settled(self) -> bool:
+        return self._settling is not None and self._settling.error is None
 
     def _piece(self, first: int, nbytes: int) -> Piece:
         return Piece(
@@ -113,6 +126,10 @@ class CheckpointRest(Stored):
 
     def settle(self) -> None:
         """Nothing was written: a block whose homes change moves to the store."""
+
+    @property
+    def settled(self) -> bool:
+        return True
 
     def _piece(self, run: "_Run") -> Piece:
         pages_end = -(-run.end // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES

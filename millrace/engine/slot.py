@@ -122,10 +122,13 @@ class Slot:
         """What a copy to the device reads: the home, or the cast of it."""
         return self.rest if self.casts else self.data
 
-    def keep_leaf_writes(self, buffer: torch.Tensor) -> None:
-        """What the model wrote to the leaf (nn.Embedding's max_norm, a codebook's `weight.data`) is the home's too."""
+    def keep_leaf_writes(self, buffer: torch.Tensor) -> bool:
+        """What the model wrote to the leaf (nn.Embedding's max_norm, a codebook's `weight.data`) is the home's too.
+
+        Whether there was any.
+        """
         if self.leaf._version == self._leaf_version and not self.leaf.handed_out:
-            return
+            return False
         self._leaf_version = self.leaf._version
         self.leaf.handed_out = False
         written = raw_data(self.leaf)
@@ -137,6 +140,7 @@ class Slot:
         if written.data_ptr() != place.data_ptr():  # `weight.data = t`
             place.copy_(written)
             self.leaf.point(place)
+        return True
 
     @property
     def cast_is_old(self) -> bool:

@@ -16,6 +16,8 @@ from millrace.errors import DiskError
 from millrace.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore
 from millrace.memory.disk.directory import StoreDirectory
 from millrace.memory.disk.extent import PIECE_BYTES
+from millrace.memory.disk.file import DirectFile
+from millrace.memory.disk.mapping import Mapping
 from millrace.memory.ledger import Ledger, Tier
 
 PAGE = DISK_ALIGNMENT_BYTES
@@ -186,6 +188,82 @@ def test_a_directory_that_vanishes_takes_nothing_with_it(
         store.read(extent, seen).synchronize()
         assert torch.equal(seen, ~source)
         store.allocate("layers.1", PAGE, "weights")
+
+
+def _refuse(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_after_a_failed_write_other_bytes_are_sound_and_the_same_range_mends_it(
+    store: DiskStore, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extent = store.allocate("layers.0", 4 * PAGE, "weights")
+    source, part, seen = memory(4 * PAGE), memory(PAGE), memory(4 * PAGE)
+    store.write(extent, source).synchronize()
+    with monkeypatch.context() as patch:
+        patch.setattr(DirectFile, "write", _refuse)
+        with pytest.raises(OSError, match="No space left"):
+            store.write(extent, part, PAGE).synchronize()
+    for use in (
+        store.read(extent, seen),
+        store.read(extent, seen[:100], PAGE + 5),
+        store.write(extent, part[:100], PAGE),  # a part of what failed, which itself is missing from now on
+        store.to_mapping(extent),
+    ):
+        with pytest.raises(OSError, match="No space left"):
+            use.synchronize()
+    with pytest.raises(OSError, match="No space left"):
+        store.synchronize()
+    store.read(extent, seen[: 2 * PAGE], 2 * PAGE).synchronize()
+    assert torch.equal(seen[: 2 * PAGE], source[2 * PAGE :])
+    store.write(extent, part, PAGE).synchronize()
+    source[PAGE : 2 * PAGE] = part
+    store.read(extent, seen).synchronize()
+    assert torch.equal(seen, source)
+    store.synchronize()
+
+
+def test_pages_that_did_not_reach_the_disk_are_brought_there_by_the_next_hand_over(
+    store: DiskStore, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extent = store.allocate("layers.0", 3 * PAGE, "weights")
+    source, seen = memory(3 * PAGE), memory(3 * PAGE)
+    memory_of_it = store.mapping(extent)
+    memory_of_it.copy_(source)
+    with monkeypatch.context() as patch:
+        patch.setattr(Mapping, "flush", _refuse)
+        handed = store.to_direct(extent)
+        with pytest.raises(DiskError, match=r"'layers.0'.* through memory did not reach the disk: No space left"):
+            store.read(extent, seen).synchronize()
+        assert isinstance(handed.error, DiskError)
+    store.to_direct(extent).synchronize()
+    store.read(extent, seen).synchronize()
+    assert torch.equal(seen, source)
+    with monkeypatch.context() as patch:
+        patch.setattr(Mapping, "flush", _refuse)
+        store.to_mapping(extent)
+        store.to_direct(extent).settle()
+    memory_of_it[PAGE + 7] += 1  # as if the kernel had dropped the page
+    with pytest.raises(DiskError, match=r"'layers.0'.* are not those that were written"):
+        store.to_direct(extent).synchronize()
+
+
+def test_a_byte_of_handed_over_memory_that_changed_on_disk(tmp_path: Path, ledger: Ledger, memory: Memory) -> None:
+    with DiskStore(tmp_path, ledger) as store:
+        extent = store.allocate("layers.0", PIECE_BYTES + PAGE, "weights")
+        store.mapping(extent).copy_(memory(PIECE_BYTES + PAGE))
+        store.to_direct(extent).synchronize()
+        with open(spill_file(tmp_path), "r+b") as file:
+            byte = os.pread(file.fileno(), 1, PIECE_BYTES + 99)[0]
+            os.pwrite(file.fileno(), bytes([byte ^ 1]), PIECE_BYTES + 99)
+        request = store.read(extent, memory(PIECE_BYTES + PAGE))
+        with pytest.raises(
+            DiskError, match=rf"'layers.0': {PAGE} bytes at offset {PIECE_BYTES} .* not those that were"
+        ):
+            request.synchronize()
+        store.to_mapping(extent)
+        store.to_direct(extent)  # user code may have written it
+        store.read(extent, memory(PIECE_BYTES + PAGE)).synchronize()
 
 
 def test_a_read_only_directory(mount: Mount, ledger: Ledger) -> None:

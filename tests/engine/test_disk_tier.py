@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import millrace
-from millrace.errors import BudgetError
 from millrace.memory.disk import DiskStore
 from tests.engine.models import Decoder, loss_of, weight_bytes
 
@@ -457,71 +456,3 @@ def test_checkpoints_that_do_not_fit_the_model(tmp_path: Path, checkpoint_file: 
     assert all(parameter.is_meta for parameter in model.parameters())
     with millrace.offload(model, device="cpu", checkpoint=checkpoint_file):
         assert not any(parameter.is_meta for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("host_memory", ["64KiB", "256KiB", "492KiB"])
-@pytest.mark.parametrize("rank", [2, 64])
-def test_adapters_that_come_later_find_room(
-    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, host_memory: str, rank: int
-):
-    """With nothing but the ring in host memory, with a third of the blocks, and with all of them (no disk is open)."""
-
-    class Adapted(nn.Module):
-        def __init__(self, base: nn.Linear) -> None:
-            super().__init__()
-            self.base_layer = base
-            self.down = nn.Parameter(torch.randn(rank, base.in_features) / 8)
-            self.up = nn.Parameter(torch.zeros(base.out_features, rank))
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            return self.base_layer(hidden) + hidden @ self.down.t() @ self.up.t()
-
-    def adapt(model: Decoder) -> None:
-        torch.manual_seed(1)
-        for layer in model.layers:
-            layer.up = Adapted(layer.up)  # type: ignore[arg-type, assignment]
-
-    def train_adapters(model: Decoder) -> list[torch.Tensor]:
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
-        losses = []
-        for _ in range(3):
-            for _ in range(2):
-                losses.append(loss_of(model, tokens))
-                losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [loss.detach().cpu() for loss in losses] + [p.detach().cpu().clone() for p in model.parameters()]
-
-    plain = build().requires_grad_(False)
-    adapt(plain)
-    plain.to(compute_device)
-    tokens = tokens.to(compute_device)
-    expected = train_adapters(plain)
-    model = build().requires_grad_(False)
-    with millrace.offload(
-        model, device=compute_device, device_memory=weight_bytes(model), host_memory=host_memory, disk=tmp_path
-    ) as handle:
-        loss_of(model, tokens)
-        adapt(model)
-        assert_equal(train_adapters(model), expected)
-        stats = handle.stats()
-        assert stats.host_peak_bytes <= handle._budgets.host_bytes
-        assert stats.disk_bytes > 0
-        assert stats.fetch_bytes > 0
-
-
-def test_no_room_for_adapters_names_what_to_raise(tokens: torch.Tensor, tmp_path: Path):
-    """Every parameter's memory is in a user's hands: no block can move."""
-    model = build().requires_grad_(False)
-    nbytes = 483328  # of all blocks, in whole pages
-    with millrace.offload(
-        model, device="cpu", device_memory=2 * weight_bytes(model), host_memory=nbytes, disk=tmp_path
-    ):
-        loss_of(model, tokens)
-        held = [p.data for p in model.parameters()]
-        model.register_parameter("scale", nn.Parameter(torch.ones(5000)))
-        with pytest.raises(BudgetError, match=r"host memory.*raise"):
-            loss_of(model, tokens)
-        del held
-        model.requires_grad_(False)
-        assert loss_of(model, tokens).isfinite()

@@ -26,7 +26,7 @@ from millrace.memory.disk.checkpoint_files import find_files
 from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, PIECE_BYTES, Extent, check_memory, pieces
 from millrace.memory.disk.file import DirectFile
 from millrace.memory.disk.log import DiskLog
-from millrace.memory.disk.requests import Access, Request, Requests
+from millrace.memory.disk.requests import Access, Kind, Request, Requests
 from millrace.memory.disk.safetensors_header import TensorRecord, read_header
 from millrace.memory.ledger import Ledger
 from millrace.runtime.lanes import Event
@@ -105,6 +105,12 @@ class Checkpoint:
         record = self.records[name]
         return name if (tensor.dtype, tensor.nbytes) == (record.dtype, record.nbytes) else None
 
+    def written(self, name: str) -> bool:
+        """Whether memory that `tensor` gave out for `name`, or of its neighbours in the same page, was written to."""
+        record = self._record(name)
+        mapped = self._mappings.get(record.path)
+        return mapped is not None and bool(mapped.written(record.offset, record.nbytes))
+
     def read(self, destinations: Mapping[str, torch.Tensor], *, after: Event | None = None) -> Request:
         """Submits reading each named tensor into its destination. Never blocks.
 
@@ -132,7 +138,7 @@ class Checkpoint:
             for begin, end, among in _ranges(found, self._bounce_bytes)
         ]
         extent = Extent(", ".join(list(destinations)[:3]), 0, 0)
-        return self._requests.submit(Request(extent, Access.READ, jobs, whole=False), after)
+        return self._requests.submit(Request(extent, Access.READ, jobs, Kind.TRANSFER, (0, 0)), after)
 
     @contextlib.contextmanager
     def reading(self, memory_bytes: int, ledger: Ledger) -> Iterator[None]:
@@ -157,7 +163,7 @@ class Checkpoint:
             partial(self._read_bytes, path, what, piece.begin, piece.end, destination, piece.begin - offset)
             for piece in pieces(offset, destination.nbytes)
         ]
-        return self._requests.submit(Request(extent, Access.READ, jobs, whole=False), after)
+        return self._requests.submit(Request(extent, Access.READ, jobs, Kind.TRANSFER, (0, 0)), after)
 
     def close(self) -> None:
         """Waits for what was submitted and closes the files. Memory from `tensor` stays."""

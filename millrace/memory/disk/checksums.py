@@ -27,6 +27,7 @@ class Checksums:
 
     def __init__(self) -> None:
         self._known: dict[tuple[Extent, int], tuple[int, int, int]] = {}  # begin, end, checksum
+        self._handed_over: dict[Extent, tuple[int, list[int]]] = {}  # bytes that each is of; checksums
 
     def note(self, extent: Extent, piece: Piece, address: int) -> None:
         """Memory at `address` goes to `piece`."""
@@ -43,17 +44,41 @@ class Checksums:
         begin, end, known = self._known.get((extent, piece.index), (0, 0, 0))
         if not piece.begin <= begin < end <= piece.end:
             return
-        found = checksum(address + begin - piece.begin, end - begin)
+        self._compare(known, extent, begin, end, address + begin - piece.begin, file)
+
+    def note_all(self, extent: Extent, address: int, grain_bytes: int) -> None:
+        """The extent is handed over: memory at `address` is what reads bring, until `forget`."""
+        starts = range(0, extent.nbytes, grain_bytes)
+        sums = [checksum(address + at, min(grain_bytes, extent.nbytes - at)) for at in starts]
+        self._handed_over[extent] = grain_bytes, sums
+
+    def verify_all(self, extent: Extent, begin: int, end: int, address: int, file: str) -> None:
+        """Memory at `address` came from these bytes of an extent that was handed over; as `verify`, grain by grain."""
+        grain_bytes, sums = self._handed_over.get(extent, (1, []))
+        for index in range(-(-begin // grain_bytes), len(sums)):
+            first, last = index * grain_bytes, min((index + 1) * grain_bytes, extent.nbytes)
+            if last > end:
+                break
+            self._compare(sums[index], extent, first, last, address + first - begin, file)
+
+    def forget_all(self, extent: Extent) -> None:
+        """What `note_all` noted holds no more."""
+        self._handed_over.pop(extent, None)
+
+    def _compare(self, known: int, extent: Extent, begin: int, end: int, address: int, file: str) -> None:
+        found = checksum(address, end - begin)
         if found != known:
             raise DiskError(
                 errno.EBADMSG,
                 f"{extent.name!r}: {end - begin} bytes at offset {extent.offset + begin} of {file} are not those that"
-                f" were written (checksum {found:016x}, not {known:016x}): the drive or another program changed them."
-                " Start again from the last checkpoint, on another drive.",
+                f" were written (checksum {found:016x}, not {known:016x}): the drive or another program changed them,"
+                " or a write to memory that nobody could notice (call handle.refresh() after those). Start again from"
+                " the last checkpoint, on another drive if it was the drive.",
             )
 
     def forget(self, extent: Extent) -> None:
         """The extent, and parts of it, may change without notice from now on."""
+        self._handed_over.pop(extent, None)
         begin, end = extent.offset, extent.offset + extent.capacity_bytes
         for key in [key for key in self._known if begin <= key[0].offset < end]:
             del self._known[key]

@@ -6,12 +6,14 @@ import os
 import weakref
 from typing import Any
 
+import numpy as np
 import torch
 
 __all__ = ["Mapping"]
 
 _MS_SYNC = 4
 _MAP_FIXED = 16
+_PRESENT, _SWAPPED, _OF_FILE = (np.uint64(bit) for bit in (63, 62, 61))  # of an entry in a page map
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -43,7 +45,7 @@ class Mapping:
         address = _mmap(None, self._nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
         if address == _FAILED:
             raise _error("mmap")
-        self._address = address
+        self.address = address
         self._memory = (ctypes.c_char * self._nbytes).from_address(address)
         weakref.finalize(self._memory, _munmap, address, self._nbytes).atexit = False
 
@@ -57,20 +59,37 @@ class Mapping:
         """From now on writes stay with this process, at the same addresses. Raises OSError when that fails."""
         flags = mmap.MAP_PRIVATE | _MAP_FIXED
         protection = mmap.PROT_READ | mmap.PROT_WRITE
-        if _mmap(self._address, self._nbytes, protection, flags, descriptor, self._offset) == _FAILED:
+        if _mmap(self.address, self._nbytes, protection, flags, descriptor, self._offset) == _FAILED:
             raise _error("mmap")
 
     def flush(self) -> None:
         """Waits until what was written through the mapping is on disk. Raises OSError when that fails."""
-        if _msync(self._address, self._nbytes, _MS_SYNC) != 0:
+        if _msync(self.address, self._nbytes, _MS_SYNC) != 0:
             raise _error("msync")
+
+    def written(self, offset: int, nbytes: int) -> bool | None:
+        """Whether a page of these bytes of a private mapping was written to; None where the system does not say."""
+        first, last = (self.address + offset) // mmap.PAGESIZE, -(-(self.address + offset + nbytes) // mmap.PAGESIZE)
+        try:
+            with open("/proc/self/pagemap", "rb", buffering=0) as file:
+                found = os.pread(file.fileno(), 8 * (last - first), 8 * first)
+        except OSError:
+            return None
+        pages = np.frombuffer(found, np.uint64)
+        swapped, ours = pages >> _SWAPPED & 1, (pages >> _PRESENT & 1) & (~pages >> _OF_FILE & 1)
+        return bool((swapped | ours).any())
+
+    def dirty(self) -> None:
+        """Writes to every page what it has, so that `flush` brings all of them to disk."""
+        first_bytes = self.tensor(0, self._nbytes)[:: mmap.PAGESIZE]
+        first_bytes.copy_(first_bytes.clone())
 
     def forget(self) -> None:
         """Lets go of the pages: they count no more as memory of this process, and are read anew at the next touch.
 
         Of a private mapping, that undoes writes.
         """
-        if _madvise(self._address, self._nbytes, mmap.MADV_DONTNEED) != 0:
+        if _madvise(self.address, self._nbytes, mmap.MADV_DONTNEED) != 0:
             raise _error("madvise")
 
 

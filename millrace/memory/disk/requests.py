@@ -1,7 +1,8 @@
 """In which order do reads and writes go to the disk? Per extent as submitted; otherwise as soon as a thread is free.
 
 Reads of one extent may overlap; a write waits for the reads and writes submitted before it, a read for the write
-before it. So nothing is read before its last write has landed, and nothing is overwritten while it is read.
+before it. So nothing is read before its last write has landed, and nothing is overwritten while it is read. Bytes whose
+write failed cannot be read, until a later one has written them.
 
 Ctrl-C may strike the submitting thread at any instruction. So it does one thing only, which either happens or does not:
 it puts the request in a queue. (Futures, conditions and executors of the standard library can be left locked.)
@@ -22,7 +23,7 @@ from millrace.errors import StateError
 from millrace.memory.disk.extent import Extent
 from millrace.runtime.lanes import Event
 
-__all__ = ["Access", "Request", "Requests"]
+__all__ = ["Access", "Kind", "Request", "Requests"]
 
 _Job = Callable[[], None]
 
@@ -32,6 +33,17 @@ class Access(Enum):
 
     READ = "read"  # beside other reads
     WRITE = "write"  # alone
+
+
+class Kind(Enum):
+    """What a request does with its bytes."""
+
+    TRANSFER = "transfer"  # reads or writes them
+    FLUSH = "flush"  # brings to the file what was written as memory
+    TURN = "turn"  # nothing: it waits for those before
+
+
+Span = tuple[int, int]  # first byte, one past the last
 
 
 class _Gate:
@@ -52,10 +64,11 @@ class _Gate:
 class Request:
     """One read or write on its way: an Event that carries its exception, and the moments of begin and end."""
 
-    def __init__(self, extent: Extent | None, access: Access, jobs: Sequence[_Job], *, whole: bool) -> None:
+    def __init__(self, extent: Extent | None, access: Access, jobs: Sequence[_Job], kind: Kind, span: Span) -> None:
         self.extent = extent  # None: of all
         self.access = access
-        self.whole = whole  # it covers the extent, so a write of this kind makes a failed one good
+        self.kind = kind
+        self.span = span  # bytes of the extent that it is about
         self.jobs = tuple(jobs)
         self.ended_jobs = itertools.count(1)  # next() of it is atomic
         self.waits_for = 0  # requests and events that must be done before this one begins
@@ -124,7 +137,7 @@ class Requests:
 
     def synchronize(self) -> None:
         """Waits for all that was submitted; raises the first failure of a write that was not made good."""
-        self.submit(Request(None, Access.WRITE, (), whole=True), None).synchronize()
+        self.submit(Request(None, Access.WRITE, (), Kind.TURN, (0, 0)), None).synchronize()
 
     def close(self) -> None:
         """Waits until all requests have ended, well or not, and ends the threads. Twice is fine."""
@@ -139,7 +152,7 @@ class _Turns:
         self._work: SimpleQueue[_Job | None] = SimpleQueue()
         self._waits: dict[Access, SimpleQueue[_Job | None]] = {access: SimpleQueue() for access in Access}
         self._unfinished: dict[Extent | None, list[Request]] = defaultdict(list)
-        self._failed: dict[Extent | None, BaseException] = {}
+        self._failed: dict[Extent, list[Request]] = {}  # writes whose bytes did not land, nor others in their place
         self._stopped = False
         queues = [self._work] * threads + list(self._waits.values())
         self._workers = [_start(_work_off, queue) for queue in queues]
@@ -216,9 +229,11 @@ class _Turns:
             if request.waits_for:
                 continue
             if request.extent is None:
-                request.error = next(iter(self._failed.values()), None)
-            elif not (request.access is Access.WRITE and request.whole):
-                request.error = request.error or self._failed.get(request.extent)
+                request.error = next((old.error for failed in self._failed.values() for old in failed), None)
+            else:
+                failed = self._failed.get(request.extent, ())
+                spoilt = [old.error for old in failed if _meet(request.span, old.span) and not _mends(request, old)]
+                request.error = request.error or next(iter(spoilt), None)
             request.begin()
             if request.error is not None or not request.jobs:
                 request.end()
@@ -244,12 +259,26 @@ class _Turns:
         if not turn:
             del self._unfinished[request.extent]
         if request.access is Access.WRITE and request.extent is not None:
-            if request.error is not None:
-                self._failed[request.extent] = request.error
-            elif request.whole:
-                self._failed.pop(request.extent, None)
+            landed = request.error is None
+            still = [old for old in self._failed.pop(request.extent, ()) if not (landed and _mends(request, old))]
+            if request.error is not None and request.kind is not Kind.TURN:
+                still.append(request)
+            if still:
+                self._failed[request.extent] = still
         followers, request.followers = request.followers, []
         return followers
+
+
+def _meet(one: Span, other: Span) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
+
+
+def _mends(request: Request, failed: Request) -> bool:
+    """Whether `request`, if it succeeds, writes all that `failed` was to write, or what came in its place."""
+    if request.access is Access.READ or request.kind is Kind.TURN:
+        return False
+    covers = request.span[0] <= failed.span[0] and failed.span[1] <= request.span[1]
+    return covers and (request.kind is Kind.TRANSFER or failed.kind is Kind.FLUSH)
 
 
 def _start(target: Callable[..., None], argument: object) -> threading.Thread:

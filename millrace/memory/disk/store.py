@@ -23,7 +23,7 @@ from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, PIECE_BYTES, Exten
 from millrace.memory.disk.file import DirectFile
 from millrace.memory.disk.log import DiskLog
 from millrace.memory.disk.mapping import Mapping
-from millrace.memory.disk.requests import Access, Request, Requests
+from millrace.memory.disk.requests import Access, Kind, Request, Requests
 from millrace.memory.disk.staging import StagingRing
 from millrace.memory.ledger import Ledger, Tier
 from millrace.runtime.lanes import Event
@@ -40,7 +40,7 @@ class DiskStore:
     no name and is gone with the process. Extents are packed in the order of their allocation, and booked in `ledger`.
 
     Reads and writes of one extent happen in the order of their submission (reads beside each other). What `write` wrote
-    is checked when `read` reads it, unless the extent is mapped.
+    is checked when `read` reads it; what was written through a mapping, when it was handed over.
 
     `codec`: whether extents that say how many bytes their elements have are stored encoded: never ("none"), always
     ("planes": byte planes apart, with zstd, each piece raw where that gains less than 5%), or where that is faster than
@@ -74,6 +74,7 @@ class DiskStore:
         self._extents: list[Extent] = []
         self._size_bytes = 0
         self._mappings: dict[Extent, Mapping] = {}
+        self._unflushed: set[Extent] = set()  # pages of these did not reach the disk
         self._moved: Counter[Access] = Counter()
         self._booked: Counter[str] = Counter()
         self._unbook = weakref.finalize(self, _unbook, ledger, self._booked)
@@ -164,7 +165,7 @@ class DiskStore:
         """Bytes of the extent as memory: uint8, (nbytes,), a storage of its own at every call. Writes reach the file.
 
         To be touched when the Request of `to_mapping` is done, and until `to_direct` is called. It outlives the store.
-        Its bytes are not checked any more.
+        Reads check its bytes between `to_direct` and `to_mapping` only.
         """
         with self._lock:
             self._refuse_closed(extent.name)
@@ -179,16 +180,21 @@ class DiskStore:
 
     def to_mapping(self, extent: Extent) -> Request:
         """Hands the extent over to those who use its mapping: done when all reads and writes before are."""
-        return self._requests.submit(Request(extent, Access.WRITE, (), whole=False), None)
+        self._checksums.forget(extent)
+        return self._requests.submit(Request(extent, Access.WRITE, (), Kind.TURN, (0, extent.nbytes)), None)
 
-    def to_direct(self, extent: Extent) -> Request:
+    def to_direct(self, extent: Extent, grain_bytes: int = PIECE_BYTES) -> Request:
         """Hands the extent over to `read` and `write`: submits bringing to disk what was written through the mapping.
 
-        Reads and writes that are submitted later wait for that. The pages stop counting as memory of this process.
+        Reads and writes that are submitted later wait for that. Until `to_mapping` or a write, reads check what was
+        brought there, in grains: a read checks those that lie in it. The pages stop counting as memory of this process.
+        Where it fails, pages are kept, and the next `to_direct` tries again: it raises DiskError (EBADMSG) if they were
+        lost meanwhile, or written to.
         """
         mapping = self._mappings.get(extent)
-        jobs = () if mapping is None else (partial(self._hand_over, extent, mapping),)
-        return self._requests.submit(Request(extent, Access.WRITE, jobs, whole=False), None)
+        jobs = () if mapping is None else (partial(self._hand_over, extent, mapping, grain_bytes),)
+        kind = Kind.TURN if mapping is None else Kind.FLUSH
+        return self._requests.submit(Request(extent, Access.WRITE, jobs, kind, (0, extent.nbytes)), None)
 
     def forget(self, extent: Extent) -> None:
         """The mapping's pages stop counting as memory of this process. What was written there reaches disk in time."""
@@ -235,8 +241,8 @@ class DiskStore:
         jobs: list[Callable[[], None]] = [
             partial(job, extent, piece, memory, piece.begin - offset) for piece in pieces(offset, memory.nbytes)
         ]
-        whole = offset == 0 and memory.nbytes >= extent.nbytes
-        return self._requests.submit(Request(extent, access, jobs, whole=whole), after)
+        span = (offset, offset + memory.nbytes)
+        return self._requests.submit(Request(extent, access, jobs, Kind.TRANSFER, span), after)
 
     def _read_piece(self, extent: Extent, piece: Piece, memory: torch.Tensor, at: int) -> None:
         begun_at = time.perf_counter()
@@ -246,7 +252,9 @@ class DiskStore:
         else:
             self._file.read(address, nbytes, extent.offset + piece.begin, repr(extent.name))
             moved = nbytes
-        if extent not in self._mappings:
+        if extent in self._mappings:
+            self._checksums.verify_all(extent, piece.begin, piece.end, address, self._file.name)
+        else:
             self._checksums.verify(extent, piece, address, self._file.name)
         self._count(Access.READ, moved)
         self._log.note(Access.READ, extent.name, moved, begun_at)
@@ -254,7 +262,9 @@ class DiskStore:
     def _write_piece(self, extent: Extent, piece: Piece, memory: torch.Tensor, at: int) -> None:
         begun_at = time.perf_counter()
         address, nbytes = memory.data_ptr() + at, piece.end - piece.begin
-        if extent not in self._mappings:
+        if extent in self._mappings:
+            self._checksums.forget_all(extent)
+        else:
             self._checksums.note(extent, piece, address)
         if self._encoding is not None and extent in self._encoding:
             moved = self._encoding.write(extent, piece, memory.view(-1)[at : at + nbytes])
@@ -268,13 +278,22 @@ class DiskStore:
         with self._lock:
             self._moved[access] += nbytes
 
-    def _hand_over(self, extent: Extent, mapping: Mapping) -> None:
+    def _hand_over(self, extent: Extent, mapping: Mapping, grain_bytes: int) -> None:
         begun_at = time.perf_counter()
+        again = extent in self._unflushed
+        if again:
+            self._checksums.verify_all(extent, 0, extent.nbytes, mapping.address, self._file.name)
+        else:
+            self._checksums.note_all(extent, mapping.address, grain_bytes)
         try:
+            if again:
+                mapping.dirty()  # the kernel takes pages for written that it tried to write once
             mapping.flush()
             mapping.forget()
+            self._unflushed.discard(extent)
             self._log.note(Access.WRITE, extent.name, extent.nbytes, begun_at)
         except OSError as error:
+            self._unflushed.add(extent)
             raise DiskError(
                 error.errno,
                 f"{extent.name!r}: what was written to {extent.nbytes} bytes at offset {extent.offset} of"
