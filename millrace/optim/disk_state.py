@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from millrace.errors import DiskError
@@ -29,6 +30,7 @@ CHUNK_ELEMENTS = 1 << 21  # of one parameter at a time: 8 MiB of float32, what a
 _SLOTS = 8  # one is updated, the others are read into or written from
 _MOST_BYTES_PER_ELEMENT = 12
 _numbers = itertools.count()
+_PREFIX = "optimizer-"  # of directories; the number of their process follows
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ class DiskState:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._directory = directory
         self._failed = False  # since when it holds nothing that can be relied on
-        own = Path(directory) / f"optimizer-{os.getpid()}-{next(_numbers)}"
+        _remove_stale(Path(directory).expanduser())
+        own = Path(directory) / f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
         self._ledger = Ledger()
         self._store = DiskStore(own, self._ledger)
         self._ring = StagingRing(CHUNK_ELEMENTS * _MOST_BYTES_PER_ELEMENT, _SLOTS, torch.device("cpu"), self._ledger)
@@ -264,6 +267,14 @@ class DiskState:
 
 def _pages(nbytes: int) -> int:
     return -(-nbytes // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES
+
+
+def _remove_stale(directory: Path) -> None:
+    """Directories of processes that were killed go: they hold a lock's file, and no bytes."""
+    for path in directory.glob(f"{_PREFIX}*-*"):
+        owner = path.name.removeprefix(_PREFIX).split("-")[0]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _close(store: DiskStore, directory: Path) -> None:
