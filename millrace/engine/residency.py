@@ -107,6 +107,8 @@ class Residency:
             try:
                 done = block.arrival.done
             except BaseException:
+                if self._fetching is not None:
+                    self._fetching.withdraw_all()  # guesses of the same moment may have failed as well
                 if block.buffer is not None:
                     self._undo(block, block.buffer)
                 raise
