@@ -42,12 +42,9 @@ class Mapping:
         flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
         self._nbytes = max(nbytes, 1)
         self._offset = offset
-        address = _mmap(None, self._nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
-        if address == _FAILED:
-            raise _error("mmap")
-        self.address = address
-        self._memory = (ctypes.c_char * self._nbytes).from_address(address)
-        weakref.finalize(self._memory, _munmap, address, self._nbytes).atexit = False
+        self.address = self._map(None, flags, descriptor)
+        self._memory = (ctypes.c_char * self._nbytes).from_address(self.address)
+        weakref.finalize(self._memory, _munmap, self.address, self._nbytes).atexit = False
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """Bytes `offset` to `offset + nbytes` as a uint8 tensor of shape (nbytes,) with a storage of its own."""
@@ -57,10 +54,16 @@ class Mapping:
 
     def make_private(self, descriptor: int) -> None:
         """From now on writes stay with this process, at the same addresses. Raises OSError when that fails."""
-        flags = mmap.MAP_PRIVATE | _MAP_FIXED
+        self._map(self.address, mmap.MAP_PRIVATE | _MAP_FIXED, descriptor)
+
+    def _map(self, where: int | None, flags: int, descriptor: int) -> int:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
-        if _mmap(self.address, self._nbytes, protection, flags, descriptor, self._offset) == _FAILED:
+        address: int = _mmap(where, self._nbytes, protection, flags, descriptor, self._offset)
+        if address == _FAILED:
             raise _error("mmap")
+        # Whoever reads a tensor reads all of it, in order (an optimizer, saving): see docs/design/disk.md. A wish only.
+        _madvise(address, self._nbytes, mmap.MADV_SEQUENTIAL)
+        return address
 
     def flush(self) -> None:
         """Waits until what was written through the mapping is on disk. Raises OSError when that fails."""
