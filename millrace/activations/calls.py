@@ -57,19 +57,21 @@ class Calls:
         """A forward from the model's first call inside to the end."""
         if self._is_ours():
             raise StateError("forward() is entered inside of another one, or of a call of the model; leave that first")
-        with self._passes.stash.lock:
-            is_first, self._thread = self._thread is None, self._thread or threading.get_ident()
-        if not is_first:
-            yield
-            return
         completed = False
         try:
-            pop_left_over(self._passes.stash)
+            with self._passes.stash.lock:
+                self._thread = self._thread or threading.get_ident()
+            if self._is_ours():
+                self._forward = None  # one that an interrupt kept from ending
+                pop_left_over(self._passes.stash)
             yield
             completed = True
         finally:
-            self._end(completed=completed)
-            self._thread = None
+            if self._is_ours():
+                try:
+                    self._end(completed=completed)
+                finally:
+                    self._thread = None
 
     def _is_ours(self) -> bool:
         return self._thread == threading.get_ident()

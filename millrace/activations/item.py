@@ -1,5 +1,6 @@
 """Where is one piece of device memory that autograd keeps? On the device, on its way, or on the host."""
 
+import weakref
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from millrace.runtime.lanes import LateTransfer, Transfer
 if TYPE_CHECKING:
     from millrace.activations.course import Course
 
-__all__ = ["Item", "Place"]
+__all__ = ["Claim", "Item", "Place"]
 
 
 class Place(Enum):
@@ -22,6 +23,15 @@ class Place(Enum):
     LEAVING = "on the device, and being copied to the host"
     AWAY = "on the host, or on disk"
     ARRIVING = "on its way to the device"
+
+
+class Claim(weakref.ref[Any]):
+    """What is known of one handle on an item, as long as that lives, and the note that it does no longer."""
+
+    __slots__ = ("item_id", "round")
+
+    item_id: int
+    round: int  # the backward that used the handle last
 
 
 class Item:
@@ -57,9 +67,9 @@ class Item:
         self.leaving: Transfer | None = None  # the copy out, until compute has waited for it
         self.arriving: Transfer | LateTransfer | None = None  # the copy in, until compute has waited for it
         self.returned = False  # `memory` is a storage of its own, filled from the host
-        self.handles = 0  # saved tensors that are part of it and were not let go
+        self.claims: set[Claim] = set()  # of saved tensors that are part of it and were not let go
         self.round = -1  # the backward that used it last
-        self.seen = 0  # how many of the handles that backward has used
+        self.seen: set[Claim] = set()  # those that this backward has used
         self.note_version()
 
     @property

@@ -145,8 +145,7 @@ class ActivationOffloading:
 
     def stats(self) -> ActivationStats:
         """What was moved and held since the beginning or the last `reset_stats()`. Waits for what is under way."""
-        with self._stash.lock:
-            self._stash.settle()
+        self._stash.guard(self._stash.settle)
         meter = self._meter
         return ActivationStats(
             host_held_bytes=self._stash.pool.held_bytes,
@@ -193,6 +192,7 @@ class ActivationOffloading:
         if self._removed:
             return
         self._removed = True
+        self._stash.guard(self._stash.settle)
         closers = self._stash.closers()
         if self._shares:
             _call_all(closers)

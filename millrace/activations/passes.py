@@ -44,7 +44,8 @@ class Passes:
         self.book = ActivationBook(config, lanes, self.meter)
         self._lanes = lanes
         self._rounds = itertools.count()
-        self._backwards: dict[int, _Backward] = {}  # under way, by autograd's number of their graph task
+        # Under way, by autograd's number of their graph task, which holds them.
+        self._backwards: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
         self._entries: weakref.WeakKeyDictionary[Course, Entry] = weakref.WeakKeyDictionary()
 
     def begin(self, entry: Entry, selection: Selection) -> "Forward":
@@ -54,13 +55,16 @@ class Passes:
                 "activations cannot be offloaded while a CUDA graph is captured, because copies would be replayed into"
                 " memory of another step; capture layers whose activations stay, or run without graphs"
             )
-        with self.stash.lock:
-            self.stash.begin()
-            selection.begin()
-            plan, refined = self.book.expect(entry)
-            course = Course(self.stash, plan, selection.gradient_bytes, timed=not refined)
-            self._entries[course] = entry
+        course = self.stash.guard(self._begin, entry, selection)
         return Forward(self, course, entry, Saving(course, self.stash, selection, self._use))
+
+    def _begin(self, entry: Entry, selection: Selection) -> Course:
+        self.stash.begin()
+        selection.begin()
+        plan, refined = self.book.expect(entry)
+        course = Course(self.stash, plan, selection.gradient_bytes, timed=not refined)
+        self._entries[course] = entry
+        return course
 
     # backward ---------------------------------------------------------------------------------------------------------
     def _use(self, item: Item) -> int:
@@ -72,7 +76,7 @@ class Passes:
             backward_round = backward.round
             backward.courses[item.course] = None
         if item.round != backward_round:
-            item.round, item.seen = backward_round, 0
+            item.round, item.seen = backward_round, set()
             if backward is not None and not item.course.calls:
                 item.course.end_forward()
             item.course.used(item, backward_round, recorded=backward is not None)
@@ -97,14 +101,16 @@ class Passes:
 
     def end_of_backward(self, backward: "_Backward", *, completed: bool) -> None:
         """Backward returned, or raised."""
-        with self.stash.lock:
-            if self._backwards.pop(backward.task, None) is None:
-                return
-            self.stash.settle()
-            for course in backward.courses:
-                course.end_backward()
-                if completed and course.is_over and not course.learned:
-                    self._learn(course)
+        self.stash.guard(self._end_backward, backward, completed)
+
+    def _end_backward(self, backward: "_Backward", completed: bool) -> None:
+        if self._backwards.pop(backward.task, None) is None:
+            return
+        self.stash.settle()
+        for course in backward.courses:
+            course.end_backward()
+            if completed and course.is_over and not course.learned:
+                self._learn(course)
 
     def _learn(self, course: Course) -> None:
         if any(course in other.courses for other in self._backwards.values()):  # a backward within another one
@@ -141,8 +147,7 @@ class Forward:
     @property
     def is_gone(self) -> bool:
         """Whether autograd has let go of all that was saved."""
-        with self._passes.stash.lock:
-            self._passes.stash.settle()
+        self._passes.stash.guard(self._passes.stash.settle)
         return self._course.is_gone
 
     def push(self) -> None:

@@ -38,10 +38,20 @@ class _Kept(NamedTuple):
 class _Handle:
     """A view of an item that autograd saved."""
 
-    __slots__ = ("counted", "counter", "dtype", "item", "offset_bytes", "round", "size", "stash", "stride", "version")
+    __slots__ = (
+        "__weakref__",
+        "claim",
+        "counter",
+        "dtype",
+        "item",
+        "offset_bytes",
+        "size",
+        "stash",
+        "stride",
+        "version",
+    )
 
     def __init__(self, item: Item, tensor: torch.Tensor, stash: Stash) -> None:
-        self.counted = False  # among the item's handles; an interrupt may come before
         self.item = item
         self.stash = stash
         self.dtype = tensor.dtype
@@ -51,13 +61,7 @@ class _Handle:
         self.counter = tensor.detach()  # shares the version counter, and from the next line on no memory
         self.counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.version = tensor._version
-        self.round = -1  # the backward that used it last
-        item.handles += 1
-        self.counted = True
-
-    def __del__(self) -> None:
-        if self.counted and self.item.sent:
-            self.stash.lose(self.item, self.round)
+        self.claim = stash.claim(item, self)
 
     def tensor(self) -> torch.Tensor:
         """The tensor as it was saved, over the item's device memory, with whose version counter it counts writes."""
@@ -89,17 +93,17 @@ class Saving:
         """From now on autograd saves through these hooks."""
         _push_hooks(self._pack, self._unpack)
 
-    @staticmethod
-    def pop() -> None:
-        """The hooks that were on top before are again."""
-        _pop_hooks()
+    def pop(self) -> None:
+        """The hooks that were on top before are again. After an interrupt these may not be on top at all."""
+        hooks = _top_hooks(True)
+        if hooks is not None and getattr(hooks[0], "__self__", None) is self:
+            _pop_hooks()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if self._course.is_over or not self._selection.wants(tensor):
             # Detached: an output that is saved by the very node that made it would keep the graph alive for good.
             return _Kept(tensor.detach(), tensor._version)
-        with self._stash.lock:
-            return self._handle_of(tensor)
+        return self._stash.guard(self._handle_of, tensor)
 
     def _handle_of(self, tensor: torch.Tensor) -> _Handle:
         self._stash.settle()
@@ -141,20 +145,17 @@ class Saving:
         if isinstance(packed, _Kept):
             check_version(packed.tensor, packed.version)
             return packed.tensor
-        with self._stash.lock:
-            return self._tensor_of(packed)
+        return self._stash.guard(self._tensor_of, packed)
 
     def _tensor_of(self, handle: _Handle) -> torch.Tensor:
         check_version(handle.counter, handle.version, handle.size)
         self._stash.settle()
         self._stash.streams.now()
         item = handle.item
-        backward_round = self._on_use(item)
-        if handle.round != backward_round:
-            handle.round = backward_round
-            item.seen += 1
+        handle.claim.round = self._on_use(item)
+        item.seen.add(handle.claim)
         tensor = handle.tensor()
-        if item.seen >= item.handles:
+        if len(item.seen) >= len(item.claims):
             self._stash.put_back(item)
         return tensor
 

@@ -5,7 +5,7 @@ own, when the read before it is done.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -122,9 +122,22 @@ class DiskStash(Stash):
 
     def _give_up(self, item: Item) -> None:
         """The store writes and reads an extent in the order of submission: it may be another item's from now on."""
+        slab, item.slab = item.slab, None
+        if slab is not None and all(spill.slab is not slab for spill in self._spills):
+            self.pool.give_back(slab)  # an interrupt kept it from being written
         extent = self._extent_of.pop(item, None)
         if extent is not None:
             self._extents[extent.nbytes].append(extent)
+
+    def _mend(self) -> None:
+        """Nothing is read any more, but for items that know of it."""
+        self._store.synchronize()
+        self._sender.submit(int).result()  # behind whatever was submitted
+        self._fetched = {item: slab for item, slab in self._fetched.items() if item.arriving is not None}
+        super()._mend()
+
+    def _slabs(self) -> Iterable[Slab]:
+        return {*super()._slabs(), *self._fetched.values(), *(spill.slab for spill in self._spills)}
 
     # room -------------------------------------------------------------------------------------------------------------
     def _staged(self, item: Item, *, needed: bool) -> Slab | None:

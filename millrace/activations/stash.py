@@ -5,11 +5,12 @@ The order across lanes is the subject of docs/design/activations.md.
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 
-from millrace.activations.item import Item, Place
+from millrace.activations.item import Claim, Item, Place
 from millrace.activations.meter import ActivationMeter
 from millrace.activations.streams import ComputeStreams
 from millrace.config import ActivationConfig
@@ -20,6 +21,8 @@ from millrace.runtime.lanes import Event, Lane, Lanes, LateTransfer, Transfer
 __all__ = ["PURPOSE", "Stash"]
 
 PURPOSE = "activations"
+
+T = TypeVar("T")
 
 
 class Stash:
@@ -33,13 +36,23 @@ class Stash:
         self._stays_without_room = config.stays_without_room
         self.streams = ComputeStreams(lanes)
         self.lock = threading.RLock()  # of all that happens to items: several threads may run forwards and backwards
-        self._submitting = False  # between a copy and its note
-        self._lost: deque[tuple[Item, int]] = deque()  # handles that autograd let go of, with the round of their use
+        self._torn = False  # something was raised in the middle of a move: Ctrl-C, or no room
+        self._guests: dict[int, Item] = {}  # items that were sent out, by their id, while anybody can ask for them
+        self._lost: deque[Claim] = deque()  # on handles that autograd has let go of
 
     def begin(self) -> None:
         """A forward begins."""
         self.settle()
         self.pool.consolidate()
+
+    def guard(self, move: Callable[..., T], *args: Any) -> T:
+        """Does something with items. If that raises, in the middle of anything, the next one looks what is where."""
+        with self.lock:
+            try:
+                return move(*args)
+            except BaseException:
+                self._torn = True
+                raise
 
     # moves ------------------------------------------------------------------------------------------------------------
     def send_out(self, item: Item) -> None:
@@ -49,11 +62,10 @@ class Stash:
         slab = self._slab_for(item)
         if slab is None:
             return
+        self._guests[id(item)] = item
         item.sent = True
         item.slab = slab
-        self._submitting = True
         item.leaving = self.lanes.copy(Lane.OFFLOAD, [(slab.memory[: item.nbytes], item.memory)], self.lanes.mark())
-        self._submitting = False
         self.ledger.add(Tier.DEVICE, PURPOSE, item.nbytes)
         self.meter.offloaded(item.leaving, item.name)
 
@@ -71,10 +83,8 @@ class Stash:
             return
         with self.lanes.computing_on(item.stream):
             memory = torch.empty(item.nbytes, dtype=torch.uint8, device=self.lanes.device)
-            self._submitting = True
             item.arriving = self._copy_back(item, memory, self.lanes.mark())
         item.memory, item.returned = memory, True
-        self._submitting = False
         self.ledger.add(Tier.DEVICE, PURPOSE, item.nbytes)
         self.meter.onloaded(item.nbytes)
 
@@ -135,26 +145,44 @@ class Stash:
         return []
 
     # ends -------------------------------------------------------------------------------------------------------------
-    def lose(self, item: Item, last_round: int) -> None:
-        """A handle was let go of. May be called by any thread at any time, so it only takes a note."""
-        self._lost.append((item, last_round))
+    def claim(self, item: Item, handle: object) -> Claim:
+        """Notes a handle. When autograd lets go of it, which may be in any thread at any time, nothing of ours runs
+        but the note in `_lost`: Ctrl-C would end a function of Python in silence."""
+        claim = Claim(handle, self._lost.append)
+        claim.item_id, claim.round = id(item), -1
+        item.claims.add(claim)
+        return claim
 
     def settle(self) -> None:
         """Takes back the host memory of items that nobody can ask for any more."""
-        if self._submitting:  # Ctrl-C between a copy and its note: whatever was submitted is before an empty copy
-            for lane in Lane:
-                self.lanes.copy(lane, (), self.lanes.mark()).done.synchronize()
-            self._submitting = False
+        if self._torn:
+            self._mend()
         while self._lost:
-            item, last_round = self._lost.popleft()
-            item.handles -= 1
-            if last_round == item.round:
-                item.seen -= 1
-            if item.handles == 0:
-                self._forget(item)
+            claim = self._lost[0]  # until it is done with
+            item = self._guests.get(claim.item_id)
+            if item is not None:
+                item.claims.discard(claim)
+                item.seen.discard(claim)
+                if not item.claims:
+                    self._forget(item)
+            self._lost.popleft()
 
     def _forget(self, item: Item) -> None:
         """Its copies are ordered before whatever compute does next, so both ends of them may be used again."""
         self.let_go(item)
         self.put_back(item)
         self._give_up(item)
+        self._guests.pop(id(item), None)
+
+    def _mend(self) -> None:
+        """What is held is what the items hold, and no copy is under way that none of them knows of."""
+        for lane in Lane:  # behind whatever was submitted
+            self.lanes.copy(lane, (), self.lanes.mark()).done.synchronize()
+        self.pool.keep(self._slabs())
+        here_bytes = sum(item.nbytes for item in self._guests.values() if item.memory is not None)
+        self.ledger.add(Tier.DEVICE, PURPOSE, here_bytes - self.ledger.held_bytes(Tier.DEVICE, PURPOSE))
+        self._torn = False
+
+    def _slabs(self) -> Iterable[Slab]:
+        """All that are in use."""
+        return [item.slab for item in self._guests.values() if item.slab is not None]

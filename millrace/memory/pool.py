@@ -5,6 +5,7 @@ one arena of exactly the bytes that were in use at once takes the place of the m
 """
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
 from mmap import PAGESIZE
 
@@ -82,6 +83,18 @@ class HostPool:
             begin = ranges.pop(place)[0]
         ranges.insert(place, (begin, end))
         self.held_bytes -= aligned(slab.memory.nbytes)
+
+    def keep(self, slabs: Iterable[Slab]) -> None:
+        """These are all that are in use: whatever else was handed out has come back, even half of the way."""
+        taken = sorted((slab.arena, slab.offset, slab.offset + aligned(slab.memory.nbytes)) for slab in slabs)
+        self._free = [[] for _ in self._arenas]
+        for index, arena in enumerate(self._arenas):
+            begin = 0
+            for _, offset, end in [*(each for each in taken if each[0] == index), (index, arena.nbytes, arena.nbytes)]:
+                if offset > begin:
+                    self._free[index].append((begin, offset))
+                begin = end
+        self.held_bytes = sum(end - begin for _, begin, end in taken)
 
     def consolidate(self) -> None:
         """One arena instead of many, where all memory has come back: of the peak, and of all if that was too little."""

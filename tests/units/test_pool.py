@@ -85,3 +85,15 @@ def test_the_budget_is_kept_to() -> None:
     with pytest.raises(BudgetError, match="activations need"):
         pool.take(8000)
     pool.take(4000)
+
+
+def test_what_is_not_kept_has_come_back() -> None:
+    pool, _ = make()
+    slabs = [pool.take(size) for size in (5000, 70_000, 300, 12_000, 256)]
+    kept = slabs[1:4:2]
+    pool.keep(kept)
+    assert pool.held_bytes == sum(aligned(slab.memory.nbytes) for slab in kept)
+    assert sum(end - begin for ranges in pool._free for begin, end in ranges) == pool.arena_bytes - pool.held_bytes
+    for slab in kept:
+        pool.give_back(slab)
+    assert [len(ranges) for ranges in pool._free] == [1] * len(pool._free)

@@ -1,0 +1,88 @@
+"""Does Ctrl-C anywhere in the offloading of activations leave anything wrong, or any byte behind?"""
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import millrace
+from millrace.memory.ledger import Tier
+from tests.activations.models import SAVED_BYTES, Stack, assert_same, rows, step
+
+LAYERS = 6
+ROUNDS = 60
+FOLDERS = ("/millrace/activations/", "/millrace/memory/pool")
+
+
+class Calls:
+    """Counts functions of millrace's that are entered; raises KeyboardInterrupt at the last of `left`."""
+
+    def __init__(self, left: int = sys.maxsize) -> None:
+        self.left = left
+        self.seen = 0
+
+    def __call__(self, frame: FrameType, event: str, _arg: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_name != "__del__" and any(part in code.co_filename for part in FOLDERS):
+            self.seen += 1
+            if self.seen == self.left:
+                raise KeyboardInterrupt
+
+    def during(self, model: nn.Module, x: Tensor) -> None:
+        sys.setprofile(self)
+        try:
+            step(model, x)
+        finally:
+            sys.setprofile(None)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_an_interrupt_anywhere_leaves_nothing_behind(tier: str, compute_device: torch.device, tmp_path: Path) -> None:
+    x = rows(compute_device)
+    expected = step(Stack(LAYERS).to(compute_device), x)
+    model = Stack(LAYERS).to(compute_device)
+    disk = tmp_path if tier == "disk" else None
+    with millrace.offload_activations(model, min_bytes=0, device_memory=0, tier=tier, disk=disk) as handle:
+        for _ in range(3):
+            step(model, x)
+        counted = Calls()
+        counted.during(model, x)
+        assert counted.seen > ROUNDS
+        struck = 0
+        for index in range(ROUNDS):
+            try:
+                Calls(1 + index * counted.seen // ROUNDS).during(model, x)
+            except KeyboardInterrupt:
+                struck += 1
+            if index % 4 == 3:  # so that several interrupts come together, too
+                assert_same(step(model, x), expected)
+        assert struck > ROUNDS // 2
+        for _ in range(3):
+            assert_same(step(model, x), expected)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        handle.reset_stats()
+        assert_same(step(model, x), expected)
+        stats = handle.stats()
+        assert stats.offload_bytes >= (LAYERS - 2) * SAVED_BYTES
+        assert handle._ledger.held_bytes(Tier.DEVICE, "activations") == 0
+        if tier == "host":
+            assert stats.host_held_bytes == 0
+            assert stats.host_bytes <= (LAYERS + 1) * SAVED_BYTES
+        else:
+            assert stats.host_held_bytes <= 4 * SAVED_BYTES  # what is still on its way to disk
+
+
+def test_statistics_can_be_read_after_an_interrupt_and_remove(compute_device: torch.device) -> None:
+    model = Stack(LAYERS)
+    with millrace.offload(
+        model, device=compute_device, device_memory="1MiB", activations={"min_bytes": 0, "all_leave": True}
+    ) as handle:
+        activations = handle.activations
+        assert activations is not None
+        with pytest.raises(KeyboardInterrupt):
+            Calls(60).during(model, rows(compute_device))
+    assert activations.stats().host_held_bytes == 0
