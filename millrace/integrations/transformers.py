@@ -1,35 +1,42 @@
 """How does a transformers model come from its directory without being held in RAM? As mapped files, then offloaded."""
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from millrace.api import Offloaded, offload
 from millrace.errors import CheckpointError
-from millrace.memory.disk import Checkpoint
+from millrace.memory.disk import Checkpoint, TensorsOnDisk
 from millrace.memory.ledger import Ledger
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 __all__ = ["from_pretrained", "open_pretrained"]
 
 
 def from_pretrained(
-    path: str | os.PathLike[str], *, trainable: bool = True, **settings: Any
+    path_or_config: "str | os.PathLike[str] | PreTrainedConfig", *, trainable: bool = True, **settings: Any
 ) -> "tuple[PreTrainedModel, Offloaded]":
-    """The model that `save_pretrained` wrote to the directory `path`, and the handle of its offloading.
+    """The model that `save_pretrained` wrote to the directory `path_or_config`, and the handle of its offloading.
 
     Its weights are never held in host memory beside what `settings`, those of `millrace.offload`, allow: until blocks
     take their places they are mapped files. They have the dtype that they were saved in. The model is in evaluation
     mode.
+
+    For a config of transformers, the model has random weights, the ones that `torch.manual_seed` gives it without
+    millrace too. With `disk`, they are drawn into files there, which need as much space as the weights for a while.
 
     - `trainable`: whether parameters want gradients. False, for inference and adapters: no room is kept for them.
 
     Raises CheckpointError when there is no config.json or no sound safetensors file, and what `millrace.offload`
     raises. Needs transformers.
     """
-    model, checkpoint = open_pretrained(path)
+    if not isinstance(path_or_config, str | os.PathLike):
+        model = _new_model(path_or_config, settings.get("disk"))
+        return model, offload(model.requires_grad_(trainable), **settings)
+    model, checkpoint = open_pretrained(path_or_config)
     try:
         model.requires_grad_(trainable)
         return model, offload(model, checkpoint=checkpoint, **settings)
@@ -46,12 +53,11 @@ def open_pretrained(path: str | os.PathLike[str]) -> "tuple[PreTrainedModel, Che
     import transformers  # here, because it is optional and takes seconds
 
     config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
-    names = config.architectures or []
-    model_class = getattr(transformers, names[0], None) if names else None
+    model_class = _class_of(config)
     if model_class is None:
         raise CheckpointError(
-            f"{directory / 'config.json'} names the architectures {names}, none of which this transformers"
-            f" ({transformers.__version__}) has; install a version that does"
+            f"{directory / 'config.json'} names the architectures {config.architectures or []}, none of which this"
+            f" transformers ({transformers.__version__}) has; install a version that does"
         )
     checkpoint = Checkpoint(directory, Ledger())
     try:
@@ -64,6 +70,27 @@ def open_pretrained(path: str | os.PathLike[str]) -> "tuple[PreTrainedModel, Che
     except BaseException:
         checkpoint.close()
         raise
+
+
+def _class_of(config: "PreTrainedConfig") -> Any:
+    """The class that the config's first architecture names; None when this transformers has none of that name."""
+    import transformers
+
+    return getattr(transformers, config.architectures[0], None) if config.architectures else None
+
+
+def _new_model(config: "PreTrainedConfig", disk: str | os.PathLike[str] | None) -> "PreTrainedModel":
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model_class = _class_of(config) or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:
+        raise ValueError(
+            f"{type(config).__name__} names no architecture, and is not of a causal language model; set"
+            ' config.architectures, such as ["LlamaForCausalLM"]'
+        )
+    with contextlib.nullcontext() if disk is None else TensorsOnDisk(disk):
+        model: PreTrainedModel = model_class._from_config(config)
+    return model.eval()
 
 
 def _take_generation_config(model: "PreTrainedModel", directory: Path) -> None:

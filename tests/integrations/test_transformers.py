@@ -138,3 +138,50 @@ def test_bad_input_is_one_line(
     err = capsys.readouterr().err
     assert err.startswith("millrace generate: ")
     assert says in err
+
+
+def test_a_config_gives_the_model_that_it_gives_without_millrace(tmp_path: Path, compute_device: torch.device) -> None:
+    """Large weights are drawn into files; the seed decides what they are, and what comes from the generator next."""
+    config = LlamaConfig(hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, **IDS)
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM(config)
+    following = torch.rand(1)
+    total = sum(parameter.nbytes for parameter in plain.parameters())
+    torch.manual_seed(0)
+    model, handle = millrace.from_pretrained(
+        config, device=compute_device, device_memory=total // 2, host_memory=total // 2, disk=tmp_path / "disk"
+    )
+    with handle:
+        assert torch.equal(torch.rand(1), following)
+        assert type(model).__name__ == "LlamaForCausalLM"
+        assert not model.training
+        for (name, home), weight in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(home, weight), name
+            assert home.requires_grad
+        stats = handle.stats()
+        assert stats.host_peak_bytes <= total // 2
+        assert stats.disk_bytes > total // 2
+
+
+def test_large_new_tensors_lie_on_disk(tmp_path: Path) -> None:
+    from millrace.memory.disk import TensorsOnDisk
+
+    with TensorsOnDisk(tmp_path / "disk"):
+        large = torch.empty(1024, 512)
+        small, elsewhere = torch.empty(16), torch.empty(1024, 1024, device="meta")
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if f"{tmp_path / 'disk'}" in line]
+    ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in maps]
+    assert [begin <= large.data_ptr() < end for begin, end in ranges].count(True) == 1
+    assert not any(begin <= small.data_ptr() < end for begin, end in ranges)
+    assert elsewhere.device.type == "meta"
+    assert large.shape == (1024, 512)
+    assert list((tmp_path / "disk").iterdir()) == []  # without a name, and the directory is free again
+    large.fill_(1)
+    assert large.sum() == large.numel()
+
+
+def test_a_config_without_architecture_says_so() -> None:
+    from transformers import ViTConfig
+
+    with pytest.raises(ValueError, match=r"ViTConfig names no architecture.*set config\.architectures"):
+        millrace.from_pretrained(ViTConfig(), device="cpu")

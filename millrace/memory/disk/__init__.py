@@ -3,6 +3,7 @@
 from millrace.memory.disk.checkpoint import Checkpoint
 from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, Extent
 from millrace.memory.disk.log import DiskLog
+from millrace.memory.disk.newborn import TensorsOnDisk
 from millrace.memory.disk.requests import Access, Request
 from millrace.memory.disk.staging import Slot, StagingRing
 from millrace.memory.disk.store import DiskStore
@@ -17,4 +18,5 @@ __all__ = [
     "Request",
     "Slot",
     "StagingRing",
+    "TensorsOnDisk",
 ]
