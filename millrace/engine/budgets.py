@@ -11,6 +11,7 @@ from millrace.engine.partition import Part, Partition
 from millrace.engine.placement import Placement, place
 from millrace.errors import BudgetError
 from millrace.memory.arena import whole_pages
+from millrace.memory.disk import LEAST_READING_BYTES
 from millrace.runtime.device import free_device_bytes, is_accelerator
 from millrace.runtime.host import available_host_bytes
 
@@ -53,7 +54,7 @@ class Budgets:
     @property
     def reading_bytes(self) -> int:
         """Host memory through which blocks that rest on the host are read from a checkpoint."""
-        return min(_READING_BYTES, self.host_bytes // 16)
+        return max(LEAST_READING_BYTES, min(_READING_BYTES, self.host_bytes // 16))
 
     def check(self, inventory: Inventory, parts: Partition, device: torch.device) -> None:
         """Raises BudgetError for what cannot fit, before anything is allocated."""

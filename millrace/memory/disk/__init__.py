@@ -1,6 +1,6 @@
 """Where do the bytes of the disk tier lie, and how do they come and go? See docs/design/disk.md."""
 
-from millrace.memory.disk.checkpoint import Checkpoint
+from millrace.memory.disk.checkpoint import LEAST_READING_BYTES, Checkpoint
 from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, Extent
 from millrace.memory.disk.log import DiskLog
 from millrace.memory.disk.newborn import TensorsOnDisk
@@ -10,6 +10,7 @@ from millrace.memory.disk.store import DiskStore
 
 __all__ = [
     "DISK_ALIGNMENT_BYTES",
+    "LEAST_READING_BYTES",
     "Access",
     "Checkpoint",
     "DiskLog",

@@ -31,9 +31,10 @@ from millrace.memory.disk.safetensors_header import TensorRecord, read_header
 from millrace.memory.ledger import Ledger
 from millrace.runtime.lanes import Event
 
-__all__ = ["Checkpoint"]
+__all__ = ["LEAST_READING_BYTES", "Checkpoint"]
 
 _THREADS = 4
+LEAST_READING_BYTES = _THREADS * DISK_ALIGNMENT_BYTES  # a page for each
 _MEMORY_BYTES = 32 << 20
 _GAP_BYTES = 64 << 10  # bytes between two tensors that are rather read than left out
 
