@@ -56,7 +56,7 @@ def show(report: Report) -> None:
     except ModuleNotFoundError:
         print(report, end="")
         return
-    Console().print(*tables(report))
+    Console(markup=False, emoji=False).print(*tables(report))  # a name such as "[/a]" is a name
 
 
 def tables(report: Report) -> "list[Table]":

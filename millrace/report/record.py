@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 from millrace.report.stats import Stats
@@ -110,21 +113,29 @@ class RunRecord:
         A visit waits for its blocks' copies to the device. Where the block was still being read from disk for most of
         the wait, that is what held it up.
         """
-        copies, reads = self.of_lane("onload"), self.of_lane("fetch")
+        return list(self._stalls)
+
+    @cached_property
+    def _stalls(self) -> tuple[Stall, ...]:
+        copies = sorted(self.of_lane("onload"), key=lambda copy: copy.begin_seconds + copy.seconds, reverse=True)[::-1]
+        ends = [copy.begin_seconds + copy.seconds for copy in copies]
+        reads: dict[str, _Reads] = {}
+        for what, own in groupby(sorted(self.of_lane("fetch"), key=_what), key=_what):
+            reads[what] = _Reads(own)
         found = []
         for span in self.spans:
             if span.lane == "compute" and span.name == "stall":
                 end = span.begin_seconds + span.seconds
-                slack = max(1e-6, 0.02 * span.seconds)
-                ended = [c for c in copies if c.begin_seconds + c.seconds <= end + slack]
-                last = max(ended, key=lambda copy: copy.begin_seconds + copy.seconds, default=None)
-                if last is not None and last.begin_seconds + last.seconds < span.begin_seconds:
+                place = bisect_right(ends, end + max(1e-6, 0.02 * span.seconds)) - 1
+                last = copies[place] if place >= 0 else None
+                if last is not None and ends[place] < span.begin_seconds:
                     last = None  # it was over before the wait began
-                read = [fetch for fetch in reads if last is not None and fetch.what == last.what]
-                if _covered(read, span.begin_seconds, end) > span.seconds / 2:
-                    last = read[-1]
+                if last is not None and last.what in reads:
+                    read = reads[last.what].between(span.begin_seconds, end)
+                    if _covered(read, span.begin_seconds, end) > span.seconds / 2:
+                        last = read[-1]
                 found.append(Stall(span.what, span.seconds, last.lane if last else "host", last.what if last else ""))
-        return sorted(found, key=lambda stall: -stall.seconds)
+        return tuple(sorted(found, key=lambda stall: -stall.seconds))
 
     def stall_seconds(self, lane: str) -> float:
         """How long compute waited for the lane."""
@@ -142,6 +153,7 @@ class RunRecord:
                 raise KeyError("version")
             planned = fields["planned"]
             Stats(**fields["stats"])
+            _check_numbers(fields)
             return cls(
                 device=fields["device"],
                 stats=fields["stats"],
@@ -155,6 +167,37 @@ class RunRecord:
             raise ValueError(
                 f"this is no run record of version {VERSION} ({error!r}); write one with handle.report().save(path)"
             ) from error
+
+
+def _check_numbers(fields: dict[str, Any]) -> None:
+    """Raises ValueError where something else stands for a number: it would be found out half way into a report."""
+    rows = [
+        *(("spans", span[2:5]) for span in fields["spans"]),
+        *(("samples", sample) for sample in fields["samples"]),
+        ("planned", (fields["planned"] or {}).values()),
+        ("rates", fields["rates"].values()),
+    ]
+    for name, row in rows:
+        for value in row:
+            if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+                raise ValueError(f"{value!r} among the {name} is no number of seconds or bytes")
+
+
+def _what(span: Span) -> str:
+    return span.what
+
+
+class _Reads:
+    """The reads of one block, to be found by when they were under way. A drive may end them in another order."""
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        self.spans = sorted(spans, key=lambda span: span.begin_seconds)
+        self.begins = [span.begin_seconds for span in self.spans]
+        self.reached = list(accumulate((span.begin_seconds + span.seconds for span in self.spans), max))
+
+    def between(self, first: float, last: float) -> list[Span]:
+        """Those that may have been under way between two moments."""
+        return self.spans[bisect_right(self.reached, first) : bisect_left(self.begins, last)]
 
 
 def _covered(spans: Sequence[Span], first: float = 0.0, last: float = math.inf) -> float:

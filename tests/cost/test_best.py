@@ -6,6 +6,7 @@ import itertools
 import pytest
 
 import millrace
+from millrace.planning import search
 from millrace.planning.cost import MACHINES, Activations, Place, RunPlan
 from millrace.planning.cost.forecast import run_of
 from tests.cost.conftest import LLAMA_8B
@@ -27,6 +28,13 @@ def planned(model: str, machine: str) -> RunPlan:
     )
     devices = {"devices": 8, "zero_stage": 3} if machine == "8xh200" else {}
     return millrace.plan(config | {"num_hidden_layers": LAYERS}, hardware=small, **settings, **devices)
+
+
+@pytest.fixture(autouse=True)
+def _short_search(monkeypatch) -> None:
+    """The visits of each strategy are planned with fewer trials, alike for the recommended one and for all others."""
+    monkeypatch.setattr(search, "_MOVES", 100)
+    monkeypatch.setattr(search, "_TRIALS", 100)
 
 
 @pytest.mark.parametrize(("model", "machine"), list(itertools.product(MODELS, ("4090", "h100", "8xh200"))))

@@ -7,7 +7,9 @@ import torch
 import transformers
 from torch import nn
 
+import millrace
 from millrace.planning.cost import BlockKind, Work, read_config, shape_of_config, shape_of_module
+from millrace.planning.cost.configs import _COUNTED
 from millrace.planning.cost.tiers import activation_bytes
 from millrace.planning.cost.work import Activations
 from tests.cost.conftest import LLAMA_8B, LLAMA_70B
@@ -70,6 +72,43 @@ def test_counts_equal_transformers(kind: str) -> None:
     assert counted.trainable == real
     assert counted.weight_bytes == sum(parameter.nbytes for parameter in model.parameters())
     assert described.layers == counted.layers == 3
+
+
+@pytest.mark.parametrize("kind", sorted(_COUNTED - {""}))
+def test_types_counted_by_their_config_are_within_1_percent(kind: str) -> None:
+    config = transformers.CONFIG_MAPPING[kind]()
+    for name in ("num_hidden_layers", "n_layer", "n_layers"):
+        if isinstance(vars(config).get(name), int):
+            setattr(config, name, 4)  # of which some have leading dense layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:4]
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    real = sum(parameter.numel() for parameter in model.parameters())
+    assert shape_of_config(config.to_dict()).parameters == pytest.approx(real, rel=0.01)
+    assert shape_of_module(model).parameters == pytest.approx(real, rel=0.01)
+
+
+# Kinds of which the numbers of a config do not tell: an encoder and decoder, states instead of attention, convolutions
+# among the layers, experts in some, another kind of experts, pictures beside text, no text at all.
+@pytest.mark.parametrize("kind", ["t5", "mamba", "lfm2", "jamba", "doge", "llama4", "siglip_vision_model"])
+def test_other_types_are_counted_from_the_model_on_meta(kind: str) -> None:
+    config = transformers.CONFIG_MAPPING[kind]()
+    with torch.device("meta"):
+        try:
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        except ValueError:
+            model = transformers.AutoModel.from_config(config)
+    plan = millrace.plan(config, hardware="8xh200")
+    assert plan.model.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert plan.model.active_parameters <= plan.model.parameters
+    assert plan.model.name == kind
+
+
+def test_a_type_that_nobody_knows_is_refused() -> None:
+    config = {"model_type": "nobody", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 9}
+    with pytest.raises(ValueError, match="'nobody' has is not known from its config, and transformers cannot make it"):
+        millrace.plan(config)
 
 
 def test_mixtures_compute_with_few_experts() -> None:

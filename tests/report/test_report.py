@@ -144,3 +144,49 @@ def test_probed_rates_stand_beside_the_measured(report: Report) -> None:
     share = record.achieved_rate("onload") / 2e9
     assert f"of 2.00 probed ({share:.0%})" in str(probed)
     assert 0.4 < share < 0.51
+
+
+HOSTILE = "[/a] </script><img src=x onerror=alert(1)> :smile: ]]>\u2028"
+
+
+@pytest.mark.emu("lazy")
+def test_names_are_shown_as_they_are(report: Report, tmp_path, capsys) -> None:
+    named = report.record.to_json().replace("layers.", json.dumps(HOSTILE)[1:-1])
+    (tmp_path / "run.json").write_text(named)
+    assert main(["report", str(tmp_path / "run.json"), "--html", str(tmp_path / "run.html")]) == 0
+    shown = "".join(capsys.readouterr().out.split())
+    assert "[/a]" in shown
+    assert ":smile:" in shown
+    assert (tmp_path / "run.html").read_text().count("</script>") == 1
+
+
+@pytest.mark.emu("lazy")
+def test_a_record_with_words_for_numbers_is_refused(report: Report) -> None:
+    fields = json.loads(report.record.to_json())
+    for place, wrong in (("spans", ["compute", "x", 0.0, "long"]), ("samples", [0.0, -1, 2, 3]), ("spans", [1])):
+        with pytest.raises(ValueError, match="no run record of version 2"):
+            RunRecord.from_json(json.dumps(fields | {place: [wrong]}))
+    with pytest.raises(ValueError, match="nan among the rates is no number"):
+        RunRecord.from_json(json.dumps(fields | {"rates": {"onload": float("nan")}}))
+
+
+def test_a_long_record_is_looked_through_once(monkeypatch) -> None:
+    """10,000 waits, each for one of as many copies: spans that are looked at grow with the record, not its square."""
+    counts = 0
+
+    def covered(spans, first=0.0, last=float("inf")) -> float:
+        nonlocal counts
+        counts += len(spans)
+        return sum(max(0.0, min(last, s.begin_seconds + s.seconds) - max(first, s.begin_seconds)) for s in spans)
+
+    monkeypatch.setattr(millrace.report.record, "_covered", covered)
+    spans = []
+    for step in range(10_000):
+        begin = 2.0 * step
+        block = f"layers.{step % 4}"
+        spans += [Span("fetch", "read", begin, 0.9, 8, block), Span("onload", "load", begin + 0.9, 0.1, 8, block)]
+        spans += [Span("compute", "stall", begin, 1.0, 0, block), Span("compute", block, begin + 1, 1.0)]
+    record = RunRecord(device="cpu", stats={}, spans=tuple(spans), samples=(), planned=None, rates={})
+    assert {stall.lane for stall in record.stalls()} == {"fetch"}
+    assert record.stall_seconds("fetch") == pytest.approx(10_000)
+    assert counts <= 10_000

@@ -1,7 +1,7 @@
 """What will a run hold in each tier, and how long will a step take? Plain numbers about models and machines."""
 
 from millrace.planning.cost.catalogue import DEVICES, DRIVES, HOSTS, MACHINES, machine
-from millrace.planning.cost.configs import read_config, shape_of_config
+from millrace.planning.cost.configs import is_counted, read_config, shape_of_config, stored_bits
 from millrace.planning.cost.hardware import Hardware
 from millrace.planning.cost.modules import is_module, shape_of_module
 from millrace.planning.cost.run_plan import RunPlan, plan_run
@@ -28,10 +28,12 @@ __all__ = [
     "Training",
     "Work",
     "compare_text",
+    "is_counted",
     "is_module",
     "machine",
     "plan_run",
     "read_config",
     "shape_of_config",
     "shape_of_module",
+    "stored_bits",
 ]

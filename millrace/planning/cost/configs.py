@@ -9,7 +9,7 @@ from typing import Any
 
 from millrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 
-__all__ = ["read_config", "shape_of_config"]
+__all__ = ["active_expert_share", "is_counted", "read_config", "shape_of_config", "stored_bits"]
 
 _NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "n_embed", "dim"),
@@ -17,8 +17,8 @@ _NAMES = {
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     "vocabulary": ("vocab_size",),
     "intermediate": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "active_experts": ("num_experts_per_tok", "num_experts_per_token", "moe_top_k"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "active_experts": ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k"),
     "expert_intermediate": ("moe_intermediate_size", "expert_dim"),
 }
 _UNGATED = {
@@ -41,6 +41,83 @@ _QKV_BIASED = {"qwen2", "qwen2_moe"}
 _HEAD_NORMS = {"qwen3", "qwen3_moe"}  # a norm over each query's and key's head
 _WIDE_NORMS = {"olmo2"}  # a norm over all queries and all keys
 _TIED = {"gpt2", "opt", "bloom", "gemma", "gemma2", "gpt_bigcode"}  # tied unless the config says otherwise
+
+
+# Types whose parameters the numbers below come to, by the count of transformers' own models; "": numbers alone.
+_COUNTED = {
+    "",
+    "bitnet",
+    "bloom",
+    "codegen",
+    "cohere",
+    "cohere2",
+    "cohere2_moe",
+    "cwm",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "diffllama",
+    "emu3",
+    "ernie4_5",
+    "exaone4",
+    "falcon",
+    "flex_olmo",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "glm_moe_dsa",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neox",
+    "gpt_oss",
+    "gptj",
+    "granite",
+    "granitemoe",
+    "granitemoeshared",
+    "helium",
+    "hyperclovax",
+    "internlm3",
+    "llama",
+    "minicpm3",
+    "minimax_m2",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "mpt",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "opt",
+    "phi",
+    "phi3",
+    "phimoe",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "seed_oss",
+    "smollm3",
+    "solar_open",
+    "stablelm",
+    "vaultgemma",
+    "youtu",
+}
+
+
+def is_counted(config: Mapping[str, Any]) -> bool:
+    """Whether `shape_of_config` knows this type of model; of others it tells no more than a model like Llama has."""
+    return config.get("model_type", "") in _COUNTED
+
+
+def active_expert_share(config: Mapping[str, Any]) -> float:
+    """The share of the experts that a token meets; 1 without experts."""
+    numbers = _Numbers(config.get("text_config") or config)
+    experts = numbers.find("experts") or 0
+    return min(1.0, (numbers.find("active_experts") or 1) / experts) if experts > 1 else 1.0
 
 
 def read_config(source: str | Path | Mapping[str, Any] | Any) -> Mapping[str, Any]:
@@ -83,7 +160,7 @@ def shape_of_config(config: Mapping[str, Any], *, name: str = "") -> ModelShape:
     numbers = _Numbers(config)
     hidden, vocabulary = numbers.need("hidden_size"), numbers.need("vocabulary")
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    bits = _stored_bits(config, 32.0 if dtype == "float32" else 16.0)
+    bits = stored_bits(config, 32.0 if dtype == "float32" else 16.0)
     embedding = vocabulary * hidden
     tied = bool(config.get("tie_word_embeddings", numbers.kind in _TIED))
     positions = 0
@@ -245,7 +322,7 @@ def _experts(numbers: _Numbers, experts: int) -> tuple[int, int, int]:
     return experts * one + always, active * one + always, active * wide + shared
 
 
-def _stored_bits(config: Mapping[str, Any], default: float) -> float:
+def stored_bits(config: Mapping[str, Any], default: float) -> float:
     """Bits of a stored weight, by the config's quantisation."""
     quantised = config.get("quantization_config")
     if not isinstance(quantised, Mapping):

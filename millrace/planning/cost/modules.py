@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from millrace.planning.cost.configs import read_config, shape_of_config
+from millrace.planning.cost.configs import active_expert_share, read_config, shape_of_config
 from millrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 
 __all__ = ["is_module", "shape_of_module"]
 
 _REPEATED = re.compile(r"(.*?\.)?(\d+)\.")
+_EXPERTS = re.compile(r"(^|\.)experts\.")
+_DESCRIBED = 0.02  # how far a config's parameters may be from those counted, and still describe the model
+
+_Counted = tuple[tuple[int, ...], int, bool, float]  # size, bytes, trained, and the share that a token meets
 
 
 class Module(Protocol):
@@ -29,34 +33,40 @@ def shape_of_module(model: Module) -> ModelShape:
     """The blocks of `model`: one for each index of its repeated layers, one for what comes before and one for the rest.
 
     Sizes, dtypes and what is trained are counted exactly. Operations and activations are those of its transformers
-    config when it has one; otherwise each parameter of a matrix counts one multiplication per token, and a block's
-    activations are the inputs and outputs of its matrices.
+    config when that describes the counted parameters; otherwise each parameter counts one multiplication per token
+    (of experts, the share that a token meets), and a block's activations are the inputs of its matrices.
     """
-    counted: dict[str, list[tuple[tuple[int, ...], int, bool]]] = {}
+    config = getattr(model, "config", None)
+    told = read_config(config) if hasattr(config, "to_dict") else {}
+    experts_share = active_expert_share(told)
+    counted: dict[str, list[_Counted]] = {}
     for name, parameter in model.named_parameters():
         found = _REPEATED.match(name)
         key = found[0] if found else "rest"
         size = tuple(int(length) for length in parameter.shape)
-        counted.setdefault(key, []).append((size, int(parameter.nbytes), bool(parameter.requires_grad)))
+        share = experts_share if _EXPERTS.search(name) else 1.0
+        counted.setdefault(key, []).append((size, int(parameter.nbytes), bool(parameter.requires_grad), share))
     name = type(model).__name__
     blocks = tuple(_block(key.rstrip("."), parameters) for key, parameters in counted.items())
-    config = getattr(model, "config", None)
-    if config is not None and hasattr(config, "to_dict"):
-        return _guided(ModelShape(name=name, blocks=blocks), shape_of_config(read_config(config)))
-    return ModelShape(name=name, blocks=blocks)
+    shape = ModelShape(name=name, blocks=blocks)
+    try:
+        described = shape_of_config(told)
+    except ValueError:  # no config, or one of a model that is no decoder: what was counted is known all the same
+        return shape
+    return _guided(shape, described, is_packed=bool(told.get("quantization_config")))
 
 
-def _block(name: str, parameters: list[tuple[tuple[int, ...], int, bool]]) -> BlockShape:
-    total = sum(_count(size) for size, _, _ in parameters)
-    matrices = [size for size, _, _ in parameters if len(size) >= 2]
+def _block(name: str, parameters: list[_Counted]) -> BlockShape:
+    total = sum(_count(size) for size, _, _, _ in parameters)
+    matrices = [size for size, _, _, _ in parameters if len(size) >= 2]
     ends = [(_count(size[1:]), size[0]) for size in matrices]
     return BlockShape(
         name=name,
         kind=BlockKind.LAYER,
         parameters=total,
-        active_parameters=total,
-        trainable=sum(_count(size) for size, _, trained in parameters if trained),
-        weight_bits=8.0 * sum(nbytes for _, nbytes, _ in parameters) / total if total else 16.0,
+        active_parameters=round(sum(_count(size) * share for size, _, _, share in parameters)),
+        trainable=sum(_count(size) for size, _, trained, _ in parameters if trained),
+        weight_bits=8.0 * sum(nbytes for _, nbytes, _, _ in parameters) / total if total else 16.0,
         saved_elements=float(sum(wide for wide, _ in ends)),
         input_elements=ends[0][0] if ends else 0,
         adapter_sizes=sum(wide + high for wide, high in ends),
@@ -64,12 +74,15 @@ def _block(name: str, parameters: list[tuple[tuple[int, ...], int, bool]]) -> Bl
     )
 
 
-def _guided(counted: ModelShape, described: ModelShape) -> ModelShape:
-    """The described blocks, with trained parameters and bits as counted. Layers meet in order."""
+def _guided(counted: ModelShape, described: ModelShape, *, is_packed: bool) -> ModelShape:
+    """The described blocks, with trained parameters and bits as counted; as counted where that is not described.
+
+    Layers meet in order. `is_packed`: several weights share an element, so that counts differ and describe no less.
+    """
     layers = [block for block in counted.blocks if re.search(r"\d+$", block.name)]
     rest = [block for block in counted.blocks if block not in layers]
     plain = [block for block in described.blocks if block.kind is BlockKind.LAYER]
-    if len(layers) != len(plain):
+    if len(layers) != len(plain) or not (is_packed or _alike(counted.blocks, described.blocks, layers, plain)):
         return counted
     met = iter(layers)
     share = sum(b.trainable for b in rest) / max(1, sum(b.parameters for b in rest))
@@ -84,6 +97,22 @@ def _guided(counted: ModelShape, described: ModelShape) -> ModelShape:
         else:
             blocks.append(replace(block, trainable=round(block.parameters * share), weight_bits=bits))
     return ModelShape(name=counted.name, blocks=tuple(blocks), tied=described.tied)
+
+
+def _alike(
+    counted: Sequence[BlockShape],
+    described: Sequence[BlockShape],
+    layers: Sequence[BlockShape],
+    plain: Sequence[BlockShape],
+) -> bool:
+    """Whether the config tells of what was counted: layer by layer, and in all. Adapters come on top."""
+
+    def near(own: Sequence[BlockShape], told: Sequence[BlockShape]) -> bool:
+        found, expected = sum(block.parameters for block in own), sum(block.parameters for block in told)
+        added = sum(block.trainable for block in own if block.trainable < block.parameters)
+        return any(abs(number - expected) <= _DESCRIBED * found for number in (found, found - added))
+
+    return near(counted, described) and all(near([own], [told]) for own, told in zip(layers, plain, strict=True))
 
 
 def _count(size: tuple[int, ...]) -> int:
