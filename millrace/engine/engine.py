@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from millrace.engine.block import Block, Presence
+from millrace.engine.call import Call, bind, release
 from millrace.engine.executor import Executor
 from millrace.engine.gradients import Gradients
 from millrace.engine.handles import SavedTensors, pop_left_over
@@ -21,7 +22,7 @@ from millrace.engine.process import OwnProcess
 from millrace.engine.residency import Residency
 from millrace.engine.site import Site
 from millrace.engine.slot import Slot
-from millrace.engine.stray import replacing_homes, waiting_for_homes
+from millrace.engine.stray import Use, lending_leaves, stop_lending, waiting_for_homes
 from millrace.engine.tensors import map_tensors, tensors_in
 from millrace.planning import Phase
 
@@ -49,12 +50,13 @@ class Engine:
         self._residency = residency
         self._executor = executor
         self._gradients = gradients
-        self._calls: list[_Call] = []  # visits whose call is under way, outermost first
+        self._calls: list[Call] = []  # visits whose call is under way, outermost first
         self._blocks_by_slot: dict[Slot, Block] = {}
         self.busy = False  # an outermost call or a backward is under way
         self._pass_thread = 0  # which thread made the last outermost call, and so waits while its backward is under way
         self._backward_site: Site | None = None  # whose backward is under way
         self._backward: _Backward | None = None
+        self._recomputing = contextlib.ExitStack()  # while a backward is under way: functions may be called again in it
         self._guard = contextlib.ExitStack()  # while homes are being updated
         self._guarded = False
         weakref.finalize(self, self._guard.close)
@@ -77,20 +79,15 @@ class Engine:
         self._executor.bring(block)
         self._executor.replan()
 
-    @property
-    def recording(self) -> bool:
-        """Whether the pass under way is the first of its kind."""
-        return self._executor.recording
-
     # calls ------------------------------------------------------------------------------------------------------------
     def call(self, site: Site, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A managed module was called. Outermost calls begin a pass over the model; calls of sites are visits."""
         self.process.check()
         recomputing = _in_backward()
         outermost = not self._calls and not recomputing
-        if not outermost and not self._is_visit(site, recomputing):
+        if not outermost and not self._is_visit(site):
             return forward(*args, **kwargs)
-        call = _Call(self, site)
+        call = Call(self, site)
         try:
             if outermost:
                 args, kwargs = call.begin_pass(args, kwargs)
@@ -108,15 +105,13 @@ class Engine:
             self._watch_output(site, output)
         return output
 
-    def _is_visit(self, site: Site, recomputing: bool) -> bool:
+    def _is_visit(self, site: Site) -> bool:
         """Whether a call inside another one brings blocks of its own.
 
         Recomputation must pack exactly what forward packed (a checkpoint counts), so it decides as forward did: a
         module inside a layer is no visit if the layer is bound, whether by its call or by its backward.
         """
-        if not site.blocks:
-            return self._executor.recording and not recomputing  # it may turn out to use weights of others
-        if not site.main and all(block.users for block in site.blocks):
+        if not site.blocks or (not site.main and all(block.users for block in site.blocks)):
             return False
         called = {block for call in self._calls for block in call.blocks}
         return not called.issuperset(site.blocks)
@@ -143,23 +138,26 @@ class Engine:
         self._expect_end_of_backward()
         if not site.blocks:
             return
-        self._gradients.leave_block()
-        last, self._backward_site = self._backward_site, None
-        if last is not None:
-            _release(last.blocks)
-        self._executor.visit(site.blocks, Phase.BACKWARD, site.name)
-        _bind(site.blocks)
-        self._backward_site = site
+        with torch._C.DisableTorchFunctionSubclass():
+            self._gradients.leave_block()
+            last, self._backward_site = self._backward_site, None
+            if last is not None:
+                release(last.blocks)
+            self._executor.visit(site.blocks, Phase.BACKWARD, site.name)
+            bind(site.blocks)
+            self._backward_site = site
 
     def require(self, block: Block) -> None:
         """Backward needs a block that its site did not bring."""
         if block.presence in (Presence.ABSENT, Presence.RESERVED):
-            self._executor.bring(block)
+            with torch._C.DisableTorchFunctionSubclass():
+                self._executor.visit((block,), Phase.BACKWARD, block.name)
         self._residency.arrive(block)
 
     def _gradient_ready(self, slot: Slot) -> None:
         self._expect_end_of_backward()  # a block that saves nothing is never unpacked
-        self._gradients.take(slot)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._gradients.take(slot)
 
     def _expect_end_of_backward(self) -> None:
         """Once for the outermost backward: nested ones (reentrant checkpoints) end inside of it."""
@@ -173,6 +171,7 @@ class Engine:
             self._executor.begin_backward()
             self._begin_residents()
             self.updates_changed()
+            self._recomputing.enter_context(lending_leaves(self))
 
     def end_of_backward(self, backward: "_Backward", *, completed: bool) -> None:
         """Backward returned, or raised: homes are bound again; gradients are delivered, or dropped."""
@@ -218,12 +217,13 @@ class Engine:
             self._recover()
 
     def _finish_backward(self, *, completed: bool) -> None:
+        self._recomputing.close()
         self._backward = None
         self.busy = False
         if self._backward_site is not None:
-            _release(self._backward_site.blocks)
+            release(self._backward_site.blocks)
             self._backward_site = None
-        _release(self.residents)
+        release(self.residents)
         if completed:
             self._gradients.leave_block()
             self._executor.end_cycle()
@@ -257,7 +257,7 @@ class Engine:
     def end_pass(self) -> None:
         """The outermost call ends: what its copies read of homes has been read, so homes may be written."""
         self.busy = False
-        _release(self.residents)
+        release(self.residents)
         self._executor.end_pass()
         self._residency.wait_for_consumed_reads()
 
@@ -268,6 +268,7 @@ class Engine:
             self._calls.clear()
             self._backward_site = None
             pop_left_over(self._residency)
+            stop_lending(self)
             for block in (*self.blocks, *self.residents):
                 if block.users:
                     block.unbind()
@@ -282,7 +283,7 @@ class Engine:
         for block in self.residents:
             self._executor.bring(block)
             self._residency.arrive(block)
-        _bind(self.residents)
+        bind(self.residents)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.device == self.device else tensor.to(self.device)
@@ -291,78 +292,45 @@ class Engine:
         """Hooks for what autograd saves in a visit of the site."""
         return SavedTensors(self._residency, self.device, lambda: self.begin_backward_of(site), self.require)
 
-    def visit(self, call: "_Call") -> None:
+    def visit(self, call: Call) -> None:
         """A site's call, or its recomputation, makes its blocks present."""
         site = call.site
-        if _in_backward():
-            self.begin_backward_of(site)
-        elif site.blocks:
-            self._executor.visit(site.blocks, Phase.FORWARD, site.name)
-        self._calls.append(call)
-        call.hold(site.blocks)
+        with torch._C.DisableTorchFunctionSubclass():  # a look at a home is our own
+            if _in_backward():
+                self.begin_backward_of(site)
+            elif site.blocks:
+                self._executor.visit(site.blocks, Phase.FORWARD, site.name)
+            self._calls.append(call)
+            call.hold(site.blocks)
 
     def leave(self) -> None:
         """The innermost visit's call ends."""
-        _release(self._calls.pop().blocks)
+        with torch._C.DisableTorchFunctionSubclass():
+            release(self._calls.pop().blocks)
 
-    def stray_leaf(self, slot: Slot) -> torch.Tensor | None:
-        """A module computes with a home that no visit brought: its leaf. The module needs that block from now on."""
+    def lend(self, slot: Slot, use: Use) -> torch.Tensor | None:
+        """A module uses a home that no call of its own module brought: a visit as long as the computation."""
         block = self._blocks_by_slot.get(slot)
-        if block is None or not self._calls:
+        in_call = bool(self._calls) and self._calls[-1].thread == threading.get_ident()
+        if block is None or not (in_call or _in_backward()):
+            return None
+        if use is Use.LOOK:
+            return slot.leaf
+        if use is Use.WRITE and not block.users:  # as the user would, from outside
+            slot.touch()
             return None
         if not block.users:
-            call = self._calls[-1]
-            self._executor.bring(block)
-            self._residency.arrive(block)
-            call.hold((block,))
-            call.site.blocks = (*call.site.blocks, block)
+            self._executor.visit((block,), Phase.BACKWARD if _in_backward() else Phase.FORWARD, block.name)
+        bind((block,))
         return slot.leaf
 
-
-class _Call:
-    """One call of a managed module: what it has begun, so that exactly this is ended, whatever happens."""
-
-    def __init__(self, engine: Engine, site: Site) -> None:
-        self.site = site
-        self.blocks: tuple[Block, ...] = ()  # bound until the call ends
-        self._engine = engine
-        self._outermost = False
-        self._ends = contextlib.ExitStack()
-
-    def begin_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """It is the outermost call."""
-        engine = self._engine
-        self._outermost = True
-        args, kwargs = engine.begin_pass(self.site, args, kwargs)
-        self._ends.callback(engine.end_pass)
-        if engine.recording:
-            self._ends.enter_context(replacing_homes(engine.stray_leaf))
-        return args, kwargs
-
-    def begin_visit(self) -> None:
-        """Its blocks come, and what autograd saves of them becomes handles."""
-        engine = self._engine
-        engine.visit(self)
-        self._ends.callback(engine.leave)
-        if not self.blocks and not self._outermost and not engine.recording:
-            return
-        if torch.is_autocast_enabled(engine.device.type) and torch.is_autocast_cache_enabled():
-            # The cache would keep low-precision copies of the weights on the device, also of weights that changed.
-            torch.set_autocast_cache_enabled(False)
-            self._ends.callback(torch.set_autocast_cache_enabled, True)
-        if torch.is_grad_enabled():
-            saved = engine.saved_tensors(self.site)
-            saved.push()
-            self._ends.callback(saved.pop)
-
-    def hold(self, blocks: Sequence[Block]) -> None:
-        """These blocks stay bound until the call ends."""
-        _bind(blocks)
-        self.blocks = (*self.blocks, *blocks)
-
-    def end(self) -> None:
-        """Ends what was begun, in reverse."""
-        self._ends.close()
+    def take_back(self, slot: Slot, result: Any) -> None:
+        """The computation is over. Where it gave a view, the block stays until the call ends."""
+        block = self._blocks_by_slot[slot]
+        if self._calls and any(self._residency.block_of(tensor) is block for tensor in tensors_in(result)):
+            self._calls[-1].blocks = (*self._calls[-1].blocks, block)
+        else:
+            release((block,))
 
 
 class _Backward:
@@ -387,17 +355,3 @@ class _EndOfBackward:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _bind(blocks: Sequence[Block]) -> None:
-    for block in blocks:
-        block.users += 1
-        if block.users == 1:
-            block.bind()
-
-
-def _release(blocks: Sequence[Block]) -> None:
-    for block in blocks:
-        if block.users == 1:
-            block.unbind()  # before it counts as done: an interrupt in between is made good by the next pass
-        block.users -= 1

@@ -46,11 +46,6 @@ class Executor:
         self._cycle_clock = 0  # those before the cycle under way
         self._last_used: dict[Block, int] = {}
 
-    @property
-    def recording(self) -> bool:
-        """Whether the cycle under way is the first of its kind."""
-        return self._course is None or self._course.strayed
-
     # cycles -----------------------------------------------------------------------------------------------------------
     def begin_pass(self, name: str) -> None:
         """An outermost forward begins, and a cycle with it."""

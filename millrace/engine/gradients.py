@@ -234,7 +234,7 @@ class Gradients:
         self._arriving[slot] = self._arriving[slot] + on_host if slot in self._arriving else on_host
 
     def _dtype(self, slot: Slot) -> torch.dtype:
-        return slot.home.dtype if self._grad_dtype is None else self._grad_dtype
+        return slot.dtype if self._grad_dtype is None else self._grad_dtype
 
 
 def _late_hooks(slot: Slot) -> list[Any]:

@@ -10,7 +10,10 @@ from millrace.engine.block import Member, Place
 from millrace.engine.layout import by_storage, check_can_travel, lay_out, travel_dtype
 from millrace.memory.arena import aligned
 
-__all__ = ["Inventory", "take_inventory"]
+__all__ = ["USE_WEIGHTS_OF_CHILDREN", "Inventory", "take_inventory"]
+
+# They compute with their children's weights, without calling those, where they take a path of their own.
+USE_WEIGHTS_OF_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 @dataclass
@@ -19,7 +22,9 @@ class Inventory:
 
     param_dtype: torch.dtype | None = None  # in which they travel
     members: dict[int, Member] = field(default_factory=dict)  # by the id of the parameter
-    owned: dict[nn.Module, list[int]] = field(default_factory=dict)  # ids of the parameters a module itself holds
+    owned: dict[nn.Module, list[int]] = field(
+        default_factory=dict
+    )  # ids of the parameters a module itself computes with
     names: dict[nn.Module, str] = field(default_factory=dict)  # every module, by its first name
     parents: dict[nn.Module, nn.Module] = field(default_factory=dict)
 
@@ -67,6 +72,9 @@ def take_inventory(model: nn.Module, *, param_dtype: torch.dtype | None = None, 
             inventory.owned.setdefault(module, []).append(key)
         if isinstance(module, nn.RNNBase):
             _add_flat_weights(inventory, module)
+    for module in inventory.names:
+        if isinstance(module, USE_WEIGHTS_OF_CHILDREN):
+            inventory.owned[module] = inventory.below(module)
     return inventory
 
 

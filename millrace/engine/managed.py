@@ -5,6 +5,7 @@ checkpointing that wraps `forward` stays inside, and PyTorch's fast paths, which
 """
 
 import copyreg
+import itertools
 import weakref
 from collections.abc import Callable
 from copy import deepcopy
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from millrace.engine.home import Home
+from millrace.engine.stray import homes_as_they_are
 from millrace.errors import StateError
 
 if TYPE_CHECKING:
@@ -106,6 +108,17 @@ class _HasDevice:
         return self.__dict__[_SITE].device  # type: ignore[no-any-return]
 
 
+class _LooksAtChildren:
+    """For nn.TransformerEncoder: it looks at its first layer's weights, to choose how to compute, and uses none."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with homes_as_they_are():
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+_MIXINS = (Managed, _HasDevice, _LooksAtChildren)
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _refuse_compilation_of_all() -> None:
     raise StateError(
@@ -136,7 +149,8 @@ def _managed_class(own: type) -> type:
     known = _classes[own]() if own in _classes else None
     if known is not None:
         return known
-    mixins = (Managed, _HasDevice) if isinstance(getattr(own, "device", None), property) else (Managed,)
+    wanted = (True, isinstance(getattr(own, "device", None), property), issubclass(own, nn.TransformerEncoder))
+    mixins = itertools.compress(_MIXINS, wanted)
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     managed = type(own.__name__, (*mixins, own), names)
     _classes[own] = weakref.ref(managed)
@@ -144,7 +158,8 @@ def _managed_class(own: type) -> type:
 
 
 def _plain_class(managed: type) -> type:
-    return managed.__mro__[managed.__mro__.index(Managed) + 1 + issubclass(managed, _HasDevice)]
+    behind = managed.__mro__[managed.__mro__.index(Managed) :]
+    return next(kind for kind in behind if kind not in _MIXINS)
 
 
 def _plain_state(module: nn.Module) -> dict[str, Any]:

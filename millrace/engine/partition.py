@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from millrace.config import BlocksSpec, parse_bytes
-from millrace.engine.inventory import Inventory
+from millrace.engine.inventory import USE_WEIGHTS_OF_CHILDREN, Inventory
 
 __all__ = ["Part", "Partition", "partition"]
 
@@ -91,7 +91,7 @@ class _Cutter:
             return
         inner = [child for child in module.children() if self._untaken(self._inventory.below(child))]
         whole = module is not self._model and self._nbytes(keys) <= unit_bytes
-        if whole or not inner or isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+        if whole or not inner or isinstance(module, (nn.RNNBase, *USE_WEIGHTS_OF_CHILDREN)):
             if self._nbytes(keys) < unit_bytes * _SMALL_SHARE and not _in_list(self._inventory.parents.get(module)):
                 self._kept += self._take(keys)
             else:

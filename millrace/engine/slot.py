@@ -56,6 +56,9 @@ class Slot:
         before_touch: Callable[[], None],
     ) -> None:
         self.name = name
+        self.dtype = (
+            parameter.dtype
+        )  # of the home: asked of the home itself, while a visit is under way, it is the leaf's
         self.layout = layout
         self.rest = rest
         self.absent = absent  # what the leaf's data is while there is no device copy
@@ -80,7 +83,7 @@ class Slot:
     @property
     def casts(self) -> bool:
         """Whether it travels in another dtype than its home has."""
-        return self.home.dtype != self.layout.dtype
+        return self.dtype != self.layout.dtype
 
     @property
     def in_place(self) -> bool:
@@ -163,9 +166,9 @@ class Slot:
 
     def adopt(self, parameter: nn.Parameter) -> None:
         """The user put another Parameter in the home's place (`load_state_dict(assign=True)`): it is the home now."""
-        if parameter.shape != self.layout.shape or parameter.dtype != self.home.dtype or parameter.device.type != "cpu":
+        if parameter.shape != self.layout.shape or parameter.dtype != self.dtype or parameter.device.type != "cpu":
             raise LayoutError(
-                f"parameter {self.name!r} was offloaded as {self.home.dtype} of shape {tuple(self.layout.shape)} on the"
+                f"parameter {self.name!r} was offloaded as {self.dtype} of shape {tuple(self.layout.shape)} on the"
                 f" CPU and is now {parameter.dtype} of shape {tuple(parameter.shape)} on {parameter.device}; call"
                 " remove() on the handle before such a change, and offload the model again after it"
             )

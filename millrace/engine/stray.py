@@ -1,45 +1,76 @@
 """Who uses homes directly? Modules that do so without calling their module, and users while an update is under way.
 
-`F.linear(x, self.child.weight)` computes with the home of a block that no visit brought. While a pass is recorded,
-torch functions that take homes come through here, and get the leaves instead. While an optimizer updates homes beside
-the next pass they come through here too, and wait.
+`F.linear(x, self.child.weight)` computes with the home of a block that no visit brought, and `child.weight.device` asks
+where it is. While a visit is under way, torch functions that take homes come through here, and are lent the leaves.
+While an optimizer updates homes beside the next pass they come through here too, and wait.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from enum import Enum, auto
+from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from millrace.engine.home import Home, owner_of
 
-__all__ = ["replacing_homes", "waiting_for_homes"]
+__all__ = ["Lender", "Use", "homes_as_they_are", "lending_leaves", "stop_lending", "waiting_for_homes"]
 
-Replace = Callable[[Any], torch.Tensor | None]
+
+class Use(Enum):
+    """What a torch function wants of a home."""
+
+    COMPUTE = auto()  # its values
+    WRITE = auto()  # to change it in place, with no other tensor taking part
+    LOOK = auto()  # where it computes, and in which dtype
+
+
+class Lender(Protocol):
+    """Has the leaves of homes, while a visit of its own is under way."""
+
+    def lend(self, owner: Any, use: Use) -> torch.Tensor | None:
+        """The leaf for a home; None: it is not the lender's, or to be used as it is."""
+
+    def take_back(self, owner: Any, result: Any) -> None:
+        """What computed with a leaf that was lent is over, and gave `result`; None where it raised."""
+
+
 Wait = Callable[[Any], None]
 
 # What asks about a tensor, or hooks into it, and does not compute with its values.
 # fmt: off
 _ASKS = frozenset((
     "data_ptr", "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset",
-    "is_contiguous", "untyped_storage", "is_floating_point", "is_complex", "get_device", "is_pinned",
+    "is_contiguous", "untyped_storage", "is_floating_point", "is_complex", "is_pinned",
     "is_shared", "type", "register_hook", "requires_grad_", "retain_grad",
     "register_post_accumulate_grad_hook", "__repr__", "__hash__", "__deepcopy__", "__reduce_ex__", "__len__",
     "__set__", "__delete__",
 ))
+_IN_PLACE_OPERATORS = frozenset((
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__setitem__",
+))
 # fmt: on
 _grad: Any = torch.Tensor.grad  # may be written in place next, and an update reads it
-_COMPUTING_PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag"))
+_USE_OF_PROPERTY = dict.fromkeys(("T", "mT", "H", "mH", "real", "imag"), Use.COMPUTE) | dict.fromkeys(
+    ("device", "dtype", "is_cuda", "is_cpu"), Use.LOOK
+)
 
-_replacers: list[Replace] = []
+_lenders: list[Lender | None] = []  # of the visits under way; None: homes are left as they are
 _waits: list[Wait] = []
 
 
 @contextlib.contextmanager
-def replacing_homes(replace: Replace) -> Iterator[None]:
-    """Torch functions get `replace(owner)` for a home; None leaves the home in place."""
-    with _taking_part(_replacers, replace):
+def lending_leaves(lender: Lender) -> Iterator[None]:
+    """Torch functions that take homes get the lender's leaves."""
+    with _taking_part(_lenders, lender):
+        yield
+
+
+@contextlib.contextmanager
+def homes_as_they_are() -> Iterator[None]:
+    """Until the next visit, homes are plain parameters for torch functions: `has_torch_function(home)` is False."""
+    with _taking_part(_lenders, None):
         yield
 
 
@@ -52,32 +83,66 @@ def waiting_for_homes(wait: Wait) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _taking_part(present: list[Any], one: Any) -> Iterator[None]:
-    if not _replacers and not _waits:
-        Home.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment]
     present.append(one)
     try:
+        _watch()
         yield
     finally:
-        present.remove(one)
-        if not _replacers and not _waits:
-            del Home.__torch_function__
+        last = max((index for index, other in enumerate(present) if other == one), default=None)
+        if last is not None:
+            del present[last]
+        _watch()
+
+
+def stop_lending(lender: Lender) -> None:
+    """After an interrupt that kept visits of this lender from ending."""
+    _lenders[:] = [other for other in _lenders if other is not lender]
+    _watch()
+
+
+def _watch() -> None:
+    """Torch functions that take homes come here exactly while somebody wants that."""
+    wanted = bool(_waits) or bool(_lenders and _lenders[-1] is not None)
+    if wanted == ("__torch_function__" in Home.__dict__):
+        return
+    if wanted:
+        Home.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment]
+    else:
+        del Home.__torch_function__
 
 
 def _torch_function(_cls: type, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
     with torch._C.DisableTorchFunctionSubclass():
-        if _waits and (_computes(func) or func == _grad.__get__):
+        use = _use_of(func, args, kwargs)
+        if _waits and (use in (Use.COMPUTE, Use.WRITE) or func == _grad.__get__):
             tree_map_only(Home, _waited_for, (args, kwargs))
-        if _replacers and _computes(func):
-            args, kwargs = tree_map_only(Home, _replaced, (args, kwargs))
-        return func(*args, **kwargs)
+        if not _lenders or use is None:
+            return func(*args, **kwargs)
+        loans: list[tuple[Lender, Any]] = []
+        result = None
+        try:
+            args, kwargs = tree_map_only(Home, lambda home: _lent(home, use, loans), (args, kwargs))
+            result = func(*args, **kwargs)
+            return result
+        finally:
+            for lender, owner in loans:
+                lender.take_back(owner, result)
 
 
-def _computes(func: Any) -> bool:
+def _use_of(func: Any, args: Any, kwargs: Any) -> Use | None:
     name = getattr(func, "__name__", "")
     if name == "__get__":
-        return getattr(getattr(func, "__self__", None), "__name__", "") in _COMPUTING_PROPERTIES
-    return name not in _ASKS
+        return _USE_OF_PROPERTY.get(getattr(getattr(func, "__self__", None), "__name__", ""))
+    if name == "get_device":
+        return Use.LOOK
+    if name in _ASKS:
+        return None
+    in_place = name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+    if in_place and args and isinstance(args[0], Home):
+        others = tree_flatten((args[1:], kwargs))[0]
+        return Use.COMPUTE if any(isinstance(other, torch.Tensor) for other in others) else Use.WRITE
+    return Use.COMPUTE
 
 
 def _waited_for(home: Home) -> Home:
@@ -86,9 +151,12 @@ def _waited_for(home: Home) -> Home:
     return home
 
 
-def _replaced(home: Home) -> torch.Tensor:
-    for replace in reversed(_replacers):
-        replacement = replace(owner_of(home))
-        if replacement is not None:
-            return replacement
+def _lent(home: Home, use: Use, loans: list[tuple[Lender, Any]]) -> torch.Tensor:
+    owner = owner_of(home)
+    for lender in dict.fromkeys(reversed(_lenders)):
+        leaf = None if lender is None else lender.lend(owner, use)
+        if leaf is not None:
+            if lender is not None and use is not Use.LOOK:
+                loans.append((lender, owner))
+            return leaf
     return home

@@ -1,0 +1,75 @@
+"""What has one call of a managed module begun? Exactly that ends with the call, whatever happens."""
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from millrace.engine.block import Block
+from millrace.engine.site import Site
+from millrace.engine.stray import lending_leaves
+
+if TYPE_CHECKING:
+    from millrace.engine.engine import Engine
+
+__all__ = ["Call", "bind", "release"]
+
+
+class Call:
+    """One call of a managed module: what it has begun, so that exactly this is ended, whatever happens."""
+
+    def __init__(self, engine: "Engine", site: Site) -> None:
+        self.site = site
+        self.blocks: tuple[Block, ...] = ()  # bound until the call ends
+        self.thread = threading.get_ident()
+        self._engine = engine
+        self._ends = contextlib.ExitStack()
+
+    def begin_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """It is the outermost call."""
+        engine = self._engine
+        args, kwargs = engine.begin_pass(self.site, args, kwargs)
+        self._ends.callback(engine.end_pass)
+        return args, kwargs
+
+    def begin_visit(self) -> None:
+        """Its blocks come, and what autograd saves of them becomes handles."""
+        engine = self._engine
+        engine.visit(self)
+        self._ends.callback(engine.leave)
+        self._ends.enter_context(lending_leaves(engine))
+        if torch.is_autocast_enabled(engine.device.type) and torch.is_autocast_cache_enabled():
+            # The cache would keep low-precision copies of the weights on the device, also of weights that changed.
+            torch.set_autocast_cache_enabled(False)
+            self._ends.callback(torch.set_autocast_cache_enabled, True)
+        if torch.is_grad_enabled():
+            saved = engine.saved_tensors(self.site)
+            saved.push()
+            self._ends.callback(saved.pop)
+
+    def hold(self, blocks: Sequence[Block]) -> None:
+        """These blocks stay bound until the call ends."""
+        bind(blocks)
+        self.blocks = (*self.blocks, *blocks)
+
+    def end(self) -> None:
+        """Ends what was begun, in reverse."""
+        self._ends.close()
+
+
+def bind(blocks: Sequence[Block]) -> None:
+    """One more user of each block: with the first one the modules' attributes become the leaves."""
+    for block in blocks:
+        block.users += 1
+        if block.users == 1:
+            block.bind()
+
+
+def release(blocks: Sequence[Block]) -> None:
+    """The inverse of `bind`."""
+    for block in blocks:
+        if block.users == 1:
+            block.unbind()  # before it counts as done: an interrupt in between is made good by the next pass
+        block.users -= 1
