@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from millrace.engine.fetching import Fetch
+from millrace.engine.home import Home, Leaf
 from millrace.engine.layout import lay_out
 from millrace.engine.placement import Shelf
 from millrace.engine.rest import HostRest, Stored
@@ -259,7 +260,7 @@ class Block:
         """The modules' attributes become the leaves."""
         for place, slot in self._places:
             held = place.get()
-            if held is slot.leaf or held is None:
+            if held is slot.leaf or (held is not slot.home and not _is_replacement(held)):
                 continue
             if held is not slot.home:
                 slot.adopt(held)
@@ -280,7 +281,7 @@ class Block:
         """Parameters that the user put in the place of homes become the homes."""
         for place, slot in self._places:
             held = place.get()
-            if held is not None and held is not slot.leaf and held is not slot.home:
+            if held is not slot.leaf and held is not slot.home and _is_replacement(held):
                 slot.adopt(held)
 
     def release(self) -> None:
@@ -291,6 +292,13 @@ class Block:
     def move_places(self, places: dict[int, list[Place]]) -> None:
         """The model was rebuilt around its parameters: `places` by the id of each home."""
         self._places = [(place, slot) for slot in self.slots for place in places.get(id(slot.home), ())]
+
+
+def _is_replacement(held: Any) -> bool:
+    """Whether it is a parameter of the user's own: not that of another slot (tied after offload), and no tensor that
+    `torch.func.functional_call` has put there for one call.
+    """
+    return isinstance(held, nn.Parameter) and not isinstance(held, Home | Leaf)
 
 
 def _settle(block: "weakref.ref[Block]", contents: object) -> None:

@@ -24,6 +24,7 @@ from millrace.engine.site import Site
 from millrace.engine.slot import Slot
 from millrace.engine.stray import Use, lending_leaves, stop_lending, waiting_for_homes
 from millrace.engine.tensors import map_tensors, tensors_in
+from millrace.errors import StateError
 from millrace.planning import Phase
 
 __all__ = ["Engine"]
@@ -53,6 +54,8 @@ class Engine:
         self._calls: list[Call] = []  # visits whose call is under way, outermost first
         self._blocks_by_slot: dict[Slot, Block] = {}
         self.busy = False  # an outermost call or a backward is under way
+        self._claims: dict[str, int] = {}  # the thread whose outermost call is under way
+        self._ending: Callable[[], _EndOfBackward | None] = lambda: None  # gone when autograd is done with a backward
         self._pass_thread = 0  # which thread made the last outermost call, and so waits while its backward is under way
         self._backward_site: Site | None = None  # whose backward is under way
         self._backward: _Backward | None = None
@@ -84,6 +87,8 @@ class Engine:
         """A managed module was called. Outermost calls begin a pass over the model; calls of sites are visits."""
         self.process.check()
         recomputing = _in_backward()
+        if not recomputing:
+            self._claim()
         outermost = not self._calls and not recomputing
         if not outermost and not self._is_visit(site):
             return forward(*args, **kwargs)
@@ -100,10 +105,25 @@ class Engine:
             finally:
                 if outermost:  # an interrupt may have hit the bookkeeping itself: nothing may seem to be under way
                     self._recover()
+                    self._claims.clear()
             raise
         if torch.is_grad_enabled():
             self._watch_output(site, output)
         return output
+
+    def _claim(self) -> None:
+        """Passes of one model follow each other. Raises StateError where another thread's is under way."""
+        this = threading.get_ident()
+        owner = self._claims.setdefault("pass", this)  # in one go, whatever other threads do
+        if owner == this and self._backward is not None and self._ending() is not None:
+            owner = self._pass_thread
+        if owner != this:
+            if self._claims["pass"] == this:
+                self._claims.clear()
+            raise StateError(
+                f"the model is computing on thread {owner} and was called on thread {this}; blocks come and go for one"
+                " pass at a time: hold a threading.Lock from forward to the end of backward, or offload a copy for each"
+            )
 
     def _is_visit(self, site: Site) -> bool:
         """Whether a call inside another one brings blocks of its own.
@@ -165,8 +185,9 @@ class Engine:
             self._gradients.abandon()  # what is left of a backward whose end was interrupted
             self._backward_site = None
             backward = _Backward(self)
-            torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(backward))
-            self._backward = backward
+            end = _EndOfBackward(backward)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+            self._backward, self._ending = backward, weakref.ref(end)
             self.busy = True
             self._executor.begin_backward()
             self._begin_residents()
@@ -260,6 +281,7 @@ class Engine:
         release(self.residents)
         self._executor.end_pass()
         self._residency.wait_for_consumed_reads()
+        self._claims.clear()
 
     def _recover(self) -> None:
         """After an interrupt amid bookkeeping, or a backward that raised: nothing stays bound or pending."""

@@ -4,7 +4,7 @@ The order of these operations across lanes is the subject of docs/design/orderin
 """
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -76,7 +76,7 @@ class Residency:
 
     def reserve(self, block: Block) -> None:
         """Allocates a buffer, to be filled later by `renew`. The caller has seen to it that the block fits."""
-        with torch.inference_mode(False):  # a leaf that once held an inference tensor could not be trained any more
+        with _plain_tensors():
             buffer = self._buffers.allocate(block.nbytes)
             self.held_bytes += block.nbytes
             self._by_storage[buffer.untyped_storage()._cdata] = block
@@ -94,7 +94,7 @@ class Residency:
         buffer = block.buffer
         if buffer is None:
             raise StateError(f"block {block.name!r} has no buffer to renew")
-        with torch.inference_mode(False):
+        with _plain_tensors():
             try:
                 self._submit(block, buffer, only_changes=block.presence is not Presence.RESERVED)
             except BaseException:
@@ -146,7 +146,7 @@ class Residency:
         self._by_storage.pop(buffer.untyped_storage()._cdata)
         self.held_bytes -= block.nbytes
         try:
-            with torch.inference_mode(False):
+            with _plain_tensors():
                 block.point_leaves(None)
         finally:  # Ctrl-C: `mend` would find no buffer to release
             block.buffer = block.arrival = None
@@ -200,7 +200,7 @@ class Residency:
                 self._finish_copies(block)
                 block.lost()
                 block.arrival = None
-                with torch.inference_mode(False):
+                with _plain_tensors():
                     block.point_leaves(None)
                 if buffer is not None:
                     self._buffers.release(buffer)
@@ -227,3 +227,12 @@ class Residency:
             block.arrival = LateTransfer(Lane.ONLOAD, block.nbytes, fetch.arrived)
         block.presence = Presence.ARRIVING
         self._meter.onloaded(block.arrival.nbytes)
+
+
+@contextlib.contextmanager
+def _plain_tensors() -> Iterator[None]:
+    """Inside of inference mode (a leaf that once held such a tensor could not be trained any more) and of `torch.func`
+    transforms (their tensors end with them) buffers are what they are outside.
+    """
+    with torch.inference_mode(False), torch._C._DisableFuncTorch():
+        yield

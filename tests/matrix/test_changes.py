@@ -153,6 +153,21 @@ def test_replaced_and_added_modules(compute_device: torch.device) -> None:
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
+def test_tied_after_offloading(compute_device: torch.device) -> None:
+    """The head gets the embedding's weight, and two layers each other's: each is still the parameter that it was."""
+
+    def script(model: Any) -> Outcome:
+        first = train(model, batches(compute_device), forward)
+        model.head.weight = model.embedding.weight
+        one, other = model.layers[1].mlp, model.layers[2].mlp
+        one.up.weight, other.up.weight = other.up.weight, one.up.weight
+        second = train(model, batches(compute_device), forward)
+        second.outputs += first.outputs
+        return second
+
+    assert_exact(DENSE.build, script, compute_device, 0.6)
+
+
 def test_gradient_of_a_gradient(compute_device: torch.device) -> None:
     """Refused for parameters; a penalty on the gradient of the input works."""
 

@@ -1,5 +1,6 @@
 """May forwards and backwards come in any number and order, with modules called twice, skipped, or on their own?"""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import millrace
 from tests.matrix.compare import Outcome, Script, assert_exact, offload, on_cpu, same, to_device
 from tests.matrix.models import CASES, WIDTH, Batch, Checkpointed, Decoder, DecoderLayer, GatedMLP
 
@@ -278,3 +280,68 @@ def test_generation_step_by_step(compute_device: torch.device) -> None:
     assert same(generate(model), expected)
     assert handle.plan is not None
     assert handle.stats().onload_bytes == 6 * handle.plan.predicted.onload_bytes
+
+
+def test_one_thread_at_a_time(compute_device: torch.device) -> None:
+    """A second one is told so at once, and does not disturb the first."""
+    tokens = DENSE.batches(1)[0][0].to(compute_device)
+    expected = DENSE.build(training="inference").to(compute_device)(tokens)
+    model: Any = DENSE.build(training="inference")
+    offload(model, compute_device)
+    refusals: list[BaseException] = []
+
+    def call_too() -> None:
+        with pytest.raises(millrace.StateError, match=r"computing on thread.*Lock") as refusal:
+            model(tokens)
+        refusals.append(refusal.value)
+
+    def meanwhile(*_: Any) -> None:
+        thread = threading.Thread(target=call_too)
+        thread.start()
+        thread.join()
+
+    hook = model.layers[3].register_forward_pre_hook(meanwhile)
+    assert same(on_cpu(model(tokens)), on_cpu(expected))
+    assert len(refusals) == 1
+    hook.remove()
+    later: list[Tensor] = []
+    thread = threading.Thread(target=lambda: later.append(on_cpu(model(tokens))))
+    thread.start()
+    thread.join()
+    assert same(later[0], on_cpu(expected))
+
+
+def test_functional_calls(compute_device: torch.device) -> None:
+    """With tensors in the place of parameters, which are as they were afterwards; and under a transform."""
+
+    def script(model: nn.Module) -> Outcome:
+        outcome = Outcome()
+        tokens = DENSE.batches(1)[0][0].to(compute_device)
+        halves = {name: on_cpu(p).to(compute_device) / 2 for name, p in model.named_parameters()}
+        with torch.no_grad():
+            for _ in range(3):
+                outcome.outputs.append(on_cpu(torch.func.functional_call(model, halves, (tokens,))))
+                outcome.outputs.append(on_cpu(model(tokens)))
+        return outcome.read(model)
+
+    assert_exact(DENSE.build, script, compute_device)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # PyTorch's own, in jvp
+@pytest.mark.parametrize("transform", ["jvp", "vmap"])
+def test_function_transforms(transform: str) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(5)))
+
+    def script(model: nn.Module) -> Outcome:
+        outcome = Outcome()
+        with torch.no_grad():
+            for _ in range(3):
+                x = torch.ones(4, 8)
+                both = torch.func.jvp(model, (x,), (x,)) if transform == "jvp" else [torch.func.vmap(model)(x)]
+                outcome.outputs += [on_cpu(value) for value in both]
+                outcome.outputs.append(on_cpu(model(x)))
+        return outcome.read(model)
+
+    assert_exact(make, script, torch.device("cpu"), 0.5)
