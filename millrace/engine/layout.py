@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from millrace.engine.home import Home
 from millrace.engine.slot import Layout
 from millrace.errors import LayoutError
 from millrace.memory.arena import KERNEL_ALIGNMENT_BYTES, aligned, is_large
@@ -30,6 +31,11 @@ def check_can_travel(name: str, parameter: nn.Parameter) -> None:
         reason = f"its layout is {parameter.layout}; call to_dense() on it first"
     elif parameter.is_quantized:
         reason = f"its dtype {parameter.dtype} is quantised; dequantise it, or keep its module out of the model"
+    elif isinstance(parameter, Home):
+        reason = (
+            "another offloaded model has it, too; offload both as one, such as nn.ModuleList([a, b]), or call remove()"
+            " on the other one's handle first"
+        )
     elif type(parameter.data) is not torch.Tensor or type(parameter) is not nn.Parameter:
         kind = type(parameter if type(parameter) is not nn.Parameter else parameter.data).__name__
         reason = f"it is a {kind}, whose bytes lie elsewhere; keep its module out of the model, or use plain parameters"

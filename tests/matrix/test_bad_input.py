@@ -107,6 +107,16 @@ def test_model_offloaded_already(compute_device: torch.device) -> None:
     again(model)
 
 
+def test_a_parameter_of_two_models(compute_device: torch.device) -> None:
+    first, second = nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8))
+    second[0].weight = first[0].weight
+    handle = millrace.offload(first, device=compute_device)
+    with pytest.raises(millrace.LayoutError, match=r"'0\.weight'.*another offloaded model.*as one.*remove\(\)"):
+        millrace.offload(second, device=compute_device)
+    handle.remove()
+    millrace.offload(second, device=compute_device)
+
+
 def test_hooks_of_accelerate(compute_device: torch.device) -> None:
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
