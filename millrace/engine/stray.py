@@ -88,9 +88,10 @@ def _taking_part(present: list[Any], one: Any) -> Iterator[None]:
         _watch()
         yield
     finally:
-        last = max((index for index, other in enumerate(present) if other == one), default=None)
-        if last is not None:
-            del present[last]
+        if present and present[-1] is one:
+            present.pop()
+        elif one in present:  # of another thread's visit, that began later
+            present.remove(one)
         _watch()
 
 
