@@ -26,7 +26,7 @@ from torch import nn
 
 import millrace
 from millrace.activations.passes import Forward, Passes
-from millrace.activations.saving import in_backward, may_save
+from millrace.activations.saving import in_backward, may_save, pop_left_over
 from millrace.activations.selection import Selection
 from millrace.activations.targets import named_layers
 from millrace.compat.sizes import module_bytes, parameter_pattern, tensor_bytes
@@ -129,7 +129,12 @@ class _LayerContext:
         self._inside: list[bool] = []  # for each context that is entered: whether it has put hooks on top
 
     def __enter__(self) -> "_LayerContext":
-        if not torch.is_grad_enabled() or in_backward() or self._inside or not may_save():
+        if self._passes is not None and not in_backward():
+            pop_left_over(self._passes.stash)
+            if self._inside:  # an interrupt kept it from being left
+                self._inside.clear()
+                self._end(completed=False)
+        if not torch.is_grad_enabled() or in_backward() or not may_save():
             self._inside.append(False)
             return self
         if self._forward is not None and self._forward.is_gone:
@@ -145,7 +150,7 @@ class _LayerContext:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._inside.pop() and self._forward is not None:
+        if self._inside and self._inside.pop() and self._forward is not None:
             self._forward.pop()
         if self._forward is not None and not self._inside and (error is not None or self._layer == self._model_layers):
             self._end(completed=error is None)

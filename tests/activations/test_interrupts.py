@@ -1,43 +1,17 @@
 """Does Ctrl-C anywhere in the offloading of activations leave anything wrong, or any byte behind?"""
 
-import sys
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import millrace
 from millrace.memory.ledger import Tier
+from tests.activations.interrupts import Calls
 from tests.activations.models import SAVED_BYTES, Stack, assert_same, rows, step
 
 LAYERS = 6
 ROUNDS = 60
-FOLDERS = ("/millrace/activations/", "/millrace/memory/pool")
-
-
-class Calls:
-    """Counts functions of millrace's that are entered; raises KeyboardInterrupt at the last of `left`."""
-
-    def __init__(self, left: int = sys.maxsize) -> None:
-        self.left = left
-        self.seen = 0
-
-    def __call__(self, frame: FrameType, event: str, _arg: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_name != "__del__" and any(part in code.co_filename for part in FOLDERS):
-            self.seen += 1
-            if self.seen == self.left:
-                raise KeyboardInterrupt
-
-    def during(self, model: nn.Module, x: Tensor) -> None:
-        sys.setprofile(self)
-        try:
-            step(model, x)
-        finally:
-            sys.setprofile(None)
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])

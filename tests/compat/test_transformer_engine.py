@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import millrace
 from millrace.compat import CPUOffloadConfig, get_cpu_offload_context
+from tests.activations.interrupts import Calls
 from tests.activations.models import SAVED_BYTES, Layer, Stack, assert_same, results, rows, step
 
 LAYERS = 6
@@ -96,6 +97,27 @@ def test_a_forward_that_breaks_off_does_not_shift_the_layers(device: torch.devic
     del x
     for _ in range(2):
         assert_same(step(model, rows(device)), expected)
+
+
+def test_interrupts_do_not_shift_the_layers_or_stop_offloading(device: torch.device) -> None:
+    x = rows(device)
+    expected = step(Stack(LAYERS).to(device), x)
+    model = wrapped(device)
+    for _ in range(3):
+        step(model, x)
+    counted = Calls()
+    counted.during(model, x)
+    meter, struck = model.context._passes.meter, 0
+    for index in range(40):
+        try:
+            Calls(1 + index * counted.seen // 40).during(model, x)
+        except KeyboardInterrupt:
+            struck += 1
+        before = meter.offloads
+        assert_same(step(model, x), expected)
+        assert meter.offloads - before >= LAYERS - 2
+    assert struck > 20
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def test_passes_without_gradients(device: torch.device) -> None:
