@@ -1,6 +1,6 @@
 """What do activations on the host cost, and what do they save? Virtual time on the emulated accelerator, so no noise.
 
-    python benchmarks/activations.py [--quick]
+    PYTHONPATH=. python benchmarks/activations.py [--quick]
 
 A decoder of 24 layers trains, each saving the same bytes. `copy/compute` is the time of a layer's copies to the host
 over its forward's. `step` is the settled step time over the one without offloading, and `plan` over what the plan says.
