@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from millrace.engine.fetching import Fetch
+from millrace.engine.fetching import Fetch, Way
 from millrace.engine.home import Home, Leaf
 from millrace.engine.layout import lay_out
 from millrace.engine.placement import Shelf
@@ -171,8 +171,8 @@ class Block:
         """Differs when what the homes hold may do."""
         return tuple(slot.fingerprint for slot in self.slots)
 
-    def fetch(self, chunk_bytes: int) -> Fetch:
-        """The way from disk for what the homes hold now, in pieces of `chunk_bytes` at most."""
+    def fetch(self, chunk_bytes: int, way: Way) -> Fetch:
+        """What brings from disk what the homes hold now, in pieces of `chunk_bytes` at most."""
         if not isinstance(self.rest, Stored):
             raise StateError(f"block {self.name!r} rests in host memory and cannot be fetched")
         self._make_homes_readable()
@@ -180,7 +180,7 @@ class Block:
             self.make_writable()
         contents = self.contents
         fetch = Fetch(
-            self.rest.pieces(chunk_bytes), self.nbytes, contents, partial(_settle, weakref.ref(self), contents)
+            self.rest.pieces(chunk_bytes), self.nbytes, contents, partial(_settle, weakref.ref(self), contents), way
         )
         self.read_until(fetch)
         return fetch

@@ -7,9 +7,8 @@ all of them together fits into the ring (of the last one maybe a part; the rest 
 are withdrawn when another block is wanted before them, so no fetch waits for a chunk that only a later one would free.
 """
 
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol
@@ -17,11 +16,11 @@ from typing import Protocol
 import torch
 
 from millrace.engine.meter import Meter
-from millrace.errors import StateError
 from millrace.memory.disk import Slot, StagingRing
 from millrace.runtime.lanes import Copy, Event, Lane, Lanes, Tick, Transfer
+from millrace.runtime.threads import Gate, one_thread
 
-__all__ = ["Fetch", "Fetching", "Piece", "Target"]
+__all__ = ["Fetch", "Fetching", "Piece", "Target", "Way"]
 
 
 class ReadEvent(Event, Protocol):
@@ -54,25 +53,47 @@ class Target:
     more: Sequence[Copy]  # what homes hold that is not in the files; copied last
 
 
+@dataclass(frozen=True)
+class Way:
+    """How a fetch comes to the two threads. Both may be told the same twice."""
+
+    submit_read: "Callable[[Fetch, int], None]"  # has `read` called with that many pieces
+    submit_send: "Callable[[Fetch], None]"  # has `send` called
+
+
 @dataclass
 class Fetch:
-    """One block on its way from disk."""
+    """One block on its way from disk.
+
+    Ctrl-C may strike whoever asks for it at any instruction. So both threads know for themselves how far they are:
+    what was broken off is asked for again, by whoever waits for the fetch or withdraws it.
+    """
 
     pieces: Sequence[Piece]
     nbytes: int  # of the block
     contents: object  # of its homes when the fetch was submitted
     before: Callable[[], None]  # to be done ahead of the first read
-    submit_read: "Callable[[Fetch, int, int], None]" = field(init=False)  # has `read` called with these pieces
-    submit_send: "Callable[[Fetch], None]" = field(init=False)
+    way: Way
     arrived: "Future[Transfer]" = field(default_factory=Future)
-    withdrawn: bool = False  # nobody wants it any more
     ahead: int = 0  # pieces whose reads were submitted before it was asked for
-    _target: Target | None = None
-    _asked: bool = False
+    _asked: "dict[str, list[Target | None]]" = field(default_factory=dict)  # whoever is first sets it, at one stroke
+    _handed_over: bool = False  # both threads know that it was asked for
+    _has_read: Gate = field(default_factory=Gate)
+    # the threads' own
     _reads: "SimpleQueue[tuple[Piece, Slot, ReadEvent] | BaseException | None]" = field(default_factory=SimpleQueue)
+    _submitted: int = 0  # pieces whose reads were submitted
     _all_submitted: bool = False  # or given up
-    _has_read: threading.Event = field(default_factory=threading.Event)
-    _asking: threading.Lock = field(default_factory=threading.Lock)
+    _sending: bool = False
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether nobody has asked for it yet."""
+        return not self._asked
+
+    @property
+    def withdrawn(self) -> bool:
+        """Whether nobody wants it any more."""
+        return bool(self._asked) and self._asked["target"][0] is None
 
     @property
     def ahead_bytes(self) -> int:
@@ -81,43 +102,40 @@ class Fetch:
 
     def read_ahead(self, pieces: int) -> None:
         """Submits the reads of so many pieces more, if nobody has asked for it yet."""
-        with self._asking:  # who asks submits the rest: behind these
-            if not self._asked and pieces:
-                first, self.ahead = self.ahead, min(self.ahead + pieces, len(self.pieces))
-                self.submit_read(self, first, self.ahead)
+        if self.is_guess and pieces:
+            self.ahead = min(self.ahead + pieces, len(self.pieces))
+            self.way.submit_read(self, self.ahead)
 
     def ask(self, target: Target | None) -> bool:
         """Says where it goes; None: nowhere. False if that was said before."""
-        with self._asking:
-            if self._asked:
-                return False
-            self._target, self.withdrawn = target, target is None
-            self._asked = True
-            if self.ahead < len(self.pieces) or not self.pieces:
-                self.submit_read(self, self.ahead, len(self.pieces))
-        self.submit_send(self)
-        return True
+        mine = [target]
+        first = self._asked.setdefault("target", mine) is mine
+        if not self._handed_over:
+            self.way.submit_read(self, len(self.pieces))
+            self.way.submit_send(self)
+            self._handed_over = True
+        return first
 
     # It is an Event, for those who are about to write the homes.
     def synchronize(self) -> None:
         """The caller waits until homes and files are read no more, whatever came of it. A guess is withdrawn."""
-        if not self._has_read.is_set():
+        if not self._has_read.is_open:
             self.ask(None)
             self._has_read.wait()
 
     def query(self) -> bool:
         """Whether that is so."""
-        return self._has_read.is_set()
+        return self._has_read.is_open
 
     # on the two threads of Fetching
-    def read(self, ring: StagingRing, first: int, stop: int) -> None:
-        """Files into chunks: pieces `first` to `stop`."""
+    def read(self, ring: StagingRing, stop: int) -> None:
+        """Files into chunks: the pieces up to `stop` that were not read yet."""
         if self._all_submitted:
             return
         try:
-            if not self.withdrawn and first == 0:
+            if not self.withdrawn and self._submitted == 0:
                 self.before()
-            for piece in self.pieces[first:stop]:
+            for piece in self.pieces[self._submitted : stop]:
                 chunk = ring.acquire()
                 try:
                     if chunk.free is not None:
@@ -129,8 +147,9 @@ class Fetch:
                 if reading is None:
                     ring.release(chunk, None)
                     break
+                self._submitted += 1
                 self._reads.put((piece, chunk, reading))
-            if stop == len(self.pieces) or self.withdrawn:
+            if self._submitted == len(self.pieces) or self.withdrawn:
                 self._all_submitted = True
                 self._reads.put(None)
         except BaseException as error:
@@ -139,6 +158,10 @@ class Fetch:
 
     def send(self, ring: StagingRing, lanes: Lanes) -> tuple[int, float]:
         """Chunks to the device. What fails reaches whoever waits for the block. Bytes read, and seconds if all were."""
+        if self._sending:
+            return 0, 0.0
+        self._sending = True
+        target = self._asked["target"][0]
         sent: list[tuple[Tick, Tick]] = []  # begin and end of the copies
         spans: list[tuple[float, float]] = []  # of the reads
         read_bytes = 0
@@ -150,32 +173,31 @@ class Fetch:
                 reading.synchronize()
                 read_bytes += piece.nbytes
                 spans.append((reading.began_at(), reading.reached_at()))
-                if self._target is not None and failed is None:
-                    sent.append(self._copy(piece.copies(chunk.memory, self._target.buffer), lanes))
+                if target is not None and failed is None:
+                    sent.append(_copy(piece.copies(chunk.memory, target.buffer), target, lanes))
                     done = sent[-1][1]
             except BaseException as error:
                 failed = failed or error
             ring.release(chunk, done)
         failed = failed or item
         try:
-            if self._target is not None and failed is None and (self._target.more or not sent):
-                sent.append(self._copy(self._target.more, lanes))
+            if target is not None and failed is None and (target.more or not sent):
+                sent.append(_copy(target.more, target, lanes))
                 sent[-1][1].synchronize()  # it reads homes
         except BaseException as error:
             failed = error
-        self._target = None  # nothing but the block may keep the buffer alive
+        target = self._asked["target"][0] = None  # nothing but the block may keep the buffer alive
         if failed is not None:
             self.arrived.set_exception(failed)
         elif sent:
             self.arrived.set_result(Transfer(Lane.ONLOAD, (), self.nbytes, sent[0][0], sent[-1][1]))
-        self._has_read.set()
+        self._has_read.open()
         return read_bytes, _covered(spans) if len(spans) == len(self.pieces) else 0.0
 
-    def _copy(self, copies: Sequence[Copy], lanes: Lanes) -> tuple[Tick, Tick]:
-        if self._target is None:
-            raise StateError("a fetch that was withdrawn has nowhere to go")
-        transfer = lanes.copy(Lane.ONLOAD, copies, self._target.after)
-        return transfer.begun, transfer.done
+
+def _copy(copies: Sequence[Copy], target: Target, lanes: Lanes) -> tuple[Tick, Tick]:
+    transfer = lanes.copy(Lane.ONLOAD, copies, target.after)
+    return transfer.begun, transfer.done
 
 
 def _covered(spans: Sequence[tuple[float, float]]) -> float:
@@ -195,8 +217,8 @@ class Fetchable(Protocol):
     @property
     def contents(self) -> object: ...
 
-    def fetch(self, chunk_bytes: int) -> Fetch:
-        """The way from disk for what its homes hold now."""
+    def fetch(self, chunk_bytes: int, way: Way) -> Fetch:
+        """What brings from disk what its homes hold now."""
 
 
 class Fetching:
@@ -207,8 +229,9 @@ class Fetching:
         self._ring = ring
         self._chunks = chunks
         self._lanes = lanes
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="millrace-fetch")
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="millrace-send")
+        self._reader = one_thread("millrace-fetch")
+        self._sender = one_thread("millrace-send")
+        self._way = Way(self._submit_read, self._submit_send)
         self._ahead: dict[Fetchable, Fetch] = {}  # in the order of submission: not asked for yet
         self._seconds_per_byte = float("inf")
 
@@ -223,15 +246,14 @@ class Fetching:
         all of it.
         """
         fetch = self._ahead.get(block)
-        if fetch is not None and (fetch.withdrawn or fetch.contents != block.contents):
-            self._ahead.pop(block).ask(None)
+        if fetch is not None and not (fetch.is_guess and fetch.contents == block.contents):
+            self._withdraw(block)
             fetch = None
         room = self._chunks - sum(fetch.ahead for fetch in self._ahead.values())
         if fetch is None:
             if room <= 0:
                 return False
-            fetch = self._open(block)
-            self._ahead[block] = fetch
+            self._ahead[block] = fetch = block.fetch(self._ring.slot_bytes, self._way)
         if fetch.ahead < len(fetch.pieces):
             fetch.read_ahead(room)
         return fetch.ahead == len(fetch.pieces)
@@ -240,24 +262,24 @@ class Fetching:
         """The block goes to `target`: as it was fetched ahead, if it has the same contents still; else it is now."""
         fetch = self._ahead.get(block)
         if fetch is not None and fetch.contents == block.contents:
-            for earlier in list(self._ahead):  # nobody came for those: they would keep this one waiting
-                if earlier is block:
-                    break
-                self._ahead.pop(earlier).ask(None)
-            del self._ahead[block]
+            # Those before it, which nobody came for, would keep it waiting; so would those behind it, where a rest of
+            # it is still to be read: after Ctrl-C it may not be the last one.
+            others, at = list(self._ahead), list(self._ahead).index(block)
+            for other in others[:at] if fetch.ahead == len(fetch.pieces) else others[:at] + others[at + 1 :]:
+                self._withdraw(other)
             if fetch.ask(target):
+                del self._ahead[block]
                 self._meter.fetched_ahead(fetch.ahead_bytes)
                 return fetch
         self.withdraw_all()
-        fetch = self._open(block)
+        fetch = block.fetch(self._ring.slot_bytes, self._way)
         fetch.ask(target)
         return fetch
 
     def withdraw_all(self) -> None:
         """What was fetched ahead is not wanted any more."""
-        ahead, self._ahead = self._ahead, {}
-        for fetch in ahead.values():
-            fetch.ask(None)
+        for block in list(self._ahead):
+            self._withdraw(block)
 
     def close(self) -> None:
         """Ends the threads, when what was asked for has arrived."""
@@ -266,14 +288,12 @@ class Fetching:
         self._sender.shutdown(wait=True)
         self._ring.close()
 
-    def _open(self, block: Fetchable) -> Fetch:
-        """A guess keeps no thread waiting: the second one gets it when it was asked for, or withdrawn."""
-        fetch = block.fetch(self._ring.slot_bytes)
-        fetch.submit_read, fetch.submit_send = self._submit_read, self._submit_send
-        return fetch
+    def _withdraw(self, block: Fetchable) -> None:
+        self._ahead[block].ask(None)
+        del self._ahead[block]  # not before: Ctrl-C would leave its chunks to nobody
 
-    def _submit_read(self, fetch: Fetch, first: int, stop: int) -> None:
-        self._reader.submit(fetch.read, self._ring, first, stop)
+    def _submit_read(self, fetch: Fetch, stop: int) -> None:
+        self._reader.submit(fetch.read, self._ring, stop)
 
     def _submit_send(self, fetch: Fetch) -> None:
         self._sender.submit(self._send, fetch)

@@ -33,11 +33,13 @@ class HostGradient:
 
     @property
     def disk(self) -> DiskGradients | None:
-        """Where on disk it rests; None: in host memory."""
-        return self._arena if isinstance(self._arena, DiskGradients) else None
+        """Where on disk it rests; None: in host memory, or nowhere, having no bytes."""
+        return self._arena if isinstance(self._arena, DiskGradients) and self._nbytes else None
 
     def fresh(self) -> torch.Tensor:
         """A tensor of the home's shape and strides, in memory that nobody refers to. Contents are arbitrary."""
+        if not self._nbytes:
+            return self._tensor(self._memory)
         if _references(self._memory) > self._own_references:
             if self.disk is not None:
                 self._lent.append((self._arena, self._memory, self._own_references))

@@ -186,7 +186,7 @@ class Shelf:
     def gradient_memory(self, name: str, nbytes: int) -> "GradientMemory":
         """Where the gradients of a block wait: on the host while its budget has room, else on disk if there is one."""
         staging_bytes = 2 * (self._placement.gradient_bytes or 0)  # of which some may be held already
-        no_room = not self._ledger.has_room(nbytes + staging_bytes)
+        no_room = not self._ledger.has_room(whole_pages(nbytes) + staging_bytes)
         if (name in self._placement.on_disk or no_room) and self.store is not None:
             return DiskGradients(self.store, name, nbytes, self._meter.spilled)
         return Arena(nbytes, self._device, self._ledger, "gradients")

@@ -8,7 +8,7 @@ interface: streams and events on an accelerator, worker threads where the comput
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from millrace.runtime.device import is_accelerator
+from millrace.runtime.threads import one_thread
 
 __all__ = ["Copy", "Event", "Lane", "Lanes", "LateTransfer", "Tick", "Transfer", "open_lanes"]
 
@@ -75,7 +76,7 @@ class Lanes(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._host = ThreadPoolExecutor(1, thread_name_prefix="millrace-host")
+        self._host = one_thread("millrace-host")
 
     @abstractmethod
     def mark(self) -> Event:
@@ -209,7 +210,7 @@ class _ThreadLanes(Lanes):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._threads = {lane: ThreadPoolExecutor(1, thread_name_prefix=f"millrace-{lane.value}") for lane in Lane}
+        self._threads = {lane: one_thread(f"millrace-{lane.value}") for lane in Lane}
 
     def mark(self) -> Event:
         return _Reached()

@@ -15,7 +15,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import millrace
+from millrace.engine.meter import Meter
+from millrace.engine.placement import DiskGradients, Placement, Shelf
+from millrace.memory.arena import Arena
 from millrace.memory.disk import DiskStore
+from millrace.memory.ledger import Ledger, Tier
+from millrace.runtime.lanes import open_lanes
 from tests.engine.models import Decoder, loss_of, weight_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
@@ -339,6 +344,50 @@ def test_too_little_host_memory(tmp_path: Path):
         millrace.offload(model, device="cpu", host_memory=HOST, disk=tmp_path / "file")
     with offload(model, torch.device("cpu"), tmp_path), pytest.raises(millrace.StateError, match="another disk store"):
         offload(build(), torch.device("cpu"), tmp_path)
+
+
+class Empty(nn.Module):
+    """A layer with a parameter of no bytes among its trained ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.none = nn.Parameter(torch.empty(0, 64))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(hidden)) + self.none.sum(0)
+
+
+def test_parameters_of_no_bytes_are_trained_with_the_others(compute_device: torch.device, tmp_path: Path):
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*[Empty() for _ in range(6)])
+
+    inputs = torch.ones(2, 64)
+    plain, model = make().to(compute_device), make()
+    with millrace.offload(
+        model, device=compute_device, device_memory="40KiB", host_memory="64KiB", disk=tmp_path
+    ) as handle:
+        for each in (plain, model):
+            for _ in range(2):  # set, then added to
+                each(inputs.to(compute_device)).sum().backward()
+        assert handle.stats().spill_bytes > weight_bytes(model)  # gradients rest on disk
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert torch.equal(ours.grad, theirs.grad.cpu())
+
+
+def test_gradients_with_less_room_than_whole_pages_rest_on_disk(tmp_path: Path):
+    device, ledger = torch.device("cpu"), Ledger(frozenset(), 24 << 10)
+    meter = Meter(open_lanes(device), ledger)
+    shelf = Shelf(device, ledger, meter, Placement(gradient_bytes=8 << 10), tmp_path)
+    ledger.add(Tier.HOST, "weights", 5 << 10)
+    memory = shelf.gradient_memory("layers.0", 64)  # a page, and 16 KiB that they pass through
+    assert isinstance(memory, DiskGradients)
+    ledger.add(Tier.HOST, "weights", -1 << 10)
+    assert isinstance(shelf.gradient_memory("layers.1", 64), Arena)
+    shelf.close()
 
 
 # weights straight from a checkpoint -----------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 import copy
 import itertools
+import sys
 import threading
 import weakref
 from collections import Counter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -191,3 +193,71 @@ def test_guesses_of_frozen_blocks_outlive_a_step(compute_device: torch.device, t
     assert not any(fetch.withdrawn for fetch in handle._fetching._ahead.values())  # type: ignore[union-attr]
     handle.remove()
     assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_ctrl_c_at_any_line_of_a_fetch_leaves_nobody_waiting(
+    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, trains: bool
+):
+    """It is raised at one line after the other of `engine/fetching.py`, in the thread that computes."""
+    plain = build().requires_grad_(trains).to(compute_device)
+    expected = loss_of(plain, tokens.to(compute_device)).detach()
+    model = build().requires_grad_(trains)
+    handle = offload(model, compute_device, tmp_path)
+
+    def a_pass() -> torch.Tensor:
+        loss = loss_of(model, tokens)
+        if trains:
+            loss.backward()
+        return loss.detach()
+
+    for _ in range(3):
+        a_pass()
+    broken_off = 0
+    for line in itertools.count(1, 29 if trains else 13):
+        with InterruptAt(line, "/engine/fetching.py") as interrupt:
+            try:
+                a_pass()
+            except KeyboardInterrupt:
+                broken_off += 1
+        if not interrupt.struck:
+            break
+        assert torch.equal(a_pass(), expected)
+    assert broken_off > 8
+    model.zero_grad()
+    plain.zero_grad()
+    assert torch.equal(a_pass(), expected)
+    if trains:
+        loss_of(plain, tokens.to(compute_device)).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert torch.equal(ours.grad, theirs.grad.cpu())
+    assert handle._fetching is not None
+    handle.synchronize()
+    handle.remove()
+
+
+class InterruptAt:
+    """Within, the n-th line of a file that this thread comes to raises KeyboardInterrupt."""
+
+    def __init__(self, line: int, file: str) -> None:
+        self._left, self._file = line, file
+        self.struck = False
+
+    def __enter__(self) -> "InterruptAt":
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _argument: object) -> Any:
+        if not frame.f_code.co_filename.endswith(self._file):
+            return None
+        if event == "line":
+            self._left -= 1
+            if self._left == 0:
+                self.struck = True
+                raise KeyboardInterrupt
+        return self._trace

@@ -22,6 +22,7 @@ from queue import Empty, SimpleQueue
 from millrace.errors import StateError
 from millrace.memory.disk.extent import Extent
 from millrace.runtime.lanes import Event
+from millrace.runtime.threads import Gate
 
 __all__ = ["Access", "Kind", "Request", "Requests"]
 
@@ -46,21 +47,6 @@ class Kind(Enum):
 Span = tuple[int, int]  # first byte, one past the last
 
 
-class _Gate:
-    """Closed at first, then open for good: any number of threads wait for that."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def open(self) -> None:
-        self._lock.release()
-
-    def wait(self) -> None:
-        with self._lock:
-            pass
-
-
 class Request:
     """One read or write on its way: an Event that carries its exception, and the moments of begin and end."""
 
@@ -76,7 +62,7 @@ class Request:
         self.error: BaseException | None = None
         self._begun_at = self._ended_at = 0.0
         self._ended = False
-        self._begin, self._end = _Gate(), _Gate()
+        self._begin, self._end = Gate(), Gate()
 
     def synchronize(self) -> None:
         """The caller waits for the end; raises what failed."""
