@@ -11,8 +11,11 @@ memory, measured in the same rounds with as many threads.
 - ours, 8 bit: as ours, with moments in 8 bits: 14 bytes, and more to compute.
 - three passes: gradient cast to float32, torch's fused AdamW on the master, master cast to bfloat16.
 - fused float32: torch.optim.AdamW(fused=True) on float32 gradients and weights: 28 bytes. torchao's CPUOffloadOptimizer
-  updates with this, parameter by parameter; it takes parameters on CUDA and XPU alone, so it is no contestant here:
-  what it does on the host beside transfers is this row.
+  updates with this, parameter by parameter.
+- fused bfloat16: the same on bfloat16 gradients and weights, moments in bfloat16 too and no master: what torchao's
+  optimizer does on the host for bfloat16 weights. 14 bytes, and updates below a weight's last place are lost.
+- torchao's own class is not timed: it takes no device but CUDA and XPU (0.18.0), and its step on the host is the two
+  rows above. Where it is installed the run prints what it says of this machine.
 - DeepSpeed float32: DeepSpeedCPUAdam on the same, where deepspeed is installed (it compiles its kernel at first use).
 - DeepSpeed bfloat16: the same on bfloat16 gradients and weights, with float32 moments and without a master, so that
   updates below a weight's last place are lost: 22 bytes.
@@ -32,6 +35,7 @@ from millrace.optim import AdamW, kernel, threads
 SETTINGS = {"lr": 1e-4, "weight_decay": 0.01}
 BYTES = {"ours": 26, "ours, full": 30, "ours, float32": 28, "three passes": 38, "fused float32": 28, "copy": 8}
 BYTES |= {"ours, 8 bit": 2 * 5 + 4 * 132 / 128}
+BYTES |= {"fused bfloat16": 14}
 BYTES |= {"DeepSpeed float32": 28, "DeepSpeed bfloat16": 22}
 
 
@@ -55,10 +59,22 @@ def three_passes(elements: int) -> Callable[[], object]:
     return step
 
 
-def fused_float32(elements: int) -> Callable[[], object]:
-    weight = nn.Parameter(torch.randn(elements))
-    weight.grad = torch.randn(elements)
+def fused(elements: int, dtype: torch.dtype) -> Callable[[], object]:
+    weight = nn.Parameter(torch.randn(elements).to(dtype))
+    weight.grad = torch.randn(elements).to(dtype)
     return torch.optim.AdamW([weight], fused=True, **SETTINGS).step
+
+
+def tell_of_torchao() -> None:
+    """Why torchao's CPUOffloadOptimizer is not among the rows."""
+    try:
+        from torchao.optim import CPUOffloadOptimizer
+
+        CPUOffloadOptimizer([nn.Parameter(torch.zeros(8192))])
+        reason = "it takes parameters of an accelerator here; its step on the host is the fused rows"
+    except (ImportError, AssertionError) as error:
+        reason = str(error)
+    print(f"without torchao's CPUOffloadOptimizer: {reason}")
 
 
 def deepspeed(elements: int) -> dict[str, Callable[[], object]]:
@@ -92,13 +108,15 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(threads.count())
     elements = arguments.elements
+    tell_of_torchao()
     cases: dict[str, Callable[[], object]] = {
         "ours": ours(elements, torch.bfloat16, "split"),
         "ours, full": ours(elements, torch.bfloat16, "full"),
         "ours, float32": ours(elements, torch.float32, "split"),
         "ours, 8 bit": ours(elements, torch.bfloat16, "split", state_dtype="8bit"),
         "three passes": three_passes(elements),
-        "fused float32": fused_float32(elements),
+        "fused float32": fused(elements, torch.float32),
+        "fused bfloat16": fused(elements, torch.bfloat16),
         "copy": copy(elements),
         **deepspeed(elements),
     }

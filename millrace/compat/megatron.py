@@ -2,7 +2,7 @@
 
 | Megatron-Core | here |
 |---|---|
-| `offload_fraction`: whole parameters, the first ones | the first ones, split inside a tensor: exact to 64 elements; |
+| `offload_fraction`: whole parameters, the first ones | the first ones, split inside a tensor: exact to 128 elements; |
 | | checked to be in [0, 1] |
 | `cpu_optimizer_cls`, `gpu_optimizer_cls`: the classes that step | names of an update rule of `millrace.optim` |
 | `param_update_in_fp32` | always so: low-precision weights have float32 masters |

@@ -89,7 +89,12 @@ class Twins:
 
     def _make_room(self, members: Sequence[Member]) -> None:
         """Host memory for weights and gradients of parameters that have none yet, in one arena each."""
-        new = [member for member in members if self._twins.get(member.parameter, _NONE).shape != member.place.shape]
+        new = [
+            member
+            for member in members
+            if (twin := self._twins.get(member.parameter, _NONE)).dtype != member.place.dtype
+            or twin.shape != member.place.shape
+        ]
         twins = self._carve([member.place for member in new])
         self._twins |= zip((member.parameter for member in new), twins, strict=True)
         sources = [

@@ -5,6 +5,7 @@ micro-batch and a learning rate set before `step()` all come later. So the first
 early before one whole step has shown that the loop does none of this, and each later step is checked for it.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -26,11 +27,15 @@ class Begin(Protocol):
 
 
 class EarlyUpdates:
-    """What one optimizer updated since its last step, and whether it may."""
+    """What one optimizer updated since its last step, and whether it may.
+
+    `begin` and `settings` (of all param groups, as they are now) are methods of the optimizer. It is not kept alive by
+    this: one that was dropped updates nothing any more.
+    """
 
     def __init__(self, begin: Begin, settings: Callable[[], list[dict[str, Any]]]) -> None:
-        self._begin = begin
-        self._settings = settings  # of all param groups, as they are now
+        self._begin = weakref.WeakMethod(begin)
+        self._settings_now = weakref.WeakMethod(settings)
         self._proven = False  # one step was watched, and did nothing to gradients
         self._watched: dict[Any, tuple[torch.Tensor, int]] = {}  # gradients, as they were when backward ended
         self._repeated = False
@@ -42,13 +47,14 @@ class EarlyUpdates:
     # as a Watcher -----------------------------------------------------------------------------------------------------
     def complete(self, unit: Unit, gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]) -> Sequence[Any]:
         """All gradients of a unit are here, or on their way."""
-        if not self._proven:
+        begin = self._begin()
+        if not self._proven or begin is None:
             return ()
         if self._watched:
             self._refuse("backward ran again before step(): gradients accumulate, or a GradScaler skipped a step")
         if self._used is None:
             self._used = self._settings()
-        begun = self._begin(unit, gradients, arrived)
+        begun = begin(unit, gradients, arrived)
         self.updated |= dict.fromkeys(begun)
         return begun
 
@@ -90,6 +96,10 @@ class EarlyUpdates:
             f'{reason}, which overlap="backward" cannot take into account: it updates parameters while backward runs'
             f'{late}; use overlap="forward", which is exact with all of this'
         )
+
+    def _settings(self) -> list[dict[str, Any]]:
+        settings = self._settings_now()
+        return [] if settings is None else settings()
 
     def _forget(self) -> None:
         self._watched.clear()

@@ -1,5 +1,6 @@
 """What is the norm of all gradients? That of each is taken when it has come to the host, while backward goes on."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from millrace.runtime.grad_scaler import make_grad_scaler_leave_traces
 from millrace.runtime.pending import Unit
 
 __all__ = ["GradientNorms"]
@@ -23,6 +25,8 @@ class GradientNorms:
         self._jobs: list[Future[None]] = []
         self._norms: dict[Any, torch.Tensor] = {}
         self._seen: dict[Any, tuple[torch.Tensor, int]] = {}  # gradients as they were when backward ended
+        self._process = os.getpid()
+        make_grad_scaler_leave_traces()
 
     def complete(self, unit: Unit, gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]) -> Sequence[Any]:
         """All gradients of a unit are here, or on their way: their norms are taken when they have come."""
@@ -45,6 +49,10 @@ class GradientNorms:
 
     def total(self, gradients: Mapping[Any, torch.Tensor]) -> torch.Tensor:
         """The norm of all of them, with the arithmetic of `torch.nn.utils.get_total_norm`."""
+        if self._process != os.getpid():  # a fork: jobs of the other process never end here
+            self._process = os.getpid()
+            self._jobs.clear()
+            self._norms.clear()
         jobs, self._jobs = self._jobs, []
         for job in jobs:
             job.result()

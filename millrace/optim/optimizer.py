@@ -1,5 +1,6 @@
 """What do all optimizers of millrace share? State and update in host memory, and the conventions of torch.optim."""
 
+import contextlib
 import dataclasses
 import math
 from collections import defaultdict
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from millrace.errors import DiskError, StateError
 from millrace.optim.devices import Member, Twins
 from millrace.optim.disk_state import DiskState
 from millrace.optim.early import EarlyUpdates
@@ -16,22 +18,17 @@ from millrace.optim.interruption import Interruption
 from millrace.optim.loading import values_from
 from millrace.optim.norms import GradientNorms
 from millrace.optim.not_finite import NotFiniteSteps
-from millrace.optim.options import Options
+from millrace.optim.options import Options, comparable, snapshot
 from millrace.optim.overlap import Updater, by_unit
 from millrace.optim.refusals import check_gradient, check_one_model
 from millrace.optim.shares import Shares, fraction_that_fits
-from millrace.optim.weights import Weights, in_memory_order
+from millrace.optim.weights import FULL, REMAINDER, Weights, in_memory_order
 from millrace.runtime.pending import Unit, watch
 
 __all__ = ["HostOptimizer"]
 
-_OWN = (
-    "_options",
-    "_not_finite",
-    "skipped_steps",
-    "last_step_skipped",
-    "last_grad_norm",
-)  # kept by copies and pickles, beside what the stock one keeps
+# Kept by copies and pickles, beside what the stock one keeps.
+_OWN = ("_options", "_not_finite", "skipped_steps", "last_step_skipped", "last_grad_norm")
 
 
 class HostOptimizer(Optimizer):
@@ -60,7 +57,7 @@ class HostOptimizer(Optimizer):
         self._begin_anew(options)
         super().__init__(params, **stock)
         check_one_model(self._places())
-        on_host = all(parameter.device.type == "cpu" for group in self.param_groups for parameter in group["params"])
+        on_host = all(parameter.device.type == "cpu" for parameter in self._places())
         if on_host and options.device_fraction not in (0, "auto"):
             raise ValueError(
                 f"device_fraction={options.device_fraction} is a share of state that is updated on the accelerator its"
@@ -159,7 +156,7 @@ class HostOptimizer(Optimizer):
     ) -> None:
         """Begins the update of parameters of a unit, with the settings that their groups have now."""
         groups = {id(member.group): member.group for member in members}
-        snapshots = {key: _snapshot(group) for key, group in groups.items()}
+        snapshots = {key: snapshot(group) for key, group in groups.items()}
         for member in members:
             member.group = snapshots[id(member.group)]
         self._written(members)
@@ -276,12 +273,28 @@ class HostOptimizer(Optimizer):
 
     def _weights_of(self, parameter: torch.Tensor, side: int = 0) -> Weights:
         weights = self._weights.get((parameter, side))
+        if weights is not None and not weights.fit:
+            self._follow(parameter, weights)
+            weights = None
         if weights is None:
             weights = self._weights[parameter, side] = Weights(
                 parameter, self._options.master_form, eight_bits=self._options.state_dtype == "8bit"
             )
         weights.look()
         return weights
+
+    def _follow(self, parameter: torch.Tensor, before: Weights) -> None:
+        """A parameter was given another dtype, device or layout, as `model.to()` does: its state follows."""
+        before.check_layout(keeps_order=self._disk is not None or parameter in self._shares.pieces)
+        for key in [key for key in self._weights if key[0] is parameter]:
+            del self._weights[key]
+        self._show_state()
+        state = self.entries[parameter]
+        if before.dtype != parameter.dtype:
+            for name in (REMAINDER, FULL):
+                state.pop(name, None)
+        # Copies: what is only shown here rests in the form that the parameter had.
+        state.update({name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)})
 
     def _clipping_factor(self, gradients: dict[torch.Tensor, torch.Tensor]) -> float | None:
         """The factor for all gradients, by the arithmetic of torch.nn.utils.clip_grad_norm_; None: skip this step."""
@@ -322,10 +335,12 @@ class HostOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict()` of this or of the stock optimizer returned. Moments keep their values.
 
-        Raises ValueError when groups or shapes do not match; nothing has changed then.
+        Raises ValueError when groups or shapes do not match; nothing has changed then. Updates that a drive cut short
+        are no error any more: loading is what makes up for them.
         """
         before, after = self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks
-        self.synchronize()
+        with contextlib.suppress(DiskError, StateError):
+            self.synchronize()
         state_dict = state_dict.copy()
         for hook in before.values():
             state_dict = hook(self, state_dict) or state_dict
@@ -365,10 +380,7 @@ class HostOptimizer(Optimizer):
 
     def _settings(self) -> list[dict[str, Any]]:
         """The settings of all groups, to be compared."""
-        return [
-            {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in kept.items()}
-            for kept in map(_snapshot, self.param_groups)
-        ]
+        return [comparable(group) for group in self.param_groups]
 
     def _forget_weights(self) -> None:
         self._weights: dict[tuple[torch.Tensor, int], Weights] = {}
@@ -384,12 +396,3 @@ class HostOptimizer(Optimizer):
             self._forget_weights()
             self._begin_anew(state["_options"])
         super().__setstate__(state)
-
-
-def _snapshot(group: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a group as they are now: a learning-rate schedule changes them while updates are under way."""
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in group.items()
-        if name != "params"
-    }

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Options"]
+__all__ = ["Options", "comparable", "snapshot"]
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "master_dtype": (torch.float32,),
@@ -58,3 +58,21 @@ class Options:
     def moment_dtype(self) -> torch.dtype:
         """The dtype of moments; torch.uint8 stands for 8 bits, where a parameter takes them."""
         return torch.uint8 if isinstance(self.state_dtype, str) else self.state_dtype
+
+
+def snapshot(group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a param group as they are now: a schedule changes them while updates are under way."""
+    return {name: _copied(value) for name, value in group.items() if name != "params"}
+
+
+def comparable(group: dict[str, Any]) -> dict[str, Any]:
+    """The same, as values that are equal where the settings are."""
+    return {
+        name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in snapshot(group).items()
+    }
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, tuple):  # betas may be tensors
+        return tuple(map(_copied, value))
+    return value.clone() if isinstance(value, torch.Tensor) else value

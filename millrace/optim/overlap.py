@@ -3,14 +3,16 @@
 Each block is given a `Pending`, which whoever reads its parameters waits for. See docs/design/optimizers.md.
 """
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from millrace.errors import StateError
 from millrace.optim.devices import Member
-from millrace.runtime.pending import Pending, Unit, unit_of
+from millrace.runtime.pending import LostUpdate, Pending, Unit, unit_of
 
 __all__ = ["Updater", "by_unit"]
 
@@ -19,9 +21,8 @@ class Updater:
     """The thread that performs one optimizer's updates, one block after the other."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="millrace-update")
         self._under_way: list[Pending] = []
-        weakref.finalize(self, self._thread.shutdown, wait=False)
+        self._start()
 
     def submit(
         self,
@@ -35,12 +36,13 @@ class Updater:
         The gradients are let go of at its end. If it fails, they are the parameters' again.
         """
         held = list(members)
+        work = [perform]  # refers to the optimizer: one that nobody else holds is gone when its last update is done
 
         def job() -> None:
             if arrived is not None:
                 arrived()
             unit.wait_for_reads()
-            perform(held)
+            work.pop()(held)
             held.clear()  # before anyone is told: gradients lie in memory that the next backward wants back
 
         pending = Pending(self.run(job), lambda: _give_back(held))
@@ -54,13 +56,36 @@ class Updater:
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 job()
 
+        self._look_for_fork()
         return self._thread.submit(quietly)
 
     def synchronize(self) -> None:
-        """The host waits for every update; raises what failed in one that nobody was told of."""
+        """The host waits for every update; raises what failed in those that nobody was told of, once for all."""
+        self._look_for_fork()
+        failures: list[Exception] = []
         for pending in list(self._under_way):
-            pending.wait()
+            try:
+                pending.wait()
+            except Exception as error:
+                failures.append(error)
         self._under_way = [pending for pending in self._under_way if not pending.done()]
+        if failures:
+            worst = next((error for error in failures if isinstance(error, StateError)), failures[0])
+            if len(failures) > 1:
+                worst.add_note(f"the updates of {len(failures)} blocks failed; this is one of the errors")
+            raise worst
+
+    def _start(self) -> None:
+        self._process = os.getpid()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="millrace-update")
+        weakref.finalize(self, self._thread.shutdown, wait=False)
+
+    def _look_for_fork(self) -> None:
+        """In a forked child the thread does not exist, and what it had not done is never done."""
+        if self._process != os.getpid():
+            if not all(pending.done() for pending in self._under_way):
+                self._under_way = [LostUpdate("what this optimizer updates")]
+            self._start()
 
 
 def by_unit(members: Iterable[Member]) -> tuple[list[tuple[Unit, list[Member]]], list[Member]]:

@@ -7,8 +7,9 @@ times slower. So the number comes from the CPU affinity, the cgroup's quota and 
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 __all__ = ["count", "limited_to", "on_each"]
@@ -53,31 +54,54 @@ def on_each(work: Callable[[], None], *, at_most: int) -> None:
     if helpers < 1:
         work()
         return
-    pending = [_pool(helpers).submit(work) for _ in range(helpers)]
+    pending = _submit(work, helpers)
     try:
         work()
     finally:
-        for job in pending:
-            job.exception()
+        _wait(pending)
     for job in pending:
         job.result()
 
 
+def _wait(pending: "Sequence[Future[None]]") -> None:
+    """Until all are done, even if Ctrl-C comes meanwhile: they write to memory that the caller lets go of."""
+    interruption: BaseException | None = None
+    for job in pending:
+        while not job.done():
+            try:
+                job.exception()
+            except BaseException as error:
+                interruption = error
+    if interruption is not None:
+        raise interruption
+
+
 _limit: int | None = None
 _threads: ThreadPoolExecutor | None = None
-_owner: tuple[int, int] = (0, 0)  # process and size of the pool
+_size = 0  # of the pool
+_changing = threading.Lock()  # optimizers step on several threads
 
 
-def _pool(size: int) -> ThreadPoolExecutor:
-    """The helper threads. Made anew in a forked child, where the parent's threads do not exist, and to grow."""
-    global _threads, _owner
-    process, present = _owner
-    if _threads is None or process != os.getpid() or present < size:
-        if _threads is not None and process == os.getpid():
-            _threads.shutdown(wait=False)
-        _threads = ThreadPoolExecutor(size, thread_name_prefix="millrace-optim")
-        _owner = (os.getpid(), size)
-    return _threads
+def _submit(work: Callable[[], None], helpers: int) -> "list[Future[None]]":
+    """`work`, on so many helper threads. There are made more of them where there are too few."""
+    global _threads, _size
+    with _changing:
+        if _threads is None or _size < helpers:
+            if _threads is not None:
+                _threads.shutdown(wait=False)
+            _threads = ThreadPoolExecutor(helpers, thread_name_prefix="millrace-optim")
+            _size = helpers
+        return [_threads.submit(work) for _ in range(helpers)]
+
+
+def _forked() -> None:
+    """The parent's threads do not exist here, and one of them may have held the lock."""
+    global _threads, _changing
+    _threads, _changing = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _quota_cores() -> float | None:

@@ -28,6 +28,8 @@ class Weights:
 
     def __init__(self, parameter: torch.Tensor, master_form: str, *, eight_bits: bool = False) -> None:
         self.parameter = parameter
+        self.dtype, self._shape, self._strides = parameter.dtype, parameter.shape, parameter.stride()
+        self._device = parameter.device
         self.packs = eight_bits and eight_bit.fits(parameter)  # whether its moments are kept in 8 bits
         self.host = parameter
         if parameter.dtype == torch.bfloat16 and master_form == "split":
@@ -51,6 +53,22 @@ class Weights:
     def look(self) -> None:
         """A step begins: has somebody written the parameter since our last one?"""
         self.changed = self._mark != (self.parameter._version, self.parameter.data_ptr())
+
+    @property
+    def fit(self) -> bool:
+        """Whether the parameter still is what it was when this was made."""
+        now, before = self.parameter, (self.dtype, self._device, self._shape, self._strides)
+        return (now.dtype, now.device, now.shape, now.stride()) == before
+
+    def check_layout(self, *, keeps_order: bool) -> None:
+        """Raises ValueError when the parameter has another shape now, or with `keeps_order` other strides."""
+        now = self.parameter
+        if now.shape != self._shape or (keeps_order and now.stride() != self._strides):
+            raise ValueError(
+                f"a parameter of shape {tuple(self._shape)} and strides {self._strides} got shape {tuple(now.shape)}"
+                f" and strides {now.stride()} since the last step, and its state does not fit; make a new optimizer,"
+                " and where only the strides changed load into it the state_dict() of this one from before"
+            )
 
     @property
     def master_dtypes(self) -> dict[str, torch.dtype]:

@@ -54,7 +54,7 @@ class LostUpdate(Pending):
         """Raises StateError."""
         raise StateError(
             f"{self._what} was being updated when this process was forked, and is half written here; call"
-            " synchronize() on the handle before the fork"
+            " synchronize() on the handle, or on the optimizer, before the fork"
         )
 
 

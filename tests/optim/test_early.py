@@ -1,5 +1,6 @@
 """Do updates that begin in backward give the same bits, and is the mode refused where it could not?"""
 
+import gc
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -200,3 +201,22 @@ def test_plain_parameters_step_as_ever() -> None:
         optimizer.step()
         other.step()
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.emu("threads")
+def test_a_dropped_optimizer_updates_nothing(emu_device: ModuleType) -> None:
+    trained = []
+    gc.disable()  # it is gone at once, and not when the collector finds it
+    try:
+        for overlap in ("none", "backward"):
+            model = decoder()
+            with offloaded(model):
+                for _ in range(2):
+                    optimizer = AdamW(model.parameters(), overlap=overlap, **SETTINGS)
+                    train(model, optimizer, 4)
+                    del optimizer
+                loss_of(model, batch(9)).backward()
+            trained.append(list(model.parameters()))
+    finally:
+        gc.enable()
+    assert_equal(*trained)

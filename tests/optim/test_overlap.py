@@ -322,3 +322,49 @@ def test_norms_taken_while_gradients_come(
         trained.append(list(model.parameters()))
     assert_equal(*trained)
     assert len(taken) > 4 * len(trained[0])
+
+
+@pytest.mark.emu("threads")
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_norms_after_a_grad_scaler(emu_device: ModuleType, overlap: str) -> None:
+    """Its unscaling leaves no trace in gradients of itself, and the norms taken in backward are those from before."""
+    trained = []
+    for inside in (False, True):
+        model = decoder()
+        with offloaded(model):
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            options: dict[str, Any] = {"overlap": overlap, "max_grad_norm": 0.5} if inside else {}
+            optimizer = AdamW(model.parameters(), **options, **SETTINGS)
+            for step in range(3):
+                scaler.scale(loss_of(model, batch(step)).cpu()).backward()
+                scaler.unscale_(optimizer)
+                if not inside:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        trained.append(list(model.parameters()))
+    assert_equal(*trained)
+
+
+@pytest.mark.emu("threads")
+def test_settings_in_tensors_are_those_of_their_step(emu_device: ModuleType) -> None:
+    trained = []
+    for overlap in ("none", "forward"):
+        model = decoder()
+        with offloaded(model):
+            beta, rate = torch.tensor(0.9), torch.tensor(0.01)
+            optimizer = AdamW(model.parameters(), lr=rate, betas=(beta, torch.tensor(0.999)), overlap=overlap)
+            for step in range(3):
+                loss_of(model, batch(step)).backward()
+                gate = threading.Event()
+                optimizer._updater.run(lambda gate=gate: gate.wait() and None)
+                if overlap == "none":
+                    gate.set()
+                optimizer.step()
+                optimizer.zero_grad()
+                beta.mul_(0.8)
+                rate.mul_(0.9)
+                gate.set()
+        trained.append(list(model.parameters()))
+    assert_equal(*trained)

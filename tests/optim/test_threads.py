@@ -1,0 +1,45 @@
+"""Do helper threads survive Ctrl-C, and optimizers that step on several threads?"""
+
+import _thread
+import threading
+import time
+
+import pytest
+
+from millrace.optim import threads
+
+
+def test_an_interrupted_update_ends_before_its_memory_goes() -> None:
+    begun, ended = threading.Event(), []
+
+    def work() -> None:
+        if threading.current_thread() is threading.main_thread():
+            begun.wait()
+            _thread.interrupt_main()
+            return
+        begun.set()
+        time.sleep(0.2)
+        ended.append(True)
+
+    with threads.limited_to(3), pytest.raises(KeyboardInterrupt):
+        threads.on_each(work, at_most=3)
+    assert len(ended) == 2
+
+
+def test_optimizers_on_several_threads_share_the_helpers() -> None:
+    failed = []
+
+    def steps(stride: int) -> None:
+        try:
+            for number in range(100):
+                threads.on_each(lambda: None, at_most=2 + number * stride % 19)
+        except RuntimeError as error:
+            failed.append(error)
+
+    with threads.limited_to(20):
+        running = [threading.Thread(target=steps, args=(stride,)) for stride in (1, 2, 3, 5)]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join()
+    assert not failed
