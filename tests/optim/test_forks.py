@@ -10,14 +10,14 @@ import os, signal, sys, threading, torch, millrace
 from millrace.optim import AdamW
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
 handle = millrace.offload(model, device="cpu", device_memory="1GiB")
-optimizer = AdamW(model.parameters(), overlap="forward", max_grad_norm=1.0)
+optimizer = AdamW(model.parameters(), overlap="forward")
 for _ in range(3):
     model(torch.ones(2, 64)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 gate = threading.Event()
 if sys.argv[1] == "under_way":
-    optimizer._updater.run(gate.wait)
+    optimizer._updater.run(gate.wait)  # the updates of the next step stay behind it
     model(torch.ones(2, 64)).sum().backward()
     optimizer.step()
 else:
@@ -26,7 +26,7 @@ child = os.fork()
 if child == 0:
     signal.alarm(60)
     for parameter in optimizer.param_groups[0]["params"]:
-        parameter.grad = torch.ones_like(parameter)
+        parameter.grad = torch.ones(parameter.shape)
     try:
         optimizer.step()
         optimizer.synchronize()
@@ -39,10 +39,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-UNDER_WAY = pytest.param("under_way", 7, marks=pytest.mark.skip(reason="hangs at times: a known defect, not fixed yet"))
-
-
-@pytest.mark.parametrize(("moment", "code"), [("at_rest", 0), UNDER_WAY])
+@pytest.mark.parametrize(("moment", "code"), [("at_rest", 0), ("under_way", 7)])
 def test_a_forked_process_steps_or_says_why_not(moment: str, code: int) -> None:
     run = subprocess.run([sys.executable, "-c", FORKED, moment], timeout=120, check=False, capture_output=True)
     assert run.returncode == code, run.stderr.decode()
