@@ -116,3 +116,11 @@ def test_model(emu_device: ModuleType, name: str, dtype: torch.dtype) -> None:
     assert len(expected) > 20
     for key, value in expected.items():
         assert_bit_equal(actual[key], value, key)
+
+
+@pytest.mark.emu("lazy")
+def test_a_number_on_the_host_is_taken_at_the_launch(emu_device: ModuleType) -> None:
+    factor = torch.tensor(2.0)
+    product = torch.arange(4.0).to("emu") * factor
+    factor.fill_(5)
+    assert product.cpu().tolist() == [0.0, 2.0, 4.0, 6.0]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROUNDS, WORKERS, COUNT = 60, 3, 1024
@@ -70,4 +71,14 @@ def test_kernels_run_on_a_thread_inside_a_python_mode(emu_device: ModuleType) ->
     with Mode():
         torch.accelerator.synchronize()
     assert seen == []
+    assert torch.equal(picked.cpu(), torch.tensor([[6.0, 7.0, 8.0], [0.0, 1.0, 2.0]]))
+
+
+@pytest.mark.emu("lazy")
+def test_kernels_run_on_a_thread_inside_a_kernel_of_fake_tensors(emu_device: ModuleType) -> None:
+    """As a finalizer does that asks for an event, when garbage is collected while a compiler infers shapes."""
+    table = torch.arange(12.0).view(4, 3).to("emu")
+    picked = table.index_select(0, torch.tensor([2, 0]).to("emu"))
+    with FakeTensorMode() as mode, in_kernel_invocation_manager(mode):  # its kernels run as those of meta tensors
+        torch.accelerator.synchronize()
     assert torch.equal(picked.cpu(), torch.tensor([[6.0, 7.0, 8.0], [0.0, 1.0, 2.0]]))
