@@ -1,10 +1,10 @@
-"""What do all tests share? The emulated accelerator's fixture, and no network."""
+"""What do all tests share? The emulated accelerator's fixture, processes that start fast, and no network."""
 
 import os
 
 import pytest
 
-pytest_plugins = ["emulator.fixtures"]
+pytest_plugins = ["emulator.fixtures", "tests.nursery"]
 
 # Tests build their models from small configs: nothing may be looked up on the Hugging Face hub.
 os.environ["HF_HUB_OFFLINE"] = "1"

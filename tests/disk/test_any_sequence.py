@@ -2,7 +2,9 @@
 
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,12 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from millrace.errors import StateError
 from millrace.memory.arena import Arena
-from millrace.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore, Extent, Request
-from millrace.memory.disk.extent import PIECE_BYTES
+from millrace.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore, Extent, Request, store
+from millrace.memory.disk.extent import pieces
 from millrace.memory.ledger import Ledger, Tier
 
 PAGE = DISK_ALIGNMENT_BYTES
-SIZES = st.one_of(st.integers(0, 3 * PAGE), st.sampled_from([PIECE_BYTES, PIECE_BYTES + 1, PIECE_BYTES + 2 * PAGE]))
+PIECE_BYTES = 4 * PAGE  # of one request here: few bytes in many pieces
+SIZES = st.one_of(st.integers(0, 3 * PAGE), st.sampled_from([PIECE_BYTES, PIECE_BYTES + 1, 9 * PIECE_BYTES + 2 * PAGE]))
 
 
 @dataclass
@@ -36,6 +39,8 @@ class StoreAgainstDict(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
+        self.small_pieces = mock.patch.object(store, "pieces", partial(pieces, piece_bytes=PIECE_BYTES))
+        self.small_pieces.start()
         self.directory = tempfile.TemporaryDirectory(prefix="millrace-test-")
         self.ledger = Ledger()
         self.store = DiskStore(self.directory.name, self.ledger, codec="planes")
@@ -102,7 +107,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
     @rule(number=st.integers(0))
     def hand_to_direct(self, number: int) -> None:
         known = self.chosen(number)
-        self.store.to_direct(known.extent)
+        self.store.to_direct(known.extent, PIECE_BYTES)
         known.mapped = False
 
     @rule()
@@ -142,6 +147,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
             self.close()
             self.store.close()
             self.directory.cleanup()
+            self.small_pieces.stop()
 
 
 TestStoreAgainstDict = StoreAgainstDict.TestCase

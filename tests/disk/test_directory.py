@@ -2,10 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,9 +10,10 @@ from millrace.errors import DiskError, StateError
 from millrace.memory.disk import DiskStore
 from millrace.memory.disk.directory import StoreDirectory
 from millrace.memory.ledger import Ledger
+from tests.nursery import Child, Nursery
 
 HOLD = """
-import sys, torch
+import os, signal, sys, torch
 from millrace.memory.disk import DiskStore
 from millrace.memory.ledger import Ledger
 
@@ -29,18 +26,11 @@ print("ready", flush=True)
 WRITE_FOREVER = "while True: store.write(extent, source).synchronize()"
 
 
-@contextmanager
-def holder(path: Path, then: str) -> Iterator[subprocess.Popen[str]]:
+def holder(nursery: Nursery, path: Path, then: str) -> Child:
     """Another process with a store in `path`, which has begun to do `then`."""
-    command = [sys.executable, "-c", HOLD.format(then=then), str(path)]
-    pipe = subprocess.PIPE  # of stdin too, which must not end before the process is to
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            yield process
-        finally:
-            process.kill()
+    child = nursery.start(HOLD.format(then=then), path)
+    assert child.read_line() == "ready\n", child.errors
+    return child
 
 
 def test_it_is_made_for_its_owner_and_left_empty(tmp_path: Path, ledger: Ledger) -> None:
@@ -64,40 +54,41 @@ def test_two_stores_of_a_process_cannot_share_it(tmp_path: Path, ledger: Ledger)
     DiskStore(tmp_path / "link", ledger).close()
 
 
-def test_two_processes_cannot_share_it(tmp_path: Path, ledger: Ledger) -> None:
-    with holder(tmp_path, "sys.stdin.read()") as process:
-        with pytest.raises(
-            StateError, match=f"process {process.pid} uses {tmp_path} as its disk tier; wait for its end"
-        ):
-            DiskStore(tmp_path, ledger)
-        assert process.poll() is None
+def test_two_processes_cannot_share_it(nursery: Nursery, tmp_path: Path, ledger: Ledger) -> None:
+    process = holder(nursery, tmp_path, "print('paused', flush=True); signal.pause(); print('woken', flush=True)")
+    with pytest.raises(StateError, match=f"process {process.pid} uses {tmp_path} as its disk tier; wait for its end"):
+        DiskStore(tmp_path, ledger)
+    process.send(signal.SIGKILL)
+    assert process.read_rest() == "paused\n"  # it was there all the time
+    assert process.wait() == -signal.SIGKILL
 
 
-def test_a_forked_child_does_not_end_the_lock(tmp_path: Path, ledger: Ledger) -> None:
+def test_a_forked_child_does_not_end_the_lock(nursery: Nursery, tmp_path: Path, ledger: Ledger) -> None:
     then = """
-import os
 if os.fork() == 0:
     store._directory.close()
     os._exit(0)
 os.wait()
 print("forked", flush=True)
-sys.stdin.read()
+signal.pause()
 """
-    with holder(tmp_path, then) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "forked\n"
-        with pytest.raises(StateError, match=f"process {process.pid} uses"):
-            DiskStore(tmp_path, ledger)
+    process = holder(nursery, tmp_path, then)
+    assert process.read_line() == "forked\n"
+    with pytest.raises(StateError, match=f"process {process.pid} uses"):
+        DiskStore(tmp_path, ledger)
 
 
 @pytest.mark.parametrize("end", ["exit", "exception", "SIGINT", "SIGTERM", "SIGKILL"])
-def test_nothing_is_left_however_the_process_ends(end: str, tmp_path: Path, ledger: Ledger) -> None:
+def test_nothing_is_left_however_the_process_ends(end: str, nursery: Nursery, tmp_path: Path, ledger: Ledger) -> None:
     then = {"exit": "", "exception": "raise ValueError"}.get(end, WRITE_FOREVER)
     used = sum(file.stat().st_blocks for file in tmp_path.rglob("*"))
-    with holder(tmp_path, then) as process:
-        if end.startswith("SIG"):
-            process.send_signal(getattr(signal, end))
-        process.wait(60)
+    process = holder(nursery, tmp_path, then)
+    code = {"exit": 0, "exception": 1}.get(end)
+    if code is None:
+        number = getattr(signal, end)
+        process.send(number)
+        code = -number
+    assert process.wait() == code, process.errors
     left = [file.name for file in tmp_path.iterdir()]
     assert left in ([], [".millrace-lock"])
     assert left == [] or end in ("SIGTERM", "SIGKILL")  # no Python runs then; the lock itself is gone

@@ -4,8 +4,6 @@ import copy
 import errno
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import millrace.optim
 from millrace.errors import DiskError, StateError
 from millrace.memory.disk import DiskStore
 from millrace.optim import AdamW, disk_state, matrices
+from tests.nursery import Nursery
 from tests.optim.references import assert_equal, copies, give_gradients, parameters
 
 SHAPES = ((64, 64), (130, 70), (64, 64), (37, 13), (96, 64))
@@ -110,14 +109,13 @@ while True:
 """
 
 
-def test_a_killed_process_leaves_nothing_that_harms_the_next(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_nothing_that_harms_the_next(nursery: Nursery, tmp_path: Path) -> None:
     for delay in (0.0, 0.02):
-        with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True) as run:
-            assert run.stdout is not None
-            assert run.stdout.readline() == "stepped\n"
-            time.sleep(delay)  # somewhere in a step
-            run.send_signal(signal.SIGKILL)
-            run.wait(timeout=60)
+        process = nursery.start(KILLED, tmp_path)
+        assert process.read_line() == "stepped\n", process.errors
+        time.sleep(delay)  # somewhere in a step
+        process.send(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
     ours, theirs = [nn.Parameter(torch.ones(1 << 15))], [nn.Parameter(torch.ones(1 << 15))]
     optimizer, reference = AdamW(ours, tier="disk", disk=tmp_path), AdamW(theirs)
     for step in range(3):

@@ -288,7 +288,7 @@ class DiskStore:
         try:
             if again:
                 mapping.dirty()  # the kernel takes pages for written that it tried to write once
-            mapping.flush()
+            mapping.flush(self._file.descriptor)
             mapping.forget()
             self._unflushed.discard(extent)
             self._log.note(Access.WRITE, extent.name, extent.nbytes, begun_at)
