@@ -1,7 +1,9 @@
 """What do all tests share? The emulated accelerator's fixture, processes that start fast, and no network."""
 
+import gc
 import os
 
+import hypothesis  # noqa: F401  # before anything is frozen: it looks for who holds the random numbers it is given
 import pytest
 
 pytest_plugins = ["emulator.fixtures", "tests.nursery"]
@@ -24,3 +26,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     if any({"device", "emu_device"} & set(getattr(item, "fixturenames", ())) for item in items):
         import emulator.emu  # noqa: F401
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now is no garbage: each of the many collections would look through all of it again."""
+    gc.collect()
+    gc.freeze()

@@ -37,7 +37,8 @@ class Calls:
         self._selection = selection
         self._names = names
         self._check = check
-        self._thread: int | None = None  # whose block or outermost call is under way
+        self._block: object | None = None  # or outermost call, that is under way
+        self._thread: int | None = None  # whose it is
         self._forward: Forward | None = None  # that it has begun
 
     @contextlib.contextmanager
@@ -57,21 +58,22 @@ class Calls:
         """A forward from the model's first call inside to the end."""
         if self._is_ours():
             raise StateError("forward() is entered inside of another one, or of a call of the model; leave that first")
+        mine = object()
         completed = False
         try:
             with self._passes.stash.lock:
-                self._thread = self._thread or threading.get_ident()
-            if self._is_ours():
-                self._forward = None  # one that an interrupt kept from ending
+                if self._block is None:
+                    self._block, self._thread = mine, threading.get_ident()
+            if self._block is mine:
                 pop_left_over(self._passes.stash)
             yield
             completed = True
         finally:
-            if self._is_ours():
-                try:
-                    self._end(completed=completed)
-                finally:
-                    self._thread = None
+            if self._block is mine:
+                # Nothing is called before these are set: Ctrl-C strikes at calls, and the block would go on for good.
+                forward, self._forward = self._forward, None
+                self._block = self._thread = None
+                _end(forward, completed=completed)
 
     def _is_ours(self) -> bool:
         return self._thread == threading.get_ident()
@@ -93,14 +95,15 @@ class Calls:
                 forward.leave()
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._end(completed=True)  # of one whose backward has begun in the same block
+        ended, self._forward = self._forward, None
+        _end(ended, completed=True)  # its backward has begun in the same block
         if may_save():
             self._check()
             self._forward = self._passes.begin(entry_of(args, kwargs, module.training), self._selection)
             self._forward.push()
 
-    def _end(self, *, completed: bool) -> None:
-        forward, self._forward = self._forward, None
-        if forward is not None:
-            forward.pop()
-            forward.end(completed=completed)
+
+def _end(forward: Forward | None, *, completed: bool) -> None:
+    if forward is not None:
+        forward.pop()
+        forward.end(completed=completed)

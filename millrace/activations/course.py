@@ -73,7 +73,8 @@ class Course:
         self._positions: dict[int, int] = {}  # of first uses that were recorded, by the item's index
         self._items: list[weakref.ref[Item]] = []
         self._others = Others(0, 0)  # at the last look
-        self._shared: list[Item] = []  # of a course that is timed: somebody else held their memory at the last look
+        # Of a course that is timed: somebody else held their memory at the last look.
+        self._shared: list[tuple[Item, SaveRecord]] = []
 
     @property
     def follows(self) -> ActivationPlan | None:
@@ -82,7 +83,9 @@ class Course:
 
     @property
     def is_part(self) -> bool:
-        """Whether its backward used less than that which the plan was made of."""
+        """Whether an interrupt left gaps in it, or its backward used less than that which the plan was made of."""
+        if len(self.saves) < len(self._items) or len(self.uses) < len(self._positions):
+            return True
         return self.plan is not None and not self.plan.position_of_use.keys() <= self._positions.keys()
 
     @property
@@ -104,8 +107,9 @@ class Course:
         if self.timed:
             weights_bytes, others = self._stash.meter.lane_use.weights_bytes, self._look_at_others()
             began = self._stash.lanes.tick()
-            self.saves.append(SaveRecord(item.nbytes, item.name, asked, began, weights_bytes, others))
-            self._shared.append(item)
+            record = SaveRecord(item.nbytes, item.name, asked, began, weights_bytes, others)
+            self.saves.append(record)
+            self._shared.append((item, record))
             self.look_who_is_alone()
 
     def _look_at_others(self) -> Others:
@@ -121,11 +125,11 @@ class Course:
     def look_who_is_alone(self) -> None:
         """Notes whose memory is held by nobody else any more."""
         still_shared = []
-        for item in self._shared:
+        for item, record in self._shared:
             if item.memory is not None and not item.is_alone:
-                still_shared.append(item)
+                still_shared.append((item, record))
             else:
-                self.saves[item.index].alone_at = len(self.saves) - 1
+                record.alone_at = len(self.saves) - 1
         self._shared = still_shared
 
     def end_forward(self) -> None:

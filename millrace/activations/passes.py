@@ -190,11 +190,17 @@ class _Backward:
 class _EndOfBackward:
     """Called by autograd when a backward completes. When it raises, autograd only lets go of this object."""
 
+    _backward: _Backward | None = None  # None where an interrupt kept it from being made
+
     def __init__(self, backward: _Backward) -> None:
         self._backward = backward
 
     def __call__(self) -> None:
-        self._backward.passes.end_of_backward(self._backward, completed=True)
+        self._end(completed=True)
 
     def __del__(self) -> None:
-        self._backward.passes.end_of_backward(self._backward, completed=False)
+        self._end(completed=False)
+
+    def _end(self, *, completed: bool) -> None:
+        if self._backward is not None:
+            self._backward.passes.end_of_backward(self._backward, completed=completed)

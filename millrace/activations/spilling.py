@@ -6,7 +6,7 @@ own, when the read before it is done.
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from millrace.memory.disk import DiskStore, Extent, Request
 from millrace.memory.ledger import Ledger, Tier
 from millrace.memory.pool import Slab
 from millrace.runtime.lanes import Event, Lane, Lanes, LateTransfer, Transfer
+from millrace.runtime.threads import one_thread
 
 __all__ = ["DiskStash"]
 
@@ -44,7 +45,7 @@ class DiskStash(Stash):
     ) -> None:
         super().__init__(lanes, ledger, meter, config)
         self._store = store
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="millrace-activations")
+        self._sender = one_thread("millrace-activations")
         self._extents: dict[int, list[Extent]] = defaultdict(list)  # free ones, by their size
         self._extent_of: dict[Item, Extent] = {}
         self._spills: deque[_Spill] = deque()

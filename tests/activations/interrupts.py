@@ -13,15 +13,16 @@ SWALLOWED = ("__del__", "<genexpr>")  # where nobody hears of it
 
 
 class Calls:
-    """Counts functions of millrace's that are entered; raises KeyboardInterrupt at the last of `left`."""
+    """Counts functions in `folders` that are entered; raises KeyboardInterrupt at the last of `left`."""
 
-    def __init__(self, left: int = sys.maxsize) -> None:
+    def __init__(self, left: int = sys.maxsize, folders: tuple[str, ...] = FOLDERS) -> None:
         self.left = left
+        self.folders = folders
         self.seen = 0
 
     def __call__(self, frame: FrameType, event: str, _arg: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_name not in SWALLOWED and any(part in code.co_filename for part in FOLDERS):
+        if event == "call" and code.co_name not in SWALLOWED and any(part in code.co_filename for part in self.folders):
             self.seen += 1
             if self.seen == self.left:
                 raise KeyboardInterrupt

@@ -50,6 +50,26 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(tier: str, compute_device: 
             assert stats.host_held_bytes <= 4 * SAVED_BYTES  # what is still on its way to disk
 
 
+def test_an_interrupt_at_the_end_of_a_call_does_not_keep_it_open() -> None:
+    """At each function that ends a call, one after the other: the next call begins a forward of its own."""
+    expected, model = step(Stack(3), rows("cpu")), Stack(3)
+    files = ("/millrace/activations/calls",)
+    with millrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
+        step(model, rows("cpu"))
+        counted = Calls(folders=files)
+        counted.during(model, rows("cpu"))
+        assert counted.seen > 20
+        for index in range(counted.seen):
+            with pytest.raises(KeyboardInterrupt):
+                Calls(1 + index, files).during(model, rows("cpu"))
+            handle.reset_stats()
+            assert_same(step(model, rows("cpu")), expected)
+            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            with handle.forward():  # which none may be inside of
+                pass
+        assert handle.stats().offload_bytes > 0
+
+
 def test_statistics_can_be_read_after_an_interrupt_and_remove(compute_device: torch.device) -> None:
     model = Stack(LAYERS)
     with millrace.offload(
