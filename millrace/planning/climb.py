@@ -19,11 +19,32 @@ _ONE_MORE = 0.3  # how often a change is made of one more
 _LATE_SHARE = 0.4  # how often a load is placed late
 
 
-def climb(tape: Tape, schedule: Schedule, goal: float, moves: int, seed: int = 0) -> Schedule:
+class Known:
+    """What walks on one tape have found: on a short one they come by the same choices again and again."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.schedules: dict[tuple[int, ...], Schedule] = {}
+        self.stalls: dict[tuple[int, ...], tuple[list[int], list[int]]] = {}  # of `_Walk.hot` and `_Walk.blocked`
+
+    def evaluate(self, choices: list[int], held: list[int], limit: float) -> Schedule | None:
+        """As `evaluate`; a known schedule also where it takes longer than the limit."""
+        key = tuple(choices)
+        schedule = self.schedules.get(key)
+        if schedule is None:
+            schedule = evaluate(self.tape, choices, held, limit)
+            if schedule is not None:
+                self.schedules[key] = schedule
+        return schedule
+
+
+def climb(
+    tape: Tape, schedule: Schedule, goal: float, moves: int, *, seed: int = 0, known: Known | None = None
+) -> Schedule:
     """The best schedule met in a walk of `moves` changes; ends early at `goal` seconds."""
     if schedule.seconds <= goal:
         return schedule
-    walk = _Walk(tape, schedule, seed)
+    walk = _Walk(tape, schedule, seed, known or Known(tape))
     for move in range(moves):
         walk.tolerance = min(_TOLERANCE, _TOLERANCE_SLOTS / tape.slots) * (1 - (move + 1) / moves) ** 2
         if walk.best.seconds <= goal:
@@ -32,7 +53,7 @@ def climb(tape: Tape, schedule: Schedule, goal: float, moves: int, seed: int = 0
     return walk.best
 
 
-def polish(tape: Tape, schedule: Schedule, goal: float, most: int) -> Schedule:
+def polish(tape: Tape, schedule: Schedule, goal: float, most: int, known: Known) -> Schedule:
     """The best schedule that no change of one choice or of two improves; for short tapes: at most `most` are tried."""
     options = [
         (index, choice)
@@ -51,7 +72,7 @@ def polish(tape: Tape, schedule: Schedule, goal: float, most: int) -> Schedule:
             for index, choice in pair:
                 choices[index] = choice
             trials += 1
-            found = evaluate(tape, choices, profile(tape, choices), best.seconds)
+            found = known.evaluate(choices, profile(tape, choices), best.seconds)
             if found is not None and (found.seconds, found.load_bytes) < (best.seconds * (1 - 1e-9), best.load_bytes):
                 best, improved = found, True
                 break
@@ -63,8 +84,9 @@ def polish(tape: Tape, schedule: Schedule, goal: float, most: int) -> Schedule:
 class _Walk:
     """The current choices, the best so far, and where the current ones stall."""
 
-    def __init__(self, tape: Tape, schedule: Schedule, seed: int) -> None:
+    def __init__(self, tape: Tape, schedule: Schedule, seed: int, known: Known) -> None:
         self.tape = tape
+        self.known = known
         self.random = random.Random(seed)
         self.choices = list(schedule.choices)
         self.held = profile(tape, self.choices)
@@ -88,7 +110,7 @@ class _Walk:
         if not before:
             return
         limit = self.current.seconds * (1 + self.tolerance)
-        schedule = evaluate(self.tape, self.choices, self.held, limit)
+        schedule = self.known.evaluate(self.choices, self.held, limit)
         if schedule is None or schedule.seconds > limit:
             for index, choice in before.items():
                 self._set(index, choice)
@@ -100,6 +122,10 @@ class _Walk:
 
     def _look(self) -> None:
         """Find the loads in stalled chains, and the slots in which memory held back the first of a chain."""
+        found = self.known.stalls.get(self.current.choices)
+        if found is not None:
+            self.hot, self.blocked = found
+            return
         chains = stalled_chains(self.tape, self.current)
         hot: dict[int, None] = {}
         blocked: dict[int, None] = {}
@@ -112,6 +138,7 @@ class _Walk:
             for earlier in range(max(slot - 2, head.earliest), slot):
                 blocked[earlier % self.tape.slots] = None
         self.hot, self.blocked = list(hot), list(blocked)
+        self.known.stalls[self.current.choices] = self.hot, self.blocked
 
     def _propose(self, before: dict[int, int]) -> None:
         """Change some choices, and note what they were: keep or delay a hot load, or clear a blocked slot."""

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from millrace.planning import search
 from millrace.planning.cost import Hardware
 
 LLAMA_8B: dict[str, Any] = {
@@ -48,6 +49,13 @@ def plain(layers: int, hidden: int, vocabulary: int = 50272, heads: int = 128) -
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
     }
+
+
+@pytest.fixture
+def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Visits are planned with fewer trials, alike for whatever is compared."""
+    monkeypatch.setattr(search, "_MOVES", 100)
+    monkeypatch.setattr(search, "_TRIALS", 100)
 
 
 @pytest.fixture

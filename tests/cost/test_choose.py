@@ -19,6 +19,8 @@ from millrace.planning.cost import (
 from millrace.planning.cost.forecast import run_of
 from tests.cost.conftest import LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 SMALL = LLAMA_8B | {"num_hidden_layers": 6, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}
 
 
