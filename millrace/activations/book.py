@@ -2,11 +2,12 @@
 
 import itertools
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from millrace.activations.course import Course, Others
+from millrace.activations.course import Course, Expected, Others
 from millrace.activations.meter import ActivationMeter
 from millrace.config import ActivationConfig
 from millrace.engine.meter import LinkSpeed
@@ -27,35 +28,75 @@ def entry_of(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> E
     return (training, torch.is_autocast_enabled(), *shapes)
 
 
+def _kind_of(entry: Entry) -> Entry:
+    """The same for inputs of any sizes."""
+    training, autocast, *shapes = entry
+    return (training, autocast, *((len(shape), dtype) for shape, dtype in shapes))
+
+
+@dataclass
+class _Known:
+    """What is known of one entry: its plan, or how many forwards more go without one, and how many the next time."""
+
+    plan: ActivationPlan | None = None
+    is_refined: bool = False
+    left: int = 1
+    patience: int = 1
+
+
 class ActivationBook:
-    """Plans by entry. A plan is made of the recorded forward and refined once, when its own first course is timed."""
+    """Plans by entry. A plan is made of the recorded forward and refined once, when its own first course is timed.
+
+    An entry that is new keeps to the ceiling of a similar one, and is planned for when it comes again: to make a plan,
+    the host waits. One whose forwards go otherwise than planned is planned for again after two more, four more, ....
+    """
 
     def __init__(self, config: ActivationConfig, lanes: Lanes, meter: ActivationMeter) -> None:
         self._config = config
         self._lanes = lanes
         self._meter = meter
-        self._plans: OrderedDict[Entry, tuple[ActivationPlan, bool]] = OrderedDict()  # and whether it is refined
+        self._known: OrderedDict[Entry, _Known] = OrderedDict()
+        self._similar: dict[Entry, tuple[Entry, ActivationPlan]] = {}  # by kind, the one that saves the most
         self.last_plan: ActivationPlan | None = None
 
-    def expect(self, entry: Entry) -> tuple[ActivationPlan | None, bool]:
-        """The plan for a forward that begins so, and whether its seconds are final."""
-        plan, refined = self._plans.get(entry, (None, False))
-        if plan is not None:
-            self._plans.move_to_end(entry)
-            self.last_plan = plan
-        return plan, refined
+    def expect(self, entry: Entry) -> Expected:
+        """What is known of a forward that begins so."""
+        known = self._known.setdefault(entry, _Known())
+        self._known.move_to_end(entry)
+        if len(self._known) > _MOST_ENTRIES:
+            self._known.popitem(last=False)
+        _, similar = self._similar.get(_kind_of(entry), (entry, None))
+        self.last_plan = known.plan or similar or self.last_plan
+        if known.plan is not None:
+            return Expected(known.plan, None, timed=not known.is_refined)
+        if similar is None:
+            return Expected(None, None, timed=True)
+        known.left -= 1
+        return Expected(None, similar, timed=known.left < 0)
+
+    def strayed(self, entry: Entry) -> None:
+        """A forward that began so did not go as planned."""
+        known = self._known.get(entry)
+        if known is not None and known.plan is not None:
+            known.patience *= 2
+            known.plan, known.left = None, known.patience
 
     def forget(self, entry: Entry) -> None:
-        """A forward that began so did not go as planned."""
-        self._plans.pop(entry, None)
+        """A backward went further than that which the plan was made of."""
+        self._known.pop(entry, None)
+        kind = _kind_of(entry)
+        if kind in self._similar and self._similar[kind][0] == entry:
+            del self._similar[kind]
 
     def learn(self, entry: Entry, course: Course, end: Tick) -> ActivationPlan:
         """Plans for a course that was timed from its first save to the end of its first backward."""
-        refined = course.plan is not None
         plan = plan_activations(self._problem(course, end))
-        self._plans[entry] = plan, refined
-        if len(self._plans) > _MOST_ENTRIES:
-            self._plans.popitem(last=False)
+        known = self._known.setdefault(entry, _Known())
+        known.plan, known.is_refined = plan, course.plan is not None
+        kind = _kind_of(entry)
+        largest, similar = self._similar.get(kind, (entry, plan))
+        if largest == entry or similar.problem.nbytes <= plan.problem.nbytes:
+            self._similar[kind] = entry, plan
         self.last_plan = plan
         return plan
 

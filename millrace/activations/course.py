@@ -1,7 +1,7 @@
-"""What leaves and comes back during one forward and its backward? As the plan says; without one, a few at a time.
+"""What happens during one forward and its backward? Items leave and come back, and are compared with the plan.
 
 Each outermost forward has a course of its own, which its saved tensors keep alive. So any number of forwards may come
-before any number of backwards. A course that has no plan, or that strays from it, is recorded and planned for.
+before any number of backwards. What leaves and when is decided in decisions.py.
 """
 
 import weakref
@@ -9,16 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from millrace.activations.decisions import AsPlanned, Basis, ByCeiling, Decisions, Unplanned
 from millrace.activations.item import Item, Place
 from millrace.activations.stash import Stash
 from millrace.planning import ActivationPlan
 from millrace.runtime.device import allocated_bytes
 from millrace.runtime.lanes import Tick
 
-__all__ = ["Course", "SaveRecord", "UseRecord"]
+__all__ = ["Course", "Expected", "Others", "SaveRecord", "UseRecord"]
 
 _MOST_LOOKS = 512  # at what else the device holds, in one forward
-_UNPLANNED_COPIES = 2  # in flight at once, each way, while nothing is planned
 
 
 @dataclass
@@ -53,16 +53,25 @@ class Others(NamedTuple):
     passing_bytes: int  # weights, and values that nobody saved
 
 
-class Course:
-    """One forward and its backward. `timed`: its ticks are wanted, because there is no plan or one to be refined."""
+class Expected(NamedTuple):
+    """What is known of a forward that begins: its plan, or one of a forward with other sizes.
 
-    def __init__(
-        self, stash: Stash, plan: ActivationPlan | None, gradient_bytes: Callable[[], int], *, timed: bool
-    ) -> None:
+    `timed`: its ticks are wanted, because there is no plan or one to be refined.
+    """
+
+    plan: ActivationPlan | None
+    similar: ActivationPlan | None
+    timed: bool
+
+
+class Course:
+    """One forward and its backward."""
+
+    def __init__(self, stash: Stash, expected: Expected, gradient_bytes: Callable[[], int]) -> None:
         self._stash = stash
         self._gradient_bytes = gradient_bytes  # of the model's parameters, on the device now
-        self.plan = plan
-        self.timed = timed
+        self.plan = expected.plan
+        self.timed = expected.timed
         self.strayed = False
         self.is_over = False  # the forward
         self.calls = 0  # of the model, that are under way
@@ -72,14 +81,15 @@ class Course:
         self.uses: list[UseRecord] = []
         self._positions: dict[int, int] = {}  # of first uses that were recorded, by the item's index
         self._items: list[weakref.ref[Item]] = []
+        self._decisions = _decisions(expected, self._items)
         self._others = Others(0, 0)  # at the last look
         # Of a course that is timed: somebody else held their memory at the last look.
         self._shared: list[tuple[Item, SaveRecord]] = []
 
     @property
-    def follows(self) -> ActivationPlan | None:
-        """The plan, as long as the course is as planned."""
-        return None if self.strayed else self.plan
+    def basis(self) -> Basis:
+        """What decides what leaves."""
+        return self._decisions.basis
 
     @property
     def is_part(self) -> bool:
@@ -97,12 +107,12 @@ class Course:
     def saved(self, item: Item) -> None:
         """Autograd saved an item for the first time: it is sent out, and others are let go of."""
         asked = self._stash.lanes.tick() if self.timed else None
-        self._items.append(weakref.ref(item))
         self._compare(item)
-        plan = self.follows
-        if plan is None or item.index in plan.offloaded:
+        self._items.append(weakref.ref(item))
+        if self._decisions.leaves(item):
             self._stash.send_out(item)
-        for other in self._to_let_go(item.index):
+        for other in self._decisions.to_let_go(item):
+            self._stash.send_out(other)
             self._stash.let_go(other)
         if self.timed:
             weights_bytes, others = self._stash.meter.lane_use.weights_bytes, self._look_at_others()
@@ -137,31 +147,23 @@ class Course:
         if self.is_over:
             return
         self.is_over = True
-        plan = self.follows
-        if plan is not None and len(self._items) != len(plan.problem.saved):
-            self._stray()
+        if self.plan is not None and len(self._items) != len(self.plan.problem.saved):
+            self._stray(self.plan)
         if self.timed:
             self.look_who_is_alone()
             self._shared.clear()
 
     def _compare(self, item: Item) -> None:
-        plan = self.follows
-        if plan is None:
-            return
-        expected = plan.problem.saved
-        if item.index >= len(expected) or expected[item.index].nbytes != item.nbytes:
-            self._stray()
+        if self.plan is not None:
+            planned = self.plan.problem.saved
+            if item.index >= len(planned) or planned[item.index].nbytes != item.nbytes:
+                self._stray(self.plan)
 
-    def _stray(self) -> None:
-        self.strayed = True
-        self.timed = False  # its beginning was not timed: the next one is recorded from its beginning
-
-    def _to_let_go(self, index: int) -> list[Item]:
-        plan = self.follows
-        if plan is not None:
-            return [item for other in plan.releases[index] if (item := self._items[other]()) is not None]
-        leaving = [item for ref in self._items if (item := ref()) is not None and item.place is Place.LEAVING]
-        return [item for item in leaving[:-_UNPLANNED_COPIES] if item.is_alone]
+    def _stray(self, plan: ActivationPlan) -> None:
+        if not self.strayed:
+            self.strayed = True
+            self.timed = False  # its beginning was not timed: another one is recorded from its beginning
+            self._decisions = ByCeiling(plan, self._items)
 
     # backward ---------------------------------------------------------------------------------------------------------
     def used(self, item: Item, backward_round: int, *, recorded: bool) -> None:
@@ -182,7 +184,7 @@ class Course:
             weights_bytes = stash.meter.lane_use.weights_bytes
             position, others = len(self.uses), self._look_at_others()
             self.uses.append(UseRecord(item.index, asked, stash.lanes.tick(), position, weights_bytes, others))
-        for other in self._to_send_for(item.index, backward_round):
+        for other in self._decisions.to_send_for(item, backward_round):
             stash.send_for(other, needed=False)
 
     def used_again(self, item: Item) -> None:
@@ -198,17 +200,8 @@ class Course:
             if item is not None:
                 self._stash.put_back(item)
 
-    def _to_send_for(self, index: int, backward_round: int) -> list[Item]:
-        plan = self.follows
-        if plan is not None:
-            position = plan.position_of_use.get(index)
-            wanted = () if position is None else plan.reloads[position]
-            return [item for other in wanted if (item := self._items[other]()) is not None]
-        found: list[Item] = []
-        for ref in reversed(self._items[:index]):
-            item = ref()
-            if item is not None and item.place is not Place.HERE and item.round != backward_round:
-                found.append(item)
-                if len(found) == _UNPLANNED_COPIES:
-                    break
-        return found
+
+def _decisions(expected: Expected, items: list[weakref.ref[Item]]) -> Decisions:
+    if expected.plan is not None:
+        return AsPlanned(expected.plan, items)
+    return Unplanned(items) if expected.similar is None else ByCeiling(expected.similar, items)

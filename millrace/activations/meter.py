@@ -1,7 +1,8 @@
 """What did activations move, and how long did compute wait for them?"""
 
-from collections import deque
+from collections import Counter, deque
 
+from millrace.activations.decisions import Basis
 from millrace.engine.meter import LaneUse, LinkSpeed, Moved
 from millrace.runtime.lanes import Lane, Lanes, LateTransfer, Tick, Transfer
 
@@ -27,6 +28,7 @@ class ActivationMeter:
         self.offload_bytes = self.onload_bytes = 0
         self.offloads = self.onloads = self.demand_onloads = self.hits = 0
         self.spill_bytes = self.fetch_bytes = 0
+        self.forwards: Counter[Basis] = Counter()
         self._stall_seconds = 0.0
         self._waits.clear()
 

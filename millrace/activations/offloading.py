@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from millrace.activations.calls import Calls
+from millrace.activations.decisions import Basis
 from millrace.activations.passes import Passes
 from millrace.activations.selection import Selection
 from millrace.activations.stash import PURPOSE
@@ -163,6 +164,9 @@ class ActivationOffloading:
             fetch_bytes=meter.fetch_bytes,
             skipped=self._selection.skipped_kinds,
             pool_growths=self._stash.pool.grown,
+            planned_forwards=meter.forwards[Basis.PLAN],
+            similar_forwards=meter.forwards[Basis.SIMILAR],
+            recorded_forwards=meter.forwards[Basis.NOTHING],
         )
 
     def moved(self) -> list[Moved]:

@@ -61,8 +61,7 @@ class Passes:
     def _begin(self, entry: Entry, selection: Selection) -> Course:
         self.stash.begin()
         selection.begin()
-        plan, refined = self.book.expect(entry)
-        course = Course(self.stash, plan, selection.gradient_bytes, timed=not refined)
+        course = Course(self.stash, self.book.expect(entry), selection.gradient_bytes)
         self._entries[course] = entry
         return course
 
@@ -118,7 +117,7 @@ class Passes:
         if course.timed and not course.is_part:
             course.learned = True
             self.book.learn(self._entries[course], course, self._lanes.tick())
-        elif course.used_unplanned and not course.timed:
+        elif course.used_unplanned and not course.timed and not course.strayed:
             self.book.forget(self._entries[course])
 
 
@@ -163,8 +162,9 @@ class Forward:
         with self._passes.stash.lock:
             if completed:
                 self._course.end_forward()
+            self._passes.meter.forwards[self._course.basis] += 1
             if self._course.strayed:
-                self._passes.book.forget(self._entry)
+                self._passes.book.strayed(self._entry)
 
 
 def _make_stash(

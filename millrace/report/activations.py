@@ -18,7 +18,8 @@ class ActivationStats:
     way there, `demand_onloads` did not. `spill_bytes` went to disk, `fetch_bytes` came
     from there. `stall_seconds` is how long compute waited for copies. `skipped` tensors were
     of kinds that cannot be offloaded (subclasses, sparse, quantised, parts of memory that others may write to).
-    `pool_growths`: how often host memory was made.
+    `pool_growths`: how often host memory was made. `planned_forwards` went as their plan says; `similar_forwards` had
+    other sizes than any plan and kept to the ceiling of one; `recorded_forwards` were the first of their kind.
     """
 
     host_held_bytes: int
@@ -36,6 +37,9 @@ class ActivationStats:
     stall_seconds: float
     skipped: int
     pool_growths: int
+    planned_forwards: int
+    similar_forwards: int
+    recorded_forwards: int
 
     def to_text(self) -> str:
         """The numbers as a small table."""
@@ -46,6 +50,11 @@ class ActivationStats:
             ("activations onloaded", f"{format_bytes(self.onload_bytes)} in {self.onloads} copies"),
             ("uses in backward", f"{self.hits} in time, {self.demand_onloads} on demand"),
             ("stall for activations", f"{self.stall_seconds:.3f} s"),
+            (
+                "forwards",
+                f"{self.planned_forwards} as planned, {self.similar_forwards} by the ceiling of another plan,"
+                f" {self.recorded_forwards} recorded",
+            ),
         ]
         if self.spill_bytes or self.fetch_bytes:
             moved = f"{format_bytes(self.spill_bytes)} spilled, {format_bytes(self.fetch_bytes)} fetched"

@@ -27,12 +27,12 @@ class Wide(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def step_seconds(model: nn.Module, settled_after: int = 4, measured: int = 2) -> float:
+def step_seconds(model: nn.Module, settled_after: int = 4, measured: int = 2, rows: int = ROWS) -> float:
     begin, end = (torch.Event("emu", enable_timing=True) for _ in range(2))
     for index in range(settled_after + measured):
         if index == settled_after:
             begin.record()
-        model(torch.empty(ROWS, WIDTH, device="emu").requires_grad_()).sum().backward()
+        model(torch.empty(rows, WIDTH, device="emu").requires_grad_()).sum().backward()
         model.zero_grad()
     end.record()
     torch.accelerator.synchronize()
@@ -71,6 +71,24 @@ def test_copies_no_slower_than_compute_cost_nothing(slow_link: Any, ratio: float
     assert seconds <= 1.03 * plain
     assert len(plan.offloaded) >= LAYERS - 3
     assert abs(seconds - plan.seconds) <= 0.03 * seconds
+
+
+@pytest.mark.emu("lazy")
+def test_lengths_that_change_cost_nothing(slow_link: Any) -> None:
+    """Each step has another length; only the first is recorded."""
+    slow_link(1.0)
+    steps = range(ROWS // 2, 2 * ROWS, ROWS // 6)
+    seconds = []
+    for offloads in (False, True):
+        model = Stack(LAYERS, Wide).to("emu")
+        handle = millrace.offload_activations(model, min_bytes=0) if offloads else None
+        seconds.append([step_seconds(model, 0, 1, rows=rows) for rows in steps])
+    assert handle is not None
+    stats = handle.stats()
+    handle.remove()
+    assert sum(seconds[1][1:]) <= 1.03 * sum(seconds[0][1:])
+    assert (stats.recorded_forwards, stats.similar_forwards) == (1, len(steps) - 1)
+    assert stats.offload_bytes >= 0.5 * sum(rows * WIDTH * 4 * LAYERS for rows in steps)
 
 
 @pytest.mark.emu("lazy")

@@ -1,0 +1,197 @@
+"""What leaves at a save, and what comes back at a use? As planned, by a plan's ceiling, or, knowing nothing, little.
+
+Random lengths, and experts that get other tokens at every step, save other bytes than any plan has seen. Then the plan
+of another forward gives the ceiling and the share that leaves, and the walk of planning/activations.py is made with
+what is really there: the earliest saved go first, and come back in the reverse order as early as the ceiling allows.
+"""
+
+import itertools
+import weakref
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import Protocol
+
+from millrace.activations.item import Item, Place
+from millrace.planning import ActivationPlan
+
+__all__ = ["AsPlanned", "Basis", "ByCeiling", "Decisions", "Items", "Unplanned"]
+
+_UNPLANNED_COPIES = 2  # in flight at once, each way, while nothing is known
+
+Items = Sequence[weakref.ref[Item]]  # of a course, in the order of saving
+
+
+class Basis(Enum):
+    """What the decisions of a forward come from."""
+
+    PLAN = "its plan"
+    SIMILAR = "the plan of a forward with other sizes"
+    NOTHING = "nothing: it is the first of its kind"
+
+
+class Decisions(Protocol):
+    """What a course asks, in the order of events."""
+
+    basis: Basis
+
+    def leaves(self, item: Item) -> bool:
+        """Whether its copy out begins now that it is saved."""
+
+    def to_let_go(self, item: Item) -> Iterable[Item]:
+        """Whose device memory goes now that the item is saved; those whose copy has not begun are copied first."""
+
+    def to_send_for(self, item: Item, backward_round: int) -> Iterable[Item]:
+        """What is sent for now that backward uses the item."""
+
+
+class AsPlanned:
+    """Every item is the one that the plan has at its index."""
+
+    basis = Basis.PLAN
+
+    def __init__(self, plan: ActivationPlan, items: Items) -> None:
+        self._plan = plan
+        self._items = items
+
+    def leaves(self, item: Item) -> bool:
+        """As `Decisions`."""
+        return item.index in self._plan.offloaded
+
+    def to_let_go(self, item: Item) -> Iterable[Item]:
+        """As `Decisions`."""
+        return self._present(self._plan.releases[item.index])
+
+    def to_send_for(self, item: Item, backward_round: int) -> Iterable[Item]:
+        """As `Decisions`."""
+        position = self._plan.position_of_use.get(item.index)
+        return () if position is None else self._present(self._plan.reloads[position])
+
+    def _present(self, indices: Iterable[int]) -> Iterable[Item]:
+        return [item for index in indices if (item := self._items[index]()) is not None]
+
+
+class Unplanned:
+    """Everything leaves at once, a few at a time."""
+
+    basis = Basis.NOTHING
+
+    def __init__(self, items: Items) -> None:
+        self._items = items
+
+    def leaves(self, item: Item) -> bool:
+        """As `Decisions`."""
+        return True
+
+    def to_let_go(self, item: Item) -> Iterable[Item]:
+        """As `Decisions`."""
+        leaving = [other for ref in self._items if (other := ref()) is not None and other.place is Place.LEAVING]
+        return [other for other in leaving[:-_UNPLANNED_COPIES] if other.is_alone]
+
+    def to_send_for(self, item: Item, backward_round: int) -> Iterable[Item]:
+        """As `Decisions`."""
+        found: list[Item] = []
+        for ref in reversed(self._items[: item.index]):
+            other = ref()
+            if other is not None and other.place is not Place.HERE and other.round != backward_round:
+                found.append(other)
+                if len(found) == _UNPLANNED_COPIES:
+                    break
+        return found
+
+
+class ByCeiling:
+    """Keeps to the ceiling of a plan that was made for other sizes; without `budget_bytes`, in proportion to the sizes.
+
+    `items`: of the course, of which so many as there are now were saved as planned.
+    """
+
+    basis = Basis.SIMILAR
+
+    def __init__(self, plan: ActivationPlan, items: Items) -> None:
+        problem = plan.problem
+        count = len(items)
+        self._plan = plan
+        self._items = items
+        self._planned_bytes = [0, *itertools.accumulate(saved.nbytes for saved in problem.saved)]  # before each save
+        self._saved_bytes = self._planned_bytes[count]
+        self._sent_bytes = sum(problem.saved[index].nbytes for index in plan.offloaded if index < count)
+        self._largest_bytes = max((saved.nbytes for saved in problem.saved[:count]), default=0)
+        self._here = dict(enumerate(items))  # by index; some may be gone by now
+        self._round = -1
+        self._next = 0  # items from here on were sent for in this round, or need not be
+
+    def leaves(self, item: Item) -> bool:
+        """As `Decisions`. The earliest saved do, until what stays fits under the ceiling."""
+        self._here[item.index] = weakref.ref(item)
+        self._saved_bytes += item.nbytes
+        self._largest_bytes = max(self._largest_bytes, item.nbytes)
+        staying_bytes = self._scale * self._plan.problem.nbytes - self._sent_bytes
+        return staying_bytes + self._largest_bytes > self._forward_ceiling_bytes and self._sends(item)
+
+    def to_let_go(self, item: Item) -> Iterable[Item]:
+        """As `Decisions`. Room is made for the next one too, whatever it is."""
+        problem = self._plan.problem
+        here = self._present()
+        over_bytes = sum(other.nbytes for other in here) + self._largest_bytes - self._forward_ceiling_bytes
+        leaving = sum(other.place is Place.LEAVING for other in here)
+        crowd = 0 if problem.most_in_flight is None else leaving - problem.most_in_flight
+        found = []
+        for other in here:
+            if over_bytes <= 0 and crowd <= 0:
+                break
+            if not other.is_alone:
+                continue
+            late = problem.budget_bytes is not None and over_bytes > 0  # compute waits for a copy that begins only now
+            if other.place is Place.LEAVING or (late and self._sends(other)):
+                found.append(other)
+                over_bytes -= other.nbytes
+                crowd -= 1
+        return found
+
+    def to_send_for(self, item: Item, backward_round: int) -> Iterable[Item]:
+        """As `Decisions`."""
+        if backward_round != self._round:
+            self._round, self._next = backward_round, item.index
+        self._next = min(self._next, item.index)
+        self._here[item.index] = weakref.ref(item)
+        here_bytes = sum(other.nbytes for other in self._present())
+        found: list[Item] = []
+        while self._next > 0:
+            other = self._items[self._next - 1]()
+            if other is not None and other.place is Place.AWAY and other.round != backward_round:
+                here_bytes += other.nbytes
+                if here_bytes > self._ceiling_bytes:
+                    break
+                self._here[other.index] = weakref.ref(other)
+                found.append(other)
+            self._next -= 1
+        return found
+
+    @property
+    def _scale(self) -> float:
+        """How many times the planned bytes there are, by what was saved so far."""
+        return self._saved_bytes / self._planned_bytes[min(len(self._items), len(self._planned_bytes) - 1)]
+
+    @property
+    def _ceiling_bytes(self) -> float:
+        budget_bytes = self._plan.problem.budget_bytes
+        return self._scale * self._plan.peak_bytes if budget_bytes is None else budget_bytes
+
+    @property
+    def _forward_ceiling_bytes(self) -> float:
+        return 0 if self._plan.problem.all_leave else self._ceiling_bytes
+
+    def _sends(self, item: Item) -> bool:
+        """Whether it may leave; then it is counted among those that do."""
+        problem = self._plan.problem
+        most_bytes = problem.nbytes if problem.offload_bytes is None else problem.offload_bytes
+        if most_bytes < problem.nbytes and self._sent_bytes + item.nbytes > self._scale * most_bytes:
+            return False
+        self._sent_bytes += item.nbytes
+        return True
+
+    def _present(self) -> list[Item]:
+        """What is on the device, in the order of saving."""
+        found = {index: item for index in sorted(self._here) if (item := self._here[index]()) is not None}
+        self._here = {index: self._here[index] for index, item in found.items() if item.memory is not None}
+        return [found[index] for index in self._here]

@@ -1,0 +1,95 @@
+"""Do forwards whose sizes nobody planned for keep to the ceiling of a plan, and give the same results?"""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import millrace
+from tests.activations.models import SAVED_BYTES, Layer, Stack, assert_same, results, rows
+from tests.matrix.compare import Allocations, is_counted
+
+LAYERS = 12
+CEILING_BYTES = 8 * SAVED_BYTES  # at least three of the largest: what is computed now cannot leave
+FORWARDS = 10
+SLACK_BYTES = 32 << 10  # not saved, or rounded by the allocator
+
+
+class Experts(nn.Module):
+    """Each row goes to one of four experts, another one at every step; one without rows is not called."""
+
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.ModuleList(Layer() for _ in range(4)) for _ in range(layers))
+
+    def forward(self, x: Tensor, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        for experts in self.layers:
+            chosen = torch.randint(1 + seed % 4, (len(x),), generator=generator)
+            parts = []
+            for index, expert in enumerate(experts):  # type: ignore[arg-type]
+                places = torch.where(chosen == index)[0].to(x.device)
+                if len(places):
+                    parts.append(expert(x[places]))
+            x = torch.cat(parts)
+        return x
+
+
+def random_lengths(model: nn.Module, device: torch.device, index: int) -> Tensor:
+    return model(rows(device, index, count=random.Random(index).randrange(32, 160)))  # type: ignore[no-any-return]
+
+
+def random_experts(model: nn.Module, device: torch.device, index: int) -> Tensor:
+    return model(rows(device, index), index)  # type: ignore[no-any-return]
+
+
+def grows(model: nn.Module, device: torch.device, index: int) -> Tensor:
+    return model(rows(device, index, count=32 + 16 * index))  # type: ignore[no-any-return]
+
+
+def shrinks(model: nn.Module, device: torch.device, index: int) -> Tensor:
+    return grows(model, device, FORWARDS - index)
+
+
+Call = Callable[[nn.Module, torch.device, int], Tensor]
+KINDS: list[tuple[Callable[[], nn.Module], Call]] = [
+    (lambda: Stack(LAYERS), random_lengths),
+    (lambda: Stack(LAYERS), grows),
+    (lambda: Stack(LAYERS), shrinks),
+    (Experts, random_experts),
+]
+
+
+def run(model: nn.Module, call: Call, device: torch.device, index: int) -> tuple[list[Tensor], int, int]:
+    """Results of a step, the device bytes after its forward, and the most that it took."""
+    model.zero_grad()
+    allocations = Allocations(device)
+    loss = call(model, device, index).sum()
+    allocations.forward_done(0)
+    loss.backward()
+    return results(model, loss), allocations.after_forward_bytes[0], allocations.peak_bytes
+
+
+@pytest.mark.emu("random:0", "lazy")
+@pytest.mark.parametrize(("make", "call"), KINDS, ids=[call.__name__ for _, call in KINDS])
+@pytest.mark.parametrize("ceiling", [CEILING_BYTES, None])
+def test_sizes_that_change(
+    make: Callable[[], nn.Module], call: Call, ceiling: int | None, compute_device: torch.device
+) -> None:
+    plain, model = make().to(compute_device), make().to(compute_device)
+    with millrace.offload_activations(model, min_bytes=0, device_memory=ceiling) as handle:
+        for index in range(FORWARDS):
+            expected, plain_bytes, plain_peak_bytes = run(plain, call, compute_device, index)
+            got, after_forward_bytes, peak_bytes = run(model, call, compute_device, index)
+            assert_same(got, expected)
+            assert peak_bytes <= plain_peak_bytes
+            if ceiling is not None and index > 0 and is_counted(compute_device):
+                assert after_forward_bytes <= min(plain_bytes, CEILING_BYTES + SLACK_BYTES)
+        stats = handle.stats()
+        assert stats.host_held_bytes == 0
+        assert stats.recorded_forwards == 1
+        assert stats.similar_forwards > 0
+        assert stats.offloads > 0
