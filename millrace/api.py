@@ -229,6 +229,9 @@ class Offloaded:
     def stats(self) -> Stats:
         """What was moved and held since the beginning or the last `reset_stats()`. Waits for what is under way."""
         stall_seconds, compute_seconds = self._meter.seconds()
+        if self.activations is not None:  # whose waits are within the visits
+            waited_seconds = min(compute_seconds, self.activations.stats().stall_seconds)
+            stall_seconds, compute_seconds = stall_seconds + waited_seconds, compute_seconds - waited_seconds
         return Stats(
             device_peak_bytes=self._ledger.budgeted_peak_bytes,
             device_budget_bytes=self._budgets.device_bytes,
@@ -263,11 +266,11 @@ class Offloaded:
             RunRecord(
                 device=str(self._config.device),
                 stats=dataclasses.asdict(self.stats()),
-                spans=tuple(self._meter.spans(() if self.activations is None else self.activations.moved())),
+                spans=tuple(self._meter.spans(*(() if self.activations is None else self.activations.moved()))),
                 samples=tuple(self._meter.samples()),
                 planned=None if self.plan is None else Planned(**dataclasses.asdict(self.plan.predicted)),
                 rates=probed_rates(self._config.device),
-                activations="" if self.activations is None else self.activations.report(),
+                activations="" if self.activations is None else self.activations.summary(),
             )
         )
 

@@ -1,15 +1,28 @@
 """What did activations move, and how long did compute wait for them?"""
 
 from collections import Counter, deque
+from typing import NamedTuple
 
 from millrace.activations.decisions import Basis
-from millrace.engine.meter import LaneUse, LinkSpeed, Moved
+from millrace.engine.meter import LaneUse, LinkSpeed, Moved, Waited, spans_of
+from millrace.report.record import Span
+from millrace.report.waits import cut_by
 from millrace.runtime.lanes import Lane, Lanes, LateTransfer, Tick, Transfer
 
 __all__ = ["ActivationMeter"]
 
-_REMEMBERED_COPIES = 512  # of each direction: from these the link's speed is taken
+_REMEMBERED = 512  # copies of each direction, from which the link's speed is taken; and waits
 _UNREAD_WAITS = 256
+_REMEMBERED_PASSES = 64
+_BACKWARD = "backward"
+
+
+class _Pass(NamedTuple):
+    """A forward or a backward."""
+
+    name: str
+    begun: Tick
+    done: Tick
 
 
 class ActivationMeter:
@@ -19,7 +32,11 @@ class ActivationMeter:
         self._lanes = lanes
         self.lane_use = lane_use
         self._waits: deque[tuple[Tick, Tick]] = deque()
-        self._copies: dict[Lane, deque[Moved]] = {lane: deque(maxlen=_REMEMBERED_COPIES) for lane in Lane}
+        self._last_waits: deque[Waited] = deque(maxlen=_REMEMBERED)
+        # Since the first forward after a backward; and what came before that, up to the backward.
+        self._passes: deque[_Pass] = deque(maxlen=_REMEMBERED_PASSES)
+        self._last_passes: tuple[_Pass, ...] = ()
+        self._copies: dict[Lane, deque[Moved]] = {lane: deque(maxlen=_REMEMBERED) for lane in Lane}
         self.spill_seconds_per_byte = self.fetch_seconds_per_byte = 0.0  # the best that was seen; 0: no disk
         self.reset()
 
@@ -58,9 +75,22 @@ class ActivationMeter:
         self.fetch_bytes += nbytes
         self.fetch_seconds_per_byte = min(self.fetch_seconds_per_byte or seconds / nbytes, seconds / nbytes)
 
-    def waited(self, asked: Tick, began: Tick) -> None:
-        """Compute was told to wait between these moments."""
+    def forward_ended(self, begun: Tick, basis: Basis) -> None:
+        """A forward that began then is over."""
+        self.forwards[basis] += 1
+        if self._passes and self._passes[-1].name == _BACKWARD:
+            self._last_passes = tuple(self._passes)
+            self._passes.clear()
+        self._passes.append(_Pass("forward", begun, self._lanes.tick()))
+
+    def backward_ended(self, begun: Tick) -> None:
+        """A backward whose first use was then is over."""
+        self._passes.append(_Pass(_BACKWARD, begun, self._lanes.tick()))
+
+    def waited(self, asked: Tick, began: Tick, lane: Lane, name: str) -> None:
+        """Compute was told to wait between these moments, for the copy of an activation of the module `name`."""
         self._waits.append((asked, began))
+        self._last_waits.append(Waited(lane, _described(name), asked, began))
         while len(self._waits) > _UNREAD_WAITS:
             self._read()
 
@@ -82,9 +112,33 @@ class ActivationMeter:
         """The last copies each way."""
         return [copy for copies in self._copies.values() for copy in copies]
 
+    def last_waits(self) -> list[Waited]:
+        """The last waits, whether or not they took any time."""
+        return list(self._last_waits)
+
+    def spans(self) -> list[Span]:
+        """The last forwards and backwards, their stalls, and the copies since their beginning. Waits for them."""
+        passes = self._passes if self._passes and self._passes[-1].name == _BACKWARD else self._last_passes
+        if not passes:
+            return []
+        first = passes[0].begun
+        waits = [wait.since(first, self._lanes) for wait in self._last_waits]
+        spans: list[Span] = []
+        reached = 0.0
+        for name, begun, done in passes:
+            begin, end = (self._lanes.seconds(first, tick) for tick in (begun, done))
+            if end > reached:  # not within the one before
+                spans += cut_by(waits, name, max(begin, reached), end)
+                reached = end
+        return spans + spans_of(self.moved(), first, self._lanes)
+
     def _keep(self, transfer: Transfer | LateTransfer, name: str) -> None:
-        what = f"activation of {name}" if name else "activation"
-        self._copies[transfer.lane].append(Moved(transfer.lane, what, transfer.nbytes, transfer.begun, transfer.done))
+        copy = Moved(transfer.lane, _described(name), transfer.nbytes, transfer.begun, transfer.done)
+        self._copies[transfer.lane].append(copy)
 
     def _read(self) -> None:
         self._stall_seconds += self._lanes.seconds(*self._waits.popleft())
+
+
+def _described(name: str) -> str:
+    return f"activation of {name}" if name else "activation"

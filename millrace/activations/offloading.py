@@ -18,12 +18,12 @@ from millrace.activations.targets import check_targets, chosen_layers, chosen_mo
 from millrace.activations.watched import make_watched, unwatch, watcher_of
 from millrace.config import ActivationConfig, Size
 from millrace.engine.managed import site_of
-from millrace.engine.meter import LaneUse, Moved
+from millrace.engine.meter import LaneUse, Moved, Waited
 from millrace.errors import StateError
 from millrace.memory.disk import DiskStore
 from millrace.memory.ledger import Ledger, Tier
 from millrace.planning import ActivationPlan
-from millrace.report.activations import ActivationStats
+from millrace.report import ActivationStats, Report, RunRecord
 from millrace.runtime.device import resolve_device
 from millrace.runtime.host import available_host_bytes
 from millrace.runtime.lanes import Lanes, open_lanes
@@ -169,22 +169,37 @@ class ActivationOffloading:
             recorded_forwards=meter.forwards[Basis.NOTHING],
         )
 
-    def moved(self) -> list[Moved]:
-        """The last copies each way, for a timeline."""
-        return self._meter.moved()
+    def moved(self) -> tuple[list[Moved], list[Waited]]:
+        """The last copies each way, and the last waits for them: for a timeline."""
+        return self._meter.moved(), self._meter.last_waits()
 
     def reset_stats(self) -> None:
         """Counters and peaks start anew."""
         self._meter.reset()
         self._ledger.reset_peaks()
 
-    def report(self) -> str:
+    def summary(self) -> str:
         """The stats as text, and what the plan advises."""
         text = self.stats().to_text()
         plan = self.plan
         if plan is not None and plan.beyond_bytes:
             text += "\n" + ActivationStats.advice(plan.beyond_bytes, plan.recompute)
         return text
+
+    def report(self) -> Report:
+        """The summary, and the last forwards with their backwards lane by lane: `print` it, or see its `to_html`,
+        `to_png` and `to_trace` (Perfetto). With weights, `report()` of their handle shows both."""
+        return Report(
+            RunRecord(
+                device=str(self._lanes.device),
+                stats={},
+                spans=tuple(self._meter.spans()),
+                samples=(),
+                planned=None,
+                rates={},
+                activations=self.summary(),
+            )
+        )
 
     # control ----------------------------------------------------------------------------------------------------------
     def remove(self) -> None:

@@ -105,6 +105,7 @@ class Passes:
     def _end_backward(self, backward: "_Backward", completed: bool) -> None:
         if self._backwards.pop(backward.task, None) is None:
             return
+        self.meter.backward_ended(backward.begun)
         self.stash.settle()
         for course in backward.courses:
             course.end_backward()
@@ -129,6 +130,7 @@ class Forward:
         self._course = course
         self._entry = entry
         self._saving = saving
+        self._begun = passes.stash.lanes.tick()
 
     def enter(self) -> None:
         """A call of the model begins: a backward within it is a part of this forward."""
@@ -162,7 +164,7 @@ class Forward:
         with self._passes.stash.lock:
             if completed:
                 self._course.end_forward()
-            self._passes.meter.forwards[self._course.basis] += 1
+            self._passes.meter.forward_ended(self._begun, self._course.basis)
             if self._course.strayed:
                 self._passes.book.strayed(self._entry)
 
@@ -184,6 +186,7 @@ class _Backward:
         self.passes = passes
         self.task = task
         self.round = number
+        self.begun = passes.stash.lanes.tick()
         self.courses: dict[Course, None] = {}  # whose items it has used
 
 

@@ -73,7 +73,7 @@ class Stash:
         """Compute waits for the copy to the host, then the device memory goes."""
         if item.leaving is None:
             return
-        self._wait(item.leaving.done)
+        self._wait(item.leaving.done, Lane.OFFLOAD, item.name)
         item.leaving = item.memory = None
         self.ledger.add(Tier.DEVICE, PURPOSE, -item.nbytes)
 
@@ -92,7 +92,7 @@ class Stash:
         """Compute waits for the copy back."""
         if item.arriving is not None:
             transfer = item.arriving
-            self._wait(transfer.done)
+            self._wait(transfer.done, Lane.ONLOAD, item.name)
             item.arriving = None
             item.note_version()
             self.meter.arrived(transfer, item.name)
@@ -112,10 +112,10 @@ class Stash:
             item.memory = None
             self.ledger.add(Tier.DEVICE, PURPOSE, -item.nbytes)
 
-    def _wait(self, event: Event) -> None:
+    def _wait(self, event: Event, lane: Lane, name: str) -> None:
         asked = self.lanes.tick()
         self.streams.wait(event)
-        self.meter.waited(asked, self.lanes.tick())
+        self.meter.waited(asked, self.lanes.tick(), lane, name)
 
     # the host's side, which the disk tier does in its own way ---------------------------------------------------------
     def _slab_for(self, item: Item) -> Slab | None:

@@ -64,8 +64,10 @@ def tables(report: Report) -> "list[Table]":
     from rich.table import Table
 
     counters = Table(title="run", show_header=False)
-    for name, value in Stats(**report.record.stats).rows():
+    for name, value in Stats(**report.record.stats).rows() if report.record.stats else ():
         counters.add_row(name, value)
+    for line in report.record.activations.splitlines():
+        counters.add_row(*line.split("  ", maxsplit=1))
     if not report.record.spans:
         return [counters]
     step = Table(title="last step", show_header=False)

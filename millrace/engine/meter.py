@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -11,9 +11,10 @@ from millrace.memory.disk import Access, DiskLog
 from millrace.memory.ledger import Ledger, Tier
 from millrace.planning import Phase
 from millrace.report.record import Sample, Span
+from millrace.report.waits import Wait, cut_by
 from millrace.runtime.lanes import Lane, Lanes, LateTransfer, Tick, Transfer
 
-__all__ = ["LaneUse", "LinkSpeed", "Meter", "Moved", "Timing", "VisitRecord"]
+__all__ = ["LaneUse", "LinkSpeed", "Meter", "Moved", "Timing", "VisitRecord", "Waited", "spans_of"]
 
 
 class Moved(NamedTuple):
@@ -24,6 +25,29 @@ class Moved(NamedTuple):
     nbytes: int
     begun: Tick
     done: Tick
+
+
+class Waited(NamedTuple):
+    """Compute waited between two ticks, for a copy."""
+
+    lane: Lane
+    what: str
+    asked: Tick
+    began: Tick
+
+    def since(self, first: Tick, lanes: Lanes) -> Wait:
+        """In seconds from a tick on; waits until they are known."""
+        return Wait(lanes.seconds(first, self.asked), lanes.seconds(self.asked, self.began), self.lane.value, self.what)
+
+
+def spans_of(copies: Iterable[Moved], first: Tick, lanes: Lanes) -> list[Span]:
+    """Those copies that began after a tick, counted from there; waits for them."""
+    begins = [(lanes.seconds(first, copy.begun), copy) for copy in copies]
+    return [
+        Span(lane.value, lane.value, begin, lanes.seconds(begun, done), nbytes, what)
+        for begin, (lane, what, nbytes, begun, done) in begins
+        if begin >= 0
+    ]
 
 
 @dataclass
@@ -158,25 +182,22 @@ class Meter:
         held = self._ledger.held_bytes
         return Sample(0.0, held(Tier.DEVICE), held(Tier.HOST), held(Tier.DISK), time.time_ns())
 
-    def spans(self, others: Sequence[Moved] = ()) -> list[Span]:
-        """The last cycle and the copies since its beginning, of `others` too. Waits for them."""
+    def spans(self, others: Sequence[Moved] = (), waits: Sequence[Waited] = ()) -> list[Span]:
+        """The last cycle and the copies since its beginning, of `others` too, with their `waits`. Waits for them."""
         if self.last_cycle is None:
             return []
         visits, end = self.last_cycle
         first = visits[0].asked
+        stood = [wait.since(first, self._lanes) for wait in waits]
         spans: list[Span] = []
         for visit, timing in zip(visits, self.timings(visits, end), strict=True):
             begin = self._lanes.seconds(first, visit.asked)
             name = f"{visit.name} {visit.phase.value}"
             if timing.stall_seconds > 0:
                 spans.append(Span("compute", "stall", begin, timing.stall_seconds, what=name))
-            spans.append(Span("compute", name, begin + timing.stall_seconds, timing.compute_seconds))
-        for lane, what, nbytes, begun, done in (*self.last_transfers, *others):
-            begin = self._lanes.seconds(first, begun)
-            if begin >= 0:
-                seconds = self._lanes.seconds(begun, done)
-                spans.append(Span(lane.value, lane.value, begin, seconds, nbytes, what))
-        return spans + self._disk_spans(first)
+            begin += timing.stall_seconds
+            spans += cut_by(stood, name, begin, begin + timing.compute_seconds)
+        return [*spans, *spans_of((*self.last_transfers, *others), first, self._lanes), *self._disk_spans(first)]
 
     def _disk_spans(self, first: Tick) -> list[Span]:
         """What the drive did since the host began the last cycle, counted from the tick of its first visit."""

@@ -20,7 +20,10 @@ VERSION = 2
 
 
 class Span(NamedTuple):
-    """Something that took `seconds` on a lane; `what` was copied, or waited."""
+    """Something that took `seconds` on a lane; `what` was copied, or waited.
+
+    `waited_lane`, `waited_for`: the copy that a stall waited for, where that is known and need not be found by its end.
+    """
 
     lane: str
     name: str
@@ -28,6 +31,8 @@ class Span(NamedTuple):
     seconds: float
     nbytes: int = 0
     what: str = ""
+    waited_lane: str = ""
+    waited_for: str = ""
 
 
 class Sample(NamedTuple):
@@ -64,7 +69,7 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One run. `stats`: the counters by name; `activations`: what offloaded activations come to, in words.
+    """One run. `stats`: the counters by name, none where activations alone are offloaded; `activations`: in words.
 
     `rates`: bytes per second of each lane when it was probed alone.
     """
@@ -124,7 +129,9 @@ class RunRecord:
             reads[what] = _Reads(own)
         found = []
         for span in self.spans:
-            if span.lane == "compute" and span.name == "stall":
+            if span.waited_lane:
+                found.append(Stall(span.what, span.seconds, span.waited_lane, span.waited_for))
+            elif span.lane == "compute" and span.name == "stall":
                 end = span.begin_seconds + span.seconds
                 place = bisect_right(ends, end + max(1e-6, 0.02 * span.seconds)) - 1
                 last = copies[place] if place >= 0 else None
@@ -152,7 +159,8 @@ class RunRecord:
             if fields.pop("version") != VERSION:
                 raise KeyError("version")
             planned = fields["planned"]
-            Stats(**fields["stats"])
+            if fields["stats"]:
+                Stats(**fields["stats"])
             _check_numbers(fields)
             return cls(
                 device=fields["device"],

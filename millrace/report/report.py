@@ -30,7 +30,7 @@ class Report:
 
     def to_text(self) -> str:
         """The counters, each beside its limit; the last step lane by lane, measured against planned and the floor."""
-        sections = [Stats(**self.record.stats).to_text()]
+        sections = [Stats(**self.record.stats).to_text()] if self.record.stats else []
         if self.record.activations:
             sections.append(self.record.activations.rstrip())
         if self.record.spans:

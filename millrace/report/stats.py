@@ -14,9 +14,10 @@ class Stats:
     `device_peak_bytes` counts what `device_budget_bytes` caps: the buffers of managed weights (resident, visiting and
     arriving) and managed buffers. `device_gradient_peak_bytes` are gradients on their way out, `host_bytes` all that
     the model's handle holds in host memory: not what optimizers do (`optimizer.held_bytes()`). `demand_onloads` came
-    too late to be hidden: nobody had foreseen them. `stall_seconds` is how long compute waited for the onload lane,
-    `compute_seconds` the rest of the visits' time. `onload_bytes` went to the device in `onloads` transfers,
-    `offload_bytes` are gradients that left it, `fetch_bytes` were read from disk and `spill_bytes` written there.
+    too late to be hidden: nobody had foreseen them. `stall_seconds` is how long compute waited for blocks and
+    activations, `compute_seconds` the rest of the visits' time. `onload_bytes` went to the device in `onloads`
+    transfers, `offload_bytes` are gradients that left it, `fetch_bytes` were read from disk and `spill_bytes` written
+    there.
     `steps` counts optimizer steps over managed parameters, `skipped_steps` those of them that changed nothing because
     gradients were not finite (with `max_grad_norm` of an optimizer of millrace), `not_finite_steps` those in which such
     an optimizer updated weights with gradients that were not.

@@ -1,5 +1,6 @@
 """Do copies hide behind compute, as the plan says? In virtual time, which is the same at every run."""
 
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 
 import millrace
+from millrace.cli.report import tables
+from millrace.report import Report, RunRecord
 from tests.activations.models import Stack
 
 WIDTH = 512
@@ -102,6 +105,43 @@ def test_slow_copies_leave_as_far_as_they_hide(slow_link: Any) -> None:
     assert plan is not None
     assert seconds <= 1.03 * plain
     assert LAYERS // 4 <= len(plan.offloaded) <= LAYERS // 2
+
+
+@pytest.mark.emu("lazy")
+@pytest.mark.parametrize("with_weights", [False, True])
+def test_the_report_says_which_copy_was_waited_for(slow_link: Any, with_weights: bool, tmp_path: Path) -> None:
+    slow_link(3.0)
+    settings: dict[str, Any] = {"min_bytes": 0, "all_leave": True}
+    model = Stack(LAYERS, Wide)
+    if with_weights:
+        handle: Any = millrace.offload(model, device="emu", device_memory="1GiB", activations=settings)
+    else:
+        handle = millrace.offload_activations(model.to("emu"), **settings)
+    with handle:
+        step_seconds(model)
+        handle.reset_stats()
+        seconds = step_seconds(model, 0, 1)
+        report = handle.report()
+        activations = handle.activations if with_weights else handle
+        stalled = activations.stats().stall_seconds
+        if with_weights:
+            assert abs(handle.stats().stall_seconds - stalled) <= 0.05 * stalled
+    record = report.record
+    assert abs(record.step_seconds - seconds) <= 0.05 * seconds
+    assert abs(record.stall_seconds("offload") + record.stall_seconds("onload") - stalled) <= 0.05 * stalled
+    assert record.compute_seconds + stalled <= 1.05 * seconds
+    assert stalled >= 0.4 * seconds
+    assert min(record.stall_seconds(lane) for lane in ("offload", "onload")) > 0.1 * seconds
+    assert all(stall.what.startswith("activation of layers.") for stall in record.stalls()[:LAYERS])
+    assert "compute waited" in str(report)
+    assert "activations offloaded" in str(report)
+    report.save(tmp_path / "run.json")
+    assert Report(RunRecord.from_json((tmp_path / "run.json").read_text())).to_text() == report.to_text()
+    assert sum(len(table.rows) for table in tables(report)) > 8
+    report.to_html(tmp_path / "run.html")
+    report.to_png(tmp_path / "run.png")
+    report.to_trace(tmp_path / "trace.json")
+    assert "activation of layers.3" in (tmp_path / "trace.json").read_text()
 
 
 @pytest.mark.emu("lazy")

@@ -160,7 +160,7 @@ def test_device_memory_goes_when_its_copy_is_done(emu_device: ModuleType, monkey
     let_go = Stash.let_go
 
     def altered(self, item):
-        self._wait, kept = (lambda event: None), self._wait
+        self._wait, kept = (lambda *_: None), self._wait
         try:
             let_go(self, item)
         finally:
