@@ -3,18 +3,20 @@
 A stall is the end of a chain: loads that follow each other on the lane without a break, from one that memory held back.
 Two things help: keep one of the chain's blocks, so that its load falls away (something else may have to go for it), or
 drop what filled the memory when the chain's first load was held back. The walk tries such changes at random (from a
-fixed seed: the same problem gets the same plan) and takes what is no worse than a threshold that falls to zero.
+fixed seed: the same problem gets the same plan) and takes what is no worse than a threshold that falls to zero. Of those
+that are equally fast it ends with the one that holds least.
 """
 
 from __future__ import annotations
 
 import random
 
-from millrace.planning.schedule import AHEAD, KEEP, LATE, Schedule, evaluate, occupy, profile, stalled_chains
+from millrace.planning.schedule import AHEAD, KEEP, LATE, Schedule, evaluate, occupy, peak_bytes, profile, stalled_chains
 from millrace.planning.tape import Tape
 
 _TOLERANCE = 0.05  # first threshold: how much worse than the current time a change may be,
 _TOLERANCE_SLOTS = 0.6  # and this over the number of slots: on a long tape one change matters less
+_EQUAL = 1e-4  # times that differ by less are the same: none is measured more exactly
 _ONE_MORE = 0.3  # how often a change is made of one more
 _LATE_SHARE = 0.4  # how often a load is placed late
 
@@ -92,6 +94,8 @@ class _Walk:
         self.held = profile(tape, self.choices)
         self.current = schedule
         self.best = schedule
+        self.best_peak = peak_bytes(tape, schedule)
+        self.fastest = schedule.seconds
         self.tolerance = 0.0
         self.index = {(gap.block, gap.end): index for index, gap in enumerate(tape.gaps)}
         self.covering: list[list[int]] = [[] for _ in range(tape.slots)]
@@ -116,9 +120,19 @@ class _Walk:
                 self._set(index, choice)
             return
         self.current = schedule
-        if (schedule.seconds, schedule.load_bytes) < (self.best.seconds, self.best.load_bytes):
-            self.best = schedule
+        self._rank(schedule)
         self._look()
+
+    def _rank(self, schedule: Schedule) -> None:
+        """The best is what holds and loads least of all that are as fast as the fastest."""
+        self.fastest = min(self.fastest, schedule.seconds)
+        limit = self.fastest * (1 + _EQUAL)
+        if schedule.seconds > limit or schedule is self.best:
+            return
+        best, peak = self.best, peak_bytes(self.tape, schedule)
+        order = (peak, schedule.load_bytes, schedule.seconds)
+        if best.seconds > limit or order < (self.best_peak, best.load_bytes, best.seconds):
+            self.best, self.best_peak = schedule, peak
 
     def _look(self) -> None:
         """Find the loads in stalled chains, and the slots in which memory held back the first of a chain."""
