@@ -97,8 +97,15 @@ def predict(
     return run_of(shape, work, Spread(), method, machine, budget_bytes)
 
 
-def compare(name: str, run: Run, seconds: float, handle: millrace.Offloaded) -> Row:
-    """Peak bytes as the ledger counted them, over what was predicted."""
+def compare(name: str, run: Run, handle: millrace.Offloaded, step: Callable[[], None]) -> Row:
+    """A settled step and its peak bytes, as the ledger counted them, over what was predicted.
+
+    The steps before it are not compared: the first pass, which is recorded, takes what its budget has.
+    """
+    seconds = settled_seconds(step)
+    handle.reset_stats()
+    step()
+    handle.synchronize()
     stats = handle.stats()
     held = {(item.place, item.purpose): item.nbytes for item in run.tiers.held}
     gradients = held.get((Place.DEVICE, "gradients"))
@@ -124,8 +131,8 @@ def weights_rows() -> Iterator[Row]:
         budget_bytes = budget_blocks * max(sum(p.nbytes for p in layer.parameters()) for layer in model.layers)
         run = predict(model, hardware(bandwidth), mode, budget_bytes, work)
         with millrace.offload(model, device="emu", device_memory=budget_bytes, blocks=[model.layers]) as handle:
-            seconds = settled_seconds(_step(model, mode))
-            yield compare(f"{kind} {mode}, load/compute {ratio}, {budget_blocks} blocks", run, seconds, handle)
+            name = f"{kind} {mode}, load/compute {ratio}, {budget_blocks} blocks"
+            yield compare(name, run, handle, _step(model, mode))
         gc.collect()
 
 
@@ -238,8 +245,7 @@ def llama_rows() -> Iterator[Row]:
                 optimizer.step()
                 optimizer.zero_grad()
 
-            seconds = settled_seconds(step)
-            yield compare(f"llama training, {memory}, link {bandwidth / 1e9:g} GB/s", run, seconds, handle)
+            yield compare(f"llama training, {memory}, link {bandwidth / 1e9:g} GB/s", run, handle, step)
         gc.collect()
 
 

@@ -3,15 +3,25 @@
 A stall is the end of a chain: loads that follow each other on the lane without a break, from one that memory held back.
 Two things help: keep one of the chain's blocks, so that its load falls away (something else may have to go for it), or
 drop what filled the memory when the chain's first load was held back. The walk tries such changes at random (from a
-fixed seed: the same problem gets the same plan) and takes what is no worse than a threshold that falls to zero. Of those
-that are equally fast it ends with the one that holds least.
+fixed seed: the same problem gets the same plan) and takes what is no worse than a threshold that falls to zero. Of
+those that are equally fast it ends with the one that holds least.
 """
 
 from __future__ import annotations
 
 import random
 
-from millrace.planning.schedule import AHEAD, KEEP, LATE, Schedule, evaluate, occupy, peak_bytes, profile, stalled_chains
+from millrace.planning.schedule import (
+    AHEAD,
+    KEEP,
+    LATE,
+    Schedule,
+    evaluate,
+    occupy,
+    peak_bytes,
+    profile,
+    stalled_chains,
+)
 from millrace.planning.tape import Tape
 
 _TOLERANCE = 0.05  # first threshold: how much worse than the current time a change may be,

@@ -12,7 +12,8 @@ from millrace.planning.cost.collectives import collective_seconds, tensor_second
 from millrace.planning.cost.forecast import run_of
 from millrace.planning.cost.lanes import CostLane
 from millrace.planning.cost.shape import BlockShape, ModelShape
-from millrace.planning.cost.step import BlockTraffic, StepForecast, forecast_step
+from millrace.planning.cost.step import StepForecast, forecast_step
+from millrace.planning.cost.traffic import BlockTraffic
 from tests.cost.conftest import LLAMA_8B
 from tests.cost.test_step import FAST
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from millrace.planning import Phase, Problem, Visit, make_plan
 from millrace.planning.cost import Hardware, Overlap
 from millrace.planning.cost.lanes import CostLane, Task, run_lanes
-from millrace.planning.cost.step import BlockTraffic, forecast_step
+from millrace.planning.cost.step import forecast_step
+from millrace.planning.cost.traffic import BlockTraffic
 
 FAST = Hardware(
     name="fast",
@@ -69,6 +70,24 @@ def test_state_on_disk_is_the_slower_direction() -> None:
     assert forecast.moved_bytes[CostLane.FETCH] == forecast.moved_bytes[CostLane.SPILL] == 30 * 10**9
     assert forecast.busy_seconds[CostLane.SPILL] == pytest.approx(120)
     assert forecast.seconds == pytest.approx(120)  # writes go on beside the next step, and are the slowest
+
+
+def test_activations_leave_and_come_back_in_every_micro_batch() -> None:
+    """Copies of 1.5 s behind forwards of 1 s: two layers may be on the device, so the third waits for the first."""
+    forward = [Visit(blocks=(b,), compute_seconds=1.0) for b in range(4)]
+    backward = [Visit(blocks=(b,), phase=Phase.BACKWARD, compute_seconds=2.0) for b in reversed(range(4))]
+    problem = Problem(
+        block_bytes=(1,) * 4,
+        load_seconds=(0.0,) * 4,
+        visits=(*forward, *backward) * 2,
+        budget_bytes=4,
+        residents=frozenset(range(4)),
+    )
+    traffic = [BlockTraffic(activation_bytes=1_500_000_000)] * 3 + [BlockTraffic()]
+    forecast = forecast_step(make_plan(problem), traffic, FAST)
+    assert forecast.moved_bytes[CostLane.OFFLOAD] == forecast.moved_bytes[CostLane.ONLOAD] == 2 * 3 * 1_500_000_000
+    # Out: 1 to 2.5, 2.5 to 4, 4 to 5.5. Layer 2 begins at 2.5 and layer 3 at 4; then 8 s, behind which all come back.
+    assert forecast.seconds == pytest.approx(2 * (5 + 8))
 
 
 def test_stalls_name_who_waited_for_whom() -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from millrace.planning.cost.collectives import changes, collective_seconds
 from millrace.planning.cost.formulas import break_even_tokens
 from millrace.planning.cost.hardware import Hardware
-from millrace.planning.cost.shape import BlockKind, ModelShape
-from millrace.planning.cost.tiers import block_seconds, recompute_seconds
+from millrace.planning.cost.shape import ModelShape
+from millrace.planning.cost.tiers import block_seconds, leaving_layers, recompute_seconds
 from millrace.planning.cost.work import Activations, Method, Place, Spread, Training, Work
 
 __all__ = ["Floors", "floors_of", "hiding_tokens"]
@@ -70,9 +70,9 @@ def floors_of(
         if method.state is Place.DISK:
             state = (work.master_bytes + work.state_bytes) * trained
             fetch, spill = fetch + state, spill + state
-    if method.activations is Activations.SPILLED and work.training is not Training.NONE:
-        layers = (block for block in shape.blocks if block.kind is BlockKind.LAYER)
-        saved = work.micro_batches * sum(block.activation_bytes(work.tokens) for block in layers)
+    if method.activations is Activations.SPILLED:
+        leaving = leaving_layers(shape, work, method)
+        saved = work.micro_batches * sum(shape.blocks[index].activation_bytes(work.tokens) for index in leaving)
         fetch, spill = fetch + saved, spill + saved
     if work.training is not Training.NONE and method.state is Place.DEVICE:
         compute += work.update_bytes * shape.trainable / spread.state_shards / hardware.device_bytes_per_second

@@ -9,8 +9,9 @@ from millrace.planning.cost.collectives import changes, gather_seconds, pass_on_
 from millrace.planning.cost.floors import Floors, floors_of
 from millrace.planning.cost.hardware import Hardware
 from millrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
-from millrace.planning.cost.step import BlockTraffic, StepForecast, forecast_step
-from millrace.planning.cost.tiers import Tiers, block_seconds, recompute_seconds, tiers_of
+from millrace.planning.cost.step import StepForecast, forecast_step
+from millrace.planning.cost.tiers import Tiers, block_seconds, leaving_layers, recompute_seconds, tiers_of
+from millrace.planning.cost.traffic import BlockTraffic
 from millrace.planning.cost.work import Activations, Method, Place, Spread, Training, Work
 from millrace.planning.plan import Plan
 from millrace.planning.planner import make_plan
@@ -78,15 +79,16 @@ def run_of(
     seconds = []
     talking = visit_seconds(shape, work, spread, method, hardware)
     gathers = [gather_seconds(block, spread, hardware) for block in shape.blocks]
+    leaving = leaving_layers(shape, work, method)
     traffic = [
         replace(
-            _traffic(block, work, spread, method),
+            _traffic(block, work, spread, method, leaves=index in leaving),
             load_bytes=block.weight_bytes // spread.weight_shards,
             gather_seconds=gather,
             reduce_seconds=reduce_seconds(block, work, spread, hardware),
             pass_on_seconds=pass_on_seconds(block, work, spread, hardware),
         )
-        for block, gather in zip(shape.blocks, gathers, strict=True)
+        for index, (block, gather) in enumerate(zip(shape.blocks, gathers, strict=True))
     ]
     for batches in {1, count}:
         plan = make_plan(_problem(shape, work, spread, method, share, tiers.streaming_bytes, batches, talking, gathers))
@@ -174,9 +176,8 @@ def _load_seconds(nbytes: int, gather: float, spread: Spread, method: Method, sh
     return max(seconds, shard / share.disk_read_bytes_per_second) if method.weights is Place.DISK else seconds
 
 
-def _traffic(block: BlockShape, work: Work, spread: Spread, method: Method) -> BlockTraffic:
-    leaves = method.activations in (Activations.OFFLOADED, Activations.SPILLED) and block.kind is BlockKind.LAYER
-    activations = round(block.activation_bytes(work.tokens)) if leaves and work.training is not Training.NONE else 0
+def _traffic(block: BlockShape, work: Work, spread: Spread, method: Method, *, leaves: bool) -> BlockTraffic:
+    activations = round(block.activation_bytes(work.tokens)) if leaves else 0
     spills = method.activations is Activations.SPILLED
     shard = block.weight_bytes // spread.weight_shards
     fetched = shard if method.weights is Place.DISK else 0

@@ -14,8 +14,8 @@ from millrace.planning.cost.formulas import codec_cores, wear_steps
 from millrace.planning.cost.hardware import Hardware
 from millrace.planning.cost.lanes import CostLane
 from millrace.planning.cost.shape import ModelShape
-from millrace.planning.cost.step import Overlap
 from millrace.planning.cost.tiers import Tiers
+from millrace.planning.cost.traffic import Overlap
 from millrace.planning.cost.work import Method, Spread, Work
 
 __all__ = ["RunPlan", "plan_run"]

@@ -1,55 +1,23 @@
 """How long does one step take, lane by lane? The planner's schedule of visits, with all else that moves, on the lanes.
 
-What the executor does is laid out as tasks (`lanes.py`): each visit's compute, the loads that the plan issues there,
-gradients and activations that leave, the update, and the disk's reads and writes. Some steps are run one behind the
-other; the last one is the answer.
+What the executor does is laid out as tasks (`graph.py`), which run on lanes (`lanes.py`). Some steps are run one
+behind the other; the last one is the answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
+from millrace.planning.cost.graph import StepGraph
 from millrace.planning.cost.hardware import Hardware
 from millrace.planning.cost.lanes import CostLane, Span, Task, run_lanes
+from millrace.planning.cost.traffic import BlockTraffic, Overlap
 from millrace.planning.plan import Plan
-from millrace.planning.visit import Phase, Visit
 
-__all__ = ["BlockTraffic", "Overlap", "Stall", "StepForecast", "forecast_step"]
+__all__ = ["Stall", "StepForecast", "forecast_step"]
 
 _SETTLED = 2  # steps before the one that is measured, and rounds of a plan that takes turns
-_GRADIENT_BLOCKS = 2  # gradients on the device at once: those of two blocks
-_GRADIENT_PARTS = 4  # in which a block's gradients leave, at most: while the rest of its backward still computes
-_GRADIENT_PART_BYTES = 4 * 2**20
-_PLANNED_PARTS = 256  # of a whole step, about
-_SLOTS = 3  # staging buffers for what passes between disk and host
-
-
-class Overlap(Enum):
-    """When blocks are updated."""
-
-    NONE = "none"  # when backward is over; the next step waits for all updates
-    FORWARD = "forward"  # when all gradients are known (exact clipping), beside the next forward
-    BACKWARD = "backward"  # as soon as a block's gradient has arrived
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockTraffic:
-    """What crosses for one block besides its loads, in bytes; `update_bytes` is DRAM traffic."""
-
-    gradient_bytes: int = 0
-    update_bytes: float = 0.0
-    norm_bytes: float = 0.0  # read for the norm of all gradients, as each arrives
-    state_bytes: int = 0  # read before the update and written after it
-    fetch_bytes: int = 0  # weights that rest on disk: read before each load
-    spill_bytes: int = 0  # and written after the update
-    activation_bytes: int = 0  # out after forward, back before backward
-    activations_spill: bool = False  # from there to disk, and back
-    load_bytes: int | None = None  # that cross the own link at a load: a shard; None: the whole block
-    gather_seconds: float = 0.0  # the other shards, from other devices: behind each load, or before each visit
-    reduce_seconds: float = 0.0  # of gradients across devices, when the block's backward is over
-    pass_on_seconds: float = 0.0  # of updated weights to other devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +69,7 @@ def forecast_step(
     `compute_seconds`, what it waits for other devices in between; none by default. Link and disk rates, DRAM and its
     sharing come from `hardware`; block loads take what the plan's problem says.
     """
-    graph = _Graph(plan, traffic, hardware, overlap, closing_seconds)
+    graph = StepGraph(plan, traffic, hardware, overlap, closing_seconds)
     graph.visit_collectives = visit_collectives or (0.0,) * len(plan.problem.visits)
     turns = len(plan.cycles)
     ends = [graph.step(cycle) for cycle in range(turns * _SETTLED + turns)]
@@ -146,254 +114,3 @@ def _summary(
         tasks=tuple(tasks),
         spans=tuple(Span(span.begin - begin, span.end - begin, span.waited_for) for span in spans),
     )
-
-
-class _Graph:
-    """The tasks of some steps, one behind the other."""
-
-    def __init__(
-        self, plan: Plan, traffic: Sequence[BlockTraffic], hardware: Hardware, overlap: Overlap, closing_seconds: float
-    ) -> None:
-        self.plan = plan
-        self.traffic = traffic
-        self.hardware = hardware
-        self.overlap = overlap
-        self.closing_seconds = closing_seconds
-        self.visit_collectives: Sequence[float] = ()
-        self.tasks: list[Task] = []
-        self.arrival: dict[int, int] = {}  # present block -> its load (-1: before all this)
-        for block in plan.start | plan.problem.residents:
-            self.arrival[block] = -1
-        self.ready: dict[int, int] = {}  # block -> the task behind which its home is as it should be
-        self.compute: list[int] = []  # compute tasks so far
-        self.fetched: list[int] = []  # loads of fetched blocks, for the ring of staging buffers
-        self.spilled: list[int] = []
-        self.leaving: list[int] = []  # for each block of backward, the last offload of its gradients
-        self.last_gradient = -1
-        last: dict[int, int] = {}
-        for index, visit in enumerate(plan.problem.visits):
-            for block in visit.blocks:
-                if visit.phase is Phase.BACKWARD:
-                    last[block] = index
-        self.last_backward = last
-
-    def step(self, cycle: int) -> int:
-        """Lays out one step; returns the index of its last task on the compute lane."""
-        problem = self.plan.problem
-        gradients: dict[int, int] = {}
-        kept: dict[int, int] = {}  # block -> the offload of its activations
-        back: dict[int, int] = {}
-        gathered: dict[int, list[int]] = {}  # by visit
-        for index, visit in enumerate(problem.visits):
-            plan_step = self.plan.step(cycle, index)
-            waits: list[int] = []
-            for block in plan_step.evictions:
-                gone = -1 if block in problem.residents else self.arrival.pop(block, -1)
-                if gone >= 0:
-                    waits.append(gone)
-            for block in (*visit.blocks, *plan_step.loads):
-                if block not in self.arrival:
-                    self._load(block)
-            if visit.phase is Phase.BACKWARD:
-                self._bring_back(index, kept, back)
-            waits += [self.arrival[block] for block in visit.blocks if self.arrival[block] >= 0]
-            waits += [back[block] for block in visit.blocks if block in back and visit.phase is Phase.BACKWARD]
-            if len(self.leaving) >= _GRADIENT_BLOCKS and visit.phase is Phase.BACKWARD:
-                waits.append(self.leaving[-_GRADIENT_BLOCKS])
-            name = f"{visit.phase.value} {' '.join(map(str, visit.blocks))}"
-            parts = self._parts(visit)
-            waits += self._gather(index, gathered)
-            talking = self.visit_collectives[index]
-            for part in range(parts):
-                done = self._add(CostLane.COMPUTE, name, (visit.compute_seconds - talking) / parts, waits)
-                waits = []
-                for block in visit.blocks:
-                    self._leave(index, block, visit.phase, done, gradients, kept, share=(part, parts))
-            self.compute.append(done)
-            if talking:
-                heard = self._add(CostLane.COLLECTIVE, f"within {name}", talking, [done])
-                self.compute.append(self._add(CostLane.COMPUTE, "wait for other devices", 0.0, [heard]))
-            if visit.phase is Phase.BACKWARD and any(self.traffic[block].gradient_bytes for block in visit.blocks):
-                self.leaving.append(self.last_gradient)
-        return self._boundary(cycle, gradients)
-
-    def _parts(self, visit: Visit) -> int:
-        """In how many parts the gradients of a visit leave."""
-        nbytes = sum(self.traffic[block].gradient_bytes for block in visit.blocks)
-        if visit.phase is not Phase.BACKWARD or not nbytes:
-            return 1
-        # In a long step a part more or less is nothing, and each costs time to plan.
-        few = max(1, _PLANNED_PARTS // len(self.plan.problem.visits))
-        return min(_GRADIENT_PARTS, few, -(-nbytes // _GRADIENT_PART_BYTES))
-
-    def _bring_back(self, index: int, kept: dict[int, int], back: dict[int, int]) -> None:
-        """Activations of this visit and of the next come back."""
-        for visit in self.plan.problem.visits[index : index + 2]:
-            for block in visit.blocks:
-                nbytes = self.traffic[block].activation_bytes
-                if visit.phase is Phase.BACKWARD and block in kept and block not in back:
-                    waits = [kept[block], *self._now()]
-                    if self.traffic[block].activations_spill:
-                        waits.append(self._copy(CostLane.FETCH, "activations", block, nbytes, waits))
-                    back[block] = self._copy(CostLane.ONLOAD, "activations", block, nbytes, waits)
-
-    def _leave(
-        self,
-        index: int,
-        block: int,
-        phase: Phase,
-        done: int,
-        gradients: dict[int, int],
-        kept: dict[int, int],
-        *,
-        share: tuple[int, int],
-    ) -> None:
-        """What leaves after part `share[0]` of `share[1]` of a visit: gradients in parts, the rest at the end."""
-        own, (part, parts) = self.traffic[block], share
-        last = phase is Phase.BACKWARD and self.last_backward[block] == index
-        if phase is Phase.BACKWARD and own.gradient_bytes:
-            nbytes = own.gradient_bytes * (part + 1) // parts - own.gradient_bytes * part // parts
-            ready = self._reduced(block, done, parts) if last else done
-            self.last_gradient = self._copy(CostLane.OFFLOAD, "gradients", block, nbytes, [ready])
-        if part + 1 < parts:
-            return
-        if phase is Phase.FORWARD and own.activation_bytes:
-            kept[block] = self._copy(CostLane.OFFLOAD, "activations", block, own.activation_bytes, [done])
-            if own.activations_spill:
-                kept[block] = self._copy(CostLane.SPILL, "activations", block, own.activation_bytes, [kept[block]])
-        if last and own.gradient_bytes:
-            gradients[block] = self._norm(block, self.last_gradient)
-        elif last and (own.update_bytes or own.reduce_seconds):
-            gradients[block] = self._reduced(block, done)
-
-    def _reduced(self, block: int, done: int, parts: int = 1) -> int:
-        """A part of the block's gradients has been summed up across devices."""
-        seconds = self.traffic[block].reduce_seconds / parts
-        return self._add(CostLane.COLLECTIVE, f"reduce {block}", seconds, [done], block=block) if seconds else done
-
-    def _gather(self, index: int, gathered: dict[int, list[int]]) -> list[int]:
-        """Weights of which this device keeps a shard: those of the visit, and of the next one ahead of it."""
-        problem = self.plan.problem
-        for ahead in range(index, min(index + 2, len(problem.visits))):
-            if ahead not in gathered:
-                shared = [b for b in problem.visits[ahead].blocks if b in problem.residents]
-                gathered[ahead] = [task for b in shared if (task := self._gathered(b, self._now())) >= 0]
-        return gathered[index]
-
-    def _gathered(self, block: int, after: list[int]) -> int:
-        """The other shards of a block have come; -1: there are none."""
-        seconds = self.traffic[block].gather_seconds
-        return self._add(CostLane.COLLECTIVE, f"gather {block}", seconds, after, block=block) if seconds else -1
-
-    def _boundary(self, cycle: int, gradients: dict[int, int]) -> int:
-        """The update, and the end of the step."""
-        problem = self.plan.problem
-        end = self.compute[-1]
-        everything = list(gradients.values())
-        if self.closing_seconds:
-            end = self._add(CostLane.COMPUTE, "update on the device", self.closing_seconds, everything)
-            self.compute.append(end)
-            everything = [end]
-        order = sorted(gradients, reverse=False) if self.overlap is not Overlap.BACKWARD else list(gradients)
-        last = end
-        for block in order:
-            after = [gradients[block]] if self.overlap is Overlap.BACKWARD else everything
-            last = self._update(block, after)
-            self.ready[block] = last
-        if self.overlap is Overlap.NONE and order:
-            # The host steps before it goes on: nothing of the next step is given to any lane until then.
-            end = self._add(CostLane.COMPUTE, "wait for the update", 0.0, [last])
-            self.compute.append(end)
-            self.ready.update(dict.fromkeys(order, end))
-        for block in sorted(problem.changing):
-            self.arrival.pop(block, None)
-        step = self.plan.step(cycle, len(problem.visits))
-        for block in step.evictions:
-            if block not in problem.residents:
-                self.arrival.pop(block, None)
-        for block in step.loads:
-            if block not in self.arrival:
-                self._load(block)
-        if self.overlap is not Overlap.NONE or not order:
-            end = self._add(CostLane.COMPUTE, "end of step", 0.0, [])
-            self.compute.append(end)
-        return end
-
-    def _norm(self, block: int, arrived: int) -> int:
-        """The gradient's part of the norm, as it arrives."""
-        nbytes = self.traffic[block].norm_bytes
-        if not nbytes:
-            return arrived
-        seconds = nbytes / self.hardware.update_rate
-        return self._add(CostLane.UPDATE, f"norm {block}", seconds, [arrived], dram_bytes=nbytes, block=block)
-
-    def _update(self, block: int, after: list[int]) -> int:
-        own, hardware = self.traffic[block], self.hardware
-        waits = list(after)
-        moved = own.update_bytes
-        if own.state_bytes:
-            ring = [self.spilled[-_SLOTS]] if len(self.spilled) >= _SLOTS else []
-            waits.append(self._copy(CostLane.FETCH, "state", block, own.state_bytes, ring))
-        done = max(waits)
-        if moved:
-            seconds = moved / hardware.update_rate
-            done = self._add(CostLane.UPDATE, f"update {block}", seconds, waits, dram_bytes=moved, block=block)
-        written = own.state_bytes + own.spill_bytes
-        if written:
-            spill = self._copy(CostLane.SPILL, "state", block, written, [done])
-            self.spilled.append(spill)
-            if own.fetch_bytes:
-                return spill
-        if own.pass_on_seconds:
-            return self._add(CostLane.COLLECTIVE, f"pass on {block}", own.pass_on_seconds, [done], block=block)
-        return done
-
-    def _load(self, block: int) -> None:
-        problem, own = self.plan.problem, self.traffic[block]
-        waits = self._now()
-        if block in self.ready:
-            waits.append(self.ready[block])
-        if own.fetch_bytes:
-            ring = [self.fetched[-_SLOTS]] if len(self.fetched) >= _SLOTS else []
-            home = [self.ready[block]] if block in self.ready else []
-            waits.append(self._copy(CostLane.FETCH, "weights", block, own.fetch_bytes, [*ring, *home]))
-        nbytes = problem.block_bytes[block] if own.load_bytes is None else own.load_bytes
-        # The plan's time is that of the slowest hop; the link's own is what its lane is busy for.
-        seconds = min(problem.load_seconds[block], nbytes / self.hardware.onload_bytes_per_second)
-        seconds = seconds if own.fetch_bytes or own.gather_seconds else problem.load_seconds[block]
-        loaded = self._add(
-            CostLane.ONLOAD, f"weights {block}", seconds, waits, dram_bytes=nbytes, nbytes=nbytes, block=block
-        )
-        gathered = -1 if block in problem.residents else self._gathered(block, [loaded])
-        self.arrival[block] = loaded if gathered < 0 else gathered
-        if own.fetch_bytes:
-            self.fetched.append(self.arrival[block])
-
-    def _now(self) -> list[int]:
-        """What the host has given to compute so far: loads issued now start behind it."""
-        return self.compute[-1:]
-
-    def _copy(self, lane: CostLane, what: str, block: int, nbytes: int, after: list[int]) -> int:
-        rates = {
-            CostLane.ONLOAD: self.hardware.onload_bytes_per_second,
-            CostLane.OFFLOAD: self.hardware.offload_bytes_per_second,
-            CostLane.FETCH: self.hardware.disk_read_bytes_per_second,
-            CostLane.SPILL: self.hardware.disk_write_bytes_per_second,
-        }
-        return self._add(
-            lane, f"{what} {block}", nbytes / rates[lane], after, dram_bytes=nbytes, nbytes=nbytes, block=block
-        )
-
-    def _add(
-        self,
-        lane: CostLane,
-        name: str,
-        seconds: float,
-        after: Sequence[int],
-        *,
-        dram_bytes: float = 0.0,
-        nbytes: int = 0,
-        block: int = -1,
-    ) -> int:
-        self.tasks.append(Task(lane, name, seconds, tuple(sorted(set(after))), dram_bytes, nbytes, block))
-        return len(self.tasks) - 1

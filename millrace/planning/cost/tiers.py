@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from millrace.planning.cost.hardware import Hardware
 from millrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
-from millrace.planning.cost.step import Overlap
+from millrace.planning.cost.traffic import Overlap
 from millrace.planning.cost.work import Activations, Method, Place, Spread, Training, Work
 
-__all__ = ["DEVICE_RESERVE", "HOST_RESERVE", "Held", "Tiers", "activation_bytes", "tiers_of"]
+__all__ = ["DEVICE_RESERVE", "HOST_RESERVE", "Held", "Tiers", "activation_bytes", "leaving_layers", "tiers_of"]
 
 DEVICE_RESERVE = 0.1  # of the device: workspaces and fragmentation
 HOST_RESERVE = 0.1  # of the host: the system and the rest of the process
@@ -66,6 +66,13 @@ def activation_bytes(shape: ModelShape, work: Work, kept: Activations) -> tuple[
         return round(sum(inputs) + max([head, *layers])), 0
     on_host = sum(layers) if kept is Activations.OFFLOADED else max(layers, default=0.0)
     return round(head + 2 * max(layers, default=0.0)), round(on_host)
+
+
+def leaving_layers(shape: ModelShape, work: Work, method: Method) -> frozenset[int]:
+    """Indices of the layers whose activations leave: not the last one's, with which backward begins."""
+    if work.training is Training.NONE or method.activations not in (Activations.OFFLOADED, Activations.SPILLED):
+        return frozenset()
+    return frozenset([index for index, block in enumerate(shape.blocks) if block.kind is BlockKind.LAYER][:-1])
 
 
 def tiers_of(

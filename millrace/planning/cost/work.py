@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from millrace.planning.cost.step import Overlap
+from millrace.planning.cost.traffic import Overlap
 
 __all__ = ["Activations", "Method", "Place", "Spread", "Training", "Work"]
 
