@@ -7,7 +7,7 @@ of load time to forward compute time per block and budgets in blocks. Each row s
 the planner predicted; over the lower bound max(compute, fewest possible bytes / bandwidth); over a bound that no
 schedule of this budget can beat (bytes that must arrive within a stretch of visits); and over the run with all weights
 on the device. Beside it the same model with synchronous per-layer offload, and with prefetch a fixed number of blocks
-ahead beside fixed residents (`overlap_rivals.py`).
+ahead beside fixed residents (`overlap_rivals.py`). Steps that hold an optimizer's update too: `overlap_updates.py`.
 """
 
 import argparse

@@ -6,13 +6,14 @@ Each block is given a `Pending`, which whoever reads its parameters waits for. S
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import torch
 
 from millrace.errors import StateError
 from millrace.optim.devices import Member
 from millrace.runtime.pending import LostUpdate, Pending, Unit, unit_of
+from millrace.runtime.threads import one_thread
 
 __all__ = ["Updater", "by_unit"]
 
@@ -77,7 +78,7 @@ class Updater:
 
     def _start(self) -> None:
         self._process = os.getpid()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="millrace-update")
+        self._thread = one_thread("millrace-update")
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
     def _look_for_fork(self) -> None:

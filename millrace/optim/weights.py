@@ -39,9 +39,8 @@ class Weights:
         else:
             self.form = Master.IS_WEIGHT
         self._key = {Master.SPLIT: REMAINDER, Master.FULL: FULL}.get(self.form)
-        self._checksum: int | torch.Tensor | None = (
-            None  # of what we wrote last; None when the state was made or loaded since
-        )
+        # Of what we wrote last; None when the state was made or loaded since.
+        self._checksum: int | torch.Tensor | None = None
         self._mark: tuple[int, int] | None = None
         self.changed = True  # whether somebody may have written the parameter since our last update
         self._dense: torch.Tensor | None = None  # stands in for weights that have gaps between their elements
