@@ -39,6 +39,7 @@ class EarlyUpdates:
         self._proven = False  # one step was watched, and did nothing to gradients
         self._watched: dict[Any, tuple[torch.Tensor, int]] = {}  # gradients, as they were when backward ended
         self._repeated = False
+        self._loaded = False  # a state was loaded after updates in a backward, whose step has not come
         self._own: frozenset[Any] = frozenset()  # the parameters of the optimizer
         self._used: list[dict[str, Any]] | None = None  # the settings of updates in this backward
         self.updated: dict[Any, None] = {}  # parameters updated since the last step
@@ -47,6 +48,7 @@ class EarlyUpdates:
     # as a Watcher -----------------------------------------------------------------------------------------------------
     def complete(self, unit: Unit, gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]) -> Sequence[Any]:
         """All gradients of a unit are here, or on their way."""
+        self._look_for_load()
         begin = self._begin()
         if not self._proven or begin is None:
             return ()
@@ -60,6 +62,7 @@ class EarlyUpdates:
 
     def delivered(self, parameters: Iterable[Any]) -> None:
         """Backward is over, and the gradients are the parameters'."""
+        self._look_for_load()
         for parameter in self._own.intersection(parameters):  # blocks may have another optimizer's, too
             self._repeated = self._repeated or parameter in self._watched
             self._watched[parameter] = (parameter.grad, parameter.grad._version)
@@ -69,6 +72,8 @@ class EarlyUpdates:
     # in step() --------------------------------------------------------------------------------------------------------
     def check(self) -> None:
         """A step begins. Raises StateError when something happened to gradients that an early update does not know."""
+        if self._loaded:
+            self._refuse("a state was loaded between backward and step()")
         if self._repeated:
             self._refuse("backward ran again before step(): gradients accumulate, or a GradScaler skipped a step")
         with torch._C.DisableTorchFunctionSubclass():  # which would wait for the updates
@@ -88,6 +93,18 @@ class EarlyUpdates:
         self._own = frozenset(parameters)
         watch(self, self._own)
 
+    def load(self) -> None:
+        """A state was loaded, and the loop begins anew with the next backward."""
+        self._proven = False
+        self._loaded = bool(self.updated)
+        if not self._loaded:
+            self._forget()
+
+    def _look_for_load(self) -> None:
+        """A backward: what was updated in the one before a load is of no concern any more."""
+        if self._loaded:
+            self._forget()
+
     def _refuse(self, reason: str) -> None:
         late = f"; {len(self.updated)} parameters were updated already" if self.updated else "; nothing was updated"
         self._proven = False
@@ -106,3 +123,4 @@ class EarlyUpdates:
         self.updated.clear()
         self._used = None
         self._repeated = False
+        self._loaded = False

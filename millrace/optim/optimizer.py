@@ -330,6 +330,8 @@ class HostOptimizer(Optimizer):
     def _take_loaded(self) -> None:
         """`entries` were loaded: what was kept of the state before is void."""
         self._interruption.forget()
+        if self._early is not None:
+            self._early.load()
 
     # state -----------------------------------------------------------------------------------------------------------
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

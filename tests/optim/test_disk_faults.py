@@ -1,5 +1,6 @@
 """What becomes of a step whose drive fails, or whose process is killed, in the middle of it?"""
 
+import contextlib
 import copy
 import errno
 import os
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import millrace
 import millrace.optim
 from millrace.errors import DiskError, StateError
 from millrace.memory.disk import DiskStore
@@ -93,6 +95,43 @@ def attempt(optimizer: Any) -> Exception | None:
     except (DiskError, StateError) as error:
         return error
     return None
+
+
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+@pytest.mark.parametrize(("kind", "pieces"), [("read", 3), ("write", 0), ("write", 20)])
+def test_updates_beside_passes(
+    overlap: str, kind: str, pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits is told that the drive failed; when weights and state are loaded, all is as it would be."""
+    ours, theirs = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).bfloat16() for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            inputs = torch.linspace(-1, 1 + step, 256).view(4, 64).bfloat16()
+            model(inputs).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if isinstance(optimizer, AdamW):
+            optimizer.synchronize()
+
+    with millrace.offload(ours, device="cpu", device_memory="30KiB", blocks=list(ours)):
+        optimizer = AdamW(ours.parameters(), overlap=overlap, tier="disk", disk=tmp_path)
+        reference = AdamW(theirs.parameters())
+        train(ours, optimizer, range(4))
+        train(theirs, reference, range(4))
+        with monkeypatch.context() as patch:
+            fail_after(patch, kind, pieces, errno.EIO)
+            with pytest.raises((DiskError, StateError)):
+                train(ours, optimizer, range(4, 10))
+        with contextlib.suppress(DiskError, StateError):  # what had failed, and nobody was told of
+            optimizer.synchronize()
+        ours.load_state_dict(theirs.state_dict())
+        optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+        optimizer.zero_grad()
+        train(ours, optimizer, range(4, 8))
+        train(theirs, reference, range(4, 8))
+    assert_equal(list(ours.parameters()), list(theirs.parameters()))
 
 
 KILLED = """

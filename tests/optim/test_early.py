@@ -1,5 +1,6 @@
 """Do updates that begin in backward give the same bits, and is the mode refused where it could not?"""
 
+import copy
 import gc
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -185,6 +186,34 @@ def test_a_failed_update_reaches_the_user(emu_device: ModuleType, monkeypatch: p
         with pytest.raises(BrokenError):
             optimizer.synchronize()
         train(model, optimizer, 2)
+
+
+def test_a_state_loaded_after_a_backward_begins_anew(emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What that backward updated, the load undoes; a step with its gradients is refused, a new backward is not."""
+    in_backward = InBackward(monkeypatch)
+    model, expected = decoder(), decoder()
+    with offloaded(model), offloaded(expected):
+        optimizer, reference = (AdamW(m.parameters(), overlap="backward", **SETTINGS) for m in (model, expected))
+        train(model, optimizer, 5)
+        train(expected, reference, 5)
+        weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        loss_of(model, batch(5)).backward()
+        assert in_backward.count
+        for _ in range(2):
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+            with pytest.raises(StateError, match="loaded between backward and step"):
+                optimizer.step()
+            optimizer.zero_grad()
+            loss_of(model, batch(5)).backward()
+            optimizer.load_state_dict(state)
+            model.load_state_dict(weights)
+            optimizer.zero_grad()
+            train(model, optimizer, 5)
+            train(expected, reference, 5)
+            assert_equal(list(model.parameters()), list(expected.parameters()))
+            weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+            loss_of(model, batch(5)).backward()
 
 
 def test_clipping_inside_is_refused() -> None:
