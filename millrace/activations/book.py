@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from millrace.activations.course import Course, Expected, Others
+from millrace.activations.course import Course, Expected, Others, UseRecord
 from millrace.activations.meter import ActivationMeter
 from millrace.config import ActivationConfig
 from millrace.engine.meter import LinkSpeed
@@ -134,7 +134,7 @@ class ActivationBook:
             all_leave=config.all_leave,
             other_seconds=self._weights_seconds(course, onload),
             forward_other_bytes=_forward_bytes(others[: len(saves) + 1], least)[: len(saves)],
-            backward_other_bytes=_backward_bytes(others[len(saves) :], least),
+            backward_other_bytes=_backward_bytes(uses, least),
         )
 
     @staticmethod
@@ -153,9 +153,13 @@ def _forward_bytes(others: list[Others], least: int) -> tuple[int, ...]:
     return tuple(each.gradient_bytes + max(each.passing_bytes, after.passing_bytes) - least for each, after in pairs)
 
 
-def _backward_bytes(others: list[Others], least: int) -> tuple[int, ...]:
-    """What else is there from each use to the next: the gradients that come in, those that go on, and the weights'."""
-    pairs = itertools.pairwise([*others, Others(others[-1].gradient_bytes, least)])
+def _backward_bytes(uses: list[UseRecord], least: int) -> tuple[int, ...]:
+    """What else is there from each use to the next: the gradients that come in, those that go on, and the weights'.
+
+    Where layers are recomputed, what that made is there with the gradients that come in when the first one goes on.
+    """
+    ends = [*(use.others for use in uses[1:]), Others(uses[-1].others.gradient_bytes, least)] if uses else []
     return tuple(
-        after.gradient_bytes + (each.passing_bytes - least) + (after.passing_bytes - least) for each, after in pairs
+        after.gradient_bytes + (use.recomputed.passing_bytes - least) + (after.passing_bytes - least)
+        for use, after in zip(uses, ends, strict=True)
     )

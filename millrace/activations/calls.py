@@ -47,7 +47,12 @@ class Calls:
         if self._is_ours():
             with self._inside(module, args, kwargs):
                 yield
-        elif module is self._model() and not in_backward() and torch.is_grad_enabled():
+        elif in_backward():
+            try:
+                yield
+            finally:
+                self._passes.recomputed()
+        elif module is self._model() and torch.is_grad_enabled():
             with self.block(), self.calling(module, args, kwargs) if self._is_ours() else contextlib.nullcontext():
                 yield
         else:

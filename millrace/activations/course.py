@@ -44,6 +44,7 @@ class UseRecord:
     freed_at: int  # the position of the item's last use
     weights_bytes: int  # what had been sent for by the weights since the beginning
     others: "Others"
+    recomputed: "Others"  # the most that there was when recomputation ended, until the next use
 
 
 class Others(NamedTuple):
@@ -124,13 +125,16 @@ class Course:
 
     def _look_at_others(self) -> Others:
         """Looks at every item, so only a course that a plan is refined by asks, and in long ones not every time."""
-        if self.plan is None or (len(self.saves) + len(self.uses)) % (1 + len(self.plan.problem.saved) // _MOST_LOOKS):
-            return self._others
+        looks = len(self.saves) + len(self.uses)
+        if self.plan is not None and looks % (1 + len(self.plan.problem.saved) // _MOST_LOOKS) == 0:
+            self._others = self._others_now()
+        return self._others
+
+    def _others_now(self) -> Others:
         items = [item for ref in self._items if (item := ref()) is not None]
         gradient_bytes = self._gradient_bytes()
         counted_bytes = gradient_bytes + sum(item.nbytes for item in items if item.memory is not None)
-        self._others = Others(gradient_bytes, allocated_bytes(self._stash.lanes.device) - counted_bytes)
-        return self._others
+        return Others(gradient_bytes, allocated_bytes(self._stash.lanes.device) - counted_bytes)
 
     def look_who_is_alone(self) -> None:
         """Notes whose memory is held by nobody else any more."""
@@ -183,7 +187,7 @@ class Course:
             self._positions[item.index] = len(self.uses)
             weights_bytes = stash.meter.lane_use.weights_bytes
             position, others = len(self.uses), self._look_at_others()
-            self.uses.append(UseRecord(item.index, asked, stash.lanes.tick(), position, weights_bytes, others))
+            self.uses.append(UseRecord(item.index, asked, stash.lanes.tick(), position, weights_bytes, others, others))
         for other in self._decisions.to_send_for(item, backward_round):
             stash.send_for(other, needed=False)
 
@@ -192,6 +196,15 @@ class Course:
         position = self._positions.get(item.index)
         if position is not None and not self.learned:
             self.uses[position].freed_at = len(self.uses) - 1
+
+    def recomputed(self) -> None:
+        """Something was computed again for the last use, and is all there."""
+        if self.timed and self.plan is not None and self.uses and not self.learned:
+            use, others = self.uses[-1], self._others_now()
+            item = self._items[use.index]()
+            if item is not None and item.memory is None:  # we hold it no longer, but what was computed of it does
+                others = others._replace(passing_bytes=others.passing_bytes - item.nbytes)
+            use.recomputed = max(use.recomputed, others, key=lambda others: others.passing_bytes)
 
     def end_backward(self) -> None:
         """What came back and is still held for somebody goes: the host has it."""

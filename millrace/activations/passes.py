@@ -86,6 +86,14 @@ class Passes:
             item.course.used_again(item)
         return backward_round
 
+    def recomputed(self) -> None:
+        """A call of the model's has ended within a backward: what it computed again is on the device now."""
+        backward = self._backwards.get(torch._C._current_graph_task_id())
+        if backward is not None:
+            with self.stash.lock:
+                for course in backward.courses:
+                    course.recomputed()
+
     def _backward(self) -> "_Backward | None":
         """The backward that asks. Several may take turns on one device, and be nested."""
         task = torch._C._current_graph_task_id()

@@ -88,6 +88,38 @@ def test_the_peak_saving_is_as_planned(emu_device, budget_tensors, keeps_gradien
     assert abs(peak_bytes(plain, x) - offloaded - plan.saving_bytes) <= 0.02 * plan.saving_bytes
 
 
+class Deep(nn.Sequential):
+    """Six layers in the place of one."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Layer() for _ in range(6)))
+
+
+@pytest.mark.emu("random:0")
+@pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("deep", [None, 5])
+def test_the_peak_saving_counts_what_recomputation_makes(emu_device, checkpointing, deep):
+    """To half a tensor: the gradient of a weight, while it is made, is not seen."""
+    device = torch.device("emu", 0)
+    x = rows(device, count=8 * ROWS)
+    models = []
+    for _ in range(2):
+        model = Stack(LAYERS, checkpointing=checkpointing)
+        if deep is not None:
+            model.layers[deep] = Deep()
+        drop_gradients(model)
+        models.append(model.to(device))
+    plain, model = models
+    with millrace.offload_activations(model, min_bytes=0, device_memory=3 * 8 * SAVED_BYTES) as handle:
+        for _ in range(3):
+            peak_bytes(model, x)
+        saved = peak_bytes(plain, x) - peak_bytes(model, x)
+        plan = handle.plan
+    assert plan is not None
+    assert plan.saving_bytes >= 3 * 8 * SAVED_BYTES
+    assert abs(saved - plan.saving_bytes) <= 0.5 * 8 * SAVED_BYTES
+
+
 @pytest.mark.emu("random:0", "lazy")
 def test_the_peak_is_the_same_at_every_step(emu_device):
     device = torch.device("emu", 0)
