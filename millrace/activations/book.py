@@ -30,8 +30,7 @@ def entry_of(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> E
 
 def _kind_of(entry: Entry) -> Entry:
     """The same for inputs of any sizes."""
-    training, autocast, *shapes = entry
-    return (training, autocast, *((len(shape), dtype) for shape, dtype in shapes))
+    return tuple((len(part[0]), part[1]) if isinstance(part, tuple) else part for part in entry)
 
 
 @dataclass
