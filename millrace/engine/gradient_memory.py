@@ -9,9 +9,10 @@ import torch
 from millrace.engine.placement import DiskGradients, GradientMemory
 from millrace.engine.slot import Slot
 from millrace.memory.arena import Arena, aligned, whole_pages
+from millrace.memory.disk import Request
 from millrace.memory.ledger import Ledger
 
-__all__ = ["HostGradient", "Staging"]
+__all__ = ["Additions", "HostGradient", "Staging"]
 
 _PURPOSE = "gradients"
 
@@ -75,6 +76,21 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+class Additions:
+    """The end of what the host lane does with one half, and of the writes to disk that it submits for that."""
+
+    def __init__(self, job: "Future[list[Request]]") -> None:
+        self._job = job
+
+    def synchronize(self) -> None:
+        """The caller waits for both; raises what failed."""
+        writes = self._job.result()
+        for write in writes:
+            write.settle()
+        for write in writes:
+            write.synchronize()
+
+
 class Staging:
     """Two halves of pinned memory that take turns: one receives copies while the host lane adds up the other.
 
@@ -88,7 +104,7 @@ class Staging:
         self._wanted_bytes = 0
         self._half_bytes = 0
         self._halves: list[torch.Tensor] = []
-        self._busy: list[Future[None] | None] = [None, None]
+        self._busy: list[Additions | None] = [None, None]
         self._turn = 0
         self._used = 0
 
@@ -141,13 +157,13 @@ class Staging:
         """The first free byte that lies in its page as `page` does; None: the first free byte."""
         return self._used if page is None else self._used + (page - self._used) % mmap.PAGESIZE
 
-    def turn(self, additions: "Future[None]") -> None:
+    def turn(self, additions: Additions) -> None:
         """The present half is full or sent: `additions` empties it, and the other one is next."""
         self._busy[self._turn] = additions
         self._turn = 1 - self._turn
         self._used = 0
 
-    def under_way(self) -> list[Future[None]]:
+    def under_way(self) -> list[Additions]:
         """Additions that were submitted and not waited for."""
         return [busy for busy in self._busy if busy is not None]
 
@@ -160,7 +176,7 @@ class Staging:
     def _wait_for(self, half: int) -> None:
         busy, self._busy[half] = self._busy[half], None
         if busy is not None:
-            busy.result()
+            busy.synchronize()
 
     def _make(self, half_bytes: int) -> None:
         self.wait()

@@ -13,7 +13,7 @@ import torch
 
 from millrace.engine.arrivals import Arrivals
 from millrace.engine.block import Block
-from millrace.engine.gradient_memory import HostGradient, Staging
+from millrace.engine.gradient_memory import Additions, HostGradient, Staging
 from millrace.engine.meter import Meter
 from millrace.engine.placement import DiskGradients, Shelf
 from millrace.engine.slot import Slot
@@ -52,6 +52,7 @@ class Gradients:
         self._last_sent: Event | None = None  # of the last copy; compute may have waited for it, the host has not
         self._blocks_left = 0  # how many blocks backward has left behind
         self._arriving: dict[Slot, torch.Tensor] = {}  # what is accumulated into homes at the end of this backward
+        self._writes: list[Request] = []  # to disk; the host lane's own
         self._arrivals = Arrivals()
         self._added: dict[Slot, None] = {}  # homes whose gradient was there before and is added to on the host lane
 
@@ -107,7 +108,7 @@ class Gradients:
             if sent is not None:
                 sent.synchronize()
             for addition in additions:
-                addition.result()
+                addition.synchronize()
 
         for watcher in list(unit.watchers):
             begun = {id(parameter) for parameter in watcher.complete(unit, gradients, arrived)}
@@ -211,7 +212,7 @@ class Gradients:
         self._last_sent = transfer.done
         self._sending = []
         if staged:
-            self._staging.turn(self._lanes.run(lambda: _add_up(staged), transfer.done))
+            self._staging.turn(Additions(self._lanes.run(lambda: _add_up(staged, self._writes), transfer.done)))
 
     def _goes_straight(self, slot: Slot, gradient: torch.Tensor) -> bool:
         """Whether a copy into fresh memory is all that the home needs."""
@@ -272,22 +273,29 @@ def _accumulate(home: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         home.grad = home.grad + gradient
 
 
-def _add_up(staged: "list[_Staged]") -> None:
-    """On the host lane: staged gradients are added to, or cast into, their destinations."""
-    on_disk: Counter[DiskGradients] = Counter()
+def _add_up(staged: "list[_Staged]", under_way: list[Request]) -> list[Request]:
+    """On the host lane: staged gradients are added to, or cast into, their destinations.
+
+    Returns the writes to disk that this begins: they read the staging memory. `under_way`: all that may not have ended,
+    kept by this thread.
+    """
+    under_way[:] = [write for write in under_way if not write.query()]
     writes: list[Request] = []
+    on_disk: Counter[DiskGradients] = Counter()
     with torch.no_grad():
         for one in staged:
             if one.disk is not None and one.is_written:
                 writes.append(one.disk.write(one.target, one.piece))
+                under_way.append(writes[-1])
                 continue
-            one.target.add_(one.piece) if one.adds else one.target.copy_(one.piece)
             if one.disk is not None:
+                for write in under_way:  # maybe of what is added to
+                    write.settle()
                 on_disk[one.disk] += one.target.nbytes
+            one.target.add_(one.piece) if one.adds else one.target.copy_(one.piece)
     for disk, nbytes in on_disk.items():
         disk.forget(nbytes)
-    for write in writes:
-        write.synchronize()
+    return writes
 
 
 def _dense_bytes(gradient: torch.Tensor) -> int:

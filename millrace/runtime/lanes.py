@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from millrace.runtime.threads import one_thread
 
 __all__ = ["Copy", "Event", "Lane", "Lanes", "LateTransfer", "Tick", "Transfer", "open_lanes"]
 
+_T = TypeVar("_T")
 Copy = tuple[torch.Tensor, torch.Tensor]  # destination, source: the same shape and number of bytes
 Tick = Any  # a moment on the compute lane: an event on an accelerator, seconds on the CPU
 
@@ -110,12 +111,12 @@ class Lanes(ABC):
     def seconds_to_host(self, begin: Tick, moment: float) -> float:
         """Seconds from a tick to `moment`, which is the host's `time.perf_counter`. Waits for the compute lane."""
 
-    def run(self, job: Callable[[], None], after: Event) -> "Future[None]":
+    def run(self, job: Callable[[], _T], after: Event) -> "Future[_T]":
         """Submits `job` to the host lane: a thread of its own, which first waits for `after`."""
 
-        def ordered() -> None:
+        def ordered() -> _T:
             after.synchronize()
-            job()
+            return job()
 
         return self._host.submit(ordered)
 

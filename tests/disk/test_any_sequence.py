@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from millrace.errors import StateError
 from millrace.memory.arena import Arena
-from millrace.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore, Extent, Request, store
+from millrace.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore, Extent, Request, encoding, store
 from millrace.memory.disk.extent import pieces
 from millrace.memory.ledger import Ledger, Tier
 
@@ -39,8 +39,12 @@ class StoreAgainstDict(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.small_pieces = mock.patch.object(store, "pieces", partial(pieces, piece_bytes=PIECE_BYTES))
-        self.small_pieces.start()
+        self.small_pieces = [
+            mock.patch.object(store, "pieces", partial(pieces, piece_bytes=PIECE_BYTES)),
+            *(mock.patch.object(module, "PIECE_BYTES", PIECE_BYTES) for module in (store, encoding)),
+        ]
+        for patch in self.small_pieces:
+            patch.start()
         self.directory = tempfile.TemporaryDirectory(prefix="millrace-test-")
         self.ledger = Ledger()
         self.store = DiskStore(self.directory.name, self.ledger, codec="planes")
@@ -147,7 +151,8 @@ class StoreAgainstDict(RuleBasedStateMachine):
             self.close()
             self.store.close()
             self.directory.cleanup()
-            self.small_pieces.stop()
+            for patch in self.small_pieces:
+                patch.stop()
 
 
 TestStoreAgainstDict = StoreAgainstDict.TestCase

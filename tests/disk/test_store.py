@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from millrace.errors import StateError
 from millrace.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore
 from millrace.memory.disk.extent import PIECE_BYTES, pieces
+from millrace.memory.disk.file import DirectFile
 from millrace.memory.ledger import Ledger, Tier
 
 PAGE = DISK_ALIGNMENT_BYTES
@@ -138,6 +140,34 @@ def test_a_write_waits_for_the_reads_before_it(store: DiskStore, memory: Memory)
     assert torch.equal(seen, old)
     store.read(extent, seen).synchronize()
     assert torch.equal(seen, new)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_writes_of_other_bytes_of_an_extent_run_beside_each_other(
+    store: DiskStore, memory: Memory, monkeypatch: pytest.MonkeyPatch, mapped: bool
+) -> None:
+    """Both are at the drive at once, or neither would pass. Not mapped, bytes of one piece share a checksum."""
+    at = PAGE if mapped else PIECE_BYTES
+    extent = store.allocate("layers.0", at + PAGE, "gradients")
+    if mapped:
+        store.mapping(extent)
+        store.to_direct(extent)
+    meeting = threading.Barrier(2)
+    write = DirectFile.write
+
+    def meet(self: DirectFile, *arguments: Any) -> None:
+        meeting.wait(30)
+        write(self, *arguments)
+
+    first, second, seen = memory(PAGE), memory(PAGE), memory(at + PAGE)
+    with monkeypatch.context() as patch:
+        patch.setattr(DirectFile, "write", meet)
+        requests = [store.write(extent, first), store.write(extent, second, at)]
+        for request in requests:
+            request.synchronize()
+    store.read(extent, seen).synchronize()
+    assert torch.equal(seen[:PAGE], first)
+    assert torch.equal(seen[at:], second)
 
 
 def test_a_write_that_never_began_spoils_its_extent(store: DiskStore, memory: Memory) -> None:

@@ -1,8 +1,8 @@
-"""In which order do reads and writes go to the disk? Per extent as submitted; otherwise as soon as a thread is free.
+"""In which order do reads and writes go to the disk? Of the same bytes as submitted; else when a thread is free.
 
-Reads of one extent may overlap; a write waits for the reads and writes submitted before it, a read for the write
-before it. So nothing is read before its last write has landed, and nothing is overwritten while it is read. Bytes whose
-write failed cannot be read, until a later one has written them.
+Reads of one extent may overlap; a write waits for the reads and writes of its bytes that were submitted before it, a
+read for the write before it. So nothing is read before its last write has landed, and nothing is overwritten while it
+is read. Bytes whose write failed cannot be read, until a later one has written them.
 
 Ctrl-C may strike the submitting thread at any instruction. So it does one thing only, which either happens or does not:
 it puts the request in a queue. (Futures, conditions and executors of the standard library can be left locked.)
@@ -50,11 +50,20 @@ Span = tuple[int, int]  # first byte, one past the last
 class Request:
     """One read or write on its way: an Event that carries its exception, and the moments of begin and end."""
 
-    def __init__(self, extent: Extent | None, access: Access, jobs: Sequence[_Job], kind: Kind, span: Span) -> None:
+    def __init__(
+        self,
+        extent: Extent | None,
+        access: Access,
+        jobs: Sequence[_Job],
+        kind: Kind,
+        span: Span,
+        reach: Span | None = None,
+    ) -> None:
         self.extent = extent  # None: of all
         self.access = access
         self.kind = kind
         self.span = span  # bytes of the extent that it is about
+        self.reach = reach or span  # those that nobody else may write meanwhile
         self.jobs = tuple(jobs)
         self.ended_jobs = itertools.count(1)  # next() of it is atomic
         self.waits_for = 0  # requests and events that must be done before this one begins
@@ -159,14 +168,14 @@ class _Turns:
                 thread.join()
 
     def enter(self, request: Request, after: Event | None) -> None:
-        """`request` takes its turn behind those of its extent that it cannot run beside."""
+        """`request` takes its turn behind those that it cannot run beside."""
         if self._stopped:
             request.error = _closed(request)
             request.begin()
             request.end()
             return
         turns = self._unfinished.values() if request.extent is None else [self._unfinished[request.extent]]
-        for earlier in [one for turn in turns for one in turn if Access.WRITE in (request.access, one.access)]:
+        for earlier in [one for turn in turns for one in turn if _exclude(request, one)]:
             earlier.followers.append(request)
             request.waits_for += 1
         self._unfinished[request.extent].append(request)
@@ -257,6 +266,13 @@ class _Turns:
 
 def _meet(one: Span, other: Span) -> bool:
     return one[0] < other[1] and other[0] < one[1]
+
+
+def _exclude(one: Request, other: Request) -> bool:
+    """Whether one of them has to wait for the other, being of the same extent, or one of them of all."""
+    if one.kind is Kind.TRANSFER is other.kind and not _meet(one.reach, other.reach):
+        return False
+    return Access.WRITE in (one.access, other.access)
 
 
 def _mends(request: Request, failed: Request) -> bool:

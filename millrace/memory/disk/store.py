@@ -39,8 +39,8 @@ class DiskStore:
     The directory is this store's alone until `close`; it is made, for its owner only, when it is missing. The file has
     no name and is gone with the process. Extents are packed in the order of their allocation, and booked in `ledger`.
 
-    Reads and writes of one extent happen in the order of their submission (reads beside each other). What `write` wrote
-    is checked when `read` reads it; what was written through a mapping, when it was handed over.
+    Reads and writes of the same bytes happen in the order of their submission (reads beside each other). What `write`
+    wrote is checked when `read` reads it; what was written through a mapping, when it was handed over.
 
     `codec`: whether extents that say how many bytes their elements have are stored encoded: never ("none"), always
     ("planes": byte planes apart, with zstd, each piece raw where that gains less than 5%), or where that is faster than
@@ -241,8 +241,10 @@ class DiskStore:
         jobs: list[Callable[[], None]] = [
             partial(job, extent, piece, memory, piece.begin - offset) for piece in pieces(offset, memory.nbytes)
         ]
-        span = (offset, offset + memory.nbytes)
-        return self._requests.submit(Request(extent, access, jobs, Kind.TRANSFER, span), after)
+        span = reach = (offset, offset + memory.nbytes)
+        if extent not in self._mappings:  # checksums and the codec are of whole pieces
+            reach = (offset // PIECE_BYTES * PIECE_BYTES, -(-span[1] // PIECE_BYTES) * PIECE_BYTES)
+        return self._requests.submit(Request(extent, access, jobs, Kind.TRANSFER, span, reach), after)
 
     def _read_piece(self, extent: Extent, piece: Piece, memory: torch.Tensor, at: int) -> None:
         begun_at = time.perf_counter()
