@@ -8,6 +8,12 @@ without recomputation, or infer, at budgets from 2 blocks on; optimizers step af
 and within backward (`overlap_updates.py`). Bars: step time within 3% in the median and 8% at worst, peak bytes within
 2%.
 
+Activations over a link that is slower than the layers compute leave under a ceiling for two layers' (`device_memory`).
+
+Weights from disk: the emulated device's clock knows no drive, so these rows are in wall-clock time, on the CPU, from a
+drive that is made of waiting: files in RAM, of which each request takes its bytes over a rate, one at a time. Compute
+is next to nothing. No bar: copies and waiting threads share the machine's cores.
+
 With `--cpu` also in wall-clock time with the CPU as device, by what `millrace.probe()` measures just before; the spread
 of the steps themselves stands beside it. There is no bar: the CPU copies and computes with the same cores.
 """
@@ -15,10 +21,15 @@ of the steps themselves stands beside it. There is no bar: the CPU copies and co
 import argparse
 import dataclasses
 import gc
+import itertools
+import tempfile
+import threading
+import warnings
 from collections.abc import Callable, Iterator
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
+from unittest import mock
 
 import activations as saved
 import torch
@@ -29,6 +40,7 @@ from torch import nn
 
 import millrace
 from emulator import emu
+from millrace.memory.disk.file import DirectFile
 from millrace.planning.cost import (
     Activations,
     Hardware,
@@ -54,7 +66,12 @@ WEIGHTS = [
     *(("uneven", INFERENCE, ratio, budget) for ratio, budget in ((1.5, 3), (0.9, 6))),
 ]
 UPDATES = [(ratio, overlap) for ratio in (0.25, 0.5, 1.0, 1.5, 2.0) for overlap in Overlap]
-ACTIVATIONS = [(ratio, weights) for weights in (False, True) for ratio in (0.5, 0.9)]  # copies of a layer over forward
+# Copies of a layer over its forward, beside weights or not, and whether no more than two layers' may stay.
+ACTIVATIONS = [
+    *((ratio, weights, False) for weights in (False, True) for ratio in (0.5, 0.9)),
+    *((ratio, False, True) for ratio in (0.9, 1.5, 3.0)),
+]
+DRIVES = [(rate, budget, trains) for trains in (False, True) for rate, budget in ((200e6, 2), (400e6, 4))]
 LLAMAS = [("300MiB", 4e9), ("150MiB", 8e9), ("150MiB", 3e9)]  # device memory, bytes per second of the link
 LLAMA_TOKENS = (4, 256)
 
@@ -174,7 +191,7 @@ def update_rows() -> Iterator[Row]:
 def activation_rows() -> Iterator[Row]:
     """What autograd saves waits on the host, alone and with the weights over the same link."""
     work = Work(sequence_length=saved.TOKENS, gradient_bytes=4, master_bytes=0, state_bytes=0)
-    for ratio, with_weights in ACTIVATIONS:
+    for ratio, with_weights, ceiling in ACTIVATIONS:
         saved.configure(ratio, recompute=False)
         bandwidth = emu.settings()["h2d_bytes_per_second"]
         model = saved.Decoder(recompute=False)
@@ -188,11 +205,15 @@ def activation_rows() -> Iterator[Row]:
             )
             offloading = handle.activations
         else:
-            handle = offloading = millrace.offload_activations(saved.drop_gradients(model.to("emu")))
+            held = {item.purpose: item.nbytes for item in run.tiers.held if item.place is Place.DEVICE}
+            handle = offloading = millrace.offload_activations(
+                saved.drop_gradients(model.to("emu")), device_memory=held["activations"] if ceiling else None
+            )
         with handle:
             seconds, _ = saved.measure(lambda model=model: saved.cycle(model))
             host = {item.purpose: item.nbytes for item in run.tiers.held if item.place is Place.HOST}
             name = f"activations, copies/forward {ratio}" + (", with weights" if with_weights else "")
+            name += ", under a ceiling" if ceiling else ""
             yield Row(
                 name=name,
                 step=seconds / run.seconds,
@@ -249,6 +270,77 @@ def llama_rows() -> Iterator[Row]:
         gc.collect()
 
 
+class Drive:
+    """Serves one request at a time, each in its bytes over the rate."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self.bytes_per_second = bytes_per_second
+        self._lock = threading.Lock()
+
+    def __call__(self, call: Callable[..., None]) -> Callable[..., None]:
+        def served(file: DirectFile, address: int, nbytes: int, offset: int, what: str) -> None:
+            with self._lock:
+                begun = perf_counter()
+                call(file, address, nbytes, offset, what)
+                sleep(max(0.0, nbytes / self.bytes_per_second - (perf_counter() - begun)))
+
+        return served
+
+
+def disk_rows() -> Iterator[str]:
+    """Frozen weights that rest on disk, all but the staging memory's: read in forward, and again in backward."""
+    from overlap import Decoder
+
+    tokens, linears, count = 8, 8, 8
+    for rate, blocks, trains in DRIVES:
+        drive = Drive(rate)
+        torch.manual_seed(0)
+        model = Decoder([linears] * count, recompute=False).requires_grad_(False)
+        block_bytes = linears * WIDTH * WIDTH * 4
+        machine = hardware(1e11, flops=4e10).changed(
+            disk_bytes=10**12, disk_read_bytes_per_second=rate, disk_write_bytes_per_second=rate
+        )
+        work = Work(training=Training.ADAPTER if trains else Training.NONE, sequence_length=tokens)
+        method = Method(weights=Place.DISK, state=Place.DEVICE, activations=Activations.KEPT)
+        run = run_of(shape_of_module(model), work, Spread(), method, machine, blocks * block_bytes)
+        with (
+            warnings.catch_warnings(action="ignore"),  # that the files lie in RAM, so that no real drive is in the way
+            tempfile.TemporaryDirectory(dir="/dev/shm") as directory,
+            mock.patch.object(DirectFile, "read", drive(DirectFile.read)),
+            mock.patch.object(DirectFile, "write", drive(DirectFile.write)),
+            millrace.offload(
+                model,
+                device="cpu",
+                device_memory=blocks * block_bytes,
+                host_memory=block_bytes,
+                disk=directory,
+                blocks=[model.layers],
+            ) as handle,
+        ):
+            hidden = torch.randn(tokens, WIDTH, requires_grad=trains)
+            taken = []
+            for _ in range(8):
+                handle.reset_stats()
+                begun = perf_counter()
+                with torch.set_grad_enabled(trains):
+                    out = model(hidden)
+                if trains:
+                    out.sum().backward()
+                taken.append(perf_counter() - begun)
+            stats = handle.stats()
+            settled = sorted(taken[4:])
+            moved = run.step.moved_bytes[CostLane.FETCH]
+            name = f"from a drive of {rate / 1e6:g} MB/s, {blocks} of {count} blocks" + (
+                ", backward too" if trains else ""
+            )
+            yield (
+                f"{name:54}{run.seconds:8.3f} s {median(settled):7.3f} s {median(settled) / run.seconds:7.3f}"
+                f"{stats.fetch_bytes / moved:9.3f}"
+                f"{stats.device_peak_bytes / run.visits.predicted.peak_bytes:9.3f}"
+                f"   {settled[0] / median(settled):.2f} to {settled[-1] / median(settled):.2f}"
+            )
+
+
 def cpu_rows() -> Iterator[str]:
     """Wall-clock on the CPU: predicted, measured in the median, and the spread of the steps."""
     from overlap import Decoder
@@ -288,7 +380,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print("measured over predicted                                  step  device  gradients   host")
     rows = []
-    for row in (*weights_rows(), *llama_rows(), *update_rows(), *activation_rows()):
+    for row in itertools.chain(weights_rows(), llama_rows(), update_rows(), activation_rows()):
         gradients, host = (f"{value:.3f}" if value is not None else "" for value in (row.gradients, row.host))
         print(f"{row.name:52}{row.step:9.3f} {row.device:7.3f} {gradients:>10} {host:>6}", flush=True)
         rows.append(row)
@@ -296,6 +388,11 @@ def main() -> None:
     nbytes = [abs(x - 1) for row in rows for x in (row.device, row.gradients, row.host) if x is not None]
     print(f"\nstep time: off by {median(errors):.1%} in the median (bar 3%), {errors[-1]:.1%} at worst (bar 8%)")
     print(f"peak bytes of a tier: off by {max(nbytes):.1%} at worst (bar 2%)")
+    print(
+        "\nwall-clock, from disk                                 predicted  measured  over it  fetched  device   spread"
+    )
+    for line in disk_rows():
+        print(line, flush=True)
     if arguments.cpu:
         print("\nwall-clock on the CPU                         predicted  measured  over it   spread of its steps")
         for line in cpu_rows():

@@ -1,6 +1,7 @@
 """What can be known before a run? `probe()` measures the machine, `plan()` says what a model holds and takes on it."""
 
 import dataclasses
+import errno
 import os
 import platform
 import tempfile
@@ -87,6 +88,8 @@ def probe(
     Raises ValueError for a device that does not exist, OSError when nothing can be written to `disk`.
     """
     chosen = resolve_device(device)
+    if cache:
+        _make_cache()  # now: what takes a minute to measure should not be lost for want of a directory
     directory = Path(tempfile.gettempdir() if disk is None else disk)
     link, products = link_rates(chosen), matmul_rates(chosen)
     disk_found = disk_rates(directory)
@@ -120,9 +123,7 @@ def probe(
         notes=(*link.notes, *disk_found.notes, *_implausible(hardware)),
     )
     if cache:
-        path = _cache_path()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(hardware.to_json())
+        _cache_path().write_text(hardware.to_json())
     return found
 
 
@@ -131,7 +132,13 @@ def cached_probe() -> Hardware:
     path = _cache_path()
     if not path.exists():
         raise HardwareNotFound("this machine has not been measured; run millrace probe, or name a machine: " + _known())
-    return Hardware.from_json(path.read_text())
+    try:
+        return Hardware.from_json(path.read_text())
+    except OSError as error:
+        raise HardwareNotFound(
+            f"the measurement {path} cannot be read ({error.strerror}); run millrace probe again, or name a machine: "
+            + _known()
+        ) from error
 
 
 def probed_rates(device: torch.device) -> dict[str, float]:
@@ -141,7 +148,7 @@ def probed_rates(device: torch.device) -> dict[str, float]:
         return {}
     try:
         hardware = Hardware.from_json(path.read_text())
-    except ValueError:  # damaged, or of another version: `plan` says so, a report does without
+    except (ValueError, OSError):  # damaged, or of another version: `plan` says so, a report does without
         return {}
     if not hardware.name.endswith(f"({device})"):
         return {}
@@ -192,6 +199,8 @@ def plan(
     machine = _resized(_machine(hardware), device_memory, host_memory, disk)
     work = _one_of(Training, training, "training")
     shape = _shape(model, work, adapter_rank, weight_bits)
+    if tensor < 1 or pipeline < 1:
+        raise ValueError(f"tensor={tensor}, pipeline={pipeline}; give at least 1 of each")
     count = tensor * pipeline if devices is None else devices
     if count % (tensor * pipeline):
         raise ValueError(f"devices={count} cannot be cut into tensor={tensor} times pipeline={pipeline}")
@@ -340,6 +349,21 @@ def _device_copy_rate(device: torch.device, dram: float) -> float:
 def _cache_path() -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "millrace" / f"hardware-{platform.node() or 'host'}.json"
+
+
+def _make_cache() -> None:
+    """The directory in which a measurement is kept. Raises OSError when there can be none."""
+    directory = _cache_path().parent
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"the measurement cannot be kept in {directory} ({error.strerror}); set XDG_CACHE_HOME, or keep none:"
+            " --no-cache, cache=False",
+        ) from error
 
 
 def _known() -> str:

@@ -103,8 +103,11 @@ def _planned(model: Any, hardware: str | None, arguments: argparse.Namespace) ->
 
 def _config(model: str) -> Any:
     """The path as it is, or the config that transformers has under that name."""
-    if Path(model).exists() or model.endswith(".json"):
-        return model
+    try:
+        if Path(model).exists() or model.endswith(".json"):
+            return model
+    except OSError as error:
+        raise PlanInputError(f"MODEL {model[:80]!r}: {error.strerror}; give a config.json or a model's name") from error
     try:
         from transformers import AutoConfig  # here: it takes seconds to import, and a path does not need it
     except ModuleNotFoundError as error:

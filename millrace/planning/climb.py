@@ -26,7 +26,7 @@ from millrace.planning.tape import Tape
 
 _TOLERANCE = 0.05  # first threshold: how much worse than the current time a change may be,
 _TOLERANCE_SLOTS = 0.6  # and this over the number of slots: on a long tape one change matters less
-_EQUAL = 1e-4  # times that differ by less are the same: none is measured more exactly
+_EQUAL = 1e-3  # times that differ by less are the same: none is measured more exactly
 _ONE_MORE = 0.3  # how often a change is made of one more
 _LATE_SHARE = 0.4  # how often a load is placed late
 

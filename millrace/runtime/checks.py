@@ -43,7 +43,7 @@ class Machine:
     def text(self, path: str) -> str:
         """A file's text without white space at its ends; "" where there is none."""
         try:
-            return (self.root / path).read_text().strip()
+            return (self.root / path).read_text(errors="replace").strip()
         except OSError:
             return ""
 
@@ -139,6 +139,14 @@ def _direct(machine: Machine) -> Iterator[Finding]:
     probe = machine.disk / f".millrace-doctor-{os.getpid()}"
     try:
         probe.touch()
+    except OSError as error:
+        yield Finding(
+            f"nothing can be written to {machine.disk} ({error.strerror}): blocks and state cannot rest there",
+            "name a directory that is yours, on a drive that is mounted for writing: disk=... or --disk",
+            severe=True,
+        )
+        return
+    try:
         os.close(os.open(probe, os.O_RDONLY | flag))
     except OSError as error:
         yield Finding(
@@ -162,7 +170,8 @@ def _space(machine: Machine) -> Iterator[Finding]:
 
 def _threads(machine: Machine) -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = int(machine.environment.get("LOCAL_WORLD_SIZE", "1") or 1)
+    told = machine.environment.get("LOCAL_WORLD_SIZE", "")
+    ranks = max(1, int(told)) if told.isdigit() else 1
     threads = machine.environment.get("OMP_NUM_THREADS", "")
     fair = max(1, cores // ranks)
     if threads.isdigit() and int(threads) < fair and fair > 1:
@@ -238,7 +247,7 @@ def _kind_of(machine: Machine, directory: Path) -> str:
         fields = line.split()
         if len(fields) < 3:
             continue
-        mount = fields[1]
+        mount = fields[1].replace(r"\040", " ")
         if (resolved == mount or resolved.startswith(mount.rstrip("/") + "/")) and len(mount) > best:
             best, kind = len(mount), fields[2]
     return kind

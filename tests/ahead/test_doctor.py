@@ -133,6 +133,52 @@ def test_old_torch_and_refused_direct_access(files: Path, tmp_path: Path, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["root"]
 
 
+def test_a_machine_that_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither /proc nor /sys, as in some sandboxes: nothing is claimed of what cannot be seen."""
+    monkeypatch.setattr(checks, "available_host_bytes", lambda: int(psutil.virtual_memory().total))
+    monkeypatch.setattr(checks.os, "statvfs", lambda path: _Space(200 * 2**30))
+    (found,) = findings(Machine(device=CPU, disk=tmp_path, root=tmp_path / "none", environment={}))
+    assert "there is no accelerator" in found.problem
+
+
+@pytest.mark.parametrize("ranks", ["0", "", "two", "-3"])
+def test_variables_that_are_no_numbers(files: Path, tmp_path: Path, ranks: str, monkeypatch) -> None:
+    monkeypatch.setattr(checks.os, "sched_getaffinity", lambda pid: range(8))
+    monkeypatch.setattr(checks.psutil, "cpu_count", lambda: 8)
+    assert problems(files, tmp_path, OMP_NUM_THREADS="8,4", LOCAL_WORLD_SIZE=ranks) == []
+    (found,) = problems(files, tmp_path, OMP_NUM_THREADS="1", LOCAL_WORLD_SIZE=ranks)
+    assert "1 of 8 threads" in found
+
+
+def test_files_of_unknown_hardware(files: Path, tmp_path: Path) -> None:
+    """Bytes that are no text, links of unknown width and speed, cards of other makers."""
+    card = files / "sys/bus/pci/devices/0000:01:00.0"
+    (card / "current_link_width").write_bytes(b"\xff\xfe")
+    (card / "current_link_speed").write_text("Unknown\n")
+    write(files, "sys/bus/pci/devices/0000:02:00.0/class", "0x030000")
+    write(files, "sys/bus/pci/devices/0000:02:00.0/vendor", "0x8086")
+    assert problems(files, tmp_path) == []
+
+
+def test_a_directory_that_cannot_be_written_to(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(checks.Path, "touch", refuse)
+    (found,) = problems(files, tmp_path)
+    assert "nothing can be written to" in found
+    assert "Read-only file system" in found
+
+
+def test_a_directory_whose_name_has_a_space(files: Path, tmp_path: Path) -> None:
+    named = tmp_path / "my drive"
+    named.mkdir()
+    mounts = str(named).replace(" ", r"\040")
+    write(files, "proc/mounts", f"/dev/nvme0n1 / ext4 rw 0 0\ntmpfs {mounts} tmpfs rw 0 0")
+    found = findings(Machine(device=CPU, disk=named, root=files, environment={}))
+    assert any("is tmpfs, which is host memory" in finding.problem for finding in found)
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--device", "cpu", "--disk", str(tmp_path)]) in (0, 1)
     printed = capsys.readouterr().out

@@ -110,7 +110,7 @@ _COUNTED = {
 
 def is_counted(config: Mapping[str, Any]) -> bool:
     """Whether `shape_of_config` knows this type of model; of others it tells no more than a model like Llama has."""
-    return config.get("model_type", "") in _COUNTED
+    return str(config.get("model_type", "")) in _COUNTED
 
 
 def active_expert_share(config: Mapping[str, Any]) -> float:
@@ -137,7 +137,7 @@ def read_config(source: str | Path | Mapping[str, Any] | Any) -> Mapping[str, An
                 f"no config at {str(source)!r} ({error.strerror}); give a config.json, a directory that holds one,"
                 " a transformers config or a model"
             ) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} holds no JSON ({error}); give a transformers config.json") from error
         if not isinstance(loaded, dict):
             raise ValueError(f"{path} holds a {type(loaded).__name__}; a transformers config is a JSON object")
@@ -200,6 +200,9 @@ def shape_of_config(config: Mapping[str, Any], *, name: str = "") -> ModelShape:
     return ModelShape(name=title, blocks=tuple(blocks), tied=tied)
 
 
+_LARGEST = 10**12  # of any number in a config
+
+
 class _Numbers:
     """The config's numbers under one name each."""
 
@@ -211,7 +214,11 @@ class _Numbers:
         for alias in _NAMES.get(name, (name,)):
             value = self.config.get(alias)
             if isinstance(value, int | float) and not isinstance(value, bool):
+                if not 0 <= value <= _LARGEST:
+                    raise ValueError(f"the config's {alias} is {value}; it must be 0 or a positive number")
                 return int(value)
+            if isinstance(value, str):
+                raise ValueError(f"the config's {alias} is {value!r}; it must be a number")
         return None
 
     def need(self, name: str) -> int:

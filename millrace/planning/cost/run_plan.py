@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,9 +115,10 @@ class RunPlan:
         return run_plan_text(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data, for JSON."""
+        """The same as plain data, for JSON; `docs/json.md` describes it, and `version` changes when that does."""
         run = self.run
         return {
+            "version": 1,
             "model": {
                 "name": self.model.name,
                 "parameters": self.model.parameters,
@@ -140,7 +142,7 @@ class RunPlan:
             "floors_seconds": None if run is None else dataclasses.asdict(run.floors),
             "busy_seconds": None if run is None else {k.value: v for k, v in run.step.busy_seconds.items()},
             "moved_bytes": None if run is None else {k.value: v for k, v in run.step.moved_bytes.items()},
-            "hiding_tokens": self.hiding_tokens,
+            "hiding_tokens": {lane: n if math.isfinite(n) else None for lane, n in self.hiding_tokens.items()},
             "written_bytes_per_step": self.written_bytes,
             "wear_steps": self.wear_steps,
             "codec_cores": self.codec_cores,
