@@ -4,6 +4,7 @@ import contextlib
 import copy
 import errno
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ import millrace.optim
 from millrace.errors import DiskError, StateError
 from millrace.memory.disk import DiskStore
 from millrace.optim import AdamW, disk_state, matrices
+from tests.disk.test_faults import spill_file
 from tests.nursery import Nursery
 from tests.optim.references import assert_equal, copies, give_gradients, parameters
 
@@ -132,6 +134,41 @@ def test_updates_beside_passes(
         train(ours, optimizer, range(4, 8))
         train(theirs, reference, range(4, 8))
     assert_equal(list(ours.parameters()), list(theirs.parameters()))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_byte_of_state_that_changed_on_disk_is_named(last: bool, tmp_path: Path) -> None:
+    """Nobody goes on from it: at the first parameter nothing has changed, at the last the others have."""
+    ours, theirs = parameters(torch.bfloat16, SHAPES), parameters(torch.bfloat16, SHAPES)
+    optimizer, reference = AdamW(ours, tier="disk", disk=tmp_path), AdamW(theirs)
+    for step in range(2):
+        give_gradients(ours, theirs, step)
+        optimizer.step()
+        reference.step()
+    saved, weights, disk = copy.deepcopy(reference.state_dict()), copies(theirs), optimizer._disk
+    assert disk is not None
+    disk.synchronize()
+    name, (extent, _) = list(list(disk._extents.values())[-1 if last else 0].items())[-1]
+    with open(spill_file(disk._store._directory.path), "r+b") as file:
+        byte = os.pread(file.fileno(), 1, extent.offset + 5)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ 1]), extent.offset + 5)
+    give_gradients(ours, theirs, 2)
+    failure = attempt(optimizer)
+    assert failure is not None
+    damage = failure if isinstance(failure, DiskError) else failure.__cause__
+    assert isinstance(damage, DiskError)
+    assert damage.errno == errno.EBADMSG
+    where = rf"'{name} of a parameter': \d+ bytes at offset {extent.offset} of the spill file in {tmp_path}.*"
+    assert re.search(where + "are not those that were written", str(damage))
+    assert all(map(torch.equal, ours, weights)) != last
+    assert attempt(optimizer) is not None
+    with torch.no_grad():
+        for one, other in zip(ours, weights, strict=True):
+            one.copy_(other)
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    reference.step()
+    assert_equal(ours, theirs)
 
 
 KILLED = """
