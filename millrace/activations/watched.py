@@ -39,7 +39,7 @@ class Watched:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             if self._is_outermost:
-                _refuse_compilation_of_all(self)
+                torch.compiler.disable(_refuse_compilation_of_all)(self)  # here: that loads the compiler
             return super().__call__(*args, **kwargs)  # type: ignore[misc]  # inside a compiled layer
         module: nn.Module = self  # type: ignore[assignment]
         watcher = _watchers.get(module)
@@ -60,7 +60,6 @@ class Watched:
             self.__class__ = watched
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _refuse_compilation_of_all(module: Any) -> None:
     if module in _watchers:
         raise StateError(

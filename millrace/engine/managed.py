@@ -37,7 +37,7 @@ class Managed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             if not self.__dict__[_SITE].engine.busy:
-                _refuse_compilation_of_all()
+                torch.compiler.disable(_refuse_compilation_of_all)()  # here: that loads the compiler
             return super().__call__(*args, **kwargs)  # type: ignore[misc]  # inside a compiled block, inside its visit
         return self.__dict__[_SITE].call(super().__call__, args, kwargs)  # type: ignore[misc]
 
@@ -119,7 +119,6 @@ class _LooksAtChildren:
 _MIXINS = (Managed, _HasDevice, _LooksAtChildren)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _refuse_compilation_of_all() -> None:
     raise StateError(
         "torch.compile around an offloaded model would compile the visits away; compile its blocks instead: "
