@@ -31,22 +31,30 @@ def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="a config.json, its directory, or the name of a model")
     parser.add_argument(
-        "--hardware", nargs="+", metavar="NAME", help='of the catalogue, or "measured"; several are compared'
+        "--hardware",
+        nargs="+",
+        metavar="NAME",
+        help='of the catalogue, such as 4090, or "measured"; several are compared (default: measured, else 4090)',
     )
     parser.add_argument("--training", default="full", metavar="KIND", help="full, adapter or inference (default: full)")
-    parser.add_argument("--overlap", default="none", metavar="KIND", help="of the update: none, forward, backward")
     parser.add_argument(
-        "--state-dtype", default="float32", metavar="KIND", help="of the moments: float32, bfloat16, 8bit"
+        "--overlap", default="none", metavar="KIND", help="of the update: none, forward, backward (default: none)"
+    )
+    parser.add_argument(
+        "--state-dtype",
+        default="float32",
+        metavar="KIND",
+        help="of the moments: float32, bfloat16, 8bit (default: float32)",
     )
     for option, kind, default, text in (
-        ("batch-size", int, 1, "sequences in a micro-batch"),
-        ("sequence-length", int, 2048, "tokens in a sequence"),
-        ("micro-batches", int, 1, "micro-batches in a step"),
-        ("devices", int, None, "devices that work together"),
+        ("batch-size", int, 1, "sequences in a micro-batch (default: 1)"),
+        ("sequence-length", int, 2048, "tokens in a sequence (default: 2048)"),
+        ("micro-batches", int, 1, "micro-batches in a step (default: 1)"),
+        ("devices", int, None, "devices that work together (default: tensor times pipeline)"),
         ("tensor", int, 1, "devices that share each layer"),
         ("pipeline", int, 1, "stages of layers"),
-        ("zero-stage", int, 0, "ZeRO stage of the replicas, 0 to 3"),
-        ("adapter-rank", int, None, "rank of LoRA adapters"),
+        ("zero-stage", int, 0, "ZeRO stage of the replicas, 0 to 3 (default: 0)"),
+        ("adapter-rank", int, None, "rank of LoRA adapters (default: 16)"),
         ("weight-bits", float, None, "bits of a stored weight of the layers, such as 4.5"),
     ):
         parser.add_argument(f"--{option}", type=kind, default=default, metavar="N", help=text)
@@ -57,7 +65,7 @@ def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
     ):
         parser.add_argument(f"--{option}", metavar="SIZE", help=text)
     parser.add_argument("--no-disk", action="store_true", help="nothing may rest on disk")
-    parser.add_argument("--json", action="store_true", help="all numbers, as JSON")
+    parser.add_argument("--json", action="store_true", help="all numbers, as JSON (docs/json.md)")
     parser.set_defaults(run=run_plan)
 
 

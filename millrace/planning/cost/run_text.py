@@ -84,7 +84,7 @@ def _head(plan: RunPlan) -> list[str]:
         lines.append(f"do        {plan.method.text(work.training)}")
         lines.append(
             f"result    {seconds_text(plan.run.seconds)} a step, {plan.tokens_per_second:,.0f} tokens/s, "
-            f"{plan.run.efficiency:.0%} of what compute alone would take"
+            f"{plan.run.efficiency:.0%} of the speed of compute alone"
         )
     return lines
 
