@@ -21,7 +21,7 @@ from millrace.memory.disk import DiskStore, Extent, Request
 from millrace.memory.ledger import Ledger, Tier
 from millrace.memory.pool import Slab
 from millrace.runtime.lanes import Event, Lane, Lanes, LateTransfer, Transfer
-from millrace.runtime.threads import one_thread
+from millrace.runtime.threads import OneThread
 
 __all__ = ["DiskStash"]
 
@@ -45,7 +45,7 @@ class DiskStash(Stash):
     ) -> None:
         super().__init__(lanes, ledger, meter, config)
         self._store = store
-        self._sender = one_thread("millrace-activations")
+        self._sender = OneThread("millrace-activations")
         self._extents: dict[int, list[Extent]] = defaultdict(list)  # free ones, by their size
         self._extent_of: dict[Item, Extent] = {}
         self._spills: deque[_Spill] = deque()

@@ -8,7 +8,6 @@ are withdrawn when another block is wanted before them, so no fetch waits for a 
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol
@@ -18,7 +17,7 @@ import torch
 from millrace.engine.meter import Meter
 from millrace.memory.disk import Slot, StagingRing
 from millrace.runtime.lanes import Copy, Event, Lane, Lanes, Tick, Transfer
-from millrace.runtime.threads import Gate, one_thread
+from millrace.runtime.threads import Gate, Job, OneThread
 
 __all__ = ["Fetch", "Fetching", "Piece", "Target", "Way"]
 
@@ -74,7 +73,7 @@ class Fetch:
     contents: object  # of its homes when the fetch was submitted
     before: Callable[[], None]  # to be done ahead of the first read
     way: Way
-    arrived: "Future[Transfer]" = field(default_factory=Future)
+    arrived: "Job[Transfer]" = field(default_factory=Job)
     ahead: int = 0  # pieces whose reads were submitted before it was asked for
     _asked: "dict[str, list[Target | None]]" = field(default_factory=dict)  # whoever is first sets it, at one stroke
     _handed_over: bool = False  # both threads know that it was asked for
@@ -229,8 +228,8 @@ class Fetching:
         self._ring = ring
         self._chunks = chunks
         self._lanes = lanes
-        self._reader = one_thread("millrace-fetch")
-        self._sender = one_thread("millrace-send")
+        self._reader = OneThread("millrace-fetch")
+        self._sender = OneThread("millrace-send")
         self._way = Way(self._submit_read, self._submit_send)
         self._ahead: dict[Fetchable, Fetch] = {}  # in the order of submission: not asked for yet
         self._seconds_per_byte = float("inf")

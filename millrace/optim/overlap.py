@@ -13,7 +13,7 @@ import torch
 from millrace.errors import StateError
 from millrace.optim.devices import Member
 from millrace.runtime.pending import LostUpdate, Pending, Unit, unit_of
-from millrace.runtime.threads import one_thread
+from millrace.runtime.threads import OneThread
 
 __all__ = ["Updater", "by_unit"]
 
@@ -78,7 +78,7 @@ class Updater:
 
     def _start(self) -> None:
         self._process = os.getpid()
-        self._thread = one_thread("millrace-update")
+        self._thread = OneThread("millrace-update")
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
     def _look_for_fork(self) -> None:

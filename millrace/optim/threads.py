@@ -9,8 +9,10 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
+
+from millrace.runtime.threads import OneThread
 
 __all__ = ["count", "limited_to", "on_each"]
 
@@ -77,27 +79,23 @@ def _wait(pending: "Sequence[Future[None]]") -> None:
 
 
 _limit: int | None = None
-_threads: ThreadPoolExecutor | None = None
-_size = 0  # of the pool
+_helpers: list[OneThread] = []
 _changing = threading.Lock()  # optimizers step on several threads
 
 
 def _submit(work: Callable[[], None], helpers: int) -> "list[Future[None]]":
     """`work`, on so many helper threads. There are made more of them where there are too few."""
-    global _threads, _size
     with _changing:
-        if _threads is None or _size < helpers:
-            if _threads is not None:
-                _threads.shutdown(wait=False)
-            _threads = ThreadPoolExecutor(helpers, thread_name_prefix="millrace-optim")
-            _size = helpers
-        return [_threads.submit(work) for _ in range(helpers)]
+        while len(_helpers) < helpers:
+            _helpers.append(OneThread("millrace-optim"))
+        return [helper.submit(work) for helper in _helpers[:helpers]]
 
 
 def _forked() -> None:
     """The parent's threads do not exist here, and one of them may have held the lock."""
-    global _threads, _changing
-    _threads, _changing = None, threading.Lock()
+    global _changing
+    _helpers.clear()
+    _changing = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):

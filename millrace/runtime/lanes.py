@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from millrace.runtime.device import is_accelerator
-from millrace.runtime.threads import one_thread
+from millrace.runtime.threads import Job, OneThread
 
 __all__ = ["Copy", "Event", "Lane", "Lanes", "LateTransfer", "Tick", "Transfer", "open_lanes"]
 
@@ -77,7 +77,7 @@ class Lanes(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._host = one_thread("millrace-host")
+        self._host = OneThread("millrace-host")
 
     @abstractmethod
     def mark(self) -> Event:
@@ -211,13 +211,13 @@ class _ThreadLanes(Lanes):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._threads = {lane: one_thread(f"millrace-{lane.value}") for lane in Lane}
+        self._threads = {lane: OneThread(f"millrace-{lane.value}") for lane in Lane}
 
     def mark(self) -> Event:
         return _Reached()
 
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Event) -> Transfer:
-        begun: Future[float] = Future()
+        begun: Job[float] = Job()
         pending = list(copies)
 
         def job() -> float:

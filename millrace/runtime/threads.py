@@ -6,9 +6,13 @@ starts another one for the next job.
 """
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
-__all__ = ["Gate", "one_thread"]
+__all__ = ["Gate", "Job", "OneThread"]
+
+T = TypeVar("T")
 
 
 class Gate:
@@ -30,11 +34,48 @@ class Gate:
             pass
 
 
-def one_thread(name: str) -> ThreadPoolExecutor:
+class _Condition(threading.Condition):
+    """Its lock is taken by C code alone: in the standard one Ctrl-C may strike between that and the `with` block."""
+
+    __enter__ = property(lambda self: self._lock.__enter__)
+    __exit__ = property(lambda self: self._lock.__exit__)
+
+
+class Job(Future[T]):
+    """A Future that may be waited for on the main thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._condition = _Condition()
+
+
+class OneThread(ThreadPoolExecutor):
     """Runs jobs in the order of their submission, on one thread, which runs already: no job can start a second one."""
-    executor = ThreadPoolExecutor(1, thread_name_prefix=name)
-    executor.submit(_nothing)
-    return executor
+
+    def __init__(self, name: str) -> None:
+        super().__init__(1, thread_name_prefix=name)
+        super().submit(_nothing)
+
+    def submit(self, job: Callable[..., T], /, *args: Any, **kwargs: Any) -> Job[T]:
+        """Calls `job` on the thread. Never blocks. The result is what it returns or raises."""
+        told: Job[T] = Job()
+        super().submit(_perform, told, job, args, kwargs)
+        return told
+
+    def _adjust_thread_count(self) -> None:
+        """Called by `submit`. Past the first time it would take a semaphore, which Ctrl-C can leave locked."""
+        if not self._threads:
+            super()._adjust_thread_count()
+
+
+def _perform(told: Job[T], job: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    try:
+        result = job(*args, **kwargs)
+    except BaseException as error:
+        told.set_exception(error)
+        del told  # which holds the error, and that this frame
+    else:
+        told.set_result(result)
 
 
 def _nothing() -> None:

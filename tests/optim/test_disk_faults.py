@@ -108,14 +108,13 @@ def test_updates_beside_passes(
     ours, theirs = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).bfloat16() for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
 
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    def train(model: nn.Module, optimizer: AdamW, steps: range) -> None:
         for step in steps:
             inputs = torch.linspace(-1, 1 + step, 256).view(4, 64).bfloat16()
             model(inputs).float().square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        if isinstance(optimizer, AdamW):
-            optimizer.synchronize()
+        optimizer.synchronize()
 
     with millrace.offload(ours, device="cpu", device_memory="30KiB", blocks=list(ours)):
         optimizer = AdamW(ours.parameters(), overlap=overlap, tier="disk", disk=tmp_path)
