@@ -116,12 +116,19 @@ class ByCeiling:
         self._saved_bytes = self._planned_bytes[count]
         self._sent_bytes = sum(problem.saved[index].nbytes for index in plan.offloaded if index < count)
         self._largest_bytes = max((saved.nbytes for saved in problem.saved[:count]), default=0)
+        # By name, the first save in each module: where one begins, the bytes before it are compared with the planned.
+        self._begins = {saved.name: index for index, saved in reversed(list(enumerate(problem.saved)))}
+        self._reached = count  # of the plan's saves, when that was done last
+        self._factor = 1.0 if count else None
         self._here = dict(enumerate(items))  # by index; some may be gone by now
         self._round = -1
         self._next = 0  # items from here on were sent for in this round, or need not be
 
     def leaves(self, item: Item) -> bool:
         """As `Decisions`. The earliest saved do, until what stays fits under the ceiling."""
+        begin = self._begins.get(item.name, 0)
+        if begin > self._reached and self._saved_bytes:
+            self._reached, self._factor = begin, self._saved_bytes / self._planned_bytes[begin]
         self._here[item.index] = weakref.ref(item)
         self._saved_bytes += item.nbytes
         self._largest_bytes = max(self._largest_bytes, item.nbytes)
@@ -170,6 +177,8 @@ class ByCeiling:
     @property
     def _scale(self) -> float:
         """How many times the planned bytes there are, by what was saved so far."""
+        if self._factor is not None:
+            return self._factor
         return self._saved_bytes / self._planned_bytes[min(len(self._items), len(self._planned_bytes) - 1)]
 
     @property

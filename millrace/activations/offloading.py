@@ -50,8 +50,9 @@ def offload_activations(
     """Lets what autograd saves in forward wait in host memory until backward. For a model that is on its device.
 
     Results stay the same bit for bit. Copies begin when a tensor is saved, and the first step is recorded; from then on
-    a plan says what leaves and when it comes back, so that compute waits as little as can be. Gradient checkpointing
-    may be on: then what the checkpoints keep is what leaves. Parameters and buffers never do.
+    a plan says what leaves and when it comes back, so that compute waits as little as can be. Inputs of other shapes
+    keep to its ceiling, and have a plan when they come again. Gradient checkpointing may be on: then what the
+    checkpoints keep is what leaves. Parameters and buffers never do.
 
     - `layers`: only what these layers save: the first so many (an int) of the model's lists of layers, or modules and
       name patterns (fnmatch, such as "model.layers.*"). Default: whatever the model saves.
@@ -60,8 +61,8 @@ def offload_activations(
     - `modules`: only what is saved inside of these modules or name patterns (such as "*.mlp"). Calls inside of
       compiled code are not seen: name the module that was compiled.
     - `tier`: "host", or "disk": they pass through a little host memory, and rest in a file in the directory `disk`.
-    - `device_memory`: ceiling in bytes for the saved tensors on the device, kept even if compute has to wait. Default:
-      as few as hide behind compute.
+    - `device_memory`: ceiling in bytes for the saved tensors on the device, kept even if compute has to wait, from the
+      second step on; what is computed just now stays above it where it must. Default: as few as hide behind compute.
     - `host_memory`: ceiling in bytes for the host memory. Default: what cgroup and machine leave, less 15%.
     - `most_in_flight`: at most so many copies to the host at once. Default: as the plan says.
     - `all_leave`: everything that may leave does, however slow the link is; instead of `device_memory`.

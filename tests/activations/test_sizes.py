@@ -2,6 +2,8 @@
 
 import random
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,24 +19,34 @@ FORWARDS = 10
 SLACK_BYTES = 32 << 10  # not saved, or rounded by the allocator
 
 
+class ExpertLayer(nn.Module):
+    """Each row goes to one of four experts; one without rows is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        parts = []
+        for index, expert in enumerate(self.experts):
+            places = torch.where(chosen == index)[0].to(x.device)
+            if len(places):
+                parts.append(expert(x[places]))
+        return torch.cat(parts)
+
+
 class Experts(nn.Module):
-    """Each row goes to one of four experts, another one at every step; one without rows is not called."""
+    """Rows go to others at every step, and to more or fewer experts."""
 
     def __init__(self, layers: int = 6) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.ModuleList(Layer() for _ in range(4)) for _ in range(layers))
+        self.layers = nn.ModuleList(ExpertLayer() for _ in range(layers))
 
     def forward(self, x: Tensor, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
-        for experts in self.layers:
-            chosen = torch.randint(1 + seed % 4, (len(x),), generator=generator)
-            parts = []
-            for index, expert in enumerate(experts):  # type: ignore[arg-type]
-                places = torch.where(chosen == index)[0].to(x.device)
-                if len(places):
-                    parts.append(expert(x[places]))
-            x = torch.cat(parts)
+        for layer in self.layers:
+            x = layer(x, torch.randint(1 + seed % 4, (len(x),), generator=generator))
         return x
 
 
@@ -95,3 +107,42 @@ def test_sizes_that_change(
         assert stats.recorded_forwards == 1
         assert stats.similar_forwards > 0
         assert stats.offloads > 0
+
+
+@pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
+@pytest.mark.parametrize("call", [random_lengths, random_experts])
+@pytest.mark.parametrize(
+    ("settings", "least_share", "most_share"),
+    [
+        ({"all_leave": True}, 0.7, 1.0),
+        ({"device_memory": 0, "fraction": 0.4}, 0.2, 0.45),
+        ({"device_memory": 0, "most_in_flight": 1}, 0.7, 1.0),
+        ({"device_memory": 4 * SAVED_BYTES, "tier": "disk", "host_memory": "640KiB"}, 0.4, 1.0),
+    ],
+    ids=["all_leave", "fraction", "most_in_flight", "disk"],
+)
+def test_settings_hold_for_any_size(
+    call: Call,
+    settings: dict[str, Any],
+    least_share: float,
+    most_share: float,
+    compute_device: torch.device,
+    tmp_path: Path,
+) -> None:
+    """`least_share` and `most_share`: how much of what is saved leaves."""
+    make: Callable[[], nn.Module] = Experts if call is random_experts else lambda: Stack(LAYERS)
+    disk = tmp_path if "tier" in settings else None
+    plain, model = make().to(compute_device), make().to(compute_device)
+    with millrace.offload_activations(model, min_bytes=0, disk=disk, **settings) as handle:
+        run(model, call, compute_device, 3)  # is recorded, and everything leaves
+        handle.reset_stats()
+        saved_bytes = 0
+        for index in range(4, FORWARDS):
+            expected, plain_bytes, _ = run(plain, call, compute_device, index)
+            assert_same(run(model, call, compute_device, index)[0], expected)
+            saved_bytes += plain_bytes
+        stats = handle.stats()
+    assert stats.planned_forwards + stats.similar_forwards == FORWARDS - 4
+    if is_counted(compute_device):
+        assert least_share * saved_bytes <= stats.offload_bytes <= most_share * saved_bytes
+        assert disk is None or stats.host_peak_bytes <= 640 << 10
