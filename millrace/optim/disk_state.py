@@ -95,7 +95,7 @@ class DiskState:
         self._store = DiskStore(own, self._ledger)
         self._ring = StagingRing(CHUNK_ELEMENTS * _MOST_BYTES_PER_ELEMENT, _SLOTS, torch.device("cpu"), self._ledger)
         self._extents: dict[Any, dict[str, tuple[Extent, torch.dtype]]] = {}
-        self._written: dict[Any, set[str]] = {}  # names of the tensors whose extents hold anything
+        self._written: dict[Any, dict[str, None]] = {}  # names of the tensors whose extents hold anything
         self._busy = threading.Lock()
         weakref.finalize(self, _close, self._store, own)
 
@@ -118,9 +118,9 @@ class DiskState:
         """Waits until all that was written is on disk; raises what failed."""
         self._store.synchronize()
 
-    def holds(self, key: Any) -> frozenset[str]:
-        """The names of the tensors of a parameter that are on disk."""
-        return frozenset(self._written.get(key, ()))
+    def holds(self, key: Any) -> tuple[str, ...]:
+        """The names of the tensors of a parameter that are on disk, in the order in which they came."""
+        return tuple(self._written.get(key, ()))
 
     def emptied(self) -> "DiskState":
         """Itself, holding nothing and with room for what comes next; another one where its drive failed."""
@@ -153,7 +153,7 @@ class DiskState:
                         raise
                     self._ring.release(slot, _All(self._write(slot, load)) if writes else None)
                 for one in wanted if writes else ():
-                    self._written.setdefault(one.key, set()).update(one.dtypes)
+                    self._written.setdefault(one.key, {}).update(dict.fromkeys(one.dtypes))
             except BaseException:
                 self._failed = True
                 raise

@@ -140,7 +140,7 @@ class ElementOptimizer(HostOptimizer):
         for member in members:
             self._to_disk(disk, member.parameter, member.group, member.weights, member.state)
             dtypes = {**self._dtypes(member.group, member.weights), **member.weights.master_dtypes}
-            fresh = frozenset(dtypes) - disk.holds(member.parameter)
+            fresh = frozenset(dtypes).difference(disk.holds(member.parameter))
             if member.weights.master_is_stale:
                 fresh |= frozenset(member.weights.master_dtypes)
             wanted.append(Wanted(member.parameter, member.weights.host.numel(), dtypes, fresh))
