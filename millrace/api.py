@@ -16,7 +16,6 @@ from torch import nn
 
 from millrace.activations.offloading import ActivationOffloading
 from millrace.activations.targets import check_targets
-from millrace.activations.watched import watcher_of
 from millrace.ahead import probed_rates
 from millrace.config import ActivationConfig, BlocksSpec, OffloadConfig, Size, parse_bytes
 from millrace.engine.attachment import Attachment
@@ -27,11 +26,11 @@ from millrace.engine.executor import Executor
 from millrace.engine.fetching import Fetching
 from millrace.engine.gradients import Gradients
 from millrace.engine.inventory import Inventory, take_inventory
-from millrace.engine.managed import site_of
 from millrace.engine.materialize import Materialized, materialize
 from millrace.engine.meter import Meter
 from millrace.engine.partition import Partition, partition
 from millrace.engine.placement import Placement, Shelf
+from millrace.engine.refusals import refuse_unmanageable
 from millrace.engine.residency import Residency
 from millrace.engine.room import Room
 from millrace.engine.steps import OptimizerSteps
@@ -118,7 +117,7 @@ def offload(
     )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
-    _refuse_unmanageable(model)
+    refuse_unmanageable(model)
     if config.activations is not None:
         check_targets(model, config.activations)
         if config.activations.tier == "disk" and config.disk is None:
@@ -391,28 +390,3 @@ def _activation_config(activations: bool | Mapping[str, Any]) -> ActivationConfi
     if not isinstance(activations, Mapping):
         raise TypeError(f"activations={activations!r} is neither True nor a dict of settings of offload_activations")
     return ActivationConfig.of(**activations)
-
-
-def _refuse_unmanageable(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        where = f"module {name!r}" if name else "the model"
-        if isinstance(module, torch.jit.ScriptModule):
-            raise StateError(
-                f"{where} is compiled by TorchScript, which millrace cannot manage; offload it before that"
-            )
-        if watcher_of(module) is not None:
-            raise StateError(
-                f"the activations of {where} are offloaded already; call remove() on that handle, and pass"
-                " activations=True here"
-            )
-        if site_of(module) is not None:
-            raise StateError(f"{where} is offloaded already; use that handle, or call remove() on it first")
-        if hasattr(module, "_hf_hook"):
-            raise StateError(
-                f"{where} carries an accelerate hook, which moves weights too; call"
-                " accelerate.hooks.remove_hook_from_submodules(model) first, and load without device_map"
-            )
-        if getattr(module, "_diffusers_hook", None) is not None:
-            raise StateError(
-                f"{where} carries a diffusers hook, which moves weights too; disable group offloading first"
-            )

@@ -82,13 +82,18 @@ def test_no_step_goes_on_from_a_broken_one(
         if isinstance(failures[0], StateError):
             assert "of 5 parameters" in str(told)
             assert "load the weights and the optimizer's state" in str(told)
-        with torch.no_grad():
-            for one, other in zip(ours, weights, strict=True):
-                one.copy_(other)
-        optimizer.load_state_dict(saved)
+        restore(optimizer, ours, weights, saved)
         optimizer.step()
     reference.step()
     assert_equal(ours, theirs)
+
+
+def restore(optimizer: Any, weights: list[nn.Parameter], saved_weights: list[torch.Tensor], saved: Any) -> None:
+    """Weights and state are as they were saved."""
+    with torch.no_grad():
+        for one, other in zip(weights, saved_weights, strict=True):
+            one.copy_(other)
+    optimizer.load_state_dict(saved)
 
 
 def attempt(optimizer: Any) -> Exception | None:
@@ -161,10 +166,7 @@ def test_a_byte_of_state_that_changed_on_disk_is_named(last: bool, tmp_path: Pat
     assert re.search(where + "are not those that were written", str(damage))
     assert all(map(torch.equal, ours, weights)) != last
     assert attempt(optimizer) is not None
-    with torch.no_grad():
-        for one, other in zip(ours, weights, strict=True):
-            one.copy_(other)
-    optimizer.load_state_dict(saved)
+    restore(optimizer, ours, weights, saved)
     optimizer.step()
     reference.step()
     assert_equal(ours, theirs)

@@ -1,6 +1,7 @@
 """How does user code see bytes on disk? As memory: a mapping of a range of a file."""
 
 import ctypes
+import functools
 import mmap
 import os
 import weakref
@@ -27,8 +28,13 @@ def _call(name: str, restype: Any, *argtypes: Any) -> Any:
 _address, _size, _int, _offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
 _mmap = _call("mmap", _address, _address, _size, _int, _int, _int, _offset)
 _munmap = _call("munmap", _int, _address, _size)
-_sync_file_range = _call("sync_file_range", _int, _int, _offset, _offset, ctypes.c_uint)
 _madvise = _call("madvise", _int, _address, _size, _int)
+
+
+@functools.cache
+def _sync_file_range() -> Any:
+    """Looked up at its first use: where there is none (it is Linux's own), millrace can be imported all the same."""
+    return _call("sync_file_range", _int, _int, _offset, _offset, ctypes.c_uint)
 
 
 class Mapping:
@@ -70,7 +76,7 @@ class Mapping:
 
         Not until it is safe from a loss of power, as msync would: that takes ten times as long.
         """
-        if _sync_file_range(descriptor, self._offset, self._nbytes, _WAIT_WRITE_WAIT) != 0:
+        if _sync_file_range()(descriptor, self._offset, self._nbytes, _WAIT_WRITE_WAIT) != 0:
             raise _error("sync_file_range")
 
     def written(self, offset: int, nbytes: int) -> bool | None:
