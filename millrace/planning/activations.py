@@ -9,10 +9,11 @@ they are needed last. See docs/design/activations.md.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heappop, heappush
 
 _HIDDEN_SHARE = 0.005  # of compute: a stall below that counts as none
 _BISECTIONS = 24
@@ -79,7 +80,7 @@ class ActivationProblem:
         if others not in ((0, 0), (len(self.saved), len(self.uses))):
             raise ValueError(f"other bytes are given for {others} saves and uses; give one for each, or none")
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of all that is saved."""
         return sum(saved.nbytes for saved in self.saved)
@@ -225,7 +226,9 @@ class _Walk:
         others = problem.forward_other_bytes or (0,) * len(problem.saved)
         lane_end = 0.0
         ends: dict[int, float] = {}
-        waiting: deque[int] = deque()  # may leave, in the order of saving
+        flying: deque[int] = deque()  # those that leave, until their copies are done
+        ready: list[int] = []  # a heap of those that may go
+        held_until: dict[int, list[int]] = defaultdict(list)  # those that somebody else holds, by the save that ends it
         reloadable = set(problem.uses)
         left_bytes = problem.nbytes if problem.offload_bytes is None else problem.offload_bytes
         for index, saved in enumerate(problem.saved):
@@ -235,15 +238,13 @@ class _Walk:
                 left_bytes -= saved.nbytes
                 lane_end = max(lane_end, self.seconds) + saved.offload_seconds
                 ends[index] = lane_end
-                waiting.append(index)
+                flying.append(index)
+                held_until[max(index, saved.alone_at)].append(index)
+            for candidate in held_until.pop(index, ()):
+                heappush(ready, candidate)
             coming_bytes = problem.saved[index + 1].nbytes if index + 1 < len(problem.saved) else 0
-            for candidate in list(waiting):
-                over = self._held_bytes + coming_bytes > self._budget_bytes
-                if not over and not self._crowded(waiting, ends):
-                    break
-                if (problem.saved[candidate].alone_at or 0) > index:
-                    continue
-                waiting.remove(candidate)
+            while ready and (self._held_bytes + coming_bytes > self._budget_bytes or self._crowded(flying, ends)):
+                candidate = heappop(ready)
                 self.seconds = max(self.seconds, ends[candidate])
                 self._held_bytes -= problem.saved[candidate].nbytes
                 self.away.add(candidate)
@@ -251,9 +252,12 @@ class _Walk:
             self._between(others[index])
             self.seconds += problem.forward_seconds[index]
 
-    def _crowded(self, waiting: Sequence[int], ends: dict[int, float]) -> bool:
+    def _crowded(self, flying: deque[int], ends: dict[int, float]) -> bool:
+        """Whether too many copies are under way. They end in the order of saving, and each before its memory goes."""
+        while flying and ends[flying[0]] <= self.seconds:
+            flying.popleft()
         most = self._problem.most_in_flight
-        return most is not None and sum(ends[index] > self.seconds for index in waiting) > most
+        return most is not None and len(flying) > most
 
     def _backward(self) -> None:
         problem = self._problem
