@@ -14,6 +14,7 @@ import torch
 from millrace.config import format_bytes
 from millrace.errors import BudgetError
 from millrace.memory.arena import Arena, aligned, whole_pages
+from millrace.memory.least import LeastTree
 from millrace.memory.ledger import Ledger
 
 __all__ = ["HostPool", "Slab"]
@@ -40,16 +41,13 @@ class HostPool:
         self._limit_bytes = limit_bytes
         self._arenas: list[Arena] = []
         self._free: list[list[tuple[int, int]]] = []  # of each arena: ranges (begin, end), in order, never adjacent
+        self._no_more = LeastTree()  # by arena, negative: none of its ranges has more bytes
         self._reserved = False
         self._consolidated = False
+        self.arena_bytes = 0  # of all arenas
         self.held_bytes = 0  # handed out now
         self._peak_bytes = 0
         self.grown = 0  # how many arenas were made since the beginning
-
-    @property
-    def arena_bytes(self) -> int:
-        """Bytes of all arenas."""
-        return sum(arena.nbytes for arena in self._arenas)
 
     def take(self, nbytes: int) -> Slab:
         """Memory for `nbytes`, of arbitrary contents; from a new arena if the others have no room for it."""
@@ -64,17 +62,22 @@ class HostPool:
     def try_take(self, nbytes: int) -> Slab | None:
         """Memory for `nbytes` from what there is; None where there is no room."""
         wanted = aligned(nbytes)
-        for index, ranges in enumerate(self._free):
+        index = self._no_more.first(0, -wanted)
+        while index is not None:
+            ranges = self._free[index]
             for place, (begin, end) in enumerate(ranges):
                 if end - begin >= wanted:
                     ranges[place : place + 1] = [(begin + wanted, end)] if end - begin > wanted else []
                     return self._handed_out(index, begin, nbytes)
+            self._no_more.put(index, -max((end - begin for begin, end in ranges), default=0))
+            index = self._no_more.first(index + 1, -wanted)
         return None
 
     def give_back(self, slab: Slab) -> None:
         """The slab's memory may be handed out again. The caller has seen to it that no copy uses it any more."""
         begin, end = slab.offset, slab.offset + aligned(slab.memory.nbytes)
         ranges = self._free[slab.arena]
+        self._no_more.put(slab.arena, -self._arenas[slab.arena].nbytes)
         place = bisect_left(ranges, (begin, end))
         if place < len(ranges) and ranges[place][0] == end:
             end = ranges.pop(place)[1]
@@ -94,6 +97,7 @@ class HostPool:
                 if offset > begin:
                     self._free[index].append((begin, offset))
                 begin = end
+            self._no_more.put(index, -arena.nbytes)
         self.held_bytes = sum(end - begin for _, begin, end in taken)
 
     def consolidate(self) -> None:
@@ -101,7 +105,7 @@ class HostPool:
         if self._reserved or self.held_bytes or len(self._arenas) < 2:
             return
         wanted_bytes = self.arena_bytes if self._consolidated else self._peak_bytes
-        self._arenas, self._free = [], []
+        self._arenas, self._free, self._no_more, self.arena_bytes = [], [], LeastTree(), 0
         self._consolidated = True
         self.grow(wanted_bytes)
 
@@ -128,6 +132,8 @@ class HostPool:
             )
         self._arenas.append(Arena(nbytes, *self._context))
         self._free.append([(0, self._arenas[-1].nbytes)])
+        self._no_more.put(len(self._free) - 1, -self._arenas[-1].nbytes)
+        self.arena_bytes += self._arenas[-1].nbytes
         self.grown += 1
 
     def _handed_out(self, arena: int, offset: int, nbytes: int) -> Slab:

@@ -23,8 +23,15 @@ def test_no_byte_is_handed_out_twice(script: list[tuple[bool, int]]) -> None:
     held: list[tuple[Slab, int]] = []
     for index, (takes, number) in enumerate(script):
         if takes or not held:
+            room = [
+                (arena, begin)
+                for arena, ranges in enumerate(pool._free)
+                for begin, end in ranges
+                if end - begin >= aligned(number)
+            ]
             slab = pool.take(number)
             assert slab.memory.nbytes == number
+            assert (slab.arena, slab.offset) == (room[0] if room else (len(pool._free) - 1, 0))  # the first that fits
             slab.memory.fill_(index % 251)
             held.append((slab, index % 251))
         else:
