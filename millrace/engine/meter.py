@@ -83,16 +83,17 @@ class LinkSpeed:
     """Seconds that loads of a given size take, by those that were measured."""
 
     def __init__(self, loads: list[tuple[int, float]]) -> None:
-        self._by_size: dict[int, list[float]] = {}
+        by_size: dict[int, list[float]] = {}
         for nbytes, seconds in loads:
-            self._by_size.setdefault(nbytes, []).append(seconds)
+            by_size.setdefault(nbytes, []).append(seconds)
+        self._of_size = {nbytes: median(measured) for nbytes, measured in by_size.items()}
         moved = sum(nbytes for nbytes, _ in loads)
         self._seconds_per_byte = sum(seconds for _, seconds in loads) / moved if moved else 0.0
 
     def load_seconds(self, nbytes: int) -> float:
         """The median of loads of that size; by the mean speed where there were none."""
-        measured = self._by_size.get(nbytes)
-        return median(measured) if measured else self.seconds(nbytes)
+        measured = self._of_size.get(nbytes)
+        return self.seconds(nbytes) if measured is None else measured
 
     def seconds(self, nbytes: int) -> float:
         """Seconds for that many bytes in loads of any size, by the mean speed."""
