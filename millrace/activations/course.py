@@ -123,6 +123,10 @@ class Course:
             self._shared.append((item, record))
             self.look_who_is_alone()
 
+    def goes(self, item: Item) -> None:
+        """The device memory of the item goes right after this."""
+        self._decisions.goes(item)
+
     def _look_at_others(self) -> Others:
         """Looks at every item, so only a course that a plan is refined by asks, and in long ones not every time."""
         looks = len(self.saves) + len(self.uses)

@@ -6,19 +6,20 @@ what is really there: the earliest saved go first, and come back in the reverse 
 """
 
 import itertools
+import math
 import weakref
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable
 from enum import Enum
 from typing import Protocol
 
 from millrace.activations.item import Item, Place
+from millrace.activations.present import Items, Present
 from millrace.planning import ActivationPlan
 
-__all__ = ["AsPlanned", "Basis", "ByCeiling", "Decisions", "Items", "Unplanned"]
+__all__ = ["AsPlanned", "Basis", "ByCeiling", "Decisions", "Unplanned"]
 
 _UNPLANNED_COPIES = 2  # in flight at once, each way, while nothing is known
-
-Items = Sequence[weakref.ref[Item]]  # of a course, in the order of saving
 
 
 class Basis(Enum):
@@ -43,6 +44,9 @@ class Decisions(Protocol):
     def to_send_for(self, item: Item, backward_round: int) -> Iterable[Item]:
         """What is sent for now that backward uses the item."""
 
+    def goes(self, item: Item) -> None:
+        """The device memory of the item goes right after this."""
+
 
 class AsPlanned:
     """Every item is the one that the plan has at its index."""
@@ -66,6 +70,9 @@ class AsPlanned:
         position = self._plan.position_of_use.get(item.index)
         return () if position is None else self._present(self._plan.reloads[position])
 
+    def goes(self, item: Item) -> None:
+        """As `Decisions`."""
+
     def _present(self, indices: Iterable[int]) -> Iterable[Item]:
         return [item for index in indices if (item := self._items[index]()) is not None]
 
@@ -77,6 +84,8 @@ class Unplanned:
 
     def __init__(self, items: Items) -> None:
         self._items = items
+        self._sent: list[int] = []  # indices of what left
+        self._leaving: list[weakref.ref[Item]] = []  # at the last save
 
     def leaves(self, item: Item) -> bool:
         """As `Decisions`."""
@@ -84,19 +93,26 @@ class Unplanned:
 
     def to_let_go(self, item: Item) -> Iterable[Item]:
         """As `Decisions`."""
-        leaving = [other for ref in self._items if (other := ref()) is not None and other.place is Place.LEAVING]
+        if item.place is Place.LEAVING:  # there was room for it
+            self._sent.append(item.index)
+            self._leaving.append(weakref.ref(item))
+        leaving = [other for ref in self._leaving if (other := ref()) is not None and other.place is Place.LEAVING]
+        self._leaving = [weakref.ref(other) for other in leaving]
         return [other for other in leaving[:-_UNPLANNED_COPIES] if other.is_alone]
 
     def to_send_for(self, item: Item, backward_round: int) -> Iterable[Item]:
         """As `Decisions`."""
         found: list[Item] = []
-        for ref in reversed(self._items[: item.index]):
-            other = ref()
+        for place in range(bisect_left(self._sent, item.index) - 1, -1, -1):
+            other = self._items[self._sent[place]]()
             if other is not None and other.place is not Place.HERE and other.round != backward_round:
                 found.append(other)
                 if len(found) == _UNPLANNED_COPIES:
                     break
         return found
+
+    def goes(self, item: Item) -> None:
+        """As `Decisions`."""
 
 
 class ByCeiling:
@@ -120,7 +136,7 @@ class ByCeiling:
         self._begins = {saved.name: index for index, saved in reversed(list(enumerate(problem.saved)))}
         self._reached = count  # of the plan's saves, when that was done last
         self._factor = 1.0 if count else None
-        self._here = dict(enumerate(items))  # by index; some may be gone by now
+        self._present = Present(items)
         self._round = -1
         self._next = 0  # items from here on were sent for in this round, or need not be
 
@@ -129,7 +145,7 @@ class ByCeiling:
         begin = self._begins.get(item.name, 0)
         if begin > self._reached and self._saved_bytes:
             self._reached, self._factor = begin, self._saved_bytes / self._planned_bytes[begin]
-        self._here[item.index] = weakref.ref(item)
+        self._present.note(item)
         self._saved_bytes += item.nbytes
         self._largest_bytes = max(self._largest_bytes, item.nbytes)
         staying_bytes = self._scale * self._plan.problem.nbytes - self._sent_bytes
@@ -137,19 +153,19 @@ class ByCeiling:
 
     def to_let_go(self, item: Item) -> Iterable[Item]:
         """As `Decisions`. Room is made for the next one too, whatever it is."""
-        problem = self._plan.problem
-        here = self._present()
-        over_bytes = sum(other.nbytes for other in here) + self._largest_bytes - self._forward_ceiling_bytes
-        leaving = sum(other.place is Place.LEAVING for other in here)
-        crowd = 0 if problem.most_in_flight is None else leaving - problem.most_in_flight
+        problem, here = self._plan.problem, self._present
+        here.look()
+        over_bytes = here.nbytes + self._largest_bytes - self._forward_ceiling_bytes
+        crowd = 0 if problem.most_in_flight is None else here.leaving - problem.most_in_flight
         found = []
-        for other in here:
-            if over_bytes <= 0 and crowd <= 0:
-                break
-            if not other.is_alone:
-                continue
+        index = 0
+        while over_bytes > 0 or crowd > 0:
             late = problem.budget_bytes is not None and over_bytes > 0  # compute waits for a copy that begins only now
-            if other.place is Place.LEAVING or (late and self._sends(other)):
+            other = here.first(index, max(0, self._bytes_left) if late else 0)
+            if other is None:
+                break
+            index = other.index + 1
+            if other.is_alone and (other.place is Place.LEAVING or self._sends(other)):
                 found.append(other)
                 over_bytes -= other.nbytes
                 crowd -= 1
@@ -160,8 +176,9 @@ class ByCeiling:
         if backward_round != self._round:
             self._round, self._next = backward_round, item.index
         self._next = min(self._next, item.index)
-        self._here[item.index] = weakref.ref(item)
-        here_bytes = sum(other.nbytes for other in self._present())
+        self._present.note(item)
+        self._present.look()
+        here_bytes = self._present.nbytes
         found: list[Item] = []
         while self._next > 0:
             other = self._items[self._next - 1]()
@@ -169,10 +186,14 @@ class ByCeiling:
                 here_bytes += other.nbytes
                 if here_bytes > self._ceiling_bytes:
                     break
-                self._here[other.index] = weakref.ref(other)
+                self._present.note(other)
                 found.append(other)
             self._next -= 1
         return found
+
+    def goes(self, item: Item) -> None:
+        """As `Decisions`."""
+        self._present.goes(item)
 
     @property
     def _scale(self) -> float:
@@ -190,17 +211,18 @@ class ByCeiling:
     def _forward_ceiling_bytes(self) -> float:
         return 0 if self._plan.problem.all_leave else self._ceiling_bytes
 
-    def _sends(self, item: Item) -> bool:
-        """Whether it may leave; then it is counted among those that do."""
+    @property
+    def _bytes_left(self) -> int:
+        """Of how many bytes an item may be that may leave still."""
         problem = self._plan.problem
         most_bytes = problem.nbytes if problem.offload_bytes is None else problem.offload_bytes
-        if most_bytes < problem.nbytes and self._sent_bytes + item.nbytes > self._scale * most_bytes:
+        if most_bytes < problem.nbytes:
+            return math.floor(self._scale * most_bytes) - self._sent_bytes
+        return self._largest_bytes
+
+    def _sends(self, item: Item) -> bool:
+        """Whether it may leave; then it is counted among those that do."""
+        if item.nbytes > self._bytes_left:
             return False
         self._sent_bytes += item.nbytes
         return True
-
-    def _present(self) -> list[Item]:
-        """What is on the device, in the order of saving."""
-        found = {index: item for index in sorted(self._here) if (item := self._here[index]()) is not None}
-        self._here = {index: self._here[index] for index, item in found.items() if item.memory is not None}
-        return [found[index] for index in self._here]

@@ -18,7 +18,7 @@ from millrace.config import ActivationConfig
 from millrace.errors import DiskError
 from millrace.memory.arena import whole_pages
 from millrace.memory.disk import DiskStore, Extent, Request
-from millrace.memory.ledger import Ledger, Tier
+from millrace.memory.ledger import Ledger
 from millrace.memory.pool import Slab
 from millrace.runtime.lanes import Event, Lane, Lanes, LateTransfer, Transfer
 from millrace.runtime.threads import OneThread
@@ -83,8 +83,7 @@ class DiskStash(Stash):
         try:
             super().put_back(item)
         except DiskError:
-            item.arriving = item.memory = None
-            self.ledger.add(Tier.DEVICE, PURPOSE, -item.nbytes)
+            self._drop(item)
             self.pool.give_back(self._fetched.pop(item))
 
     def closers(self) -> list[Callable[[], None]]:

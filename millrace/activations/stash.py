@@ -74,8 +74,7 @@ class Stash:
         if item.leaving is None:
             return
         self._wait(item.leaving.done, Lane.OFFLOAD, item.name)
-        item.leaving = item.memory = None
-        self.ledger.add(Tier.DEVICE, PURPOSE, -item.nbytes)
+        self._drop(item)
 
     def send_for(self, item: Item, *, needed: bool) -> None:
         """Allocates device memory and submits the copy back. Not `needed` yet: only if there is room on its way."""
@@ -109,8 +108,12 @@ class Stash:
         """Our hold on device memory that was copied back ends: whoever was given it has it, and the host has it too."""
         if item.returned and item.memory is not None:
             self.arrive(item)
-            item.memory = None
-            self.ledger.add(Tier.DEVICE, PURPOSE, -item.nbytes)
+            self._drop(item)
+
+    def _drop(self, item: Item) -> None:
+        item.course.goes(item)
+        item.leaving = item.arriving = item.memory = None
+        self.ledger.add(Tier.DEVICE, PURPOSE, -item.nbytes)
 
     def _wait(self, event: Event, lane: Lane, name: str) -> None:
         asked = self.lanes.tick()
