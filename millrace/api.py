@@ -229,7 +229,7 @@ class Offloaded:
         """What was moved and held since the beginning or the last `reset_stats()`. Waits for what is under way."""
         stall_seconds, compute_seconds = self._meter.seconds()
         if self.activations is not None:  # whose waits are within the visits
-            waited_seconds = min(compute_seconds, self.activations.stats().stall_seconds)
+            waited_seconds = min(compute_seconds, self.activations.stall_seconds())
             stall_seconds, compute_seconds = stall_seconds + waited_seconds, compute_seconds - waited_seconds
         return Stats(
             device_peak_bytes=self._ledger.budgeted_peak_bytes,
@@ -261,15 +261,17 @@ class Offloaded:
 
     def report(self) -> Report:
         """The stats, and the last step against the plan: `print` it, or see its `to_html`, `to_png` and `to_trace`."""
+        stats, activations = self.stats(), self.activations
+        moved, waited = ([], []) if activations is None else (activations.moved(), activations.waited())
         return Report(
             RunRecord(
                 device=str(self._config.device),
-                stats=dataclasses.asdict(self.stats()),
-                spans=tuple(self._meter.spans(*(() if self.activations is None else self.activations.moved()))),
+                stats=dataclasses.asdict(stats),
+                spans=tuple(self._meter.spans(moved, waited)),
                 samples=tuple(self._meter.samples()),
                 planned=None if self.plan is None else Planned(**dataclasses.asdict(self.plan.predicted)),
                 rates=probed_rates(self._config.device),
-                activations="" if self.activations is None else self.activations.summary(),
+                activations="" if activations is None else activations.summary(),
             )
         )
 

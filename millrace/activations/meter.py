@@ -31,8 +31,8 @@ class ActivationMeter:
     def __init__(self, lanes: Lanes, lane_use: LaneUse) -> None:
         self._lanes = lanes
         self.lane_use = lane_use
-        self._waits: deque[tuple[Tick, Tick]] = deque()
-        self._last_waits: deque[Waited] = deque(maxlen=_REMEMBERED)
+        self._waits: deque[Waited] = deque(maxlen=_REMEMBERED)  # whose seconds were read
+        self._unread_waits: deque[Waited] = deque()  # those after them
         # Since the first forward after a backward; and what came before that, up to the backward.
         self._passes: deque[_Pass] = deque(maxlen=_REMEMBERED_PASSES)
         self._last_passes: tuple[_Pass, ...] = ()
@@ -47,7 +47,8 @@ class ActivationMeter:
         self.spill_bytes = self.fetch_bytes = 0
         self.forwards: Counter[Basis] = Counter()
         self._stall_seconds = 0.0
-        self._waits.clear()
+        self._waits.extend(self._unread_waits)
+        self._unread_waits.clear()
 
     def offloaded(self, transfer: Transfer, name: str) -> None:
         """A copy to the host was submitted."""
@@ -89,14 +90,13 @@ class ActivationMeter:
 
     def waited(self, asked: Tick, began: Tick, lane: Lane, name: str) -> None:
         """Compute was told to wait between these moments, for the copy of an activation of the module `name`."""
-        self._waits.append((asked, began))
-        self._last_waits.append(Waited(lane, _described(name), asked, began))
-        while len(self._waits) > _UNREAD_WAITS:
+        self._unread_waits.append(Waited(lane, _described(name), asked, began))
+        while len(self._unread_waits) > _UNREAD_WAITS:
             self._read()
 
     def stall_seconds(self) -> float:
         """Seconds in which compute waited since the last reset; waits until they are known."""
-        while self._waits:
+        while self._unread_waits:
             self._read()
         return self._stall_seconds
 
@@ -114,7 +114,7 @@ class ActivationMeter:
 
     def last_waits(self) -> list[Waited]:
         """The last waits, whether or not they took any time."""
-        return list(self._last_waits)
+        return [*self._waits, *self._unread_waits]
 
     def spans(self) -> list[Span]:
         """The last forwards and backwards, their stalls, and the copies since their beginning. Waits for them."""
@@ -122,7 +122,7 @@ class ActivationMeter:
         if not passes:
             return []
         first = passes[0].begun
-        waits = [wait.since(first, self._lanes) for wait in self._last_waits]
+        waits = [wait.since(first, self._lanes) for wait in self.last_waits()]
         spans: list[Span] = []
         reached = 0.0
         for name, begun, done in passes:
@@ -137,7 +137,9 @@ class ActivationMeter:
         self._copies[transfer.lane].append(copy)
 
     def _read(self) -> None:
-        self._stall_seconds += self._lanes.seconds(*self._waits.popleft())
+        wait = self._unread_waits.popleft()
+        self._stall_seconds += self._lanes.seconds(wait.asked, wait.began)
+        self._waits.append(wait)
 
 
 def _described(name: str) -> str:

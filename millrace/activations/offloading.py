@@ -147,7 +147,7 @@ class ActivationOffloading:
 
     def stats(self) -> ActivationStats:
         """What was moved and held since the beginning or the last `reset_stats()`. Waits for what is under way."""
-        self._stash.guard(self._stash.settle)
+        stall_seconds = self.stall_seconds()
         meter = self._meter
         return ActivationStats(
             host_held_bytes=self._stash.pool.held_bytes,
@@ -160,7 +160,7 @@ class ActivationOffloading:
             onloads=meter.onloads,
             hits=meter.hits,
             demand_onloads=meter.demand_onloads,
-            stall_seconds=meter.stall_seconds(),
+            stall_seconds=stall_seconds,
             spill_bytes=meter.spill_bytes,
             fetch_bytes=meter.fetch_bytes,
             skipped=self._selection.skipped_kinds,
@@ -170,9 +170,18 @@ class ActivationOffloading:
             recorded_forwards=meter.forwards[Basis.NOTHING],
         )
 
-    def moved(self) -> tuple[list[Moved], list[Waited]]:
-        """The last copies each way, and the last waits for them: for a timeline."""
-        return self._meter.moved(), self._meter.last_waits()
+    def stall_seconds(self) -> float:
+        """Of the stats, those in which compute waited. Waits for what is under way."""
+        self._stash.guard(self._stash.settle)
+        return self._meter.stall_seconds()
+
+    def moved(self) -> list[Moved]:
+        """The last copies each way, for a timeline."""
+        return self._meter.moved()
+
+    def waited(self) -> list[Waited]:
+        """The last waits for copies, for a timeline."""
+        return self._meter.last_waits()
 
     def reset_stats(self) -> None:
         """Counters and peaks start anew."""
