@@ -13,6 +13,7 @@ ceiling in bytes; and with the weights offloaded too, over the same link.
 import argparse
 import gc
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ SETTLED_AFTER = 5
 MEASURED = 2
 SAVED_BYTES = LINEARS * TOKENS * WIDTH * 4  # of a layer
 BLOCK_BYTES = LINEARS * WIDTH * WIDTH * 4  # its weights
+SCALAR_BYTES = 512  # that the allocator takes for one
 
 
 class Layer(nn.Module):
@@ -111,6 +113,43 @@ def measure(run: Callable[[], None]) -> tuple[float, int]:
     end.record()
     torch.accelerator.synchronize()
     return begin.elapsed_time(end) / 1e3 / MEASURED, torch.accelerator.max_memory_allocated() - before
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePeaks:
+    """Of one cycle, in bytes: what the ledger has of weights and gradients, and what autograd keeps."""
+
+    weights: int
+    gradients: int
+    activations: int
+
+
+def device_peaks(model: nn.Module, handle: Any) -> DevicePeaks:
+    """What autograd keeps on the device in one cycle: the allocator's peaks in forward and in backward, less the rest.
+
+    The rest: a value that `tanh` is made of, in forward; the gradient that comes in and the one that goes on, the loss
+    and its gradient in backward; the weights; and the gradients of these, where they are not offloaded of one matrix.
+    """
+    accelerator, value_bytes = torch.accelerator, SAVED_BYTES // LINEARS
+    streamed = isinstance(handle, millrace.Offloaded)
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    accelerator.synchronize()
+    handle.reset_stats()
+    accelerator.reset_peak_memory_stats()
+    loss = model(torch.empty(TOKENS, WIDTH, device="emu").requires_grad_()).sum()
+    forward = accelerator.max_memory_allocated() - value_bytes
+    forward -= handle.stats().device_peak_bytes if streamed else weight_bytes
+    accelerator.reset_peak_memory_stats()
+    loss.backward()
+    accelerator.synchronize()
+    backward = accelerator.max_memory_allocated() - 2 * value_bytes - 2 * SCALAR_BYTES
+    model.zero_grad(set_to_none=True)
+    if not streamed:
+        backward -= weight_bytes + BLOCK_BYTES // LINEARS
+        return DevicePeaks(weights=0, gradients=0, activations=max(forward, backward))
+    stats = handle.stats()
+    weights, gradients = stats.device_peak_bytes, stats.device_gradient_peak_bytes
+    return DevicePeaks(weights=weights, gradients=gradients, activations=max(forward, backward - weights - gradients))
 
 
 def plain(ratio: float, recompute: bool, context: Callable[[], Any] | None = None) -> tuple[float, int]:

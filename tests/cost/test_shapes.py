@@ -8,10 +8,19 @@ import transformers
 from torch import nn
 
 import millrace
-from millrace.planning.cost import BlockKind, Work, read_config, shape_of_config, shape_of_module
+from millrace.planning.cost import (
+    MACHINES,
+    Activations,
+    BlockKind,
+    Method,
+    Place,
+    Work,
+    read_config,
+    shape_of_config,
+    shape_of_module,
+)
 from millrace.planning.cost.configs import _COUNTED
 from millrace.planning.cost.tiers import activation_bytes
-from millrace.planning.cost.work import Activations
 from tests.cost.conftest import LLAMA_8B, LLAMA_70B
 
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -165,7 +174,11 @@ def test_activations_of_a_wide_layer() -> None:
     assert layer.kind is BlockKind.LAYER
     assert 2 * layer.saved_elements / 1024 == pytest.approx(34, rel=0.1)
     work = Work(batch_size=1, sequence_length=100)
-    kept, recomputed = (activation_bytes(shape, work, way)[0] for way in (Activations.KEPT, Activations.RECOMPUTED))
+    roomy = [
+        Method(weights=Place.DEVICE, state=Place.DEVICE, activations=way)
+        for way in (Activations.KEPT, Activations.RECOMPUTED)
+    ]
+    kept, recomputed = (activation_bytes(shape, work, method, MACHINES["4090"])[0] for method in roomy)
     assert recomputed < kept / 4
 
 

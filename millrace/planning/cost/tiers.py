@@ -48,24 +48,43 @@ class Tiers:
         return all(self.short(place) == 0 for place in Place)
 
 
-def activation_bytes(shape: ModelShape, work: Work, kept: Activations) -> tuple[int, int]:
+def activation_bytes(shape: ModelShape, work: Work, method: Method, hardware: Hardware) -> tuple[int, int]:
     """Activations of one micro-batch on the device and in host memory, in bytes.
 
-    Recomputing keeps each layer's input and the activations of one layer at a time. Offloading keeps two layers' on the
-    device; on the way to disk, host memory holds those of one.
+    Recomputing keeps each layer's input and the activations of one layer at a time. Where they leave over a link that
+    keeps up with compute, the layer that computes has all of its own on the device, and its input, which its caller
+    holds; over slower ones a ceiling of two layers' is kept to. On the way to disk, host memory holds one layer's.
     """
+    kept = method.activations
     saved = [block.activation_bytes(work.tokens) for block in shape.blocks]
     inputs = [block.input_bytes(work.tokens) for block in shape.blocks]
     if work.training is Training.NONE:
         return round(max(saved)), 0
-    layers = [size for block, size in zip(shape.blocks, saved, strict=True) if block.kind is not BlockKind.HEAD]
-    head = sum(saved) - sum(layers)
+    layers = [block for block in shape.blocks if block.kind is not BlockKind.HEAD]
+    sizes = [block.activation_bytes(work.tokens) for block in layers]
+    head = sum(saved) - sum(sizes)
     if kept is Activations.KEPT:
         return round(sum(saved)), 0
     if kept is Activations.RECOMPUTED:
-        return round(sum(inputs) + max([head, *layers])), 0
-    on_host = sum(layers) if kept is Activations.OFFLOADED else max(layers, default=0.0)
-    return round(head + 2 * max(layers, default=0.0)), round(on_host)
+        return round(sum(inputs) + max([head, *sizes])), 0
+    on_host = sum(sizes) if kept is Activations.OFFLOADED else max(sizes, default=0.0)
+    here = 2 * max(sizes, default=0.0)
+    if all(_keeps_up(block, work, method, hardware) for block in layers):
+        with_inputs = (block.activation_bytes(work.tokens) + block.input_bytes(work.tokens) for block in layers)
+        here = min(here, max(with_inputs, default=0.0))
+    return round(head + here), round(on_host)
+
+
+def _keeps_up(block: BlockShape, work: Work, method: Method, hardware: Hardware) -> bool:
+    """Whether a layer's activations leave while it computes forward, and come back, with its weights, in backward."""
+    nbytes = block.activation_bytes(work.tokens)
+    out = nbytes / hardware.offload_bytes_per_second
+    back = (nbytes + block.weight_bytes * method.streamed) / hardware.onload_bytes_per_second
+    if method.activations is Activations.SPILLED:
+        out = max(out, nbytes * hardware.devices / hardware.disk_write_bytes_per_second)
+        back = max(back, nbytes * hardware.devices / hardware.disk_read_bytes_per_second)
+    forward, backward = block_seconds(block, work, hardware)
+    return block.kind is not BlockKind.LAYER or (out <= forward and back <= backward)
 
 
 def leaving_layers(shape: ModelShape, work: Work, method: Method) -> frozenset[int]:
@@ -94,7 +113,7 @@ def tiers_of(
     gradients = work.gradient_bytes * shape.trainable // spread.gradient_shards
     state = round((work.master_bytes + work.state_bytes) * shape.trainable / spread.state_shards)
     gradient_blocks = _neighbours([work.gradient_bytes * b.trainable for b in blocks])
-    on_device, on_host = activation_bytes(shape, work, method.activations)
+    on_device, on_host = activation_bytes(shape, work, method, hardware)
     held = [Held(place=Place.DEVICE, purpose="activations", nbytes=on_device)]
     if on_host:
         held.append(Held(place=Place.HOST, purpose="activations", nbytes=on_host))
@@ -142,9 +161,12 @@ def _training(
         yield Held(place=Place.DEVICE, purpose="gradients", nbytes=gradients)
         yield Held(place=Place.DEVICE, purpose="master and state", nbytes=state)
         return
-    at_once = method.overlap is Overlap.BACKWARD and work.micro_batches == 1
+    # Memory for all of them is made before the first backward: where there is a disk and no room, there.
+    on_disk = method.overlap is Overlap.BACKWARD and work.micro_batches == 1 and method.uses_disk
     yield Held(place=Place.DEVICE, purpose="gradients", nbytes=gradient_blocks)
-    yield Held(place=Place.HOST, purpose="gradients", nbytes=gradient_blocks if at_once else gradients)
+    yield Held(place=Place.HOST, purpose="gradients", nbytes=gradient_blocks if on_disk else gradients)
+    if on_disk:
+        yield Held(place=Place.DISK, purpose="gradients", nbytes=gradients)
     yield Held(place=method.state, purpose="master and state", nbytes=state)
     if method.state is Place.DISK:
         per = work.master_bytes + work.state_bytes
