@@ -7,8 +7,7 @@ from millrace.planning.cost.modules import is_module, shape_of_module
 from millrace.planning.cost.run_plan import RunPlan, plan_run
 from millrace.planning.cost.run_text import compare_text
 from millrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
-from millrace.planning.cost.traffic import Overlap
-from millrace.planning.cost.work import Activations, Method, Place, Spread, Training, Work
+from millrace.planning.cost.work import Activations, Method, Overlap, Place, Spread, Training, Work
 
 __all__ = [
     "DEVICES",

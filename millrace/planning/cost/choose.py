@@ -9,8 +9,7 @@ from millrace.planning.cost.forecast import Run, run_of, tiers_and_floors
 from millrace.planning.cost.hardware import Hardware
 from millrace.planning.cost.shape import ModelShape
 from millrace.planning.cost.tiers import DEVICE_RESERVE, HOST_RESERVE, Tiers
-from millrace.planning.cost.traffic import Overlap
-from millrace.planning.cost.work import Activations, Method, Place, Spread, Training, Work
+from millrace.planning.cost.work import Activations, Method, Overlap, Place, Spread, Training, Work
 
 __all__ = ["Help", "Option", "Shortfall", "best_run", "helps", "options", "shortfall"]
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from millrace.planning.cost.hardware import Hardware
 from millrace.planning.cost.lanes import CostLane, Task
-from millrace.planning.cost.traffic import BlockTraffic, Overlap
+from millrace.planning.cost.traffic import BlockTraffic
+from millrace.planning.cost.work import Overlap
 from millrace.planning.plan import Plan
 from millrace.planning.visit import Phase, Visit
 

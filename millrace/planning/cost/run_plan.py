@@ -16,8 +16,7 @@ from millrace.planning.cost.hardware import Hardware
 from millrace.planning.cost.lanes import CostLane
 from millrace.planning.cost.shape import ModelShape
 from millrace.planning.cost.tiers import Tiers
-from millrace.planning.cost.traffic import Overlap
-from millrace.planning.cost.work import Method, Spread, Work
+from millrace.planning.cost.work import Method, Overlap, Spread, Work
 
 __all__ = ["RunPlan", "plan_run"]
 

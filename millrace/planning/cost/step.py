@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from millrace.planning.cost.graph import StepGraph
 from millrace.planning.cost.hardware import Hardware
 from millrace.planning.cost.lanes import CostLane, Span, Task, run_lanes
-from millrace.planning.cost.traffic import BlockTraffic, Overlap
+from millrace.planning.cost.traffic import BlockTraffic
+from millrace.planning.cost.work import Overlap
 from millrace.planning.plan import Plan
 
 __all__ = ["Stall", "StepForecast", "forecast_step"]

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from millrace.planning.cost.hardware import Hardware
 from millrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
-from millrace.planning.cost.traffic import Overlap
-from millrace.planning.cost.work import Activations, Method, Place, Spread, Training, Work
+from millrace.planning.cost.work import Activations, Method, Overlap, Place, Spread, Training, Work
 
 __all__ = ["DEVICE_RESERVE", "HOST_RESERVE", "Held", "Tiers", "activation_bytes", "leaving_layers", "tiers_of"]
 

@@ -1,19 +1,10 @@
-"""What moves for one block in a step besides its loads, and when is it updated?"""
+"""What moves for one block in a step besides its loads?"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
-__all__ = ["BlockTraffic", "Overlap"]
-
-
-class Overlap(Enum):
-    """When blocks are updated."""
-
-    NONE = "none"  # when backward is over; the next step waits for all updates
-    FORWARD = "forward"  # when all gradients are known (exact clipping), beside the next forward
-    BACKWARD = "backward"  # as soon as a block's gradient has arrived
+__all__ = ["BlockTraffic"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from millrace.planning.cost.traffic import Overlap
-
-__all__ = ["Activations", "Method", "Place", "Spread", "Training", "Work"]
+__all__ = ["Activations", "Method", "Overlap", "Place", "Spread", "Training", "Work"]
 
 
 class Training(Enum):
@@ -33,6 +31,14 @@ class Activations(Enum):
     RECOMPUTED = "recomputed"
     OFFLOADED = "offloaded"
     SPILLED = "spilled to disk"
+
+
+class Overlap(Enum):
+    """When blocks are updated."""
+
+    NONE = "none"  # when backward is over; the next step waits for all updates
+    FORWARD = "forward"  # when all gradients are known (exact clipping), beside the next forward
+    BACKWARD = "backward"  # as soon as a block's gradient has arrived
 
 
 @dataclass(frozen=True, kw_only=True)
