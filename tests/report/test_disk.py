@@ -10,14 +10,16 @@ import millrace
 from millrace.report import Report, RunRecord, Span, Stats
 from tests.report.conftest import Decoder
 
+BLOCK = 256 * 256 * 4 + 256 * 4
+
 
 def test_reads_and_writes_are_lanes(disk_report: Report, tmp_path) -> None:
     record, stats = disk_report.record, Stats(**disk_report.record.stats)
     assert {"fetch", "spill"} <= set(record.lanes)
-    assert (
-        record.moved_bytes("fetch") > 0
-    )  # what was fetched ahead and withdrawn is moved too, and not in the statistics
-    assert stats.fetch_bytes > 0
+    assert record.moved_bytes("fetch") > 0
+    # A read counts as fetched when its block has left the staging ring, or nobody wants it any more. The ring is a
+    # quarter of host_memory, and one block more may be half out of it: when the step began, and now, with reads ahead.
+    assert abs(record.moved_bytes("fetch") - stats.fetch_bytes) <= 2**20 // 4 + BLOCK
     assert 0 < record.moved_bytes("spill") <= stats.spill_bytes
     assert all(span.begin_seconds >= 0 and span.seconds > 0 for span in record.spans if span.lane in ("fetch", "spill"))
     assert {sample.disk_bytes for sample in record.samples} == {stats.disk_bytes}
