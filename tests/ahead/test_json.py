@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import millrace
 from millrace.cli.main import main
 from millrace.planning.cost import MACHINES
 from tests.cost.conftest import LLAMA_8B, LLAMA_70B
@@ -22,38 +23,68 @@ def documented(table: int) -> set[str]:
 
 
 def described(key: str) -> set[str]:
-    """All names within a key's row."""
-    row = next(row for row in PAGE.splitlines() if row.startswith(f"| `{key}` |"))
-    return set(re.findall(r"`(\w+)`", row))
+    """The keys within what a key has, by the second column of its row."""
+    (row,) = [row for row in PAGE.splitlines() if re.match(rf"\|[^|]*`{key}`[^|]*\|", row)]
+    return set(re.findall(r"`([a-z_ ]+)`", row.split("|")[2])) - {"null"}
 
 
 def strict(text: str) -> Any:
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
+def check(plan: dict[str, Any], hiding: set[str]) -> None:
+    """Every key of a plan is on the page, and every key there is in the plan: nested ones too. Bytes are integers."""
+    assert set(plan) == documented(1)
+    check_machine(plan["hardware"])
+    for key, value in plan.items():
+        entries = value if isinstance(value, list) else [value]
+        for entry in entries:
+            if key == "hiding_tokens":
+                assert set(entry) == hiding <= described(key)
+            elif isinstance(entry, dict) and key != "hardware":
+                assert set(entry) == described(key), key
+            elif key not in ("hardware", *NO_RUN):
+                assert value is None or not described(key), key
+    for option in plan["options"]:
+        assert set(option["lacks_bytes"]) <= {"device", "host", "disk"}
+    assert not [name for name, value in bytes_in(plan) if not isinstance(value, int)]
+    assert plan["version"] == 1
+
+
+def check_machine(machine: dict[str, Any]) -> None:
+    assert set(machine) == documented(2)
+    assert set(machine["sources"]) <= documented(2) - {"name", "sources"}
+    assert not [name for name, value in bytes_in(machine) if not isinstance(value, int)]
+
+
+def bytes_in(entry: Any, name: str = "") -> list[tuple[str, Any]]:
+    """All that are called bytes, but for those of a parameter's state, which may be a fraction."""
+    if isinstance(entry, list):
+        return [found for each in entry for found in bytes_in(each, name)]
+    if isinstance(entry, dict):
+        inherited = name if name.endswith("bytes") else ""
+        items = [(key, value) for key, value in entry.items() if key != "sources"]
+        return [found for key, value in items for found in bytes_in(value, inherited or key)]
+    is_bytes = name.endswith(("bytes", "bytes_per_step")) and name != "state_bytes"
+    return [(name, entry)] if is_bytes and entry is not None else []
+
+
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "hiding"),
     [
-        ["4090", "--batch-size", "4"],
-        ["4090", "--training", "inference"],
-        ["4090", "--host-memory", "40GiB"],
-        ["8xh200", "--devices", "8", "--zero-stage", "3"],
+        (["4090", "--batch-size", "4"], {"onload", "update"}),
+        (["4090", "--training", "inference"], set()),
+        (["4090", "--host-memory", "40GiB"], {"onload", "fetch of weights", "update", "state on disk"}),
+        (["8xh200", "--devices", "8", "--zero-stage", "3"], set()),
     ],
 )
 def test_a_plan_has_the_documented_keys(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], hiding: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     assert main(["plan", str(tmp_path), "--json", "--hardware", *arguments]) == 0
     printed = strict(capsys.readouterr().out)
-    assert set(printed) == documented(1)
-    assert printed["version"] == 1
-    for key in ("model", "work", "spread", "method", "floors_seconds", "busy_seconds"):
-        assert set(printed[key]) <= described(key), key
-    assert set(printed["moved_bytes"]) == set(printed["busy_seconds"])
-    assert set(printed["hardware"]) == documented(2) | {"duplex_share", "update_bytes_per_second"}
-    for key in ("tiers", "helps", "options"):
-        assert all(set(entry) <= described(key) for entry in printed[key]), key
+    check(printed, hiding)
     assert printed["tokens_per_second"] > 0
 
 
@@ -61,12 +92,19 @@ def test_a_plan_that_does_not_fit_has_the_same_keys(tmp_path: Path, capsys: pyte
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
     assert main(["plan", str(tmp_path), "--json", "--no-disk", "--hardware", "4090", "h100"]) == 1
     one, other = strict(capsys.readouterr().out)
-    assert set(one) == set(other) == documented(1)
+    for plan in (one, other):
+        check(plan, {"update"} if plan["method"]["weights"] == "device" else {"onload", "update"})
     assert not one["fits"]
-    assert {key for key, value in one.items() if value is None} >= NO_RUN
+    assert {key for key, value in one.items() if value is None} == {*NO_RUN, "moved_bytes", "wear_steps"}
     assert one["fixes"]
+    assert all(isinstance(fix, str) for fix in one["fixes"])
+
+
+def test_state_in_8_bits_is_a_fraction_of_a_byte_more() -> None:
+    plans = [millrace.plan(LLAMA_8B, hardware="h100", state_dtype=dtype).to_dict() for dtype in ("float32", "8bit")]
+    assert [plan["work"]["state_bytes"] for plan in plans] == [8.0, 2.0625]
 
 
 def test_a_machine_has_the_documented_keys() -> None:
     for machine in MACHINES.values():
-        assert set(strict(machine.to_json())) == documented(2) | {"duplex_share", "update_bytes_per_second"}
+        check_machine(strict(machine.to_json()))

@@ -74,6 +74,6 @@ def exercise_node() -> Hardware:
         disk_bytes=20 * 10**12,
         disk_read_bytes_per_second=28e9,
         disk_write_bytes_per_second=20e9,
-        disk_endurance_bytes=36.5e15,
+        disk_endurance_bytes=36_500 * 10**12,
         collective_bytes_per_second=300e9,
     )

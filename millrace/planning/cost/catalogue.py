@@ -52,7 +52,7 @@ class Drive:
     disk_bytes: int
     read_bytes_per_second: float
     write_bytes_per_second: float
-    endurance_bytes: float
+    endurance_bytes: int
     sources: tuple[str, ...]
 
 
@@ -180,14 +180,14 @@ DRIVES = {
         disk_bytes=2 * _TB,
         read_bytes_per_second=7.45e9,
         write_bytes_per_second=6.9e9,
-        endurance_bytes=1200e12,
+        endurance_bytes=1200 * 10**12,
         sources=("https://visualfoodie.com/understanding-samsung-990-pro-specifications",),
     ),
     "nvme-gen5": Drive(
         disk_bytes=2 * _TB,
         read_bytes_per_second=12.4e9,
         write_bytes_per_second=11.8e9,
-        endurance_bytes=1200e12,
+        endurance_bytes=1200 * 10**12,
         sources=("https://www.gamingpcbuilder.com/product/crucial-t700/",),
     ),
 }
@@ -227,7 +227,7 @@ def machine(
         disk_bytes=0 if disk is None else disk.disk_bytes * drives,
         disk_read_bytes_per_second=0.0 if disk is None else disk.read_bytes_per_second * drives * DISK_SHARE,
         disk_write_bytes_per_second=0.0 if disk is None else disk.write_bytes_per_second * drives * DISK_SHARE,
-        disk_endurance_bytes=0.0 if disk is None else disk.endurance_bytes * drives,
+        disk_endurance_bytes=0 if disk is None else disk.endurance_bytes * drives,
         collective_bytes_per_second=(chip.peer_bytes_per_second or chip.link_bytes_per_second) * LINK_SHARE,
         sources=sources,
     )

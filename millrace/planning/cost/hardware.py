@@ -41,7 +41,7 @@ class Hardware:
     disk_bytes: int = 0
     disk_read_bytes_per_second: float = 0.0
     disk_write_bytes_per_second: float = 0.0
-    disk_endurance_bytes: float = 0.0
+    disk_endurance_bytes: int = 0
     collective_bytes_per_second: float = 0.0
     node_bytes_per_second: float = 0.0
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -114,7 +114,7 @@ class RunPlan:
         return run_plan_text(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data, for JSON; `docs/json.md` describes it, and `version` changes when that does."""
+        """The same as plain data, for JSON. `docs/json.md` describes all keys, and says when `version` changes."""
         run = self.run
         return {
             "version": 1,
