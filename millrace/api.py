@@ -266,12 +266,12 @@ class Offloaded:
         return Report(
             RunRecord(
                 device=str(self._config.device),
-                stats=dataclasses.asdict(stats),
+                stats=stats,
                 spans=tuple(self._meter.spans(moved, waited)),
                 samples=tuple(self._meter.samples()),
                 planned=None if self.plan is None else Planned(**dataclasses.asdict(self.plan.predicted)),
                 rates=probed_rates(self._config.device),
-                activations="" if activations is None else activations.summary(),
+                activations=() if activations is None else activations.summary(),
             )
         )
 

@@ -23,7 +23,7 @@ from millrace.errors import StateError
 from millrace.memory.disk import DiskStore
 from millrace.memory.ledger import Ledger, Tier
 from millrace.planning import ActivationPlan
-from millrace.report import ActivationStats, Report, RunRecord
+from millrace.report import ActivationStats, Report, Row, RunRecord
 from millrace.runtime.device import resolve_device
 from millrace.runtime.host import available_host_bytes
 from millrace.runtime.lanes import Lanes, open_lanes
@@ -188,13 +188,12 @@ class ActivationOffloading:
         self._meter.reset()
         self._ledger.reset_peaks()
 
-    def summary(self) -> str:
-        """The stats as text, and what the plan advises."""
-        text = self.stats().to_text()
-        plan = self.plan
+    def summary(self) -> tuple[Row, ...]:
+        """The stats by name, and what the plan advises."""
+        rows, plan = self.stats().rows(), self.plan
         if plan is not None and plan.beyond_bytes:
-            text += "\n" + ActivationStats.advice(plan.beyond_bytes, plan.recompute)
-        return text
+            rows.append(("advice", ActivationStats.advice(plan.beyond_bytes, plan.recompute)))
+        return tuple(rows)
 
     def report(self) -> Report:
         """The summary, and the last forwards with their backwards lane by lane: `print` it, or see its `to_html`,
@@ -202,7 +201,7 @@ class ActivationOffloading:
         return Report(
             RunRecord(
                 device=str(self._lanes.device),
-                stats={},
+                stats=None,
                 spans=tuple(self._meter.spans()),
                 samples=(),
                 planned=None,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from millrace.errors import MillraceError
-from millrace.report import Report, RunRecord, Stats
+from millrace.report import Report, RunRecord
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -64,13 +64,12 @@ def tables(report: Report) -> "list[Table]":
     from rich.table import Table
 
     counters = Table(title="run", show_header=False)
-    for name, value in Stats(**report.record.stats).rows() if report.record.stats else ():
-        counters.add_row(name, value)
-    for line in report.record.activations.splitlines():
-        counters.add_row(*line.split("  ", maxsplit=1))
-    if not report.record.spans:
+    record = report.record
+    for row in (*(() if record.stats is None else record.stats.rows()), *record.activations):
+        counters.add_row(*row)
+    if not record.spans:
         return [counters]
     step = Table(title="last step", show_header=False)
-    for line in report.step_lines():
-        step.add_row(*line.split(maxsplit=1))
+    for row in report.step_rows():
+        step.add_row(*row)
     return [counters, step]

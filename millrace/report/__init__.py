@@ -3,7 +3,8 @@
 from millrace.report.activations import ActivationStats
 from millrace.report.record import Planned, RunRecord, Sample, Span
 from millrace.report.report import Report
+from millrace.report.rows import Row
 from millrace.report.stats import Stats
 from millrace.report.timeline import write_trace
 
-__all__ = ["ActivationStats", "Planned", "Report", "RunRecord", "Sample", "Span", "Stats", "write_trace"]
+__all__ = ["ActivationStats", "Planned", "Report", "Row", "RunRecord", "Sample", "Span", "Stats", "write_trace"]

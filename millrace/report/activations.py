@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from millrace.config import format_bytes
+from millrace.report.rows import Row, rows_text
 
 __all__ = ["ActivationStats"]
 
@@ -41,8 +42,8 @@ class ActivationStats:
     similar_forwards: int
     recorded_forwards: int
 
-    def to_text(self) -> str:
-        """The numbers as a small table."""
+    def rows(self) -> list[Row]:
+        """Each number with its name."""
         rows = [
             ("activations on the host, peak", format_bytes(self.host_peak_bytes)),
             ("activations in flight, peak", format_bytes(self.device_peak_bytes)),
@@ -59,8 +60,11 @@ class ActivationStats:
         if self.spill_bytes or self.fetch_bytes:
             moved = f"{format_bytes(self.spill_bytes)} spilled, {format_bytes(self.fetch_bytes)} fetched"
             rows.insert(4, ("activations on disk", moved))
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+        return rows
+
+    def to_text(self) -> str:
+        """The numbers as a small table."""
+        return rows_text(self.rows())
 
     @staticmethod
     def advice(beyond_bytes: int, names: Sequence[str]) -> str:

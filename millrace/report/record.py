@@ -12,11 +12,12 @@ from functools import cached_property
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
+from millrace.report.rows import Row
 from millrace.report.stats import Stats
 
 __all__ = ["Planned", "RunRecord", "Sample", "Span", "Stall"]
 
-VERSION = 2
+VERSION = 3
 
 
 class Span(NamedTuple):
@@ -69,18 +70,18 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One run. `stats`: the counters by name, none where activations alone are offloaded; `activations`: in words.
+    """One run. `stats`: None where activations alone are offloaded; `activations`: what they did, none where they stay.
 
     `rates`: bytes per second of each lane when it was probed alone.
     """
 
     device: str
-    stats: dict[str, Any]
+    stats: Stats | None
     spans: tuple[Span, ...]
     samples: tuple[Sample, ...]
     planned: Planned | None
     rates: dict[str, float]
-    activations: str = ""
+    activations: tuple[Row, ...] = ()
 
     @property
     def step_seconds(self) -> float:
@@ -158,18 +159,16 @@ class RunRecord:
             fields = json.loads(text)
             if fields.pop("version") != VERSION:
                 raise KeyError("version")
-            planned = fields["planned"]
-            if fields["stats"]:
-                Stats(**fields["stats"])
+            planned, stats = fields["planned"], fields["stats"]
             _check_numbers(fields)
             return cls(
                 device=fields["device"],
-                stats=fields["stats"],
+                stats=None if stats is None else Stats(**stats),
                 spans=tuple(Span(*span) for span in fields["spans"]),
                 samples=tuple(Sample(*sample) for sample in fields["samples"]),
                 planned=None if planned is None else Planned(**planned),
                 rates=fields["rates"],
-                activations=fields["activations"],
+                activations=tuple(_row(*row) for row in fields["activations"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
@@ -182,13 +181,19 @@ def _check_numbers(fields: dict[str, Any]) -> None:
     rows = [
         *(("spans", span[2:5]) for span in fields["spans"]),
         *(("samples", sample) for sample in fields["samples"]),
-        ("planned", (fields["planned"] or {}).values()),
+        *((name, () if fields[name] is None else fields[name].values()) for name in ("planned", "stats")),
         ("rates", fields["rates"].values()),
     ]
     for name, row in rows:
         for value in row:
             if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
                 raise ValueError(f"{value!r} among the {name} is no number of seconds or bytes")
+
+
+def _row(name: object, value: object) -> Row:
+    if not isinstance(name, str) or not isinstance(value, str):
+        raise TypeError(f"{name!r} and {value!r} are no words about activations")
+    return name, value
 
 
 def _what(span: Span) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from millrace.config import format_bytes
 from millrace.report.picture import draw
 from millrace.report.record import RunRecord
-from millrace.report.stats import Stats
+from millrace.report.rows import Row, rows_text
 from millrace.report.timeline import write_trace
 
 __all__ = ["Report"]
@@ -30,30 +30,26 @@ class Report:
 
     def to_text(self) -> str:
         """The counters, each beside its limit; the last step lane by lane, measured against planned and the floor."""
-        sections = [Stats(**self.record.stats).to_text()] if self.record.stats else []
+        sections = [self.record.stats.to_text()] if self.record.stats is not None else []
         if self.record.activations:
-            sections.append(self.record.activations.rstrip())
+            sections.append(rows_text(self.record.activations))
         if self.record.spans:
-            sections += ["", *self.step_lines()]
+            sections += ["", rows_text(self.step_rows())]
         return "\n".join(sections) + "\n"
 
-    def step_lines(self) -> list[str]:
+    def step_rows(self) -> list[Row]:
         """The last step: lanes, planned and floor, stalls."""
         record = self.record
         step = record.step_seconds
-        lines = [
-            f"last step  {_seconds(step)}: {_seconds(record.compute_seconds)} of compute, "
-            f"efficiency {record.compute_seconds / step if step else 1.0:.1%}"
-        ]
+        compute = f"{_seconds(step)}: {_seconds(record.compute_seconds)} of compute"
+        rows = [("last step", f"{compute}, efficiency {record.compute_seconds / step if step else 1.0:.1%}")]
         if record.planned is not None:
             planned = record.planned
-            lines.append(
-                f"planned    {_seconds(planned.cycle_seconds)} ({step / planned.cycle_seconds:.3f} of it measured);"
-                f" no schedule is below {_seconds(planned.lower_bound_seconds)}"
-            )
+            measured = f"{_seconds(planned.cycle_seconds)} ({step / planned.cycle_seconds:.3f} of it measured)"
+            rows.append(("planned", f"{measured}; no schedule is below {_seconds(planned.lower_bound_seconds)}"))
         for lane in record.lanes:
             busy, moved, waited = record.busy_seconds(lane), record.moved_bytes(lane), record.stall_seconds(lane)
-            line = f"{lane:<10} busy {_seconds(busy)} ({busy / step if step else 0.0:.0%})"
+            line = f"busy {_seconds(busy)} ({busy / step if step else 0.0:.0%})"
             if moved:
                 rate = record.achieved_rate(lane)
                 line += f", {format_bytes(moved)} at {rate / 1e9:.2f} GB/s"
@@ -61,11 +57,11 @@ class Report:
                     line += f" of {record.rates[lane] / 1e9:.2f} probed ({rate / record.rates[lane]:.0%})"
             if waited:
                 line += f"; compute waited {_seconds(waited)} for it"
-            lines.append(line)
+            rows.append((lane, line))
         for stall in record.stalls()[:_SHOWN]:
             cause = f"{stall.lane} of {stall.what}" if stall.what else "the host"
-            lines.append(f"stall      {stall.visit} waited {_seconds(stall.seconds)} for {cause}")
-        return lines
+            rows.append(("stall", f"{stall.visit} waited {_seconds(stall.seconds)} for {cause}"))
+        return rows
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """One page that needs nothing else: time line to zoom and hover, memory by tier, stalls. Works from a file."""

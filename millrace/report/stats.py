@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from millrace.config import format_bytes
+from millrace.report.rows import Row, rows_text
 
 __all__ = ["Stats"]
 
@@ -47,7 +48,7 @@ class Stats:
         total = self.stall_seconds + self.compute_seconds
         return self.stall_seconds / total if total else 0.0
 
-    def rows(self) -> list[tuple[str, str]]:
+    def rows(self) -> list[Row]:
         """Each number with its name, beside its limit."""
         return [
             (
@@ -64,7 +65,7 @@ class Stats:
             ("optimizer steps", str(self.steps) + self._skips()),
         ]
 
-    def _disk_rows(self) -> list[tuple[str, str]]:
+    def _disk_rows(self) -> list[Row]:
         moved = f"{format_bytes(self.fetch_bytes)} fetched, {format_bytes(self.spill_bytes)} spilled"
         if not (self.disk_bytes or self.fetch_bytes or self.spill_bytes):
             return []
@@ -77,6 +78,4 @@ class Stats:
 
     def to_text(self) -> str:
         """The numbers as a small table, each measured one beside its limit."""
-        rows = self.rows()
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+        return rows_text(self.rows())

@@ -8,6 +8,7 @@ import torch
 
 import millrace
 from millrace.cli.main import main
+from millrace.cli.report import tables
 from millrace.report import Report, RunRecord, Span
 from millrace.runtime.lanes import Lanes
 from tests.report.conftest import Decoder
@@ -104,11 +105,11 @@ def test_what_is_no_run_is_refused(tmp_path, capsys) -> None:
     path = tmp_path / "other.json"
     path.write_text('{"version": 0}')
     assert main(["report", str(path)]) == 2
-    assert "no run record of version 2" in capsys.readouterr().err
-    for text in ("", "[]", "null", "3", '{"version": 2, "stats": {}, "planned": null}', "\x00" * 100):
+    assert "no run record of version 3" in capsys.readouterr().err
+    for text in ("", "[]", "null", "3", '{"version": 3, "stats": null, "planned": null}', "\x00" * 100):
         path.write_text(text)
         assert main(["report", str(path)]) == 2
-        assert "no run record of version 2" in capsys.readouterr().err
+        assert "no run record of version 3" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "none.json")]) == 2
     assert "none.json" in capsys.readouterr().err
 
@@ -146,6 +147,19 @@ def test_probed_rates_stand_beside_the_measured(report: Report) -> None:
     assert 0.4 < share < 0.51
 
 
+def test_activations_alone_are_shown_by_name() -> None:
+    """Two spaces in a value are no column."""
+    rows = (("activations offloaded", "3 GiB in  4 copies"), ("advice", "recompute them"))
+    alone = RunRecord(device="cpu", stats=None, spans=(), samples=(), planned=None, rates={}, activations=rows)
+    assert RunRecord.from_json(alone.to_json()) == alone
+    assert str(Report(alone)) == "activations offloaded  3 GiB in  4 copies\nadvice                 recompute them\n"
+    (table,) = tables(Report(alone))
+    assert [list(column.cells) for column in table.columns] == [list(column) for column in zip(*rows, strict=True)]
+    for wrong in ("in words", [["advice"]], [["advice", 3]]):
+        with pytest.raises(ValueError, match="no run record of version 3"):
+            RunRecord.from_json(json.dumps(json.loads(alone.to_json()) | {"activations": wrong}))
+
+
 HOSTILE = "[/a] </script><img src=x onerror=alert(1)> :smile: ]]>\u2028"
 
 
@@ -164,8 +178,10 @@ def test_names_are_shown_as_they_are(report: Report, tmp_path, capsys) -> None:
 def test_a_record_with_words_for_numbers_is_refused(report: Report) -> None:
     fields = json.loads(report.record.to_json())
     for place, wrong in (("spans", ["compute", "x", 0.0, "long"]), ("samples", [0.0, -1, 2, 3]), ("spans", [1])):
-        with pytest.raises(ValueError, match="no run record of version 2"):
+        with pytest.raises(ValueError, match="no run record of version 3"):
             RunRecord.from_json(json.dumps(fields | {place: [wrong]}))
+    with pytest.raises(ValueError, match="'many' among the stats is no number"):
+        RunRecord.from_json(json.dumps(fields | {"stats": fields["stats"] | {"onloads": "many"}}))
     with pytest.raises(ValueError, match="nan among the rates is no number"):
         RunRecord.from_json(json.dumps(fields | {"rates": {"onload": float("nan")}}))
 
@@ -186,7 +202,7 @@ def test_a_long_record_is_looked_through_once(monkeypatch) -> None:
         block = f"layers.{step % 4}"
         spans += [Span("fetch", "read", begin, 0.9, 8, block), Span("onload", "load", begin + 0.9, 0.1, 8, block)]
         spans += [Span("compute", "stall", begin, 1.0, 0, block), Span("compute", block, begin + 1, 1.0)]
-    record = RunRecord(device="cpu", stats={}, spans=tuple(spans), samples=(), planned=None, rates={})
+    record = RunRecord(device="cpu", stats=None, spans=tuple(spans), samples=(), planned=None, rates={})
     assert {stall.lane for stall in record.stalls()} == {"fetch"}
     assert record.stall_seconds("fetch") == pytest.approx(10_000)
     assert counts <= 10_000
