@@ -88,7 +88,7 @@ class Selection:
         if tensor.device != self._device or not all(self._inside):
             return False
         base = tensor._base
-        if isinstance(tensor, nn.Parameter) or isinstance(base, nn.Parameter):
+        if isinstance(tensor, nn.Parameter) or (base is not None and isinstance(base, nn.Parameter)):
             return False
         if not _is_plain(tensor):  # before anything that some kinds do not answer
             self.skipped_kinds += 1
