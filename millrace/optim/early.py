@@ -42,7 +42,7 @@ class EarlyUpdates:
         self._loaded = False  # a state was loaded after updates in a backward, whose step has not come
         self._own: frozenset[Any] = frozenset()  # the parameters of the optimizer
         self._used: list[dict[str, Any]] | None = None  # the settings of updates in this backward
-        self.updated: dict[Any, None] = {}  # parameters updated since the last step
+        self.updated: dict[Any, tuple[int, int]] = {}  # updated since the last step, and the trace of that
         make_grad_scaler_leave_traces()
 
     # as a Watcher -----------------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ class EarlyUpdates:
         if self._used is None:
             self._used = self._settings()
         begun = begin(unit, gradients, arrived)
-        self.updated |= dict.fromkeys(begun)
+        self.updated |= {parameter: _trace(parameter) for parameter in begun}
         return begun
 
     def delivered(self, parameters: Iterable[Any]) -> None:
@@ -101,9 +101,13 @@ class EarlyUpdates:
             self._forget()
 
     def _look_for_load(self) -> None:
-        """A backward: what was updated in the one before a load is of no concern any more."""
-        if self._loaded:
-            self._forget()
+        """A backward: what was updated in the one before a load is of no concern, if these weights were loaded too."""
+        if not self._loaded:
+            return
+        kept = sum(_trace(parameter) == trace for parameter, trace in self.updated.items())
+        if kept:
+            self._refuse(f"a state was loaded between backward and step(), but not the weights of {kept} parameters")
+        self._forget()
 
     def _refuse(self, reason: str) -> None:
         late = f"; {len(self.updated)} parameters were updated already" if self.updated else "; nothing was updated"
@@ -124,3 +128,9 @@ class EarlyUpdates:
         self._used = None
         self._repeated = False
         self._loaded = False
+
+
+def _trace(parameter: Any) -> tuple[int, int]:
+    """Differs after a write or another `data`. Waits for no update."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter._version, parameter.data_ptr()

@@ -216,6 +216,32 @@ def test_a_state_loaded_after_a_backward_begins_anew(emu_device: ModuleType, mon
             loss_of(model, batch(5)).backward()
 
 
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_state_loaded_without_the_weights_that_backward_updated_is_refused(
+    emu_device: ModuleType, clears: bool
+) -> None:
+    model = decoder()
+    with offloaded(model):
+        optimizer = AdamW(model.parameters(), overlap="backward", **SETTINGS)
+        train(model, optimizer, 3)
+        weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        first, one = next(iter(model.named_parameters()))
+        loss_of(model, batch(3)).backward()
+        optimizer.load_state_dict(state)
+        updated = [name for name, parameter in model.named_parameters() if not torch.equal(parameter, weights[name])]
+        assert len(updated) > 1
+        with torch.no_grad():
+            one.copy_(weights[first])  # one of them is not enough
+        if clears:
+            optimizer.zero_grad()
+        with pytest.raises(StateError, match=rf"but not the weights of {len(updated) - (first in updated)} parameters"):
+            loss_of(model, batch(3)).backward()
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        optimizer.zero_grad()
+        train(model, optimizer, 2)
+
+
 def test_clipping_inside_is_refused() -> None:
     with pytest.raises(ValueError, match='overlap="backward" updates weights before the norm'):
         AdamW([nn.Parameter(torch.zeros(3))], overlap="backward", max_grad_norm=1.0)
