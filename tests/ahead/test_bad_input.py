@@ -38,7 +38,12 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("[" * 100_000, "holds no JSON"),
         ("[]", "holds a list; a transformers config is a JSON object"),
         ('{"model_type": "llama"}', "no hidden_size or n_embd"),
-        (json.dumps(LLAMA_8B | {"hidden_size": -4}), "hidden_size is -4; it must be 0 or a positive number"),
+        (json.dumps(LLAMA_8B | {"hidden_size": -4}), "hidden_size is -4; it must be a whole number from 0"),
+        (
+            json.dumps(LLAMA_8B | {"num_hidden_layers": 10**9}),
+            "num_hidden_layers is 1000000000; it must be a whole number from 0 to 10,000",
+        ),
+        (json.dumps(LLAMA_8B | {"num_hidden_layers": 4.5}), "num_hidden_layers is 4.5; it must be a whole number"),
         (json.dumps(LLAMA_8B | {"hidden_size": float("nan")}), "hidden_size is nan"),
         (json.dumps(LLAMA_8B | {"hidden_size": 1e30}), r"hidden_size is 1e+30"),
         (json.dumps(LLAMA_8B | {"num_hidden_layers": 0}), "no num_hidden_layers"),

@@ -200,7 +200,8 @@ def shape_of_config(config: Mapping[str, Any], *, name: str = "") -> ModelShape:
     return ModelShape(name=title, blocks=tuple(blocks), tied=tied)
 
 
-_LARGEST = 10**12  # of any number in a config
+_MOST_LAYERS = 10_000
+_LARGEST = 10**12  # of any other number in a config
 
 
 class _Numbers:
@@ -214,8 +215,9 @@ class _Numbers:
         for alias in _NAMES.get(name, (name,)):
             value = self.config.get(alias)
             if isinstance(value, int | float) and not isinstance(value, bool):
-                if not 0 <= value <= _LARGEST:
-                    raise ValueError(f"the config's {alias} is {value}; it must be 0 or a positive number")
+                most = _MOST_LAYERS if name == "layers" else _LARGEST
+                if not (0 <= value <= most and value == int(value)):
+                    raise ValueError(f"the config's {alias} is {value}; it must be a whole number from 0 to {most:,}")
                 return int(value)
             if isinstance(value, str):
                 raise ValueError(f"the config's {alias} is {value!r}; it must be a number")
