@@ -1,5 +1,6 @@
 #include "runtime.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <cstdio>
@@ -29,6 +30,7 @@ Runtime::Runtime()
       pinned(settings_, pinned_arena_, scheduler),
       registered(settings_, scheduler, pinned) {
   install_fault_handler(device_arena_, pinned_arena_);
+  pthread_atfork(nullptr, nullptr, [] { get().ignores_frees = true; });
 }
 
 void Runtime::configure(const Settings& settings) {

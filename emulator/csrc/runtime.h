@@ -48,8 +48,9 @@ class Runtime {
   PinnedMemory pinned;
   RegisteredMemory registered;
   PinnedGuard pinned_guard;
-  // Set at interpreter exit: tensors that die later must not reach a half torn down process.
-  std::atomic<bool> shutting_down{false};
+  // Set at interpreter exit, and in a forked process: tensors that die then must not reach a half
+  // torn down process, nor threads and locks of another one.
+  std::atomic<bool> ignores_frees{false};
 };
 
 }  // namespace emu

@@ -192,7 +192,7 @@ PYBIND11_MODULE(_C, m) {
     default_generator().set_current_seed(seed);
     default_generator().set_offset(offset);
   });
-  m.def("shut_down", [] { runtime().shutting_down = true; });
+  m.def("shut_down", [] { runtime().ignores_frees = true; });
 }
 
 }  // namespace

@@ -1,6 +1,8 @@
 """May several host threads use the device at once? A worker waits on events while others enqueue."""
 
 import queue
+import subprocess
+import sys
 import threading
 from types import ModuleType
 from typing import Any
@@ -82,3 +84,33 @@ def test_kernels_run_on_a_thread_inside_a_kernel_of_fake_tensors(emu_device: Mod
     with FakeTensorMode() as mode, in_kernel_invocation_manager(mode):  # its kernels run as those of meta tensors
         torch.accelerator.synchronize()
     assert torch.equal(picked.cpu(), torch.tensor([[6.0, 7.0, 8.0], [0.0, 1.0, 2.0]]))
+
+
+FORKS = """
+import os, signal, threading
+import torch, emulator.emu
+
+def use():
+    while True:
+        torch.empty(4096, device="emu").add_(1).cpu()
+
+for _ in range(2):
+    threading.Thread(target=use, daemon=True).start()
+for _ in range(100):
+    tensors = [torch.empty(64, device="emu") for _ in range(20)] + [torch.empty(64, pin_memory=True)]
+    child = os.fork()
+    if not child:
+        signal.alarm(30)  # ends it
+        tensors.clear()
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code == 0, code
+print("left", flush=True)
+os._exit(0)
+"""
+
+
+def test_a_forked_process_lets_go_of_tensors_while_the_device_is_in_use() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "left"), done.stderr
