@@ -13,7 +13,6 @@ The sweep that chose request size and threads: --sweep.
 """
 
 import argparse
-import mmap
 import os
 import random
 import statistics
@@ -31,6 +30,7 @@ from millrace.config import format_bytes, parse_bytes
 from millrace.memory.disk import Checkpoint, DiskStore, StagingRing
 from millrace.memory.disk.extent import PIECE_BYTES
 from millrace.memory.ledger import Ledger
+from millrace.memory.pages import map_pages
 
 EXTENT_BYTES = 64 << 20
 SLOTS = 4
@@ -43,7 +43,7 @@ def drive(path: Path, request_bytes: int = PIECE_BYTES, threads: int = THREADS, 
 
     def work(number: int) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        memory = mmap.mmap(-1, request_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+        memory = map_pages(request_bytes, touched=True, survives_fork=True)  # the same pages as ours
         for offset in offsets[number::threads]:
             os.preadv(descriptor, [memory], offset)
         os.close(descriptor)

@@ -4,21 +4,18 @@ PyTorch's own pinned allocator rounds every allocation up to a power of two and 
 its memory itself and registers it with the device (see docs/design/arenas.md).
 """
 
-import contextlib
 import ctypes
 import mmap
-import sys
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from millrace.config import format_bytes
 from millrace.memory.ledger import Ledger, Tier
+from millrace.memory.pages import map_pages
 from millrace.runtime.device import can_register_host_memory, is_accelerator, register_host_memory
-from millrace.runtime.numa import interleave, nodes_of_process
 
 __all__ = ["ALIGNMENT_BYTES", "KERNEL_ALIGNMENT_BYTES", "Arena", "aligned", "is_large", "whole_pages"]
 
@@ -27,9 +24,6 @@ KERNEL_ALIGNMENT_BYTES = (
     256  # of all but small ones: libraries choose kernels by alignments up to this one, so a weight
 )
 # at a lesser one could be computed with another kernel than in the plain run, and differ in the last bit
-_MAP_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-_MAP_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
 def aligned(nbytes: int) -> int:
@@ -46,28 +40,6 @@ def is_large(nbytes: int) -> bool:
 def whole_pages(nbytes: int) -> int:
     """Bytes that an arena takes: `nbytes` rounded up to pages, one at least."""
     return max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
-
-
-class _Mapping(mmap.mmap):
-    """Anonymous memory that calls `before_unmap` first: weak references to an mmap end only after it is unmapped."""
-
-    before_unmap: Callable[[], Any] | None = None
-
-    def __del__(self) -> None:
-        if self.before_unmap is not None and not sys.is_finalizing():
-            self.before_unmap()
-
-
-def _map(nbytes: int) -> _Mapping:
-    """Memory whose pages are there; from all NUMA nodes in use, where there are several."""
-    nodes = nodes_of_process()
-    if len(nodes) < 2:
-        return _Mapping(-1, nbytes, flags=_MAP_FLAGS | _MAP_POPULATE)
-    mapping = _Mapping(-1, nbytes, flags=_MAP_FLAGS)
-    interleave(torch.frombuffer(mapping, dtype=torch.uint8).data_ptr(), nbytes, nodes)
-    with contextlib.suppress(OSError):  # an older kernel: pages come with the first write, from the same nodes
-        mapping.madvise(_MADV_POPULATE_WRITE)
-    return mapping
 
 
 def _allocate_pinned(nbytes: int) -> "ctypes.Array[ctypes.c_char]":
@@ -93,15 +65,14 @@ class Arena:
         if is_accelerator(device) and not can_register_host_memory(device):
             self._memory, self.pinned = _allocate_pinned(self.nbytes), True
         else:
-            self._memory = _map(self.nbytes)
+            self._memory = map_pages(self.nbytes, touched=True, survives_fork=True)
             self.pinned = is_accelerator(device) and self._pin(device)
         ledger.add(Tier.HOST, purpose, self.nbytes)
         weakref.finalize(self._memory, ledger.add, Tier.HOST, purpose, -self.nbytes).atexit = False
 
     def _pin(self, device: torch.device) -> bool:
-        address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         try:
-            unregister = register_host_memory(device, address, self.nbytes)
+            unregister = register_host_memory(device, self._memory.address, self.nbytes)
         except RuntimeError:
             unregister = None
         if unregister is None:

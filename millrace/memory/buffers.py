@@ -1,12 +1,12 @@
 """Where do visiting blocks lie on the device? In buffers: device bytes of one block."""
 
-import mmap
 import sys
 import weakref
 
 import torch
 
 from millrace.memory.ledger import Ledger, Tier
+from millrace.memory.pages import map_pages
 from millrace.runtime.device import is_accelerator
 
 __all__ = ["DeviceBuffers"]
@@ -18,9 +18,9 @@ class DeviceBuffers:
     """Allocates and releases buffers on one device, and books them.
 
     An accelerator has a caching allocator with stream order; its buffers are booked from allocation to release. On the
-    CPU fresh memory costs page faults (half a second for each GiB, more than a copy), so released buffers that nobody
-    else refers to are kept and handed out again, as far as all buffers together stay within `budget_bytes`; they are
-    booked until their memory is truly gone, so a stray reference shows.
+    CPU fresh memory costs page faults (a quarter of a second for each GiB, as much as a copy), so released buffers that
+    nobody else refers to are kept and handed out again, as far as all buffers together stay within `budget_bytes`; they
+    are booked until their memory is truly gone, so a stray reference shows.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger, budget_bytes: int) -> None:
@@ -43,7 +43,7 @@ class DeviceBuffers:
                 return self._free.pop(index)
         while self._free and self._ledger.held_bytes(Tier.DEVICE, _PURPOSE) + nbytes > self._budget_bytes:
             del self._free[0]
-        mapping = _Mapping(-1, nbytes)
+        mapping = map_pages(nbytes, touched=False, survives_fork=False)
         self._ledger.add(Tier.DEVICE, _PURPOSE, nbytes)
         weakref.finalize(mapping, self._ledger.add, Tier.DEVICE, _PURPOSE, -nbytes).atexit = False
         return torch.frombuffer(mapping, dtype=torch.uint8)
@@ -58,10 +58,6 @@ class DeviceBuffers:
     def close(self) -> None:
         """Lets go of what is kept."""
         self._free.clear()
-
-
-class _Mapping(mmap.mmap):
-    """Memory that can be watched by a finalizer."""
 
 
 def _references(buffer: torch.Tensor) -> tuple[int, int]:

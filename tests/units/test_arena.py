@@ -78,7 +78,7 @@ def test_over_the_budget_nothing_is_allocated(already_bytes: int, monkeypatch: p
     def forbidden(*_: Any, **__: Any) -> None:
         raise AssertionError("memory was mapped")
 
-    monkeypatch.setattr(arena_module, "_Mapping", forbidden)
+    monkeypatch.setattr(arena_module, "map_pages", forbidden)
     with pytest.raises(BudgetError, match=r"gradients need 8 KiB of host memory .* raise it"):
         Arena(PAGE + 1, CPU, ledger, "gradients")
     assert ledger.held_bytes(Tier.HOST) == already_bytes

@@ -27,6 +27,16 @@ def test_a_copy_arrives_and_tells_what_it_moved(lanes: Lanes) -> None:
     assert lanes.seconds(transfer.begun, transfer.done) >= 0
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_bytes_arrive_as_they_are_whatever_their_strides(lanes: Lanes, step: int) -> None:
+    source = torch.arange(256, dtype=torch.uint8)[::step]
+    there = torch.zeros(2 * len(source), dtype=torch.uint8, device=lanes.device)
+    arrived = lanes.copy(Lane.ONLOAD, [(there[::2], source), (there[1:2], source[7:8])], lanes.mark())
+    lanes.wait(arrived.done)
+    assert torch.equal(there[::2].cpu(), source)
+    assert there[1::2].tolist() == [7 * step] + [0] * (len(source) - 1)
+
+
 def test_a_lane_copies_in_the_order_of_submission(lanes: Lanes) -> None:
     there = torch.zeros(1, device=lanes.device)
     sources = [host(value) for value in range(20)]

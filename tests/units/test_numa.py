@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.memory import arena
+from millrace.memory import pages
 from millrace.memory.arena import Arena
 from millrace.memory.ledger import Ledger
 from millrace.runtime import numa
@@ -57,8 +57,8 @@ def test_an_arena_is_interleaved_where_several_nodes_are_in_use(monkeypatch: pyt
         asked.append(nodes)
         return numa.interleave(address, nbytes, (0,))
 
-    monkeypatch.setattr(arena, "nodes_of_process", lambda: (0, 1))
-    monkeypatch.setattr(arena, "interleave", on_node_0)
+    monkeypatch.setattr(pages, "nodes_of_process", lambda: (0, 1))
+    monkeypatch.setattr(pages, "interleave", on_node_0)
     ledger = Ledger()
     memory = Arena(NBYTES, torch.device("cpu"), ledger, "weights").tensor(0, NBYTES)
     assert asked == [(0, 1)]
@@ -70,13 +70,13 @@ def test_an_arena_is_interleaved_where_several_nodes_are_in_use(monkeypatch: pyt
 
 @needs_libnuma
 def test_an_arena_of_one_node_has_the_kernels_own_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "nodes_of_process", lambda: (0,))
+    monkeypatch.setattr(pages, "nodes_of_process", lambda: (0,))
     memory = Arena(NBYTES, torch.device("cpu"), Ledger(), "weights").tensor(0, NBYTES)
     assert "interleave" not in policy_of(memory.data_ptr())
 
 
 def test_without_libnuma_an_arena_is_memory_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numa, "_libnuma", lambda: None)
-    monkeypatch.setattr(arena, "nodes_of_process", lambda: (0, 1))
+    monkeypatch.setattr(pages, "nodes_of_process", lambda: (0, 1))
     memory = Arena(NBYTES, torch.device("cpu"), Ledger(), "weights").tensor(0, NBYTES)
     assert memory.fill_(7).sum() == 7 * NBYTES
