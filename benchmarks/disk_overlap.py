@@ -5,16 +5,16 @@
 One process holds the same Llama twice: once read from its checkpoint with a tenth of its weights as `host_memory` and
 as `device_memory` (the device is the CPU), once in RAM. In each round, for each number of tokens, in random order:
 
-- millrace: a forward pass (with --train: and backward; gradients are new, and go to disk).
+- millrace: three forward passes, one right after the other, because each reads ahead for the next (with --train: and
+  backward; gradients are new, and go to disk).
 - compute: the same with the weights in RAM, by plain PyTorch.
-- drive: as many bytes as that pass read from disk (and wrote there) by a plain loop of direct requests of 8 MiB, 4 in
-  flight, which does nothing else.
-
+- drive: as many bytes as these passes read from disk (and wrote there) by a plain loop of direct requests of 8 MiB, 4
+  in flight, which does nothing else.
 - beside: compute and drive at the same time, neither of which waits for the other.
 
-Shown are medians, and medians over the rounds of two ratios: max(drive, compute) / millrace, and beside / millrace. The
-first has the floor of a machine on which the two share nothing. Where they share processors and memory, beside is what
-a pass could reach at best, since its compute has to wait for the drive, too.
+Shown are medians for one pass, and medians over the rounds of two ratios: max(drive, compute) / millrace, and beside /
+millrace. The first has the floor of a machine on which the two share nothing. Where they share processors and memory,
+beside is what a pass could reach at best, since its compute has to wait for the drive, too.
 """
 
 import argparse
@@ -40,6 +40,8 @@ from millrace.memory.disk.extent import PIECE_BYTES
 from millrace.memory.pages import map_pages
 
 THREADS = 4
+PASSES = 3
+READ_AHEAD_SECONDS = 0.5  # more than what was read ahead takes to arrive, beside which nothing is measured
 
 
 def drive(files: list[Path], target: Path, read_bytes: int, written_bytes: int) -> None:
@@ -52,7 +54,7 @@ def drive(files: list[Path], target: Path, read_bytes: int, written_bytes: int) 
     todo = iter(sorted(jobs, key=lambda job: job[0]))
 
     def work() -> None:
-        memory = map_pages(PIECE_BYTES, touched=True, survives_fork=True)  # the same pages as ours
+        memory = map_pages(PIECE_BYTES, touched=True)  # the same pages as ours
         opened: dict[Path, int] = {}
         for _, file, at in todo:
             if file not in opened:
@@ -74,13 +76,15 @@ def seconds(run: Callable[[], None]) -> float:
     return time.perf_counter() - begin
 
 
-def one_pass(model: torch.nn.Module, tokens: int, trains: bool) -> None:
+def passes(model: torch.nn.Module, tokens: int, trains: bool) -> None:
     ids = torch.arange(tokens).view(1, tokens)
-    if not trains:
-        with torch.no_grad():
-            model(ids, use_cache=False)
-        return
-    model(ids, labels=ids, use_cache=False).loss.backward()
+    for _ in range(PASSES):
+        if trains:
+            model.zero_grad()
+            model(ids, labels=ids, use_cache=False).loss.backward()
+        else:
+            with torch.no_grad():
+                model(ids, use_cache=False)
 
 
 def main() -> None:
@@ -114,7 +118,6 @@ def main() -> None:
         print(f"{format_bytes(total)} of weights; budgets of {format_bytes(budget)}; load {os.getloadavg()[0]:.1f}")
         for tokens in arguments.tokens:
             measure(arguments, handle, model, plain, tokens, files, target)
-        os._exit(0)
 
 
 def measure(
@@ -128,9 +131,6 @@ def measure(
 ) -> None:
     read_bytes = written_bytes = 0
 
-    def ours() -> None:
-        one_pass(model, tokens, arguments.train)
-
     def beside() -> None:
         reading = threading.Thread(target=cases["drive"])
         reading.start()
@@ -138,17 +138,16 @@ def measure(
         reading.join()
 
     cases: dict[str, Callable[[], None]] = {
-        "millrace": ours,
-        "compute": lambda: one_pass(plain, tokens, arguments.train),
+        "millrace": lambda: passes(model, tokens, arguments.train),
+        "compute": lambda: passes(plain, tokens, arguments.train),
         "drive": lambda: drive(files, target, read_bytes, written_bytes),
         "beside": beside,
     }
     found: dict[str, list[float]] = {name: [] for name in cases}
     processors: dict[str, list[float]] = {name: [] for name in cases}
-    for number in range(arguments.rounds + 2):  # the first records, the second still learns
+    for number in range(arguments.rounds + 1):  # the first records and learns
         for name in sorted(cases, key=lambda _: random.random()):
-            for each in (model, plain):
-                each.zero_grad()
+            time.sleep(READ_AHEAD_SECONDS)
             drop_cache(files[0].parent)
             handle.reset_stats()
             processor = time.process_time()
@@ -157,9 +156,9 @@ def measure(
             if name == "millrace":
                 stats = handle.stats()
                 read_bytes, written_bytes = stats.fetch_bytes, stats.spill_bytes
-            if number >= 2:
-                found[name].append(taken)
-                processors[name].append(processor)
+            if number >= 1:
+                found[name].append(taken / PASSES)
+                processors[name].append(processor / PASSES)
     rounds = list(zip(*found.values(), strict=True))
     reached = statistics.median(max(compute, drive) / ours for ours, compute, drive, _ in rounds)
     possible = statistics.median(both / ours for ours, _, _, both in rounds)
@@ -169,7 +168,8 @@ def measure(
     )
     print(
         f"{tokens:5} tokens: {medians}; max / millrace {reached:.2f}, beside / millrace {possible:.2f};"
-        f" read {format_bytes(read_bytes)}, written {format_bytes(written_bytes)}, load {os.getloadavg()[0]:.1f}",
+        f" read {format_bytes(read_bytes // PASSES)}, written {format_bytes(written_bytes // PASSES)},"
+        f" load {os.getloadavg()[0]:.1f}",
         flush=True,
     )
 

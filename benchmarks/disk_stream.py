@@ -43,7 +43,7 @@ def drive(path: Path, request_bytes: int = PIECE_BYTES, threads: int = THREADS, 
 
     def work(number: int) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        memory = map_pages(request_bytes, touched=True, survives_fork=True)  # the same pages as ours
+        memory = map_pages(request_bytes, touched=True)  # the same pages as ours
         for offset in offsets[number::threads]:
             os.preadv(descriptor, [memory], offset)
         os.close(descriptor)

@@ -183,7 +183,7 @@ class Meter:
         held = self._ledger.held_bytes
         return Sample(0.0, held(Tier.DEVICE), held(Tier.HOST), held(Tier.DISK), time.time_ns())
 
-    def spans(self, others: Sequence[Moved] = (), waits: Sequence[Waited] = ()) -> list[Span]:
+    def spans(self, others: Sequence[Moved], waits: Sequence[Waited]) -> list[Span]:
         """The last cycle and the copies since its beginning, of `others` too, with their `waits`. Waits for them."""
         if self.last_cycle is None:
             return []

@@ -65,7 +65,7 @@ class Arena:
         if is_accelerator(device) and not can_register_host_memory(device):
             self._memory, self.pinned = _allocate_pinned(self.nbytes), True
         else:
-            self._memory = map_pages(self.nbytes, touched=True, survives_fork=True)
+            self._memory = map_pages(self.nbytes, touched=True)
             self.pinned = is_accelerator(device) and self._pin(device)
         ledger.add(Tier.HOST, purpose, self.nbytes)
         weakref.finalize(self._memory, ledger.add, Tier.HOST, purpose, -self.nbytes).atexit = False

@@ -43,7 +43,7 @@ class DeviceBuffers:
                 return self._free.pop(index)
         while self._free and self._ledger.held_bytes(Tier.DEVICE, _PURPOSE) + nbytes > self._budget_bytes:
             del self._free[0]
-        mapping = map_pages(nbytes, touched=False, survives_fork=False)
+        mapping = map_pages(nbytes, touched=False)
         self._ledger.add(Tier.DEVICE, _PURPOSE, nbytes)
         weakref.finalize(mapping, self._ledger.add, Tier.DEVICE, _PURPOSE, -nbytes).atexit = False
         return torch.frombuffer(mapping, dtype=torch.uint8)

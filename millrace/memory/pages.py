@@ -16,11 +16,7 @@ from millrace.runtime.numa import interleave, nodes_of_process
 __all__ = ["Pages", "map_pages"]
 
 _LARGE_FROM_BYTES = 4 << 20
-_FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
-# Of Linux; an older kernel refuses what it does not know.
-_HUGEPAGE = 14
-_WIPE_ON_FORK = 18  # 4.14
-_POPULATE_WRITE = 23  # 5.14
+_POPULATE_WRITE = 23  # of Linux 5.14; older ones refuse it
 
 
 class Pages(mmap.mmap):
@@ -45,16 +41,11 @@ class Pages(mmap.mmap):
         return False
 
 
-def map_pages(nbytes: int, *, touched: bool, survives_fork: bool) -> Pages:
-    """`nbytes` of zeros. `touched`: they are there at once, from all NUMA nodes in use where there are several.
-
-    Without `survives_fork` a forked process finds zeros: else both would hold a copy of what the other writes.
-    """
-    pages = Pages(-1, nbytes, flags=_FLAGS)
+def map_pages(nbytes: int, *, touched: bool) -> Pages:
+    """`nbytes` of zeros. `touched`: they are there at once, from all NUMA nodes in use where there are several."""
+    pages = Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if nbytes >= _LARGE_FROM_BYTES:
-        pages.ask(_HUGEPAGE)
-    if not survives_fork:
-        pages.ask(_WIPE_ON_FORK)
+        pages.ask(mmap.MADV_HUGEPAGE)
     if touched:
         nodes = nodes_of_process()
         if len(nodes) > 1:

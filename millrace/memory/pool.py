@@ -98,6 +98,7 @@ class HostPool:
                     self._free[index].append((begin, offset))
                 begin = end
             self._no_more.put(index, -arena.nbytes)
+        self.arena_bytes = sum(arena.nbytes for arena in self._arenas)
         self.held_bytes = sum(end - begin for _, begin, end in taken)
 
     def consolidate(self) -> None:

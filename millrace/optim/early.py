@@ -42,7 +42,8 @@ class EarlyUpdates:
         self._loaded = False  # a state was loaded after updates in a backward, whose step has not come
         self._own: frozenset[Any] = frozenset()  # the parameters of the optimizer
         self._used: list[dict[str, Any]] | None = None  # the settings of updates in this backward
-        self.updated: dict[Any, tuple[int, int]] = {}  # updated since the last step, and the trace of that
+        self.updated: dict[Any, None] = {}  # parameters updated since the last step
+        self._marks: dict[Any, tuple[int, int]] = {}  # of all that were ever updated: tells of writes since
         make_grad_scaler_leave_traces()
 
     # as a Watcher -----------------------------------------------------------------------------------------------------
@@ -57,7 +58,7 @@ class EarlyUpdates:
         if self._used is None:
             self._used = self._settings()
         begun = begin(unit, gradients, arrived)
-        self.updated |= {parameter: _trace(parameter) for parameter in begun}
+        self.updated |= dict.fromkeys(begun)
         return begun
 
     def delivered(self, parameters: Iterable[Any]) -> None:
@@ -68,6 +69,12 @@ class EarlyUpdates:
             self._watched[parameter] = (parameter.grad, parameter.grad._version)
         if self._used is None:
             self._used = self._settings()
+
+    # on the thread of updates -----------------------------------------------------------------------------------------
+    def performed(self, parameters: Iterable[Any]) -> None:
+        """Their update has been written."""
+        for parameter in parameters:
+            self._marks[parameter] = _mark(parameter)
 
     # in step() --------------------------------------------------------------------------------------------------------
     def check(self) -> None:
@@ -104,9 +111,12 @@ class EarlyUpdates:
         """A backward: what was updated in the one before a load is of no concern, if these weights were loaded too."""
         if not self._loaded:
             return
-        kept = sum(_trace(parameter) == trace for parameter, trace in self.updated.items())
+        kept = sum(self._marks.get(parameter) == _mark(parameter) for parameter in self.updated)
         if kept:
-            self._refuse(f"a state was loaded between backward and step(), but not the weights of {kept} parameters")
+            self._refuse(
+                f"a state was loaded between backward and step(), but not the weights of {kept} parameters (by"
+                " load_state_dict() or copy_(): what is written through .data or NumPy is not noticed)"
+            )
         self._forget()
 
     def _refuse(self, reason: str) -> None:
@@ -130,7 +140,7 @@ class EarlyUpdates:
         self._loaded = False
 
 
-def _trace(parameter: Any) -> tuple[int, int]:
+def _mark(parameter: Any) -> tuple[int, int]:
     """Differs after a write or another `data`. Waits for no update."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter._version, parameter.data_ptr()

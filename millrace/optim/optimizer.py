@@ -160,7 +160,13 @@ class HostOptimizer(Optimizer):
         for member in members:
             member.group = snapshots[id(member.group)]
         self._written(members)
-        self._updater.submit(unit, members, lambda batch: self._perform(batch, scale), arrived)
+
+        def perform(batch: Sequence[Member]) -> None:
+            self._perform(batch, scale)
+            if self._early is not None:
+                self._early.performed(member.parameter for member in batch)
+
+        self._updater.submit(unit, members, perform, arrived)
 
     def _begin_early(
         self, unit: Unit, gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]

@@ -170,7 +170,7 @@ class RunRecord:
                 rates=fields["rates"],
                 activations=tuple(_row(*row) for row in fields["activations"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(
                 f"this is no run record of version {VERSION} ({error!r}); write one with handle.report().save(path)"
             ) from error

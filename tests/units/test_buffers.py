@@ -8,6 +8,7 @@ import torch
 
 from millrace.memory.buffers import DeviceBuffers
 from millrace.memory.ledger import Ledger, Tier
+from tests.nursery import Nursery
 
 CPU = torch.device("cpu")
 BUDGET_BYTES = 8192
@@ -109,3 +110,28 @@ def test_an_accelerators_allocator_gets_its_memory_back(emu_device, ledger: Ledg
     del buffer
     assert emu_device.stats()["allocated_bytes"] == before_bytes
     assert ledger.held_bytes(Tier.DEVICE) == 0
+
+
+FORKS = """
+import os, torch
+from millrace.memory.buffers import DeviceBuffers
+from millrace.memory.ledger import Ledger
+buffer = DeviceBuffers(torch.device("cpu"), Ledger(), 1 << 23).allocate(5 << 20)
+buffer.fill_(7)
+begin, end = os.pipe()
+child = os.fork()
+if not child:
+    os.read(begin, 1)  # the parent has written since
+    os._exit(0 if bool((buffer == 7).all()) else 1)
+buffer.fill_(8)
+os.write(end, b"x")
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert bool((buffer == 8).all())
+print("left")
+"""
+
+
+def test_a_forked_process_keeps_what_was_there(nursery: Nursery) -> None:
+    """A view of a weight that somebody kept does not change there, whatever visits the buffer later."""
+    child = nursery.start(FORKS)
+    assert (child.read_rest().strip(), child.wait()) == ("left", 0), child.errors

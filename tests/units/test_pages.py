@@ -1,4 +1,4 @@
-"""Does memory have the pages that were asked for, and does a forked process find what it should?"""
+"""Does memory have the pages that were asked for, and are they there?"""
 
 import ctypes
 import mmap
@@ -8,23 +8,8 @@ import pytest
 
 from millrace.memory import pages as pages_module
 from millrace.memory.pages import Pages, map_pages
-from tests.nursery import Nursery
 
 MIB = 1 << 20
-
-FORKS = """
-import ctypes, os
-from millrace.memory.pages import map_pages
-kept, wiped = (map_pages(1 << 20, touched=False, survives_fork=survives) for survives in (True, False))
-for pages in (kept, wiped):
-    pages[:3] = b"abc"
-child = os.fork()
-if not child:
-    os._exit(0 if (kept[:4], wiped[:4]) == (b"abc\\0", bytes(4)) else 1)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-assert kept[:3] == wiped[:3] == b"abc"
-print("left")
-"""
 
 
 def flags(pages: Pages) -> set[str]:
@@ -47,7 +32,7 @@ def present_bytes(pages: Pages, nbytes: int) -> int:
 @pytest.mark.parametrize("nbytes", [mmap.PAGESIZE, 4 * MIB - mmap.PAGESIZE, 4 * MIB, 9 * MIB])
 def test_pages_are_there_or_not_and_large_from_4_mib_on(nbytes: int) -> None:
     for touched in (True, False):
-        pages = map_pages(nbytes, touched=touched, survives_fork=True)
+        pages = map_pages(nbytes, touched=touched)
         assert present_bytes(pages, nbytes) == (nbytes if touched else 0)
         assert ("hg" in flags(pages)) == (nbytes >= 4 * MIB)
         assert "sh" not in flags(pages)
@@ -56,10 +41,5 @@ def test_pages_are_there_or_not_and_large_from_4_mib_on(nbytes: int) -> None:
 
 def test_pages_are_touched_where_the_kernel_is_too_old_to_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages_module, "_POPULATE_WRITE", 9999)
-    pages = map_pages(MIB, touched=True, survives_fork=True)
+    pages = map_pages(MIB, touched=True)
     assert present_bytes(pages, MIB) == MIB
-
-
-def test_a_forked_process_finds_zeros_in_what_does_not_survive(nursery: Nursery) -> None:
-    child = nursery.start(FORKS)
-    assert (child.read_rest().strip(), child.wait()) == ("left", 0), child.errors

@@ -58,6 +58,11 @@ class Hardware:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"hardware {self.name!r}: {name} is {value}; it must be finite and above 0")
+        if self.disk_bytes and not (self.disk_read_bytes_per_second > 0 and self.disk_write_bytes_per_second > 0):
+            raise ValueError(
+                f"hardware {self.name!r} has {self.disk_bytes} bytes of disk, and no speed of it; give"
+                " disk_read_bytes_per_second and disk_write_bytes_per_second"
+            )
         if self.devices < 1:
             raise ValueError(f"hardware {self.name!r}: devices is {self.devices}; give at least 1")
 

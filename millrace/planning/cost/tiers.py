@@ -76,6 +76,8 @@ def activation_bytes(shape: ModelShape, work: Work, method: Method, hardware: Ha
 
 def _keeps_up(block: BlockShape, work: Work, method: Method, hardware: Hardware) -> bool:
     """Whether a layer's activations leave while it computes forward, and come back, with its weights, in backward."""
+    if block.kind is not BlockKind.LAYER:
+        return True
     nbytes = block.activation_bytes(work.tokens)
     out = nbytes / hardware.offload_bytes_per_second
     back = (nbytes + block.weight_bytes * method.streamed) / hardware.onload_bytes_per_second
@@ -83,7 +85,7 @@ def _keeps_up(block: BlockShape, work: Work, method: Method, hardware: Hardware)
         out = max(out, nbytes * hardware.devices / hardware.disk_write_bytes_per_second)
         back = max(back, nbytes * hardware.devices / hardware.disk_read_bytes_per_second)
     forward, backward = block_seconds(block, work, hardware)
-    return block.kind is not BlockKind.LAYER or (out <= forward and back <= backward)
+    return out <= forward and back <= backward
 
 
 def leaving_layers(shape: ModelShape, work: Work, method: Method) -> frozenset[int]:
