@@ -15,7 +15,8 @@ from millrace.runtime.numa import interleave, nodes_of_process
 
 __all__ = ["Pages", "map_pages"]
 
-_LARGE_FROM_BYTES = 4 << 20
+_LARGE_BYTES = 2 << 20
+_LARGE_FROM_BYTES = 2 * _LARGE_BYTES
 _POPULATE_WRITE = 23  # of Linux 5.14; older ones refuse it
 
 
@@ -33,10 +34,10 @@ class Pages(mmap.mmap):
         """Of its first byte."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
-    def ask(self, advice: int) -> bool:
-        """Whether the system took the advice, which is one of madvise(2)."""
+    def ask(self, advice: int, begin: int, nbytes: int) -> bool:
+        """Whether the system took the advice, which is one of madvise(2), for so many bytes from `begin` on."""
         with contextlib.suppress(OSError, AttributeError):
-            self.madvise(advice)
+            self.madvise(advice, begin, nbytes)
             return True
         return False
 
@@ -45,11 +46,13 @@ def map_pages(nbytes: int, *, touched: bool) -> Pages:
     """`nbytes` of zeros. `touched`: they are there at once, from all NUMA nodes in use where there are several."""
     pages = Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if nbytes >= _LARGE_FROM_BYTES:
-        pages.ask(mmap.MADV_HUGEPAGE)
+        # Whole ones only: where neighbours are mapped side by side, one across the border would outlive either.
+        begin = -pages.address % _LARGE_BYTES
+        pages.ask(mmap.MADV_HUGEPAGE, begin, (nbytes - begin) // _LARGE_BYTES * _LARGE_BYTES)
     if touched:
         nodes = nodes_of_process()
         if len(nodes) > 1:
             interleave(pages.address, nbytes, nodes)
-        if not pages.ask(_POPULATE_WRITE):
+        if not pages.ask(_POPULATE_WRITE, 0, nbytes):
             ctypes.memset(pages.address, 0, nbytes)
     return pages

@@ -45,6 +45,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ),
         (json.dumps(LLAMA_8B | {"num_hidden_layers": 4.5}), "num_hidden_layers is 4.5; it must be a whole number"),
         (json.dumps(LLAMA_8B | {"hidden_size": float("nan")}), "hidden_size is nan"),
+        (json.dumps(LLAMA_8B | {"text_config": "none"}), "text_config is 'none'; it must be a JSON object"),
+        (json.dumps(LLAMA_8B | {"model_type": "gpt2", "n_positions": float("inf")}), "n_positions is inf"),
         (json.dumps(LLAMA_8B | {"hidden_size": 1e30}), r"hidden_size is 1e+30"),
         (json.dumps(LLAMA_8B | {"num_hidden_layers": 0}), "no num_hidden_layers"),
         (json.dumps(LLAMA_8B | {"vocab_size": None}), "no vocab_size"),

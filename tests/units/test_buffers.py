@@ -116,6 +116,7 @@ FORKS = """
 import os, torch
 from millrace.memory.buffers import DeviceBuffers
 from millrace.memory.ledger import Ledger
+torch.set_num_threads(1)  # a forked process has no threads to compute with
 buffer = DeviceBuffers(torch.device("cpu"), Ledger(), 1 << 23).allocate(5 << 20)
 buffer.fill_(7)
 begin, end = os.pipe()

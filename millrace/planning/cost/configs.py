@@ -156,7 +156,9 @@ def shape_of_config(config: Mapping[str, Any], *, name: str = "") -> ModelShape:
     Dense and grouped-query attention, multi-head latent attention (DeepSeek), gated and plain MLPs, mixtures of
     experts with shared ones and leading dense layers. Raises ValueError naming the number that is missing.
     """
-    config = config.get("text_config", config)
+    config = config.get("text_config") or config
+    if not isinstance(config, Mapping):
+        raise ValueError(f"the config's text_config is {config!r}; it must be a JSON object")
     numbers = _Numbers(config)
     hidden, vocabulary = numbers.need("hidden_size"), numbers.need("vocabulary")
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
@@ -165,7 +167,7 @@ def shape_of_config(config: Mapping[str, Any], *, name: str = "") -> ModelShape:
     tied = bool(config.get("tie_word_embeddings", numbers.kind in _TIED))
     positions = 0
     if numbers.kind in _LEARNED_POSITIONS:
-        rows = int(config.get("max_position_embeddings") or config.get("n_positions") or 0)
+        rows = numbers.find("max_position_embeddings") or numbers.find("n_positions") or 0
         positions = (rows + _LEARNED_POSITIONS[numbers.kind]) * hidden
     if numbers.kind == "bloom":
         positions = 2 * hidden  # none are learned, but the embedding has a norm
