@@ -20,8 +20,7 @@ def test_reads_and_writes_are_lanes(disk_report: Report, tmp_path) -> None:
     # A read counts as fetched when its block has left the staging ring, or nobody wants it any more. The ring is a
     # quarter of host_memory, and one block more may be half out of it: when the step began, and now, with reads ahead.
     assert abs(record.moved_bytes("fetch") - stats.fetch_bytes) <= 2**20 // 4 + BLOCK
-    # A write that was under way when the counters were reset counts in the step before.
-    assert 0 < record.moved_bytes("spill") <= stats.spill_bytes + BLOCK
+    assert 0 < record.moved_bytes("spill") <= stats.spill_bytes
     assert all(span.begin_seconds >= 0 and span.seconds > 0 for span in record.spans if span.lane in ("fetch", "spill"))
     assert {sample.disk_bytes for sample in record.samples} == {stats.disk_bytes}
     lines = str(disk_report)
