@@ -2,7 +2,6 @@
 //
 // The rules of CUDA: asynchronous to the host only when non_blocking is asked for, the host side is
 // pinned, and neither a dtype nor a layout has to be converted on the host.
-#include <ATen/native/Resize.h>
 #include <torch/library.h>
 
 #include <cstring>
@@ -133,7 +132,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
 }
 
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
-  at::native::resize_(to, from.sizes(), std::nullopt);
+  resize_tensor(to, from.sizes());
   return copy_from(from, to, false);
 }
 
