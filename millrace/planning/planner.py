@@ -43,18 +43,17 @@ def _plan(problem: Problem, tape: Tape, schedule: Schedule, bound: float, *, war
         problem=problem,
         cycles=steps,
         start=start,
-        predicted=_predict(problem, steps, start, bound, warm=warm),
+        predicted=_predict(problem, steps, start, bound, settling=schedule.rounds if warm else 0),
     )
 
 
 def _predict(
-    problem: Problem, steps: tuple[tuple[Step, ...], ...], start: frozenset[int], bound: float, *, warm: bool
+    problem: Problem, steps: tuple[tuple[Step, ...], ...], start: frozenset[int], bound: float, *, settling: int
 ) -> Prediction:
-    """Walk the plan: three rounds to settle and one to measure for a steady state, one round for a run."""
+    """Walk the plan: rounds to settle, and one to measure."""
     count = len(steps)
-    rounds = 4 if warm else 1
-    run = simulate(problem, steps, cycles=count * rounds, present=start)
-    settled = count * (rounds - 1)
+    settled = count * settling
+    run = simulate(problem, steps, cycles=settled + count, present=start)
     seconds = run.seconds - (run.cycle_ends[settled - 1] if settled else 0.0)
     compute = problem.compute_seconds
     return Prediction(

@@ -21,6 +21,7 @@ from millrace.planning.tape import Gap, Tape
 AHEAD: Final = 0
 KEEP: Final = 1
 LATE: Final = 2  # LATE + d: issued d slots before the use
+_ROUNDS = 200  # walked at most: what goes on changing then changes by less than a round in 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Schedule:
     loads: tuple[Gap, ...]
     issues: tuple[int, ...]
     seconds: float  # of one settled round of a ring; of the whole run for a tape that is not one
+    rounds: int  # in which it settles
     load_bytes: int
 
 
@@ -73,11 +75,13 @@ def evaluate(
     queue = iter(slots)
     loads = tuple(gap for gap, _ in chosen)
     issues = tuple(next(queue) if choice == AHEAD else _late_slot(gap, choice) for gap, choice in chosen)
+    seconds, rounds = _Lanes(tape, loads, issues).settle()
     return Schedule(
         choices=tuple(choices),
         loads=loads,
         issues=issues,
-        seconds=_Lanes(tape, loads, issues).settle(),
+        seconds=seconds,
+        rounds=rounds,
         load_bytes=sum(tape.problem.block_bytes[gap.block] for gap in loads),
     )
 
@@ -169,12 +173,19 @@ class _Lanes:
         self.issued = [[(place, loads[place].seconds) for place in places] for places in issued]
         self.arrival = [0.0] * len(loads)
 
-    def settle(self) -> float:
+    def settle(self) -> tuple[float, int]:
+        """Seconds of a settled round, and in how many rounds it settles.
+
+        Where loads take little longer than compute, each round uses up a little of what was loaded ahead, and the stall
+        that lasts comes only when all of that is gone.
+        """
         tape, arrival, compute = self.tape, self.arrival, self.tape.compute
         issued, due, other = self.issued, self.due, self.tape.other
         now = lane = started = 0.0
         previous = (-1.0, -1.0)
-        for _ in range(6):
+        rounds = 0
+        while True:
+            rounds += 1
             for slot in range(tape.slots):
                 for place, seconds in issued[slot]:
                     lane = (now if now > lane else lane) + seconds
@@ -185,32 +196,34 @@ class _Lanes:
                 if other[slot]:
                     lane = (now if now > lane else lane) + other[slot]
                 now += compute[slot]
-            state = (now - started, now - lane)
-            if not tape.carries or (abs(state[0] - previous[0]) + abs(state[1] - previous[1])) <= 1e-12 * now:
-                break
+            state = (now - started, lane - now if lane > now else 0.0)
+            settled = abs(state[0] - previous[0]) + abs(state[1] - previous[1]) <= 1e-12 * now
+            if settled or not tape.carries or rounds == _ROUNDS:
+                return state[0], rounds
             previous, started = state, now
-        return state[0]
 
-    def chains(self) -> list[list[int]]:
-        """The chains of loads that end in a stall, in a settled round; each from the one that began after a pause."""
+    def chains(self, rounds: int) -> list[list[int]]:
+        """The chains of loads that end in a stall, in the last of `rounds`; each from the load behind a pause."""
         tape, arrival = self.tape, self.arrival
         now = lane = 0.0
-        chain: list[int] = []
-        upto: dict[int, list[int]] = {}
+        order: list[int] = []  # loads of all rounds so far, as the lane has them
+        begins = 0  # where in `order` the present chain begins
+        spans: dict[int, tuple[int, int]] = {}
         found: list[list[int]] = []
-        rounds = 3 if tape.carries else 1
-        for turn in range(rounds):
+        for turn in range(1, rounds + 1):
             for slot in range(tape.slots):
                 for place, seconds in self.issued[slot]:
-                    chain = [*chain[-len(arrival) :], place] if chain and lane >= now else [place]
+                    if lane < now:
+                        begins = len(order)
+                    order.append(place)
                     lane = max(now, lane) + seconds
                     arrival[place] = lane
-                    upto[place] = chain
+                    spans[place] = max(begins, len(order) - 1 - len(arrival)), len(order)
                 for place in self.due[slot]:
                     if arrival[place] > now:
                         now = arrival[place]
-                        if turn == rounds - 1:
-                            found.append(upto[place])
+                        if turn == rounds:
+                            found.append(order[slice(*spans[place])])
                 lane = max(now, lane) + tape.other[slot] if tape.other[slot] else lane
                 now += tape.compute[slot]
         return found
@@ -218,7 +231,7 @@ class _Lanes:
 
 def stalled_chains(tape: Tape, schedule: Schedule) -> list[list[int]]:
     """For each stall the places (in `schedule.loads`) of the loads that kept the lane busy up to it, first to last."""
-    return _Lanes(tape, schedule.loads, schedule.issues).chains()
+    return _Lanes(tape, schedule.loads, schedule.issues).chains(schedule.rounds)
 
 
 def steps_of(tape: Tape, schedule: Schedule) -> tuple[tuple[tuple[Step, ...], ...], frozenset[int]]:
