@@ -17,7 +17,7 @@ from torch import nn
 from millrace.activations.offloading import ActivationOffloading
 from millrace.activations.targets import check_targets
 from millrace.ahead import probed_rates
-from millrace.config import ActivationConfig, BlocksSpec, OffloadConfig, Size, parse_bytes
+from millrace.config import BlocksSpec, OffloadConfig, Size, activation_config, parse_bytes, prefetch_blocks
 from millrace.engine.attachment import Attachment
 from millrace.engine.block import Block, Member
 from millrace.engine.budgets import Budgets
@@ -28,6 +28,7 @@ from millrace.engine.gradients import Gradients
 from millrace.engine.inventory import Inventory, take_inventory
 from millrace.engine.materialize import Materialized, materialize
 from millrace.engine.meter import Meter
+from millrace.engine.module_buffers import ModuleBuffers
 from millrace.engine.partition import Partition, partition
 from millrace.engine.placement import Placement, Shelf
 from millrace.engine.refusals import refuse_unmanageable
@@ -95,9 +96,10 @@ def offload(
       and what finds no room there stays on the device.
 
     Raises BudgetError when a budget is too small, LayoutError for parameters that have no plain bytes (meta, sparse,
-    quantised), StateError for a model that is offloaded already or carries accelerate or diffusers hooks, and
-    ValueError or TypeError for settings that make no sense. Nothing is changed then. Host memory for gradients is made
-    by the first pass with gradients, which raises BudgetError when `host_memory` has no room for them.
+    quantised), StateError for a model that is offloaded already, wrapped for data parallel training, or carries
+    accelerate or diffusers hooks, and ValueError or TypeError for settings that make no sense. Nothing is changed then.
+    Host memory for gradients is made by the first pass with gradients, which raises BudgetError when `host_memory` has
+    no room for them.
 
     Gradients of parameters come from `backward()` alone: `torch.autograd.grad` and `backward(inputs=...)` do not find
     them, because the graph holds the copies on the device.
@@ -110,10 +112,10 @@ def offload(
         checkpoint=Path(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint,
         blocks=blocks,
         resident=(resident,) if isinstance(resident, str | nn.Module) else tuple(resident),
-        prefetch_blocks=_prefetch_blocks(prefetch),
+        prefetch_blocks=prefetch_blocks(prefetch),
         param_dtype=param_dtype,
         grad_dtype=grad_dtype,
-        activations=_activation_config(activations),
+        activations=activation_config(activations),
     )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
@@ -137,7 +139,8 @@ class Offloaded:
             checkpoint = Checkpoint(opened, self._ledger) if isinstance(opened, Path) else opened
             materialized = materialize(model, checkpoint)
         try:
-            self._offload(model, materialized)
+            with torch.inference_mode(False):  # in which nothing could be trained that is made there
+                self._offload(model, materialized)
         except BaseException:
             if materialized is not None:
                 materialized.undo()
@@ -201,7 +204,8 @@ class Offloaded:
         if config.disk is not None:
             self._shelf.room = Room(self._blocks, self._residency, self._executor, self._ledger, self._open_fetching)
         gradients = Gradients(self._lanes, self._ledger, self._meter, self._shelf, config.grad_dtype)
-        self._engine = Engine(config.device, streamed, residents, self._residency, self._executor, gradients)
+        buffers = ModuleBuffers(config.device, self._ledger)
+        self._engine = Engine(config.device, streamed, residents, self._residency, self._executor, gradients, buffers)
         for block in residents:
             self._executor.bring(block)
         mains: dict[nn.Module, tuple[Block, ...]] = {}
@@ -209,7 +213,7 @@ class Offloaded:
             for module in part.sites:
                 mains[module] = (*mains.get(module, ()), block)
         self._attachment: Attachment | None = Attachment(
-            model, self._engine, mains, self._ledger, lambda members: self._block("added", members)
+            model, self._engine, mains, lambda members: self._block("added", members)
         )
         self._attachment.keep_alive(self)
         self.activations: ActivationOffloading | None = None  # the handle on the model's activations
@@ -299,17 +303,23 @@ class Offloaded:
         """Device copies are made anew of the homes: after writes that nobody could notice (through a kept `p.data`)."""
         for block in self._blocks():
             for slot in block.slots:
-                slot.untraced_changes += 1
+                slot.touch()
         self._executor.homes_changed()
 
     def remove(self) -> None:
         """Makes the model an ordinary CPU model again. Parameters keep their identity, values and gradients.
 
         Those that rest on disk stay tensors over its files, which have no name and are gone with the last of them.
-        Raises what failed in an update that an optimizer had under way; the model is let go of all the same.
+        Raises StateError within a forward or backward; and what failed in an update that an optimizer had under way,
+        when the model is let go of all the same.
         """
         if self._attachment is not None:
             self._engine.process.check()
+            self._engine.settle(updates=False)
+            if self._engine.busy:
+                raise StateError(
+                    "remove() was called within a forward or backward of the model; call it when that is over"
+                )
             try:
                 self._engine.wait_for_updates()
             finally:
@@ -340,6 +350,12 @@ class Offloaded:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.remove()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a handle belongs to one model, and is neither copied nor pickled; copy.deepcopy(model) gives a plain"
+            " model, to be given to millrace.offload()"
+        )
 
     # inside -----------------------------------------------------------------------------------------------------------
     def _block(self, name: str, members: Iterable[Member]) -> Block:
@@ -376,19 +392,3 @@ def _forked() -> None:
 
 os.register_at_fork(after_in_child=_forked)
 threading._register_atexit(_remove_all)  # type: ignore[attr-defined]  # atexit's turn comes after executors have ended
-
-
-def _prefetch_blocks(prefetch: int | str) -> int | None:
-    if prefetch == "auto":
-        return None
-    if isinstance(prefetch, bool) or not isinstance(prefetch, int):
-        raise TypeError(f'prefetch={prefetch!r} is neither "auto" nor a number of blocks')
-    return prefetch
-
-
-def _activation_config(activations: bool | Mapping[str, Any]) -> ActivationConfig | None:
-    if isinstance(activations, bool):
-        return ActivationConfig() if activations else None
-    if not isinstance(activations, Mapping):
-        raise TypeError(f"activations={activations!r} is neither True nor a dict of settings of offload_activations")
-    return ActivationConfig.of(**activations)

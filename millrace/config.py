@@ -1,7 +1,7 @@
 """What can a user set? Frozen, validated settings; sizes are bytes, given as an int or as text such as "8GiB"."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
@@ -11,7 +11,16 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-__all__ = ["ActivationConfig", "BlocksSpec", "OffloadConfig", "Size", "format_bytes", "parse_bytes"]
+__all__ = [
+    "ActivationConfig",
+    "BlocksSpec",
+    "OffloadConfig",
+    "Size",
+    "activation_config",
+    "format_bytes",
+    "parse_bytes",
+    "prefetch_blocks",
+]
 
 
 _UNITS = {
@@ -165,3 +174,21 @@ def _several(
         if not isinstance(each, str | nn.Module):
             raise TypeError(f"{setting}: {each!r} is a {type(each).__name__}; give modules and name patterns")
     return several
+
+
+def prefetch_blocks(prefetch: int | str) -> int | None:
+    """`prefetch` as a user gives it: a number of blocks; None for "auto". Raises TypeError for anything else."""
+    if prefetch == "auto":
+        return None
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int):
+        raise TypeError(f'prefetch={prefetch!r} is neither "auto" nor a number of blocks')
+    return prefetch
+
+
+def activation_config(activations: bool | Mapping[str, Any]) -> ActivationConfig | None:
+    """`activations` as a user gives it: True, or a dict of settings; None for False. Raises TypeError and ValueError."""
+    if isinstance(activations, bool):
+        return ActivationConfig() if activations else None
+    if not isinstance(activations, Mapping):
+        raise TypeError(f"activations={activations!r} is neither True nor a dict of settings of offload_activations")
+    return ActivationConfig.of(**activations)

@@ -35,7 +35,7 @@ class DiskError(MillraceError, OSError):
 
 
 class LayoutError(MillraceError, TypeError):
-    """A parameter cannot be laid out as bytes of a block (meta, sparse, quantised, a subclass, lazy)."""
+    """A tensor is not plain bytes, to be part of a block or updated (meta, sparse, quantised, a subclass, lazy)."""
 
 
 class StateError(MillraceError, RuntimeError):

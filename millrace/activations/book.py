@@ -1,6 +1,7 @@
 """What will the next forward save, and what is planned for it? Traces by what went into the model."""
 
 import itertools
+import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from millrace.activations.course import Course, Expected, Others, UseRecord
 from millrace.activations.meter import ActivationMeter
 from millrace.config import ActivationConfig
+from millrace.engine.handles import in_backward
 from millrace.engine.meter import LinkSpeed
 from millrace.engine.tensors import tensors_in
 from millrace.planning import ActivationPlan, ActivationProblem, Saved, plan_activations
@@ -17,15 +19,16 @@ from millrace.runtime.lanes import Lanes, Tick
 
 __all__ = ["ActivationBook", "Entry", "entry_of"]
 
-_MOST_ENTRIES = 64  # shapes of inputs that are remembered; the one used longest ago goes first
+_MOST_ENTRIES = 64  # shapes of inputs that are remembered, and kinds of them; the one used longest ago goes first
 
 Entry = tuple[Any, ...]
 
 
 def entry_of(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Entry:
-    """What tells how much a forward will save: shapes and dtypes of its inputs, and the mode of the model."""
+    """What tells how much a forward will save: shapes and dtypes of its inputs, and the mode of the model. And whether
+    it is in a backward, beside whose values it is on the device."""
     shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in((args, kwargs)))
-    return (training, torch.is_autocast_enabled(), *shapes)
+    return (training, torch.is_autocast_enabled(), in_backward(), *shapes)
 
 
 def _kind_of(entry: Entry) -> Entry:
@@ -55,16 +58,20 @@ class ActivationBook:
         self._lanes = lanes
         self._meter = meter
         self._known: OrderedDict[Entry, _Known] = OrderedDict()
-        self._similar: dict[Entry, tuple[Entry, ActivationPlan]] = {}  # by kind, the one that saves the most
+        self._similar: OrderedDict[Entry, tuple[Entry, ActivationPlan]] = (
+            OrderedDict()
+        )  # by kind, the one that saves the most
         self.last_plan: ActivationPlan | None = None
+        self._planner_failed = False  # once it has, nobody is told again
 
     def expect(self, entry: Entry) -> Expected:
         """What is known of a forward that begins so."""
-        known = self._known.setdefault(entry, _Known())
-        self._known.move_to_end(entry)
-        if len(self._known) > _MOST_ENTRIES:
-            self._known.popitem(last=False)
-        _, similar = self._similar.get(_kind_of(entry), (entry, None))
+        known = self._know(entry)
+        kind = _kind_of(entry)
+        similar = None
+        if kind in self._similar:
+            self._similar.move_to_end(kind)
+            similar = self._similar[kind][1]
         self.last_plan = known.plan or similar or self.last_plan
         if known.plan is not None:
             return Expected(known.plan, None, timed=not known.is_refined)
@@ -72,6 +79,14 @@ class ActivationBook:
             return Expected(None, None, timed=True)
         known.left -= 1
         return Expected(None, similar, timed=known.left < 0)
+
+    def _know(self, entry: Entry) -> _Known:
+        """What is known of it, which is used now."""
+        known = self._known.setdefault(entry, _Known())
+        self._known.move_to_end(entry)
+        if len(self._known) > _MOST_ENTRIES:
+            self._known.popitem(last=False)
+        return known
 
     def strayed(self, entry: Entry) -> None:
         """A forward that began so did not go as planned."""
@@ -87,17 +102,35 @@ class ActivationBook:
         if kind in self._similar and self._similar[kind][0] == entry:
             del self._similar[kind]
 
-    def learn(self, entry: Entry, course: Course, end: Tick) -> ActivationPlan:
+    def learn(self, entry: Entry, course: Course, end: Tick) -> None:
         """Plans for a course that was timed from its first save to the end of its first backward."""
-        plan = plan_activations(self._problem(course, end))
-        known = self._known.setdefault(entry, _Known())
+        try:
+            plan = plan_activations(self._problem(course, end))
+        except Exception as error:  # whatever it is: no step depends on a plan
+            self._tell(error, course)
+            return
+        known = self._know(entry)
         known.plan, known.is_refined = plan, course.plan is not None
         kind = _kind_of(entry)
         largest, similar = self._similar.get(kind, (entry, plan))
         if largest == entry or similar.problem.nbytes <= plan.problem.nbytes:
             self._similar[kind] = entry, plan
+            self._similar.move_to_end(kind)
+            if len(self._similar) > _MOST_ENTRIES:
+                self._similar.popitem(last=False)
         self.last_plan = plan
-        return plan
+
+    def _tell(self, error: Exception, course: Course) -> None:
+        """Once: the planner failed."""
+        if not self._planner_failed:
+            self._planner_failed = True
+            warnings.warn(
+                f"the planner of activations failed for a forward that saved {len(course.saves)} tensors,"
+                f" {type(error).__name__}: {error}. Such forwards have no plan: results are the same, compute may wait"
+                " longer. Please report this",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _problem(self, course: Course, end: Tick) -> ActivationProblem:
         offload, onload = self._meter.speeds()

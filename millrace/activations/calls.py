@@ -14,8 +14,9 @@ from torch import nn
 
 from millrace.activations.book import entry_of
 from millrace.activations.passes import Forward, Passes
-from millrace.activations.saving import in_backward, may_save, pop_left_over
+from millrace.activations.saving import NO_TASK, backward_task, may_save, pop_left_over
 from millrace.activations.selection import Selection
+from millrace.engine.handles import in_backward
 from millrace.errors import StateError
 
 __all__ = ["Calls"]
@@ -39,6 +40,7 @@ class Calls:
         self._check = check
         self._block: object | None = None  # or outermost call, that is under way
         self._thread: int | None = None  # whose it is
+        self._task = NO_TASK  # the backward in which it is, by autograd's number: calls in one within it are no part
         self._forward: Forward | None = None  # that it has begun
 
     @contextlib.contextmanager
@@ -47,14 +49,14 @@ class Calls:
         if self._is_ours():
             with self._inside(module, args, kwargs):
                 yield
+        elif module is self._model() and torch.is_grad_enabled() and (may_save() or not in_backward()):
+            with self.block(), self.calling(module, args, kwargs) if self._is_ours() else contextlib.nullcontext():
+                yield
         elif in_backward():
             try:
                 yield
             finally:
                 self._passes.recomputed()
-        elif module is self._model() and torch.is_grad_enabled():
-            with self.block(), self.calling(module, args, kwargs) if self._is_ours() else contextlib.nullcontext():
-                yield
         else:
             yield
 
@@ -68,7 +70,7 @@ class Calls:
         try:
             with self._passes.stash.lock:
                 if self._block is None:
-                    self._block, self._thread = mine, threading.get_ident()
+                    self._block, self._thread, self._task = mine, threading.get_ident(), backward_task()
             if self._block is mine:
                 pop_left_over(self._passes.stash)
             yield
@@ -85,7 +87,7 @@ class Calls:
 
     @contextlib.contextmanager
     def _inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        outermost = module is self._model() and not in_backward() and torch.is_grad_enabled()
+        outermost = module is self._model() and backward_task() == self._task and torch.is_grad_enabled()
         if outermost and (self._forward is None or self._forward.is_over):
             self._begin(module, args, kwargs)
         forward = self._forward if outermost else None

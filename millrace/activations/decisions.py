@@ -74,7 +74,9 @@ class AsPlanned:
         """As `Decisions`."""
 
     def _present(self, indices: Iterable[int]) -> Iterable[Item]:
-        return [item for index in indices if (item := self._items[index]()) is not None]
+        """Of these, those that somebody can ask for. A backward within the forward comes before the last are saved."""
+        saved = (self._items[index] for index in indices if index < len(self._items))
+        return [item for ref in saved if (item := ref()) is not None]
 
 
 class Unplanned:

@@ -28,9 +28,9 @@ class Place(Enum):
 class Claim(weakref.ref[Any]):
     """What is known of one handle on an item, as long as that lives, and the note that it does no longer."""
 
-    __slots__ = ("item_id", "round")
+    __slots__ = ("item", "round")
 
-    item_id: int
+    item: "weakref.ref[Item]"
     round: int  # the backward that used the handle last
 
 
@@ -67,7 +67,7 @@ class Item:
         self.leaving: Transfer | None = None  # the copy out, until compute has waited for it
         self.arriving: Transfer | LateTransfer | None = None  # the copy in, until compute has waited for it
         self.returned = False  # `memory` is a storage of its own, filled from the host
-        self.claims: set[Claim] = set()  # of saved tensors that are part of it and were not let go
+        self.claims: set[Claim] = set()  # of saved tensors that are part of it and were not let go; without any it ends
         self.round = -1  # the backward that used it last
         self.seen: set[Claim] = set()  # those that this backward has used
         self.note_version()

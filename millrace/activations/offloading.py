@@ -1,5 +1,6 @@
 """How are a model's activations offloaded? `offload_activations()` wires it, and its handle shows what it did."""
 
+import functools
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -172,7 +173,7 @@ class ActivationOffloading:
 
     def stall_seconds(self) -> float:
         """Of the stats, those in which compute waited. Waits for what is under way."""
-        self._stash.guard(self._stash.settle)
+        self._stash.guard(self._stash.synchronize)
         return self._meter.stall_seconds()
 
     def moved(self) -> list[Moved]:
@@ -220,13 +221,16 @@ class ActivationOffloading:
         if self._removed:
             return
         self._removed = True
-        self._stash.guard(self._stash.settle)
-        closers = self._stash.closers()
-        if self._shares:
-            _call_all(closers)
-        else:  # a backward may still come: when nothing can ask for an activation any more, the stash is gone
-            closers += [] if self._store is None else [self._store.close]
-            weakref.finalize(self._stash, _call_all, [*closers, self._lanes.close])
+        try:
+            self._stash.guard(self._stash.settle)
+        finally:
+            if self._shares:
+                _call_all(self._stash.closers(wait=True))
+            else:  # a backward may still come: when nothing can ask for an activation any more, the stash is gone
+                closers = self._stash.closers(wait=False)
+                closers += [] if self._store is None else [self._store.close]
+                closers.append(functools.partial(self._lanes.close, wait=False))
+                weakref.finalize(self._stash, _call_all, closers)
 
     def __enter__(self) -> "ActivationOffloading":
         return self

@@ -4,6 +4,7 @@ A forward opens a course and puts hooks on top; they need not stay on all the ti
 of an item, and ends when autograd's engine says so, or lets go of what would have said so.
 """
 
+import functools
 import itertools
 import weakref
 
@@ -13,7 +14,7 @@ from millrace.activations.book import ActivationBook, Entry
 from millrace.activations.course import Course
 from millrace.activations.item import Item
 from millrace.activations.meter import ActivationMeter
-from millrace.activations.saving import NO_TASK, Saving
+from millrace.activations.saving import NO_TASK, Saving, backward_task
 from millrace.activations.selection import Selection
 from millrace.activations.spilling import DiskStash
 from millrace.activations.stash import Stash
@@ -88,7 +89,7 @@ class Passes:
 
     def recomputed(self) -> None:
         """A call of the model's has ended within a backward: what it computed again is on the device now."""
-        backward = self._backwards.get(torch._C._current_graph_task_id())
+        backward = self._backwards.get(backward_task())
         if backward is not None:
             with self.stash.lock:
                 for course in backward.courses:
@@ -96,7 +97,7 @@ class Passes:
 
     def _backward(self) -> "_Backward | None":
         """The backward that asks. Several may take turns on one device, and be nested."""
-        task = torch._C._current_graph_task_id()
+        task = backward_task()
         if task == NO_TASK:
             return None
         backward = self._backwards.get(task)
@@ -106,19 +107,28 @@ class Passes:
             self._backwards[task] = backward
         return backward
 
-    def end_of_backward(self, backward: "_Backward", *, completed: bool) -> None:
-        """Backward returned, or raised."""
-        self.stash.guard(self._end_backward, backward, completed)
+    def completed(self, backward: "_Backward") -> None:
+        """Backward returned."""
+        self.stash.guard(self._complete, backward)
 
-    def _end_backward(self, backward: "_Backward", completed: bool) -> None:
-        if self._backwards.pop(backward.task, None) is None:
-            return
-        self.meter.backward_ended(backward.begun)
+    def let_go(self, backward: "_Backward") -> None:
+        """Autograd has let go of a backward, in whatever thread and whatever that is doing."""
+        if not backward.is_over:  # it raised
+            self.stash.between_moves(functools.partial(self._end_backward, backward, completed=False))
+
+    def _complete(self, backward: "_Backward") -> None:
         self.stash.settle()
+        self._end_backward(backward, completed=True)
+
+    def _end_backward(self, backward: "_Backward", *, completed: bool) -> None:
+        """May be done again, where Ctrl-C kept it from being done wholly."""
+        self._backwards.pop(backward.task, None)
+        self.meter.backward_ended(backward.begun)
         for course in backward.courses:
             course.end_backward()
             if completed and course.is_over and not course.learned:
                 self._learn(course)
+        backward.is_over = True
 
     def _learn(self, course: Course) -> None:
         if any(course in other.courses for other in self._backwards.values()):  # a backward within another one
@@ -196,6 +206,7 @@ class _Backward:
         self.round = number
         self.begun = passes.stash.lanes.tick()
         self.courses: dict[Course, None] = {}  # whose items it has used
+        self.is_over = False
 
 
 class _EndOfBackward:
@@ -207,11 +218,9 @@ class _EndOfBackward:
         self._backward = backward
 
     def __call__(self) -> None:
-        self._end(completed=True)
+        if self._backward is not None:
+            self._backward.passes.completed(self._backward)
 
     def __del__(self) -> None:
-        self._end(completed=False)
-
-    def _end(self, *, completed: bool) -> None:
         if self._backward is not None:
-            self._backward.passes.end_of_backward(self._backward, completed=completed)
+            self._backward.passes.let_go(self._backward)

@@ -17,7 +17,7 @@ from millrace.activations.stash import Stash
 from millrace.engine.handles import check_version
 from millrace.memory.arena import KERNEL_ALIGNMENT_BYTES
 
-__all__ = ["NO_TASK", "Saving", "in_backward", "may_save", "pop_left_over"]
+__all__ = ["NO_TASK", "Saving", "backward_task", "may_save", "pop_left_over"]
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -114,7 +114,7 @@ class Saving:
         root = tensor if tensor._base is None else tensor._base
         key = (storage._cdata, root._cdata, start, nbytes, tensor._version)
         item = self._items.get(key) or self._same_memory(tensor, storage._cdata, nbytes)
-        if item is not None:
+        if item is not None and item.claims:  # without any it was given up, whoever may still know of it
             self._items[key] = item
             return _Handle(item, tensor, self._stash)
         stream, name = self._stash.streams.now(), self._selection.name
@@ -160,9 +160,9 @@ class Saving:
         return tensor
 
 
-def in_backward() -> bool:
-    """Whether this thread runs a backward now."""
-    return torch._C._current_graph_task_id() != NO_TASK
+def backward_task() -> int:
+    """Autograd's number of the backward that this thread runs now, or NO_TASK."""
+    return torch._C._current_graph_task_id()
 
 
 def may_save() -> bool:

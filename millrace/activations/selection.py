@@ -43,7 +43,9 @@ class Selection:
         self._min_bytes = min_bytes
         self._filters = [weakref.WeakSet(group) for group in (layers, modules) if group is not None]
         self._inside = [0] * len(self._filters)  # how many modules of each filter are being called
-        self._own: frozenset[int] = frozenset()  # storages of parameters and buffers: they stay anyway
+        self._own: frozenset[int] | None = (
+            None  # storages of parameters and buffers, which stay; None: not looked up yet
+        )
         self._names: list[str] = []
         self.skipped_kinds = 0  # tensors of kinds that cannot be taken apart into bytes
 
@@ -53,16 +55,25 @@ class Selection:
         return self._names[-1] if self._names else ""
 
     def begin(self) -> None:
-        """An outermost call begins: which memory is the model's own?"""
+        """An outermost call begins."""
         self._inside = [0] * len(self._filters)
         self._names = []
-        model = self._model()
-        self._own = frozenset(
-            tensor.untyped_storage()._cdata
-            for tensors in (() if model is None else (model.parameters(), model.buffers()))
-            for tensor in tensors
-            if _is_plain(tensor) and tensor.device == self._device
-        )
+        self._own = None
+
+    def _is_own(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the memory is the model's own. Looked up within the call: before it, an offloaded model's buffers are
+        on the host.
+        """
+        if self._own is None:
+            model = self._model()
+            with torch._C.DisableTorchFunctionSubclass():
+                self._own = frozenset(
+                    tensor.untyped_storage()._cdata
+                    for tensors in (() if model is None else (model.parameters(), model.buffers()))
+                    for tensor in tensors
+                    if _is_plain(tensor) and tensor.device == self._device
+                )
+        return storage._cdata in self._own
 
     def gradient_bytes(self) -> int:
         """What the gradients of the model's parameters take on the device now."""
@@ -104,7 +115,7 @@ class Selection:
             self.skipped_kinds += 1
             return False
         marked = _marked.get(storage._cdata)
-        return storage._cdata not in self._own and (marked is None or marked.expired())
+        return (marked is None or marked.expired()) and not self._is_own(storage)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -4,6 +4,8 @@ The host memory of an item is handed on as soon as the disk has the bytes. A cop
 own, when the read before it is done.
 """
 
+import contextlib
+import functools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -56,10 +58,14 @@ class DiskStash(Stash):
         self.settle()
 
     def settle(self) -> None:
-        """Takes back host memory of items that nobody can ask for any more, or that the disk has."""
-        super().settle()
-        while self._spills and self._spills[0].request.query() and self._spills[0].item.arriving is None:
-            self._end_spill()
+        """Takes back the memory of items that nobody can ask for any more, or that the disk has."""
+        self.take_back()
+        self._end_spills(wait=False)
+
+    def synchronize(self) -> None:
+        """The same, once what is on its way to disk is there."""
+        self.take_back()
+        self._end_spills(wait=True)
 
     def send_out(self, item: Item) -> None:
         """Submits the copy to the host, and behind it the write."""
@@ -86,12 +92,15 @@ class DiskStash(Stash):
             self._drop(item)
             self.pool.give_back(self._fetched.pop(item))
 
-    def closers(self) -> list[Callable[[], None]]:
-        """What ends the threads of the stash; none of it refers to the stash itself."""
-        return [self._sender.shutdown]
+    def closers(self, *, wait: bool) -> list[Callable[[], None]]:
+        """What ends the threads of the stash, and waits for that; none of it refers to the stash itself."""
+        return [functools.partial(self._sender.shutdown, wait=wait)]
 
-    def _slab_for(self, item: Item) -> Slab:
-        return self._staged(item, needed=True) or self.pool.take(whole_pages(item.nbytes))
+    def _slab_for(self, item: Item) -> Slab | None:
+        slab = self._staged(item, needed=True)
+        if slab is None and not self._stays_without_room:
+            slab = self.pool.take(whole_pages(item.nbytes))  # raises that there is no room
+        return slab
 
     def _is_open(self, item: Item, *, needed: bool) -> bool:
         if item.slab is not None:  # the disk may have it by now, but the host still has it too
@@ -131,7 +140,8 @@ class DiskStash(Stash):
 
     def _mend(self) -> None:
         """Nothing is read any more, but for items that know of it."""
-        self._store.synchronize()
+        with contextlib.suppress(DiskError):  # which whoever waits for that request hears of
+            self._store.synchronize()
         self._sender.submit(int).result()  # behind whatever was submitted
         self._fetched = {item: slab for item, slab in self._fetched.items() if item.arriving is not None}
         super()._mend()
@@ -148,23 +158,40 @@ class DiskStash(Stash):
                 whole = _STAGED_ITEMS * wanted
                 self.pool.grow(whole if self.pool.has_room(whole) else wanted)
             elif self._spills:
-                self._spills[0].request.synchronize()
+                self._spills[0].request.settle()
                 self.arrive(self._spills[0].item)
-                self._end_spill()
+                failed = self._end_spill()
+                if failed is not None:
+                    failed.synchronize()
             elif needed and self._fetched:
                 self.put_back(next(reversed(self._fetched)))
             else:
                 return None
         return slab
 
-    def _end_spill(self) -> None:
-        """The disk has an item; its host memory is handed on. Raises what kept it from being written."""
-        spill = self._spills.popleft()
+    def _end_spills(self, *, wait: bool) -> None:
+        """Ends those that the disk has, or all. Raises one that failed when it is done with the others."""
+        failed: Request | None = None
+        while self._spills and self._spills[0].item.arriving is None and (wait or self._spills[0].request.query()):
+            failed = self._end_spill() or failed
+        if failed is not None:
+            failed.synchronize()
+
+    def _end_spill(self) -> Request | None:
+        """The disk has an item; its host memory is handed on. Where that failed, the host keeps what somebody can ask
+        for, and the request is given back, which raises what kept it from being written."""
+        spill = self._spills[0]
+        spill.request.settle()
+        self._spills.popleft()
+        if spill.request.error is None:
+            seconds = spill.request.reached_at() - spill.request.began_at()
+            self.meter.spilled(spill.item.nbytes, seconds)
+        elif spill.item.slab is spill.slab:
+            return spill.request
         if spill.item.slab is spill.slab:
             spill.item.slab = None
         self.pool.give_back(spill.slab)
-        seconds = spill.request.reached_at() - spill.request.began_at()
-        self.meter.spilled(spill.item.nbytes, seconds)
+        return None
 
     def _extent(self, nbytes: int) -> Extent:
         free = self._extents[nbytes]

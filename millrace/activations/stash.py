@@ -4,6 +4,7 @@ The order across lanes is the subject of docs/design/activations.md.
 """
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -36,9 +37,11 @@ class Stash:
         self._stays_without_room = config.stays_without_room
         self.streams = ComputeStreams(lanes)
         self.lock = threading.RLock()  # of all that happens to items: several threads may run forwards and backwards
+        self._moving = False  # one of the moves below is under way, by whoever has the lock
         self._torn = False  # something was raised in the middle of a move: Ctrl-C, or no room
         self._guests: dict[int, Item] = {}  # items that were sent out, by their id, while anybody can ask for them
         self._lost: deque[Claim] = deque()  # on handles that autograd has let go of
+        self._put_off: deque[Callable[[], None]] = deque()  # what was to be done in the middle of a move
 
     def begin(self) -> None:
         """A forward begins."""
@@ -48,11 +51,25 @@ class Stash:
     def guard(self, move: Callable[..., T], *args: Any) -> T:
         """Does something with items. If that raises, in the middle of anything, the next one looks what is where."""
         with self.lock:
+            self._moving = True
             try:
                 return move(*args)
             except BaseException:
                 self._torn = True
                 raise
+            finally:
+                self._moving = False
+
+    def between_moves(self, move: Callable[[], None]) -> None:
+        """Does something now, or before the next move where one is under way: for destructors, which the garbage
+        collector may run in the midst of one, or on a thread that it waits for."""
+        self._put_off.append(move)
+        if self.lock.acquire(blocking=False):
+            try:
+                if not self._moving:
+                    self.guard(self.take_back)
+            finally:
+                self.lock.release()
 
     # moves ------------------------------------------------------------------------------------------------------------
     def send_out(self, item: Item) -> None:
@@ -143,26 +160,39 @@ class Stash:
         if slab is not None:
             self.pool.give_back(slab)
 
-    def closers(self) -> list[Callable[[], None]]:
-        """What ends the threads of the stash; none of it refers to the stash itself."""
+    def closers(self, *, wait: bool) -> list[Callable[[], None]]:
+        """What ends the threads of the stash, and waits for that; none of it refers to the stash itself."""
         return []
 
     # ends -------------------------------------------------------------------------------------------------------------
     def claim(self, item: Item, handle: object) -> Claim:
         """Notes a handle. When autograd lets go of it, which may be in any thread at any time, nothing of ours runs
         but the note in `_lost`: Ctrl-C would end a function of Python in silence."""
+        weak_item = weakref.ref(item)
         claim = Claim(handle, self._lost.append)
-        claim.item_id, claim.round = id(item), -1
+        claim.item, claim.round = weak_item, -1
         item.claims.add(claim)
         return claim
 
     def settle(self) -> None:
-        """Takes back the host memory of items that nobody can ask for any more."""
+        """Takes back the memory of items that nobody can ask for any more, or that the disk has. Raises DiskError where
+        it failed to write some."""
+        self.take_back()
+
+    def synchronize(self) -> None:
+        """The same, once what is on its way to disk is there."""
+        self.take_back()
+
+    def take_back(self) -> None:
+        """Takes back the memory of items that nobody can ask for any more."""
         if self._torn:
             self._mend()
+        while self._put_off:
+            self._put_off[0]()  # until it is done with
+            self._put_off.popleft()
         while self._lost:
             claim = self._lost[0]  # until it is done with
-            item = self._guests.get(claim.item_id)
+            item = claim.item()
             if item is not None:
                 item.claims.discard(claim)
                 item.seen.discard(claim)
@@ -176,6 +206,7 @@ class Stash:
         self.put_back(item)
         self._give_up(item)
         self._guests.pop(id(item), None)
+        item.memory, item.sent = None, False
 
     def _mend(self) -> None:
         """What is held is what the items hold, and no copy is under way that none of them knows of."""

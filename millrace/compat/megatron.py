@@ -9,7 +9,8 @@
 | `pin_cpu_grads`, `pin_cpu_params` | `pin`: both or neither |
 | `overlap_cpu_optimizer_d2h_h2d` | `overlap_d2h_h2d` |
 | `sub_optimizers` | one: this optimizer |
-| CPU results within 1e-3 of the GPU's | those of `torch.optim` on the CPU, bit for bit, for the share that is there |
+| CPU results within 1e-3 of the GPU's | for the share that is there, bit for bit those of `torch.optim` on the CPU |
+| | (AdamW, Adam and SGD with `fused=True`; float32 weights) |
 
 Other keyword arguments are the update rule's own (`lr`, `betas`, ...), as are keys of param groups.
 """

@@ -12,6 +12,7 @@
 | no recomputation, one pipeline stage | any; several forwards may come before their backwards |
 | CUDA graphs refused | refused, and capturing raises StateError |
 | `manual_synchronization`, `offload_stream` | refused: plan and lanes are millrace's |
+| `fine_grained_activation_offloading` | refused: `millrace.offload_activations(model, modules=[...])` |
 | pinned memory per tensor, and copies on one stream for both directions | one arena, and a lane for each direction |
 """
 
@@ -26,11 +27,12 @@ from torch import nn
 
 import millrace
 from millrace.activations.passes import Forward, Passes
-from millrace.activations.saving import in_backward, may_save, pop_left_over
+from millrace.activations.saving import may_save, pop_left_over
 from millrace.activations.selection import Selection
 from millrace.activations.targets import named_layers
 from millrace.compat.sizes import module_bytes, parameter_pattern, tensor_bytes
 from millrace.config import ActivationConfig, Size, parse_bytes
+from millrace.engine.handles import in_backward
 from millrace.memory.ledger import Ledger
 from millrace.runtime.device import resolve_device
 from millrace.runtime.host import available_host_bytes
@@ -198,6 +200,13 @@ class CPUOffloadConfig:
     fine_grained_activation_offloading: bool = False
 
     def __post_init__(self) -> None:
+        if self.fine_grained_activation_offloading:
+            also = "; with cpu_offloading it says for a second time what leaves" if self.cpu_offloading else ""
+            raise ValueError(
+                "fine_grained_activation_offloading=True is not a matter of layers, which is all that this config"
+                f" offloads{also}; set it to False, and name the modules:"
+                " millrace.offload_activations(model, modules=[...])"
+            )
         if not self.cpu_offloading:
             return
         if not 0 <= self.cpu_offloading_num_layers < self.num_layers:
@@ -209,11 +218,6 @@ class CPUOffloadConfig:
             raise ValueError(
                 f"cuda_graph_impl={self.cuda_graph_impl!r}: a graph would replay copies into memory of another step;"
                 ' set "none", or cpu_offloading=False'
-            )
-        if self.fine_grained_activation_offloading:
-            raise ValueError(
-                "fine_grained_activation_offloading and cpu_offloading are two ways to say what leaves; set one"
-                " (fine-grained here: millrace.offload_activations(model, modules=[...]))"
             )
         if not (self.cpu_offloading_activations or self.cpu_offloading_weights):
             raise ValueError("cpu_offloading has nothing to do; set cpu_offloading_activations or _weights")

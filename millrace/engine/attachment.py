@@ -1,7 +1,7 @@
 """How is a model put under management, kept there when it changes, and let go again?
 
-Owns the link between the user's modules and the engine: the managed classes, the device buffers of modules, and the
-places of parameters. Adapters that are added later (PEFT) are taken in at the next outermost call.
+Owns the link between the user's modules and the engine: who takes part in their calls, which of their buffers are
+managed, and the places of parameters. Adapters that are added later (PEFT) are taken in at the next outermost call.
 """
 
 import weakref
@@ -12,13 +12,14 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from millrace.engine.block import Block, Member, Place
+from millrace.engine.data_parallel import refuse_wrapping
 from millrace.engine.engine import Engine
 from millrace.engine.home import Home
 from millrace.engine.inventory import Inventory, take_inventory
 from millrace.engine.layout import check_can_travel
-from millrace.engine.managed import make_managed, make_plain, site_of
+from millrace.engine.managed import lend_parameters, make_managed, make_plain, site_of
+from millrace.engine.refusals import refuse_call, refuse_script
 from millrace.engine.site import Site
-from millrace.memory.ledger import Ledger, Tier
 
 __all__ = ["Attachment"]
 
@@ -36,7 +37,7 @@ class _Registrations:
         if self._users == 1:
             self._handles = [
                 torch_module.register_module_parameter_registration_hook(self._seen),
-                torch_module.register_module_module_registration_hook(self._seen),
+                torch_module.register_module_module_registration_hook(self._seen_module),
                 torch_module.register_module_buffer_registration_hook(self._seen),
             ]
 
@@ -47,6 +48,10 @@ class _Registrations:
                 handle.remove()
 
     def _seen(self, *_args: Any) -> None:
+        self.count += 1
+
+    def _seen_module(self, parent: nn.Module, _name: str, module: nn.Module | None) -> None:
+        refuse_wrapping(parent, module)
         self.count += 1
 
 
@@ -61,34 +66,59 @@ class Attachment:
         model: nn.Module,
         engine: Engine,
         mains: dict[nn.Module, tuple[Block, ...]],
-        ledger: Ledger,
         make_resident: Callable[[list[Member]], Block],
     ) -> None:
         self._model = weakref.ref(model)
         self._engine = engine
-        self._ledger = ledger
         self._make_resident = make_resident
         self._block_of: dict[int, Block] = {}  # by the id of the home
         self._mains = weakref.WeakKeyDictionary(mains)
         self._seen = -1
         _registrations.watch()
-        self._link(take_inventory(model, check=False))
+        self._link(self._inventory(model))
+        engine.buffers_are_budgeted()
         engine.before_call = self.follow
 
     def follow(self) -> None:
         """Takes in what was registered since the last call: adapters, replaced modules, new buffers."""
         model = self._model()
-        if model is None or self._seen == _registrations.count:
+        if model is None:
             return
+        refuse_call(model)
+        if self._seen == _registrations.count:
+            return
+        for name, module in model.named_modules():
+            refuse_script(f"module {name!r}, which came after offload(),", module)
         for block in self._blocks():
             block.adopt_replacements()
-        inventory = take_inventory(model, check=False)
-        added = [member for member in inventory.members.values() if not isinstance(member.parameter, Home)]
+        inventory = self._inventory(model)
+        if not all(isinstance(member.parameter, nn.Parameter) for member in inventory.members.values()):
+            return  # tensors that torch.func.functional_call has put there, for one call
+        added = self._adopted([m for m in inventory.members.values() if not isinstance(m.parameter, Home)], inventory)
         if added:
             for member in added:
                 check_can_travel(member.name, member.parameter)
+            keys = [id(member.parameter) for member in added]
+            what = f"parameters ({added[0].name!r} and {len(added) - 1} more)"
+            self._engine.check_resident(what, inventory.nbytes(keys))
             self._engine.add_resident(self._make_resident(added))
         self._link(inventory)
+
+    def _adopted(self, added: list[Member], inventory: Inventory) -> list[Member]:
+        """Of these parameters, those for which there is no place: the others came to modules where one of their kind
+        went (weight_norm makes `weight` into `weight_v`), and travel as that did.
+        """
+        gone = [slot for block in self._blocks() for slot in block.slots if id(slot.home) not in inventory.members]
+        left = []
+        for member in added:
+            for slot in gone:
+                if slot.fits(member.parameter) and member.name.startswith(slot.name[: slot.name.rfind(".") + 1]):
+                    slot.adopt(member.parameter)
+                    gone.remove(slot)
+                    break
+            else:
+                left.append(member)
+        return left
 
     def keep_alive(self, companion: object) -> None:
         """`companion` lives at least as long as the model does, unless it is detached before."""
@@ -105,11 +135,17 @@ class Attachment:
             block.release()
         model = self._model()
         for module in model.modules() if model is not None else ():
-            if site_of(module) is not None:
-                make_plain(module)
+            managed = site_of(module) is not None
+            make_plain(module)
+            if managed:
                 for name, buffer in module._buffers.items():
-                    if buffer is not None:
+                    if buffer is not None and buffer.device.type != "cpu":  # of a class of its own
                         module._buffers[name] = buffer.to("cpu")
+
+    def _inventory(self, model: nn.Module) -> Inventory:
+        for module in model.modules():
+            lend_parameters(module)  # before places are taken down
+        return take_inventory(model, check=False)
 
     def _link(self, inventory: Inventory) -> None:
         places: dict[int, list[Place]] = {key: member.places for key, member in inventory.members.items()}
@@ -119,22 +155,22 @@ class Attachment:
         for module, name in inventory.names.items():
             if site_of(module) is None:
                 make_managed(module, self._site(module, name, inventory))
-            self._place_buffers(module)
+        self._engine.buffers.take_in(inventory.names)
         self._seen = _registrations.count
 
     def _site(self, module: nn.Module, name: str, inventory: Inventory) -> Site:
         own = [self._block_of[key] for key in inventory.owned.get(module, ()) if key in self._block_of]
-        streamed = [block for block in dict.fromkeys((*self._mains.get(module, ()), *own)) if block.index >= 0]
-        return Site(self._engine, name or type(module).__name__, tuple(streamed), main=module in self._mains)
-
-    def _place_buffers(self, module: nn.Module) -> None:
-        site = site_of(module)
-        if site is None:
-            return
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != self._engine.device:
-                site.keep_buffer(module, name)
-                self._ledger.add(Tier.DEVICE, "buffers", buffer.nbytes)
+        compiled = module._modules.get("_orig_mod")  # by torch.compile(layer), which goes through its calls unseen
+        mains = self._mains.get(module if compiled is None else compiled)
+        streamed = [block for block in dict.fromkeys((*(mains or ()), *own)) if block.index >= 0]
+        encloses = any(inner in self._mains for inner in module.modules() if inner is not module)
+        return Site(
+            self._engine,
+            name or type(module).__name__,
+            tuple(streamed),
+            main=mains is not None,
+            encloses=encloses,
+        )
 
     def _blocks(self) -> list[Block]:
         return [*self._engine.blocks, *self._engine.residents]

@@ -1,5 +1,6 @@
 """What is a block? The parameters that travel together: one byte range in host memory, one buffer on the device."""
 
+import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from millrace.engine.placement import Shelf
 from millrace.engine.rest import HostRest, Stored
 from millrace.engine.slot import Layout, Slot
 from millrace.errors import StateError
+from millrace.memory.buffers import references_beside
 from millrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
 from millrace.runtime.pending import LostUpdate, Pending, Watcher
 
@@ -51,8 +53,8 @@ class Place:
     def get(self) -> Any:
         """What is there; None where there is nothing any more."""
         try:
-            held = self.container[self.key]
-        except (KeyError, IndexError):
+            held = self.container.get(self.key) if isinstance(self.container, dict) else self.container[self.key]
+        except IndexError:
             return None
         return held() if self.weakly and held is not None else held
 
@@ -89,6 +91,7 @@ class Block:
         self.allocated: Event | None = None  # when whoever had the buffer's memory before is done with it
         self.arrival: Transfer | LateTransfer | None = None  # the last copy into the buffer
         self.users = 0  # visits under way that have it bound
+        self.lent = False  # one of them is a module that was only asked for a parameter: it can be taken back
         self.updates: list[Pending] = []  # write the homes; whoever reads those waits for them
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()  # are told when gradients are complete
         self.order = -1  # its place among those that a forward needs first
@@ -123,11 +126,20 @@ class Block:
     def presence(self, new: Presence) -> None:
         if new not in _NEXT[self._presence]:
             raise StateError(f"block {self.name!r} is {self._presence.name} and cannot become {new.name}")
-        self._presence = new
+        if new is Presence.PRESENT:  # which it is with all of its leaves, also where Ctrl-C keeps some from following
+            self._leaves_are(present=True)
+        was, self._presence = self._presence, new
+        if was is Presence.PRESENT:
+            self._leaves_are(present=False)
 
     def lost(self) -> None:
         """A copy was broken off: the block is ABSENT, whatever it was before."""
         self._presence = Presence.ABSENT
+        self._leaves_are(present=False)
+
+    def _leaves_are(self, *, present: bool) -> None:
+        for slot in self.slots:
+            slot.leaf.be(present=present)
 
     @property
     def stale(self) -> bool:
@@ -156,7 +168,8 @@ class Block:
             if isinstance(self.rest, HostRest):
                 copies.append((self.buffer, self.rest.whole))
             changed = [slot for slot in self.slots if not slot.casts and not slot.in_place]
-        copies += [(slot.layout.view(self.buffer), slot.source) for slot in changed if slot.layout.nbytes]
+        # Detached: a view would keep its base, of which `is_free` does not know.
+        copies += [(slot.layout.view(self.buffer).detach(), slot.source) for slot in changed if slot.layout.nbytes]
         for slot in self.slots:
             slot.mark_loaded()
         return copies
@@ -215,7 +228,6 @@ class Block:
 
     def point_leaves(self, buffer: torch.Tensor | None) -> None:
         """Leaves become views of `buffer`; without one, NaN of the right shape, of no memory and read-only."""
-        self.buffer = buffer
         for slot in self.slots:
             if buffer is None:
                 slot.leaf.point(slot.absent)
@@ -263,7 +275,7 @@ class Block:
             if held is slot.leaf or (held is not slot.home and not _is_replacement(held)):
                 continue
             if held is not slot.home:
-                slot.adopt(held)
+                self._adopt(slot, place, held)
             slot.follow_requires_grad()
             place.put(slot.leaf)
 
@@ -277,12 +289,53 @@ class Block:
             if place.get() is slot.leaf:
                 place.put(slot.home)
 
+    def lend(self) -> None:
+        """Its user is one that may be taken back: whoever asked a module for a parameter, and got it."""
+        self.lent = True
+
+    def take_back(self) -> None:
+        """The inverse of `lend`, if nobody else has been. Whoever keeps a leaf has it brought again when it is used."""
+        if self.lent:
+            if self.users == 1:
+                self.unbind()
+            self.users -= 1
+            self.lent = False
+
+    @property
+    def may_be_taken_back(self) -> bool:
+        """Whether it is bound for nothing but a parameter that a module was asked for."""
+        return self.lent and self.users == 1
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing speaks against its eviction: no visit, nobody who keeps a leaf that was lent, and no view of
+        its buffer, whose memory would only be held on (by a node of backward that is just being computed).
+        """
+        if self.users and (not self.may_be_taken_back or self._leaves_are_kept()):
+            return False
+        views = sum(slot.layout.nbytes > 0 for slot in self.slots)
+        if self.arrival is not None:
+            views += sum(destination is not self.buffer for destination, _ in self.arrival.copies)
+        return self.buffer is None or references_beside(self.buffer) <= views
+
+    def _leaves_are_kept(self) -> bool:
+        own = 2 * len(self.slots) + sum(not place.weakly for place, _ in self._places)  # looking counts too
+        return sum(sys.getrefcount(slot.leaf) for slot in self.slots) > own
+
     def adopt_replacements(self) -> None:
         """Parameters that the user put in the place of homes become the homes."""
         for place, slot in self._places:
             held = place.get()
             if held is not slot.leaf and held is not slot.home and _is_replacement(held):
-                slot.adopt(held)
+                self._adopt(slot, place, held)
+
+    def _adopt(self, slot: Slot, place: Place, parameter: nn.Parameter) -> None:
+        replaced = slot.home
+        if not place.weakly:  # which is looked at, and not what is computed with
+            slot.adopt(parameter)
+        for other, its_slot in self._places:
+            if its_slot is slot and any(other.get() is one for one in (replaced, parameter)):
+                other.put(slot.home)
 
     def release(self) -> None:
         """Homes are ordinary parameters again."""

@@ -1,5 +1,6 @@
 """How many bytes may a model take, in which tier? As the user set, or as the machine has; checked before all else."""
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 import torch
@@ -7,7 +8,7 @@ from torch import nn
 
 from millrace.config import ActivationConfig, OffloadConfig, format_bytes
 from millrace.engine.inventory import Inventory
-from millrace.engine.partition import Part, Partition
+from millrace.engine.partition import Partition
 from millrace.engine.placement import Placement, place
 from millrace.errors import BudgetError
 from millrace.memory.arena import whole_pages
@@ -60,17 +61,27 @@ class Budgets:
         """Raises BudgetError for what cannot fit, before anything is allocated."""
         sizes = {part.name: inventory.nbytes(part.keys) for part in parts.streamed}
         kept_bytes = sum(inventory.nbytes(part.keys) for part in parts.resident) + self.buffer_bytes
-        largest = max(parts.streamed, key=lambda part: sizes[part.name], default=Part("", [], []))
-        needed_bytes = kept_bytes + sizes.get(largest.name, 0)
+        order = {name: -index for index, name in enumerate(sizes)}  # of several that are as large, the first
+
+        def rank(names: frozenset[str]) -> tuple[int, int]:
+            return sum(map(sizes.__getitem__, names)), max(map(order.__getitem__, names))
+
+        largest = max(_at_once(inventory, parts), key=rank, default=frozenset[str]())
+        largest_bytes = sum(map(sizes.__getitem__, largest))
+        needed_bytes = kept_bytes + largest_bytes
         if needed_bytes > self.device_bytes:
             what = f"resident weights and buffers need {format_bytes(kept_bytes)}"
-            if parts.streamed:
-                what = f"block {largest.name!r} needs {format_bytes(sizes[largest.name])} beside"
-                what += f" {format_bytes(kept_bytes)} of resident weights and buffers"
+            if largest:
+                blocks = " and ".join(map(repr, sorted(largest)))
+                what = f"block {blocks} needs" if len(largest) == 1 else f"blocks {blocks}, which share weights, need"
+                what += (
+                    f" {format_bytes(largest_bytes)} beside {format_bytes(kept_bytes)} of resident weights and buffers"
+                )
+            keys = [key for part in parts.streamed if part.name in largest for key in part.keys]
             raise BudgetError(
                 f"{what}; device_memory allows {format_bytes(self.device_bytes)}; raise it to at least"
                 f" {format_bytes(needed_bytes, at_least=True)}"
-                + _smaller_blocks(inventory, largest, (self.device_bytes - kept_bytes) // 2)
+                + _smaller_blocks(inventory, keys, (self.device_bytes - kept_bytes) // 2)
             )
         wanted_bytes = min(self.device_bytes, sum(sizes.values()) + kept_bytes)
         if is_accelerator(device) and wanted_bytes > (free_bytes := free_device_bytes(device)):
@@ -82,13 +93,17 @@ class Budgets:
     def share_for_activations(
         self, inventory: Inventory, parts: Partition, config: OffloadConfig
     ) -> ActivationConfig | None:
-        """The settings of activations, with a share of host memory where blocks that may rest on disk would fill it."""
+        """The settings of activations, with a share of host memory where blocks that may rest on disk would fill it.
+
+        Where these leave more than that, activations have what is left. Nobody said how much they need: what finds no
+        room stays on the device.
+        """
         activations = config.activations
         if activations is None or activations.host_memory_bytes is not None or config.disk is None:
             return activations
         share_bytes = int(self.host_bytes * _ACTIVATIONS_SHARE)
         if replace(self, host_bytes=self.host_bytes - share_bytes).place(inventory, parts, config) == Placement():
-            return activations
+            return replace(activations, stays_without_room=True)
         return replace(activations, host_memory_bytes=share_bytes, stays_without_room=True)
 
     def place(self, inventory: Inventory, parts: Partition, config: OffloadConfig) -> Placement:
@@ -116,8 +131,32 @@ class Budgets:
         return Placement()
 
 
-def _smaller_blocks(inventory: Inventory, part: Part, limit_bytes: int) -> str:
-    """The advice to cut a part into blocks of that size, where that can be done."""
-    if max((inventory.nbytes([key]) for key in part.keys), default=limit_bytes) >= limit_bytes:
+def _at_once(inventory: Inventory, parts: Partition) -> set[frozenset[str]]:
+    """The streamed parts, by name, that calls within each other use at the same time: a module's own and those whose
+    weights it holds, and those of the modules around it. What a module uses without holding it comes out in a pass.
+    """
+    part_of = {key: part.name for part in parts.streamed for key in part.keys}
+    mains: dict[nn.Module, set[str]] = defaultdict(set)
+    for part in parts.streamed:
+        for site in part.sites:
+            mains[site].add(part.name)
+    used: set[frozenset[str]] = set()
+    seen: set[tuple[nn.Module, frozenset[str]]] = set()
+    inner = {child for module in inventory.names for child in module.children()}
+    waiting = [(module, frozenset[str]()) for module in inventory.names if module not in inner]
+    while waiting:
+        module, around = waiting.pop()
+        owned = {part_of[key] for key in inventory.owned.get(module, ()) if key in part_of}
+        now = around | mains[module] | owned
+        if (module, now) not in seen:
+            seen.add((module, now))
+            used.add(now)
+            waiting += [(child, now) for child in module.children()]
+    return used - {frozenset()}
+
+
+def _smaller_blocks(inventory: Inventory, keys: list[int], limit_bytes: int) -> str:
+    """The advice to cut these parameters into blocks of that size, where that can be done."""
+    if max((inventory.nbytes([key]) for key in keys), default=limit_bytes) >= limit_bytes:
         return ""
     return f", or pass smaller blocks such as blocks={format_bytes(limit_bytes).replace(' ', '')!r}"

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -14,7 +14,7 @@ from millrace.engine.stray import lending_leaves
 if TYPE_CHECKING:
     from millrace.engine.engine import Engine
 
-__all__ = ["Call", "bind", "release"]
+__all__ = ["Bindable", "Call", "bind", "release"]
 
 
 class Call:
@@ -23,6 +23,7 @@ class Call:
     def __init__(self, engine: "Engine", site: Site) -> None:
         self.site = site
         self.blocks: tuple[Block, ...] = ()  # bound until the call ends
+        self.lent: list[Block] = []  # of modules that were asked for a parameter
         self.thread = threading.get_ident()
         self._engine = engine
         self._ends = contextlib.ExitStack()
@@ -39,7 +40,7 @@ class Call:
         engine = self._engine
         engine.visit(self)
         self._ends.callback(engine.leave)
-        self._ends.enter_context(lending_leaves(engine))
+        self._ends.enter_context(lending_leaves(engine.lending))
         if torch.is_autocast_enabled(engine.device.type) and torch.is_autocast_cache_enabled():
             # The cache would keep low-precision copies of the weights on the device, also of weights that changed.
             torch.set_autocast_cache_enabled(False)
@@ -59,7 +60,17 @@ class Call:
         self._ends.close()
 
 
-def bind(blocks: Sequence[Block]) -> None:
+class Bindable(Protocol):
+    """What modules have in place of the user's own while they compute: a block's leaves, the device's buffers."""
+
+    users: int
+
+    def bind(self) -> None: ...
+
+    def unbind(self) -> None: ...
+
+
+def bind(blocks: Sequence[Bindable]) -> None:
     """One more user of each block: with the first one the modules' attributes become the leaves."""
     for block in blocks:
         block.users += 1
@@ -67,7 +78,7 @@ def bind(blocks: Sequence[Block]) -> None:
             block.bind()
 
 
-def release(blocks: Sequence[Block]) -> None:
+def release(blocks: Sequence[Bindable]) -> None:
     """The inverse of `bind`."""
     for block in blocks:
         if block.users == 1:

@@ -8,22 +8,27 @@ See docs/design/engine.md.
 import contextlib
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from millrace.engine.backward import Backward, EndOfBackward
 from millrace.engine.block import Block, Presence
-from millrace.engine.call import Call, bind, release
+from millrace.engine.call import Bindable, Call, bind, release
 from millrace.engine.executor import Executor
 from millrace.engine.gradients import Gradients
-from millrace.engine.handles import SavedTensors, pop_left_over
+from millrace.engine.handles import SavedTensors, in_backward, pop_left_over, saving_is_left_to_autograd
+from millrace.engine.handover import Handover
+from millrace.engine.lending import Lending
+from millrace.engine.module_buffers import ModuleBuffers
 from millrace.engine.process import OwnProcess
 from millrace.engine.residency import Residency
 from millrace.engine.site import Site
-from millrace.engine.slot import Slot
-from millrace.engine.stray import Use, lending_leaves, stop_lending, waiting_for_homes
-from millrace.engine.tensors import map_tensors, tensors_in
+from millrace.engine.slot import REMOVED, Slot
+from millrace.engine.stray import lending_leaves, stop_lending, waiting_for_homes
+from millrace.engine.tensors import tensors_in
 from millrace.errors import StateError
 from millrace.planning import Phase
 
@@ -43,25 +48,30 @@ class Engine:
         residency: Residency,
         executor: Executor,
         gradients: Gradients,
+        buffers: ModuleBuffers,
     ) -> None:
         self.device = device
         self.blocks = list(blocks)
         self.residents = list(residents)
+        self.buffers = buffers
+        self._buffer_bytes = 0  # of those, what the budget for blocks does not have
         self.before_call: Callable[[], None] = lambda: None  # the outermost call is about to begin
         self._residency = residency
         self._executor = executor
         self._gradients = gradients
         self._calls: list[Call] = []  # visits whose call is under way, outermost first
-        self._blocks_by_slot: dict[Slot, Block] = {}
+        self.lending = Lending(executor, residency, self._calls)
+        self._handover = Handover(device, residency)
         self.busy = False  # an outermost call or a backward is under way
         self._claims: dict[str, int] = {}  # the thread whose outermost call is under way
-        self._ending: Callable[[], _EndOfBackward | None] = lambda: None  # gone when autograd is done with a backward
+        self._ending: Callable[[], EndOfBackward | None] = lambda: None  # gone when autograd is done with a backward
         self._pass_thread = 0  # which thread made the last outermost call, and so waits while its backward is under way
         self._backward_site: Site | None = None  # whose backward is under way
-        self._backward: _Backward | None = None
+        self._backward: Backward | None = None
         self._recomputing = contextlib.ExitStack()  # while a backward is under way: functions may be called again in it
         self._guard = contextlib.ExitStack()  # while homes are being updated
         self._guarded = False
+        self._released = False
         weakref.finalize(self, self._guard.close)
         self.process = OwnProcess()
         self._settling = threading.RLock()  # a backward that raised may end on autograd's thread, during the next pass
@@ -70,10 +80,30 @@ class Engine:
 
     def _adopt(self, block: Block) -> None:
         """The gradients of a block come here."""
-        for slot in block.slots:
-            slot.on_gradient = self._gradient_ready
-            slot.follow_requires_grad()
-            self._blocks_by_slot[slot] = block
+        with torch._C.DisableTorchFunctionSubclass():  # a leaf that is away
+            for slot in block.slots:
+                slot.on_gradient = self._gradient_ready
+                slot.follow_requires_grad()
+        self.lending.add(block)
+
+    def check_resident(self, what: str, nbytes: int) -> None:
+        """Raises BudgetError when what came later and stays leaves no room beside it for the largest block."""
+        largest = max(self.blocks, key=lambda block: block.nbytes, default=None)
+        if largest is not None:
+            self._residency.check_resident(what, nbytes, largest)
+
+    def buffers_are_budgeted(self) -> None:
+        """The budget for blocks is what buffers leave of it, as they are now."""
+        self._buffer_bytes = self.buffers.nbytes
+
+    def _follow_buffers(self) -> None:
+        """Buffers of modules that came later leave less of the budget to blocks."""
+        grown_bytes = self.buffers.nbytes - self._buffer_bytes
+        if grown_bytes:
+            self.check_resident("buffers of modules", grown_bytes)
+            self._buffer_bytes += grown_bytes
+            self._residency.shrink(grown_bytes)
+            self._executor.replan()
 
     def add_resident(self, block: Block) -> None:
         """A block that came with a change of the model stays on the device from the next pass on."""
@@ -86,7 +116,7 @@ class Engine:
     def call(self, site: Site, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A managed module was called. Outermost calls begin a pass over the model; calls of sites are visits."""
         self.process.check()
-        recomputing = _in_backward()
+        recomputing = in_backward()
         if not recomputing:
             self._claim()
         outermost = not self._calls and not recomputing
@@ -96,8 +126,10 @@ class Engine:
         try:
             if outermost:
                 args, kwargs = call.begin_pass(args, kwargs)
+            elif not self._calls:  # a hook of backward may call the model, too
+                args, kwargs = self._handover.inputs(args, kwargs)
             call.begin_visit()
-            output = forward(*args, **kwargs)
+            output = self._handover.output(forward(*args, **kwargs), outermost=outermost)
             call.end()
         except BaseException:
             try:
@@ -131,7 +163,11 @@ class Engine:
         Recomputation must pack exactly what forward packed (a checkpoint counts), so it decides as forward did: a
         module inside a layer is no visit if the layer is bound, whether by its call or by its backward.
         """
-        if not site.blocks or (not site.main and all(block.users for block in site.blocks)):
+        if not site.blocks:
+            # Around visits: what it borrows is given back when it ends. Computed again by a reentrant checkpoint, which
+            # saves for a backward of its own: what that saves becomes handles, too.
+            return site.encloses or (not self._calls and in_backward() and saving_is_left_to_autograd())
+        if not site.main and all(block.users for block in site.blocks):
             return False
         called = {block for call in self._calls for block in call.blocks}
         return not called.issuperset(site.blocks)
@@ -147,14 +183,18 @@ class Engine:
                 tensor.register_hook(lambda _gradient: self.begin_backward_of(site))
 
     def release_everything(self) -> None:
-        """Homes are bound everywhere; nothing is under way."""
+        """Homes are bound everywhere; nothing is under way, and nothing will be."""
         self._recover()
+        self.buffers.release()
+        self._released = True
 
     # backward ---------------------------------------------------------------------------------------------------------
     def begin_backward_of(self, site: Site) -> None:
         """Something of the site's forward is needed by backward: its blocks come, and those of the last site may go."""
-        if site is self._backward_site or not _in_backward():
+        if site is self._backward_site or not in_backward():
             return
+        if self._released:
+            raise StateError(REMOVED)
         self._expect_end_of_backward()
         if not site.blocks:
             return
@@ -163,6 +203,7 @@ class Engine:
             last, self._backward_site = self._backward_site, None
             if last is not None:
                 release(last.blocks)
+            self.lending.end_of_visit()
             self._executor.visit(site.blocks, Phase.BACKWARD, site.name)
             bind(site.blocks)
             self._backward_site = site
@@ -172,6 +213,9 @@ class Engine:
         if block.presence in (Presence.ABSENT, Presence.RESERVED):
             with torch._C.DisableTorchFunctionSubclass():
                 self._executor.visit((block,), Phase.BACKWARD, block.name)
+        elif block.presence is Presence.ARRIVING and block.stale:  # what comes may be of neither contents
+            with torch._C.DisableTorchFunctionSubclass():
+                self._executor.bring(block)
         self._residency.arrive(block)
 
     def _gradient_ready(self, slot: Slot) -> None:
@@ -184,17 +228,17 @@ class Engine:
         if self._backward is None:
             self._gradients.abandon()  # what is left of a backward whose end was interrupted
             self._backward_site = None
-            backward = _Backward(self)
-            end = _EndOfBackward(backward)
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+            backward = Backward(self)
+            end = EndOfBackward(backward)
+            end.queue()
             self._backward, self._ending = backward, weakref.ref(end)
             self.busy = True
             self._executor.begin_backward()
             self._begin_residents()
             self.updates_changed()
-            self._recomputing.enter_context(lending_leaves(self))
+            self._recomputing.enter_context(lending_leaves(self.lending))
 
-    def end_of_backward(self, backward: "_Backward", *, completed: bool) -> None:
+    def end_of_backward(self, backward: Backward, *, completed: bool) -> None:
         """Backward returned, or raised: homes are bound again; gradients are delivered, or dropped."""
         with self._settling:
             if backward is not self._backward:
@@ -233,7 +277,7 @@ class Engine:
         """
         if updates and not self.busy:  # inside a pass, modules look at parameters only to ask what they are
             self.wait_for_updates()
-        over = self._backward is not None and not _in_backward() and threading.get_ident() == self._pass_thread
+        over = self._backward is not None and not in_backward() and threading.get_ident() == self._pass_thread
         if over and self.process.is_this:
             self._recover()
 
@@ -244,7 +288,8 @@ class Engine:
         if self._backward_site is not None:
             release(self._backward_site.blocks)
             self._backward_site = None
-        release(self.residents)
+        self.lending.end_of_visit()
+        release((*self.residents, self.buffers))
         if completed:
             self._gradients.leave_block()
             self._executor.end_cycle()
@@ -253,11 +298,27 @@ class Engine:
         else:
             self._executor.abandon_cycle()
             self._drop_gradients()
+            self._bind_for_calls()  # an interrupt may have struck between a release and its note
+
+    def _bind_for_calls(self) -> None:
+        """Blocks are bound exactly for the calls under way."""
+        users: Counter[Bindable] = Counter(block for call in self._calls for block in call.blocks)
+        if self._calls:
+            users.update((*self.residents, self.buffers))
+        for block in (*self.blocks, *self.residents):
+            block.lent = False
+        everything: list[Bindable] = [*self.blocks, *self.residents, self.buffers]
+        for bound in everything:
+            if bound.users and not users[bound]:
+                bound.unbind()
+            bound.users = users[bound]
 
     def _drop_gradients(self) -> None:
         """What an unfinished backward computed, also where autograd had set it and an interrupt kept it from us."""
-        for slot in self._blocks_by_slot:
-            slot.leaf.grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for block in (*self.blocks, *self.residents):
+                for slot in block.slots:
+                    slot.leaf.grad = None
         self._gradients.abandon()
 
     # passes -----------------------------------------------------------------------------------------------------------
@@ -269,16 +330,17 @@ class Engine:
         self.busy = True
         self._pass_thread = threading.get_ident()
         self.before_call()
+        self._follow_buffers()
         if torch.is_grad_enabled():
             self._gradients.prepare([*self.residents, *self.blocks])
         self._executor.begin_pass(site.name)
         self._begin_residents()
-        return map_tensors(args, self._to_device), map_tensors(kwargs, self._to_device)
+        return self._handover.inputs(args, kwargs)
 
     def end_pass(self) -> None:
         """The outermost call ends: what its copies read of homes has been read, so homes may be written."""
         self.busy = False
-        release(self.residents)
+        release((*self.residents, self.buffers))
         self._executor.end_pass()
         self._residency.wait_for_consumed_reads()
         self._claims.clear()
@@ -290,11 +352,9 @@ class Engine:
             self._calls.clear()
             self._backward_site = None
             pop_left_over(self._residency)
-            stop_lending(self)
-            for block in (*self.blocks, *self.residents):
-                if block.users:
-                    block.unbind()
-                    block.users = 0
+            stop_lending(self.lending)
+            self.lending.forget()
+            self._bind_for_calls()
             if self._backward is not None:
                 self._backward = None
                 self._executor.abandon_cycle()
@@ -305,10 +365,7 @@ class Engine:
         for block in self.residents:
             self._executor.bring(block)
             self._residency.arrive(block)
-        bind(self.residents)
-
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.device == self.device else tensor.to(self.device)
+        bind((*self.residents, self.buffers))
 
     def saved_tensors(self, site: Site) -> SavedTensors:
         """Hooks for what autograd saves in a visit of the site."""
@@ -318,7 +375,7 @@ class Engine:
         """A site's call, or its recomputation, makes its blocks present."""
         site = call.site
         with torch._C.DisableTorchFunctionSubclass():  # a look at a home is our own
-            if _in_backward():
+            if in_backward():
                 self.begin_backward_of(site)
             elif site.blocks:
                 self._executor.visit(site.blocks, Phase.FORWARD, site.name)
@@ -328,52 +385,7 @@ class Engine:
     def leave(self) -> None:
         """The innermost visit's call ends."""
         with torch._C.DisableTorchFunctionSubclass():
-            release(self._calls.pop().blocks)
-
-    def lend(self, slot: Slot, use: Use) -> torch.Tensor | None:
-        """A module uses a home that no call of its own module brought: a visit as long as the computation."""
-        block = self._blocks_by_slot.get(slot)
-        in_call = bool(self._calls) and self._calls[-1].thread == threading.get_ident()
-        if block is None or not (in_call or _in_backward()):
-            return None
-        if use is Use.LOOK:
-            return slot.leaf
-        if use is Use.WRITE and not block.users:  # as the user would, from outside
-            slot.touch()
-            return None
-        if not block.users:
-            self._executor.visit((block,), Phase.BACKWARD if _in_backward() else Phase.FORWARD, block.name)
-        bind((block,))
-        return slot.leaf
-
-    def take_back(self, slot: Slot, result: Any) -> None:
-        """The computation is over. Where it gave a view, the block stays until the call ends."""
-        block = self._blocks_by_slot[slot]
-        if self._calls and any(self._residency.block_of(tensor) is block for tensor in tensors_in(result)):
-            self._calls[-1].blocks = (*self._calls[-1].blocks, block)
-        else:
-            release((block,))
-
-
-class _Backward:
-    """One outermost backward."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-
-class _EndOfBackward:
-    """Called by autograd when a backward completes. When it raises, autograd only lets go of this object."""
-
-    def __init__(self, backward: _Backward) -> None:
-        self._backward = backward
-
-    def __call__(self) -> None:
-        self._backward.engine.end_of_backward(self._backward, completed=True)
-
-    def __del__(self) -> None:
-        self._backward.engine.end_of_backward(self._backward, completed=False)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+            call = self._calls.pop()
+            release(call.blocks)
+            for block in call.lent:
+                block.take_back()

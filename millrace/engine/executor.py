@@ -6,6 +6,7 @@ loaded on demand, the one that is needed again last makes room, and the trace is
 """
 
 import itertools
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -45,6 +46,7 @@ class Executor:
         self._clock = 0  # visits so far
         self._cycle_clock = 0  # those before the cycle under way
         self._last_used: dict[Block, int] = {}
+        self._planner_failed = False  # once it has, nobody is told again
 
     # cycles -----------------------------------------------------------------------------------------------------------
     def begin_pass(self, name: str) -> None:
@@ -177,7 +179,7 @@ class Executor:
                 return
 
     def _evict(self, block: Block) -> None:
-        if not block.users:
+        if block.is_free:
             self._put_off.pop(block, None)
             self._residency.evict(block)
 
@@ -196,8 +198,9 @@ class Executor:
         self._note_changes()
         self._changed, self._changed_now = frozenset(self._changed_now), set()
         trace = self._book.expect(entry)
-        if trace is not None:
-            self.plan = plan = self._plan_for(trace)
+        plan = None if trace is None else self._plan_for(trace)
+        if trace is not None and plan is not None:
+            self.plan = plan
             turn = last.turn + 1 if last is not None and last.plan is plan else 0
             self._course = Course(trace, plan, turn)
         self._drop_old_copies()
@@ -232,22 +235,43 @@ class Executor:
     def _compute_seconds(self, records: list[VisitRecord], end: object) -> tuple[float, ...]:
         return tuple(timing.compute_seconds for timing in self._meter.timings(records, end))
 
-    def _plan_for(self, trace: Trace) -> Plan:
-        if self._changed not in trace.plans:
-            link = self._meter.link()
-            problem = Problem(
-                block_bytes=tuple(block.nbytes for block in self._blocks),
-                load_seconds=tuple(self._residency.load_seconds(block, link) for block in self._blocks),
-                visits=tuple(
-                    Visit(blocks=blocks, phase=phase, compute_seconds=seconds, other_load_seconds=link.seconds(nbytes))
-                    for (blocks, phase), seconds, nbytes in zip(
-                        trace.visits, trace.compute_seconds, trace.other_bytes or (0,) * len(trace.visits), strict=True
-                    )
-                ),
-                budget_bytes=self._residency.streaming_budget_bytes,
-                changing=self._changed,
-                cyclic=trace.followed_by is None or trace.followed_by is trace,
-                max_ahead=self._max_ahead,
-            )
-            trace.plans[self._changed] = make_plan(problem)
-        return trace.plans[self._changed]
+    def _plan_for(self, trace: Trace) -> Plan | None:
+        """The plan for the blocks that change now. None: the planner failed, and blocks come on demand."""
+        if self._changed in trace.plans:
+            plan = trace.plans[self._changed]
+        else:
+            plan = self._make_plan(trace)
+        trace.keep_plan(self._changed, plan)
+        return plan
+
+    def _make_plan(self, trace: Trace) -> Plan | None:
+        try:
+            return make_plan(self._problem(trace))
+        except Exception as error:  # whatever it is: no pass depends on a plan
+            if not self._planner_failed:
+                self._planner_failed = True
+                warnings.warn(
+                    f"the planner failed for {len(trace.visits)} visits of {len(self._blocks)} blocks in"
+                    f" {self._residency.streaming_budget_bytes:,} bytes, {type(error).__name__}: {error}. Such passes"
+                    " load blocks on demand: results are the same, compute waits longer. Please report this",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            return None
+
+    def _problem(self, trace: Trace) -> Problem:
+        link = self._meter.link()
+        return Problem(
+            block_bytes=tuple(block.nbytes for block in self._blocks),
+            load_seconds=tuple(self._residency.load_seconds(block, link) for block in self._blocks),
+            visits=tuple(
+                Visit(blocks=blocks, phase=phase, compute_seconds=seconds, other_load_seconds=link.seconds(nbytes))
+                for (blocks, phase), seconds, nbytes in zip(
+                    trace.visits, trace.compute_seconds, trace.other_bytes or (0,) * len(trace.visits), strict=True
+                )
+            ),
+            budget_bytes=self._residency.streaming_budget_bytes,
+            changing=self._changed,
+            cyclic=trace.repeats,
+            max_ahead=self._max_ahead,
+        )

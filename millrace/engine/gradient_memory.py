@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from millrace.engine.placement import DiskGradients, GradientMemory
 from millrace.engine.slot import Slot
@@ -24,39 +25,56 @@ class HostGradient:
     """
 
     def __init__(self, slot: Slot, dtype: torch.dtype, memory: GradientMemory, offset: int) -> None:
-        self._arena = memory
+        self._place = _Place(memory, offset)
         self._layout = (slot.layout.shape, _dense_stride(slot))
-        self._lent: list[tuple[GradientMemory, torch.Tensor, int]] = []  # on disk, which takes nothing back: the user's
+        self._lent: list[_Place] = []  # on disk, which takes nothing back: the user's
         self._nbytes = slot.home.numel() * dtype.itemsize
         self._dtype = dtype
-        self._memory = self._tensor(memory.tensor(offset, self._nbytes))
-        self._own_references = _references(self._memory)
 
     @property
     def disk(self) -> DiskGradients | None:
         """Where on disk it rests; None: in host memory, or nowhere, having no bytes."""
-        return self._arena if isinstance(self._arena, DiskGradients) and self._nbytes else None
+        memory = self._place.memory
+        return memory if isinstance(memory, DiskGradients) and self._nbytes else None
 
     def fresh(self) -> torch.Tensor:
-        """A tensor of the home's shape and strides, in memory that nobody refers to. Contents are arbitrary."""
-        if not self._nbytes:
-            return self._tensor(self._memory)
-        if _references(self._memory) > self._own_references:
-            if self.disk is not None:
-                self._lent.append((self._arena, self._memory, self._own_references))
-            for index, (_, memory, own_references) in enumerate(self._lent):
-                if _references(memory) <= own_references:
-                    self._arena, self._memory, self._own_references = self._lent.pop(index)
-                    return self._memory.detach()
-            self._arena = self._arena.like(self._nbytes)
-            self._memory = self._tensor(self._arena.tensor(0, self._nbytes))
-            self._own_references = _references(self._memory)
-        return self._memory.detach()
+        """A tensor of the home's shape and strides, in memory that nobody refers to. Contents are arbitrary.
 
-    def _tensor(self, memory: torch.Tensor) -> torch.Tensor:
+        Its storage is its own alone: whoever else refers to that is the user (see runtime/holders.py).
+        """
         if not self._nbytes:
             return torch.empty(self._layout[0], dtype=self._dtype)
-        return memory.view(self._dtype).as_strided(*self._layout)
+        if self._place.in_use:
+            if self.disk is not None:
+                self._lent.append(self._place)
+            free = next((place for place in self._lent if not place.in_use), None)
+            if free is None:
+                free = _Place(self._place.memory.like(self._nbytes), 0)
+            else:
+                self._lent.remove(free)
+            self._place = free
+        flat = self._place.lend(self._nbytes)
+        return flat.view(self._dtype).as_strided(*self._layout).detach()  # detached: a view would keep its base alive
+
+
+class _Place:
+    """Bytes of gradient memory, which come as a tensor with a storage of its own each time that they are lent."""
+
+    def __init__(self, memory: GradientMemory, offset: int) -> None:
+        self.memory = memory
+        self._offset = offset
+        self._storage: StorageWeakRef | None = None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the storage that was lent is still there: as a tensor, a view, an array or the storage object."""
+        return self._storage is not None and not self._storage.expired()
+
+    def lend(self, nbytes: int) -> torch.Tensor:
+        """The bytes, uint8, of shape (nbytes,)."""
+        flat = self.memory.tensor(self._offset, nbytes)
+        self._storage = StorageWeakRef(flat.untyped_storage())
+        return flat
 
 
 def _dense_stride(slot: Slot) -> tuple[int, ...]:
@@ -64,11 +82,6 @@ def _dense_stride(slot: Slot) -> tuple[int, ...]:
     home = torch.empty_strided(slot.layout.shape, slot.layout.stride, device="meta")
     dense = torch.ops.aten.is_non_overlapping_and_dense(home)
     return slot.layout.stride if dense else torch.empty(slot.layout.shape, device="meta").stride()
-
-
-def _references(tensor: torch.Tensor) -> int:
-    """How many tensors and views refer to the memory."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

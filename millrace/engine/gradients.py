@@ -21,6 +21,7 @@ from millrace.errors import StateError
 from millrace.memory.arena import aligned
 from millrace.memory.disk import Request
 from millrace.memory.ledger import Ledger, Tier
+from millrace.runtime.holders import gradient_is_shared
 from millrace.runtime.lanes import Copy, Event, Lane, Lanes, Transfer
 from millrace.runtime.pending import Unit, Watcher
 
@@ -54,7 +55,9 @@ class Gradients:
         self._arriving: dict[Slot, torch.Tensor] = {}  # what is accumulated into homes at the end of this backward
         self._writes: list[Request] = []  # to disk; the host lane's own
         self._arrivals = Arrivals()
-        self._added: dict[Slot, None] = {}  # homes whose gradient was there before and is added to on the host lane
+        # Homes whose gradient was there before and is added to on the host lane, and whether others have it, too.
+        self._added: dict[Slot, bool] = {}
+        self._announced: set[Slot] = set()  # complete in this backward, as watchers were told
 
     def prepare(self, blocks: Iterable[Block]) -> None:
         """Makes memory for gradients of trainable parameters that have none. Not in backward: pinning takes time."""
@@ -65,6 +68,10 @@ class Gradients:
                 sizes = [aligned(slot.home.numel() * self._dtype(slot).itemsize) for slot in slots]
                 wanted.append((block, slots, sizes))
         self._shelf.check_gradients(sum(sum(sizes) for _, _, sizes in wanted))
+        with torch._C._DisableFuncTorch():  # memory of ours, in whatever transform the model is called
+            self._make(wanted)
+
+    def _make(self, wanted: "list[tuple[Block, list[Slot], list[int]]]") -> None:
         for block, slots, sizes in wanted:
             memory = self._shelf.gradient_memory(block.name, sum(sizes))
             for index, slot in enumerate(slots):
@@ -86,6 +93,9 @@ class Gradients:
                 f"backward(create_graph=True) reached parameter {slot.name!r}: a gradient that leaves the device loses"
                 " its graph; use torch.autograd.grad(..., create_graph=True) for the inner derivative, then backward()"
             )
+        if slot not in self._memory and isinstance(slot.unit, Block):  # of a forward within a backward
+            self.prepare([slot.unit])
+        self._announced.discard(slot)  # it was not complete
         self._ready.append((slot, gradient))
         self._ready_bytes += _dense_bytes(gradient)
         if slot.unit is not None and slot.unit.watchers:
@@ -99,7 +109,11 @@ class Gradients:
         """All gradients of a unit are complete: who watches it may update its parameters at once."""
         if any(slot.home._backward_hooks or _late_hooks(slot) for slot in slots):
             return  # they want to see gradients before anyone uses them
+        if any(slot.leaf_may_be_written for slot in slots):
+            return  # by the model itself, computed again: that is kept first
         self._submit_ready()
+        if any(self._added.get(slot) for slot in slots):
+            return  # others have the gradient, too, and may write it before the step
         sent, additions = self._last_sent, self._staging.under_way()
         targets = {slot: self._arriving.get(slot, slot.home.grad) for slot in slots}
         gradients = {slot.home: target for slot, target in targets.items() if target is not None}
@@ -110,6 +124,7 @@ class Gradients:
             for addition in additions:
                 addition.synchronize()
 
+        self._announced.update(slots)
         for watcher in list(unit.watchers):
             begun = {id(parameter) for parameter in watcher.complete(unit, gradients, arrived)}
             for slot in slots:
@@ -131,18 +146,18 @@ class Gradients:
         """The end of backward: every gradient is in its home when this returns. Then the homes' own hooks fire."""
         self._submit_ready()
         self._wait_for_sent()
-        arrived, added = self._arriving, self._added
+        arrived, added, announced = self._arriving, self._added, self._announced
         self._forget()
         with torch._C.DisableTorchFunctionSubclass():  # homes may be being updated already
             for slot, gradient in arrived.items():
                 _accumulate(slot.home, gradient)
             self._arrivals.end(completed=True)
-            watched: dict[Watcher, list[Slot]] = {}
+            watched: dict[Watcher, dict[Any, bool]] = {}
             for slot in arrived | added:
                 for watcher in () if slot.unit is None else slot.unit.watchers:
-                    watched.setdefault(watcher, []).append(slot)
-            for watcher, slots in watched.items():
-                watcher.delivered([slot.home for slot in slots])
+                    watched.setdefault(watcher, {})[slot.home] = slot in announced
+            for watcher, homes in watched.items():
+                watcher.delivered(homes)
         for slot in arrived | added:
             for hook in _late_hooks(slot):
                 hook(slot.home)
@@ -169,7 +184,7 @@ class Gradients:
     def _forget(self) -> None:
         while self._leaving:
             self._let_go()
-        self._arriving, self._added = {}, {}
+        self._arriving, self._added, self._announced = {}, {}, set()
 
     def _let_go(self) -> None:
         _, transfer = self._leaving.popleft()
@@ -224,7 +239,9 @@ class Gradients:
         if slot in self._arriving:
             return self._arriving[slot], True
         if slot.home.grad is not None and not slot.home._backward_hooks:
-            self._added[slot] = None
+            if slot not in self._added:
+                slot.wait_for_updates()  # which read it: this backward may need no weight, and so not have waited
+                self._added[slot] = gradient_is_shared(slot.home)
             return slot.home.grad, True
         self._arriving[slot] = self._memory[slot].fresh()
         return self._arriving[slot], False
@@ -295,6 +312,7 @@ def _add_up(staged: "list[_Staged]", under_way: list[Request]) -> list[Request]:
             one.target.add_(one.piece) if one.adds else one.target.copy_(one.piece)
     for disk, nbytes in on_disk.items():
         disk.forget(nbytes)
+    staged.clear()  # who counts the users of a gradient after this has ended does not find this one
     return writes
 
 

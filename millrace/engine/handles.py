@@ -8,6 +8,7 @@ A checkpoint outside is told of weights too: it counts what forward and recomput
 that was a visit in forward may be none, because its block is there already.
 """
 
+import contextlib
 from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from millrace.engine.residency import Residency
 from millrace.engine.slot import Slot, Token
 from millrace.errors import WeightChangedError
 
-__all__ = ["Handle", "SavedTensors", "check_version", "pop_left_over"]
+__all__ = ["Handle", "SavedTensors", "check_version", "in_backward", "pop_left_over", "saving_is_left_to_autograd"]
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -40,6 +41,7 @@ class Handle(NamedTuple):
     offset: int  # elements of dtype from the start of the buffer
     conjugated: bool  # the bytes are those of its conjugate
     negated: bool  # ... of its negative
+    recompute: "Callable[[Any], Any] | None"  # how the checkpoint around it unpacks, by computing again first
 
 
 class _Saved(NamedTuple):
@@ -96,7 +98,8 @@ class SavedTensors:
             if block is not None:
                 if self._checkpoint is not None:
                     self._checkpoint(tensor)
-                return _handle_of(block, tensor)
+                recompute = None if self._checkpoint is None or self._outer is None else self._outer[1]
+                return _handle_of(block, tensor, recompute)
         if self._outer is not None:
             return _Outer(self._outer[0](tensor), self._outer[1])
         # Detached: an output that is saved by the very node that made it would keep the graph alive for good.
@@ -105,6 +108,9 @@ class SavedTensors:
     def _unpack(self, packed: Any) -> torch.Tensor:
         self._on_unpack()
         if isinstance(packed, Handle):
+            if packed.recompute is not None:
+                _compute_again(packed.recompute)
+                self._on_unpack()
             self._require(packed.block)
             return _weight(packed)
         if isinstance(packed, _Outer):
@@ -124,6 +130,16 @@ def check_version(tensor: torch.Tensor, version: int, shape: torch.Size | None =
         )
 
 
+def in_backward() -> bool:
+    """Whether this thread runs a backward now."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def saving_is_left_to_autograd() -> bool:
+    """Whether no hooks are on top: of no visit, no checkpoint, and no user."""
+    return _top_hooks(True) is None
+
+
 def pop_left_over(residency: Residency) -> None:
     """Takes off the hooks of visits of this model that an interrupt kept from ending."""
     while (hooks := _top_hooks(True)) is not None:
@@ -133,13 +149,37 @@ def pop_left_over(residency: Residency) -> None:
         _pop_hooks()
 
 
-def _handle_of(block: Block, tensor: torch.Tensor) -> Handle:
+class _ComputedAgainError(Exception):
+    """Instead of what a checkpoint would hand out: the weight is here already."""
+
+
+class _Nothing:
+    """What a checkpoint is asked for, when it shall compute again and no more."""
+
+    @property
+    def handles(self) -> Any:
+        """The first thing that it looks at when it has."""
+        raise _ComputedAgainError
+
+
+_NOTHING = _Nothing()
+
+
+def _compute_again(unpack: Callable[[Any], Any]) -> None:
+    """What a checkpoint would do for any saved tensor, once for each backward: what modules write in forward, such as
+    BatchNorm's statistics, is then written once more, as without us.
+    """
+    with contextlib.suppress(_ComputedAgainError):
+        unpack(_NOTHING)
+
+
+def _handle_of(block: Block, tensor: torch.Tensor, recompute: Callable[[Any], Any] | None) -> Handle:
     offset = int(tensor.storage_offset())
     index = bisect_right(block.slot_offsets, offset * tensor.element_size()) - 1
     slot = block.slots_by_offset[index]
     flags = tensor.is_conj(), tensor.is_neg()
     contents = slot.loaded_token, slot.leaf._version
-    return Handle(block, slot, *contents, tensor.dtype, tensor.size(), tensor.stride(), offset, *flags)
+    return Handle(block, slot, *contents, tensor.dtype, tensor.size(), tensor.stride(), offset, *flags, recompute)
 
 
 def _weight(handle: Handle) -> torch.Tensor:

@@ -5,16 +5,23 @@ A home is therefore a Parameter whose `data` tells whoever manages it. The class
 object and taken off again, so optimizers and ties that refer to the object stay right.
 """
 
+import weakref
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from millrace.runtime.pending import OWNER
+from millrace.errors import StateError
+from millrace.runtime.pending import OWNER, name_of
 
-__all__ = ["Home", "Leaf", "Owner", "as_home", "as_parameter", "owner_of", "raw_data"]
+__all__ = ["AwayLeaf", "Home", "Leaf", "Owner", "as_home", "as_parameter", "home_of", "owner_of", "raw_data"]
 
 _data: Any = torch._C.TensorBase.data  # the property that nn.Parameter inherits
+_MOVES = (
+    "millrace moves weights by itself. Leave out what else does (p.data = p.data.to(device), fully_shard, accelerate's"
+    " cpu_offload, dispatch_model and device_map, diffusers' enable_sequential_cpu_offload and group offloading), or"
+    " call remove() on the handle first"
+)
 
 
 class Owner(Protocol):
@@ -30,6 +37,12 @@ class Owner(Protocol):
 class Home(nn.Parameter):
     """A managed parameter. It behaves as nn.Parameter does; its copies and pickles are plain parameters."""
 
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
+        """`type(parameter)(tensor)`, to be put in a parameter's place, makes a plain one."""
+        if data is not None and data.device.type != "cpu":
+            raise StateError(f"a parameter of an offloaded model would be replaced by one on {data.device}: {_MOVES}")
+        return nn.Parameter(data, requires_grad)
+
     @property
     def data(self) -> torch.Tensor:
         owner_of(self).touch()
@@ -37,6 +50,8 @@ class Home(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if value.device.type != "cpu":
+            raise StateError(f"parameter {name_of(self)!r} of an offloaded model would go to {value.device}: {_MOVES}")
         owner_of(self).touch()
         _data.__set__(self, value)
 
@@ -66,6 +81,7 @@ class Leaf(nn.Parameter):
     """What a module computes with. Its `data` notices that it was handed out: the module may write to its weight."""
 
     handed_out: bool
+    owner: "weakref.ref[Any]"  # the Owner of its home, which has it as `home`
 
     @property
     def data(self) -> torch.Tensor:
@@ -74,12 +90,46 @@ class Leaf(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if value.device != self.device:
+            raise StateError(f"a weight that computes on {self.device} would go to {value.device}: {_MOVES}")
         self.handed_out = True
         _data.__set__(self, value)
 
     def point(self, value: torch.Tensor) -> None:
         """`self.data = value`, unnoticed."""
-        _data.__set__(self, value)
+        with torch._C.DisableTorchFunctionSubclass():
+            _data.__set__(self, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            copied = raw_data(self).clone(memory_format=torch.preserve_format)
+            memo[id(self)] = nn.Parameter(copied, self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(raw_data(self), self.requires_grad).__reduce_ex__(protocol)
+
+    def be(self, *, present: bool) -> None:
+        """Whether compute may read it from now on."""
+        self.__class__ = Leaf if present else AwayLeaf
+
+
+class AwayLeaf(Leaf):
+    """A leaf whose block is away, or on its way: whoever still holds it uses the home (engine/stray.py)."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        return home_of(self).data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        home_of(self).data = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return home_of(self).__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return home_of(self).__reduce_ex__(protocol)
 
 
 def as_home(parameter: nn.Parameter, owner: Owner) -> Home:
@@ -99,6 +149,17 @@ def as_parameter(home: nn.Parameter) -> nn.Parameter:
 def owner_of(home: Home) -> Any:
     """The Owner that was given to `as_home`."""
     return home.__dict__[OWNER]
+
+
+def home_of(leaf: Leaf) -> Home:
+    """The home of a leaf that is away. Raises StateError when its model is no longer offloaded."""
+    owner = leaf.owner()
+    if owner is None or not isinstance(owner.home, Home):
+        raise StateError(
+            "a weight that a pass over an offloaded model had handed out was kept, and the model is no longer"
+            " offloaded; ask the module for its parameter again"
+        )
+    return owner.home
 
 
 def raw_data(parameter: nn.Parameter) -> torch.Tensor:

@@ -27,6 +27,10 @@ def check_can_travel(name: str, parameter: nn.Parameter) -> None:
         reason = "it is not initialised yet; run the lazy module once before offloading"
     elif parameter.device.type == "meta":
         reason = "it is on the meta device and has no bytes; load the weights first"
+    elif parameter.is_inference():
+        reason = (
+            "it was made in torch.inference_mode(), and can never be trained or written; make the model outside of it"
+        )
     elif parameter.layout != torch.strided:
         reason = f"its layout is {parameter.layout}; call to_dense() on it first"
     elif parameter.is_quantized:

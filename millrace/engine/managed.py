@@ -1,53 +1,94 @@
-"""How does a module announce its visits? Its class becomes a subclass of itself that goes through the engine.
+"""What do an offloaded model's modules do differently? Moving, reading, writing and copying them is as on a CPU.
 
-A subclass made at run time (as FSDP2 does) instead of forward hooks: an exception cannot skip the end of a visit,
-checkpointing that wraps `forward` stays inside, and PyTorch's fast paths, which refuse modules with hooks, stay on.
+Their classes stay what they are: see runtime/module_calls.py. Their parameters come out of a dict that lends leaves
+while the model computes.
 """
 
-import copyreg
-import itertools
+import contextlib
 import weakref
-from collections.abc import Callable
-from copy import deepcopy
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from millrace.engine.home import Home
-from millrace.engine.stray import homes_as_they_are
+from millrace.engine.module_buffers import plain_buffer
+from millrace.engine.stray import homes_as_they_are, lent_for_call
 from millrace.errors import StateError
+from millrace.runtime.module_calls import Method, participant_of, take_part, withdraw
 
 if TYPE_CHECKING:
     from millrace.engine.site import Site
 
-__all__ = ["Managed", "make_managed", "make_plain", "site_of"]
+__all__ = ["Managed", "lend_parameters", "make_managed", "make_plain", "site_of"]
 
-_SITE = "_millrace_site"
-_classes: "weakref.WeakKeyDictionary[type, weakref.ref[type]]" = weakref.WeakKeyDictionary()  # by the user's class
+
+class Parameters(dict[str, Any]):
+    """A module's `_parameters`: while the model computes, a home that is asked for gives its leaf."""
+
+    def __getitem__(self, name: str) -> Any:
+        held = super().__getitem__(name)
+        return lent_for_call(held) if type(held) is Home else held
+
+
+def lend_parameters(module: nn.Module) -> None:
+    """The module gives leaves, where it is asked for a parameter during a pass."""
+    if module._parameters and not isinstance(module._parameters, Parameters):
+        module.__dict__["_parameters"] = Parameters(module._parameters)
 
 
 class Managed:
-    """What an offloaded model's modules do differently. Mixed in front of their own class."""
+    """One managed module, as a participant in what it does."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A module that is made of a managed one's class (`layers[1:3]`) is nobody's site: an ordinary one."""
-        return _plain_class(cls)(*args, **kwargs)
+    outer = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            if not self.__dict__[_SITE].engine.busy:
-                torch.compiler.disable(_refuse_compilation_of_all)()  # here: that loads the compiler
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]  # inside a compiled block, inside its visit
-        return self.__dict__[_SITE].call(super().__call__, args, kwargs)  # type: ignore[misc]
+    def __init__(self, site: "Site") -> None:
+        self.site = site
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    @property
+    def methods(self) -> dict[str, Method]:
+        """What takes the place of methods of the instance."""
+        return {
+            "_apply": self._apply,
+            "_named_members": self._named_members,
+            "zero_grad": self._zero_grad,
+            "_save_to_state_dict": self._save_to_state_dict,
+            "_load_from_state_dict": self._load_from_state_dict,
+        }
+
+    def call(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The module is called."""
+        if isinstance(module, nn.TransformerEncoder):
+            forward = _looking_at_homes(forward)
+        return self.site.call(forward, args, kwargs)
+
+    def compiling(self, module: nn.Module) -> None:
+        """A compiled block may be compiled through, because its visit is under way; a model around blocks may not."""
+        if not self.site.engine.busy:
+            torch.compiler.disable(_refuse_compilation_of_all)()  # here: that loads the compiler
+
+    @contextlib.contextmanager
+    def plain(self, module: nn.Module) -> Iterator[None]:
+        """Inside, the module's attributes are as they would be on a CPU, were it not offloaded."""
+        attributes = module.__dict__
+        parameters, buffers = attributes["_parameters"], attributes["_buffers"]
+        attributes["_parameters"] = dict(parameters.items())
+        attributes["_buffers"] = {name: plain_buffer(buffer) for name, buffer in buffers.items()}
+        try:
+            yield
+        finally:
+            attributes["_parameters"], attributes["_buffers"] = parameters, buffers
+
+    def _apply(
+        self, module: nn.Module, _own: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> nn.Module:
         """`.to(device)`, `.cuda()`, `.cpu()`: managed parameters and buffers are where they belong, and stay there."""
-        module: nn.Module = self  # type: ignore[assignment]
         if recurse:
             for child in module.children():
                 child._apply(fn)
-        site: Site = self.__dict__[_SITE]
         for name, parameter in module._parameters.items():
             if isinstance(parameter, Home):
                 _check_same_dtype(name, parameter, fn)
@@ -56,67 +97,47 @@ class Managed:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 _check_same_dtype(name, buffer, fn)
-                site.keep_buffer(module, name)
         return module
 
-    def _named_members(self, *args: Any, **kwargs: Any) -> Any:
+    def _named_members(self, _module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
         """Behind `parameters()`, `zero_grad()` and their like: homes, also right after a backward that raised."""
-        self.__dict__[_SITE].engine.settle()
-        return super()._named_members(*args, **kwargs)  # type: ignore[misc]
+        self.site.engine.settle()
+        return own(*args, **kwargs)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def _zero_grad(self, module: nn.Module, own: Any, set_to_none: bool = True) -> None:
         """As nn.Module has it; without waiting for updates under way, which keep the gradients that they read."""
         if not set_to_none:
-            super().zero_grad(set_to_none=False)  # type: ignore[misc]
+            own(set_to_none=False)
             return
-        self.__dict__[_SITE].engine.settle(updates=False)
-        module: nn.Module = self  # type: ignore[assignment]
+        self.site.engine.settle(updates=False)
         for part in module.modules():
             for parameter in part._parameters.values():
                 if parameter is not None:
                     parameter.grad = None
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        self.__dict__[_SITE].engine.settle()
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+    def _save_to_state_dict(
+        self, module: nn.Module, own: Any, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        self.site.engine.settle()
+        own(destination, prefix, keep_vars)
         if not keep_vars:  # a checkpoint is a host's: buffers rest on the device, parameters on the host
-            for name, buffer in self._buffers.items():  # type: ignore[attr-defined]
+            for name, buffer in module._buffers.items():
                 if buffer is not None and prefix + name in destination:
                     destination[prefix + name] = destination[prefix + name].to("cpu")
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.__dict__[_SITE].engine.wait_until_free()  # homes are about to be written
-        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied: Any = object.__new__(_plain_class(type(self)))
-        memo[id(self)] = copied
-        copied.__dict__.update(deepcopy(_plain_state(self), memo))  # type: ignore[arg-type]
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # not copyreg.__newobj__: pickle wants the object's own class there
-        plain = _plain_class(type(self))
-        return copyreg._reconstructor, (plain, object, None), _plain_state(self)  # type: ignore[attr-defined, arg-type]
+    def _load_from_state_dict(self, _module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> None:
+        self.site.engine.wait_until_free()  # homes are about to be written
+        own(*args, **kwargs)
 
 
-class _HasDevice:
-    """For classes that have a `device` property (transformers, diffusers): where the model computes."""
+def _looking_at_homes(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """nn.TransformerEncoder looks at its first layer's weights, to choose how to compute, and uses none."""
 
-    @property
-    def device(self) -> torch.device:
-        return self.__dict__[_SITE].device  # type: ignore[no-any-return]
-
-
-class _LooksAtChildren:
-    """For nn.TransformerEncoder: it looks at its first layer's weights, to choose how to compute, and uses none."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def looking(*args: Any, **kwargs: Any) -> Any:
         with homes_as_they_are():
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return forward(*args, **kwargs)
 
-
-_MIXINS = (Managed, _HasDevice, _LooksAtChildren)
+    return looking
 
 
 def _refuse_compilation_of_all() -> None:
@@ -127,47 +148,68 @@ def _refuse_compilation_of_all() -> None:
 
 
 def make_managed(module: nn.Module, site: "Site") -> None:
-    """Puts the managed class on a module, in place."""
-    module.__class__ = _managed_class(type(module))
-    module.__dict__[_SITE] = site
+    """The module is a managed one from now on."""
+    take_part(module, Managed(site))
+    _give_device(module, site.device)
 
 
 def make_plain(module: nn.Module) -> None:
-    """The inverse of `make_managed`."""
-    module.__class__ = _plain_class(type(module))
-    module.__dict__.pop(_SITE, None)
+    """The inverse of `make_managed` and `lend_parameters`."""
+    managed = participant_of(module, Managed)
+    if managed is not None:
+        withdraw(module, managed)
+        _take_device(module)
+    if isinstance(module._parameters, Parameters):
+        module.__dict__["_parameters"] = dict(module._parameters.items())
 
 
 def site_of(module: nn.Module) -> "Site | None":
     """The site of a managed module; None for any other."""
-    return module.__dict__.get(_SITE)
+    managed = participant_of(module, Managed)
+    return None if managed is None else managed.site
 
 
-def _managed_class(own: type) -> type:
-    """The managed class of a user's class: made once, and gone with its last module, as the user's class may be."""
-    known = _classes[own]() if own in _classes else None
-    if known is not None:
-        return known
-    wanted = (True, isinstance(getattr(own, "device", None), property), issubclass(own, nn.TransformerEncoder))
-    mixins = itertools.compress(_MIXINS, wanted)
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    managed = type(own.__name__, (*mixins, own), names)
-    _classes[own] = weakref.ref(managed)
-    return managed
+# `model.device`: where the model computes -----------------------------------------------------------------------------
+class _Device(property):
+    """The `device` property of a class (transformers, diffusers), which for offloaded modules tells where they compute.
+
+    Properties belong to classes, so the class has it while any of its modules is offloaded.
+    """
+
+    def __init__(self, own: property) -> None:
+        super().__init__(self._answer, own.fset, own.fdel, own.__doc__)
+        self.own = own
+        self.devices: weakref.WeakKeyDictionary[nn.Module, torch.device] = weakref.WeakKeyDictionary()
+
+    def _answer(self, module: nn.Module) -> Any:
+        device = self.devices.get(module)
+        return device if device is not None else self.own.__get__(module)
 
 
-def _plain_class(managed: type) -> type:
-    behind = managed.__mro__[managed.__mro__.index(Managed) :]
-    return next(kind for kind in behind if kind not in _MIXINS)
+def _give_device(module: nn.Module, device: torch.device) -> None:
+    """The module's `device` is this one, if its class has such a property."""
+    owner = _owner_of_device(type(module))
+    if owner is not None:
+        if not isinstance(owner.__dict__["device"], _Device):
+            owner.device = _Device(owner.__dict__["device"])
+        owner.__dict__["device"].devices[module] = device
 
 
-def _plain_state(module: nn.Module) -> dict[str, Any]:
-    """The module's attributes as they would be on a CPU, were it not offloaded."""
-    state = {name: value for name, value in module.__dict__.items() if name != _SITE}
-    state["_buffers"] = {
-        name: buffer if buffer is None else buffer.to("cpu") for name, buffer in module._buffers.items()
-    }
-    return state
+def _take_device(module: nn.Module) -> None:
+    """The inverse of `_give_device`."""
+    owner = _owner_of_device(type(module))
+    if owner is not None and isinstance(owner.__dict__["device"], _Device):
+        owner.__dict__["device"].devices.pop(module, None)
+        if not owner.__dict__["device"].devices:
+            owner.device = owner.__dict__["device"].own
+
+
+def _owner_of_device(kind: Any) -> Any:
+    """The class whose property `device` is; None where it is none, or another kind of attribute."""
+    for owner in kind.__mro__:
+        if "device" in owner.__dict__:
+            return owner if isinstance(owner.__dict__["device"], property) else None
+    return None
 
 
 def _check_same_dtype(name: str, tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -4,20 +4,18 @@ import torch
 from torch import nn
 
 from millrace.activations.watched import watcher_of
+from millrace.engine.data_parallel import refuse_wrapped
 from millrace.engine.managed import site_of
 from millrace.errors import StateError
 
-__all__ = ["refuse_unmanageable"]
+__all__ = ["refuse_call", "refuse_script", "refuse_unmanageable"]
 
 
 def refuse_unmanageable(model: nn.Module) -> None:
     """Raises StateError for a model that something else manages already, or that cannot be; names the module."""
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"
-        if isinstance(module, torch.jit.ScriptModule):
-            raise StateError(
-                f"{where} is compiled by TorchScript, which millrace cannot manage; offload it before that"
-            )
+        refuse_script(where, module)
         if watcher_of(module) is not None:
             raise StateError(
                 f"the activations of {where} are offloaded already; call remove() on that handle, and pass"
@@ -34,3 +32,36 @@ def refuse_unmanageable(model: nn.Module) -> None:
             raise StateError(
                 f"{where} carries a diffusers hook, which moves weights too; disable group offloading first"
             )
+    refuse_wrapped(model)
+
+
+def refuse_script(where: str, module: nn.Module) -> None:
+    """Raises StateError for a module of TorchScript."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise StateError(
+            f"{where} is compiled by TorchScript, which millrace cannot manage; use the plain module in its place"
+        )
+
+
+def refuse_call(model: nn.Module) -> None:
+    """Raises StateError for a pass that cannot be what it would be without offloading."""
+    registry = model.__dict__.get("_diffusers_hook")
+    if registry is not None and any("group_offloading" in name for name in registry.hooks):
+        raise StateError(
+            "diffusers' group offloading was enabled on this model, and moves its weights as millrace does: use one of"
+            " the two. Call remove() on the handle, or take the hooks off: for module in model.modules(): if"
+            " hasattr(module, '_diffusers_hook'): module._diffusers_hook.remove_hook('group_offloading'), and so on for"
+            f" {sorted(name for name in registry.hooks if 'offloading' in name)}"
+        )
+    if torch._C._get_tracing_state() is not None:
+        raise StateError(
+            "tracing would keep what is on the device now as constants; trace copy.deepcopy(model), which is a plain"
+            " model, or call remove() on the handle first"
+        )
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    if any(transform.key() == torch._C._functorch.TransformType.Grad for transform in transforms):
+        raise StateError(
+            "torch.func.grad, vjp, jacrev and hessian keep all that autograd saves, and so all weights of an offloaded"
+            " model; call backward(), torch.autograd.grad for inputs, or torch.func.jvp; or transform"
+            " copy.deepcopy(model), which is a plain model"
+        )

@@ -81,6 +81,7 @@ class Residency:
             self.held_bytes += block.nbytes
             self._by_storage[buffer.untyped_storage()._cdata] = block
             try:
+                block.buffer = buffer
                 block.point_leaves(buffer)
                 block.allocated = self._lanes.mark()  # what used this memory before is ordered before the copy
                 block.presence = Presence.RESERVED
@@ -90,7 +91,8 @@ class Residency:
 
     def renew(self, block: Block) -> None:
         """Submits copies of what changed in the homes since the buffer was filled: all, if it never was."""
-        self.arrive(block)
+        if not self._outlive(block):
+            self.reserve(block)
         buffer = block.buffer
         if buffer is None:
             raise StateError(f"block {block.name!r} has no buffer to renew")
@@ -136,21 +138,31 @@ class Residency:
 
     def evict(self, block: Block) -> None:
         """Lets go of the buffer. Whoever still refers to its memory keeps it, and reads right values."""
-        if block.buffer is None:
-            return
-        self.arrive(block)  # the memory goes back to the compute lane, so a copy into it must come before
-        block.presence = Presence.ABSENT
-        self._let_go(block, block.buffer)
+        block.take_back()
+        # The memory goes back to the compute lane, so a copy into it must come before.
+        if self._outlive(block) and block.buffer is not None:
+            block.presence = Presence.ABSENT
+            self._let_go(block, block.buffer)
+
+    def _outlive(self, block: Block) -> bool:
+        """Compute waits for a copy that nobody wants any more. False: it failed, and the block is away.
+
+        That is nobody's fault to hear of: pages that user code writes while they come from disk are not what they were
+        when they were handed over. Whoever needs the block reads it anew, and is told what fails then.
+        """
+        try:
+            self.arrive(block)
+        except DiskError:
+            return False
+        return True
 
     def _let_go(self, block: Block, buffer: torch.Tensor) -> None:
+        with _plain_tensors():
+            block.point_leaves(None)
         self._by_storage.pop(buffer.untyped_storage()._cdata)
         self.held_bytes -= block.nbytes
-        try:
-            with _plain_tensors():
-                block.point_leaves(None)
-        finally:  # Ctrl-C: `mend` would find no buffer to release
-            block.buffer = block.arrival = None
-            self._buffers.release(buffer)
+        block.buffer = block.arrival = None  # only now: after Ctrl-C before, `mend` finds it
+        self._buffers.release(buffer)
 
     def _undo(self, block: Block, buffer: torch.Tensor) -> None:
         """After a changed shape or Ctrl-C in the middle: what the buffer holds is unknown, so it goes."""
@@ -165,7 +177,8 @@ class Residency:
         self._lanes.copy(Lane.ONLOAD, (), self._lanes.mark()).done.synchronize()  # behind what was submitted before
 
     def make_room(self, block: Block, keep: Iterable[Block], next_use: NextUse) -> None:
-        """Evicts until `block` fits, first what is needed last; never what is in use, resident or in `keep`.
+        """Evicts until `block` fits, first what is needed last, and what somebody else keeps at the very end; never
+        what is in use, resident or in `keep`.
 
         Raises BudgetError when even that is not enough.
         """
@@ -175,9 +188,9 @@ class Residency:
         candidates = [
             other
             for other in self._by_storage.values()
-            if other.index >= 0 and not other.users and id(other) not in kept
+            if other.index >= 0 and (not other.users or other.may_be_taken_back) and id(other) not in kept
         ]
-        for other in sorted(candidates, key=next_use, reverse=True):
+        for other in sorted(candidates, key=lambda other: (other.is_free, next_use(other)), reverse=True):
             self.evict(other)
             if self.fits(block):
                 return
@@ -187,6 +200,25 @@ class Residency:
             f" by {in_use}; device_memory allows {format_bytes(self.budget_bytes)} for weights; raise it, or pass"
             " smaller blocks"
         )
+
+    def check_resident(self, what: str, nbytes: int, largest: Block) -> None:
+        """Raises BudgetError when `nbytes` more that stay would leave no room for the largest block."""
+        missing_bytes = nbytes + largest.nbytes - self.streaming_budget_bytes
+        if missing_bytes > 0:
+            raise BudgetError(
+                f"what came after offload() stays on the device: {what} need {format_bytes(nbytes)} beside block"
+                f" {largest.name!r} of {format_bytes(largest.nbytes)};"
+                f" device_memory allows both {format_bytes(self.streaming_budget_bytes)}; raise it by"
+                f" {format_bytes(missing_bytes, at_least=True)}, or call remove() on the handle, change the model, and"
+                " offload it then"
+            )
+
+    def shrink(self, nbytes: int) -> None:
+        """The budget is `nbytes` smaller from now on: blocks that no longer fit go. Not during a pass."""
+        self.budget_bytes -= nbytes
+        for block in [block for block in self.present() if block.index >= 0]:
+            if self.held_bytes > self.budget_bytes:
+                self.evict(block)
 
     def mend(self, blocks: Iterable[Block]) -> None:
         """After Ctrl-C in the middle of an eviction or an onload: blocks are wholly here or wholly away."""
@@ -202,16 +234,17 @@ class Residency:
                 block.arrival = None
                 with _plain_tensors():
                     block.point_leaves(None)
+                block.buffer = None
                 if buffer is not None:
                     self._buffers.release(buffer)
         self._by_storage = held
         self.held_bytes = sum(block.nbytes for block in held.values())
+        self._buffers.rebook(self.held_bytes)
 
     def close(self) -> None:
         """Evicts everything, also what could not come from disk."""
         for block in list(self._by_storage.values()):
-            with contextlib.suppress(DiskError):
-                self.evict(block)
+            self.evict(block)
         self._buffers.close()
 
     def _submit(self, block: Block, buffer: torch.Tensor, *, only_changes: bool) -> None:

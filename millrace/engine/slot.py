@@ -9,12 +9,17 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from millrace.engine.data_parallel import ADVICE
 from millrace.engine.home import Home, Leaf, as_home, as_parameter, raw_data
-from millrace.errors import LayoutError
+from millrace.errors import LayoutError, StateError
 from millrace.runtime.pending import Unit
 
-__all__ = ["Layout", "Slot", "Token"]
+__all__ = ["REMOVED", "Layout", "Slot", "Token"]
 
+REMOVED = (
+    "the model was let go of (remove() on its handle) between this forward and its backward; run backward before"
+    " remove(), or the forward again"
+)
 _NEVER = (-1, 0)  # the token of no contents
 Token = tuple[int, int]  # which contents of a home: its _version, and the changes that left no trace in it
 
@@ -42,8 +47,8 @@ class Slot:
     """One managed parameter.
 
     `home` is the user's own Parameter, on the host; `leaf` is the Parameter that autograd sees, on the device. Both
-    live as long as the model is offloaded. `rest` is the slot's place in the block's arena: the home's data lies there,
-    unless the user re-pointed it (`p.data = t`) or it travels in another dtype than it has.
+    live as long as the model is offloaded. `rest` is the slot's place in the block's arena. The home's data lies there,
+    unless the user re-pointed it (`p.data = t`) or shared it with other processes, or it travels in another dtype.
     """
 
     def __init__(
@@ -56,11 +61,10 @@ class Slot:
         before_touch: Callable[[], None],
     ) -> None:
         self.name = name
-        self.dtype = (
-            parameter.dtype
-        )  # of the home: asked of the home itself, while a visit is under way, it is the leaf's
+        # Of the home: asked of the home itself, while a visit is under way, it is the leaf's.
+        self.dtype = parameter.dtype
         self.layout = layout
-        self.rest = rest
+        self._keep(rest)
         self.absent = absent  # what the leaf's data is while there is no device copy
         self.untraced_changes = 0  # writes that a hook reported: fused optimizers leave no trace in _version
         self.unit: Unit | None = None  # what it travels with
@@ -72,12 +76,16 @@ class Slot:
         self.on_gradient: Callable[[Slot], None] | None = None  # called when the leaf's gradient is complete
         self._hook: RemovableHandle | None = None
         self.home: Home = as_home(parameter, self)
-        self.leaf = Leaf(absent, requires_grad=parameter.requires_grad)
+        fresh = torch.empty(0, dtype=layout.dtype, device=absent.device)  # whose version no other leaf counts
+        self.leaf = Leaf(fresh, requires_grad=parameter.requires_grad)
         self.leaf.__dict__.update(
             {key: value for key, value in parameter.__dict__.items() if not key.startswith("_millrace")}
         )
         self.leaf.handed_out = False
+        self.leaf.owner = weakref.ref(self)
         self._leaf_version = self.leaf._version
+        self.leaf.point(absent)
+        self.leaf.be(present=False)
         self._move_in()
 
     @property
@@ -88,7 +96,7 @@ class Slot:
     @property
     def in_place(self) -> bool:
         """Whether the home's data is the arena's, so that the block's one copy carries it."""
-        return self.home.data_ptr() == self.rest.data_ptr()
+        return self.home.data_ptr() == self._rest_address
 
     @property
     def token(self) -> Token:
@@ -108,7 +116,7 @@ class Slot:
 
     def mark_loaded(self) -> None:
         """A device copy of what the home holds now is being made."""
-        self._loaded = self.fingerprint
+        self._loaded = self._read()
         self.loaded_token = self.token
 
     def mark_absent(self) -> None:
@@ -125,12 +133,17 @@ class Slot:
         """What a copy to the device reads: the home, or the cast of it."""
         return self.rest if self.casts else self.data
 
+    @property
+    def leaf_may_be_written(self) -> bool:
+        """Whether the model may have written to the leaf since that was last kept."""
+        return self.leaf._version != self._leaf_version or self.leaf.handed_out
+
     def keep_leaf_writes(self, buffer: torch.Tensor) -> bool:
         """What the model wrote to the leaf (nn.Embedding's max_norm, a codebook's `weight.data`) is the home's too.
 
         Whether there was any.
         """
-        if self.leaf._version == self._leaf_version and not self.leaf.handed_out:
+        if not self.leaf_may_be_written:
             return False
         self._leaf_version = self.leaf._version
         self.leaf.handed_out = False
@@ -152,7 +165,7 @@ class Slot:
     def cast(self) -> None:
         """Casts the home into `rest`. Nobody may be reading there."""
         self.rest.copy_(self.data)
-        self._cast = self.fingerprint
+        self._cast = self._read()
 
     def follow_requires_grad(self) -> None:
         """The leaf wants a gradient exactly when the home does."""
@@ -164,8 +177,25 @@ class Slot:
             register: Any = self.leaf.register_post_accumulate_grad_hook
             self._hook = register(lambda _: _pass_on_gradient(own()))
 
+    def fits(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter can be the home."""
+        return (
+            type(parameter) is nn.Parameter
+            and parameter.shape == self.layout.shape
+            and parameter.dtype == self.dtype
+            and parameter.device.type == "cpu"
+            and parameter.layout == torch.strided
+        )
+
     def adopt(self, parameter: nn.Parameter) -> None:
         """The user put another Parameter in the home's place (`load_state_dict(assign=True)`): it is the home now."""
+        kind = type(parameter if type(parameter) is not nn.Parameter else raw_data(parameter))
+        if kind not in (nn.Parameter, torch.Tensor):
+            advice = f": {ADVICE}" if kind.__name__ == "DTensor" else ""
+            raise LayoutError(
+                f"parameter {self.name!r} was offloaded as a plain one and is a {kind.__name__} now, whose bytes lie"
+                f" elsewhere. Call remove() on the handle before a model is sharded or quantised{advice}"
+            )
         if parameter.shape != self.layout.shape or parameter.dtype != self.dtype or parameter.device.type != "cpu":
             raise LayoutError(
                 f"parameter {self.name!r} was offloaded as {self.dtype} of shape {tuple(self.layout.shape)} on the"
@@ -177,6 +207,7 @@ class Slot:
         if not self.casts:
             replaced.data = replaced.data.clone()  # whoever still holds it keeps its contents
         self.home = as_home(parameter, self)
+        self.untraced_changes += 1  # its version may count as the other one's did
         self._move_in()
 
     def check_shape(self) -> None:
@@ -197,7 +228,7 @@ class Slot:
             rest.copy_(self.rest if self.casts else self.data)
             if self.in_place:
                 self.home.point(rest)
-            self.rest = rest
+            self._keep(rest)
 
     def release(self) -> None:
         """The home is an ordinary Parameter again; its data stays where it is. Nothing refers back to the slot."""
@@ -207,16 +238,28 @@ class Slot:
         self._before_touch = _nothing
         if self._hook is not None:
             self._hook.remove()
+            with torch._C.DisableTorchFunctionSubclass():
+                register: Any = self.leaf.register_post_accumulate_grad_hook
+                if self.leaf.requires_grad:
+                    register(_refuse_gradient)
 
     def _move_in(self) -> None:
         with torch.no_grad():
             if self.casts:
                 self.cast()
-            elif not self.in_place:
+            elif not self.in_place and self.rest.data_ptr() == self._rest_address:  # not what other processes have
                 self.rest.copy_(self.data)
                 self.home.point(self.rest)
             if self.home.grad is not None and self.home.grad.device.type != "cpu":
                 self.home.grad = self.home.grad.to("cpu")
+
+    def _keep(self, rest: torch.Tensor) -> None:
+        self.rest = rest
+        self._rest_address = rest.data_ptr()  # a tensor that goes to other processes moves, with all of its storage
+
+    def _read(self) -> object:
+        """Fingerprint of what is read now; of none where other processes may write it at any time."""
+        return None if not self.in_place and self.data.untyped_storage().is_shared() else self.fingerprint
 
     @property
     def fingerprint(self) -> object:
@@ -237,6 +280,10 @@ class Slot:
 def _pass_on_gradient(slot: Slot | None) -> None:
     if slot is not None and slot.on_gradient is not None:
         slot.on_gradient(slot)
+
+
+def _refuse_gradient(_leaf: torch.Tensor) -> None:
+    raise StateError(REMOVED)
 
 
 def _nothing() -> None:

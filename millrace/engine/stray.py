@@ -1,8 +1,10 @@
 """Who uses homes directly? Modules that do so without calling their module, and users while an update is under way.
 
-`F.linear(x, self.child.weight)` computes with the home of a block that no visit brought, and `child.weight.device` asks
-where it is. While a visit is under way, torch functions that take homes come through here, and are lent the leaves.
-While an optimizer updates homes beside the next pass they come through here too, and wait.
+`Fused.apply(x, self.child.weight)` computes with a weight that no visit brought. While a visit is under way, a module
+that is asked for a parameter comes through here and gives the leaf, present until the call ends. Torch functions come
+here too, with homes that somebody kept before (in a list), and with leaves that somebody keeps while their block is
+away again; they are lent the leaves as long as they compute. While an optimizer updates homes beside the next pass
+they come through here as well, and wait.
 """
 
 import contextlib
@@ -13,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from millrace.engine.home import Home, owner_of
+from millrace.engine.home import AwayLeaf, Home, home_of, owner_of
 
-__all__ = ["Lender", "Use", "homes_as_they_are", "lending_leaves", "stop_lending", "waiting_for_homes"]
+__all__ = ["Lender", "Use", "homes_as_they_are", "lending_leaves", "lent_for_call", "stop_lending", "waiting_for_homes"]
 
 
 class Use(Enum):
@@ -32,6 +34,9 @@ class Lender(Protocol):
     def lend(self, owner: Any, use: Use) -> torch.Tensor | None:
         """The leaf for a home; None: it is not the lender's, or to be used as it is."""
 
+    def lend_for_call(self, owner: Any) -> torch.Tensor | None:
+        """The leaf for a home that a module is asked for, until the call ends; None: not the lender's, or not now."""
+
     def take_back(self, owner: Any, result: Any) -> None:
         """What computed with a leaf that was lent is over, and gave `result`; None where it raised."""
 
@@ -47,6 +52,7 @@ _ASKS = frozenset((
     "register_post_accumulate_grad_hook", "__repr__", "__hash__", "__deepcopy__", "__reduce_ex__", "__len__",
     "__set__", "__delete__",
 ))
+_GIVES_MEMORY = frozenset(("data_ptr", "untyped_storage", "storage"))  # to a kernel that PyTorch knows nothing of
 _IN_PLACE_OPERATORS = frozenset((
     "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__setitem__",
 ))
@@ -95,6 +101,19 @@ def _taking_part(present: list[Any], one: Any) -> Iterator[None]:
         _watch()
 
 
+def lent_for_call(home: Home) -> torch.Tensor:
+    """What a module gives for a home that it is asked for: the leaf during a pass, otherwise the home."""
+    if not _lenders or _lenders[-1] is None:
+        return home
+    with torch._C.DisableTorchFunctionSubclass():
+        owner = owner_of(home)
+        for lender in dict.fromkeys(reversed(_lenders)):
+            leaf = None if lender is None else lender.lend_for_call(owner)
+            if leaf is not None:
+                return leaf
+    return home
+
+
 def stop_lending(lender: Lender) -> None:
     """After an interrupt that kept visits of this lender from ending."""
     _lenders[:] = [other for other in _lenders if other is not lender]
@@ -129,6 +148,23 @@ def _torch_function(_cls: type, func: Any, _types: Any, args: Any = (), kwargs: 
         finally:
             for lender, owner in loans:
                 lender.take_back(owner, result)
+
+
+def _use_away_leaf(_cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    name = getattr(func, "__name__", "")
+    with torch._C.DisableTorchFunctionSubclass():
+        if name == "__hash__":
+            return func(*args)
+        stand_in = _brought_back if name in _GIVES_MEMORY else home_of
+        args, kwargs = tree_map_only(AwayLeaf, stand_in, (args, kwargs or {}))
+    return _torch_function(Home, func, types, args, kwargs)
+
+
+def _brought_back(leaf: AwayLeaf) -> torch.Tensor:
+    return lent_for_call(home_of(leaf))
+
+
+AwayLeaf.__torch_function__ = classmethod(_use_away_leaf)  # type: ignore[assignment]
 
 
 def _use_of(func: Any, args: Any, kwargs: Any) -> Use | None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from millrace.engine.home import Home
 
@@ -30,6 +31,11 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     """`value` with each tensor changed; the very same object where nothing changes. Homes are left alone."""
     if isinstance(value, torch.Tensor):
         return value if isinstance(value, Home) else change(value)
+    if isinstance(value, PackedSequence):  # whose batch sizes stay on the host
+        indices = (value.sorted_indices, value.unsorted_indices)
+        moved = [None if tensor is None else change(tensor) for tensor in indices]
+        data = change(value.data)
+        return value if data is value.data else PackedSequence(data, value.batch_sizes, *moved)
     if isinstance(value, MutableMapping):
         changed = {key: map_tensors(item, change) for key, item in value.items()}
         if all(changed[key] is item for key, item in value.items()):

@@ -5,6 +5,7 @@ trace is the list of its visits. What a cycle will look like is told by how it b
 evaluation inside training, or two forwards before two backwards, have traces of their own.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,6 +13,9 @@ from typing import NamedTuple
 from millrace.planning import Phase, Plan, Step
 
 __all__ = ["Course", "Entry", "Trace", "TraceBook", "VisitKey"]
+
+_MOST_TRACES = 64  # that are remembered: where layers are skipped at random, every cycle has a trace of its own
+_MOST_PLANS = 8  # of one trace, each for other blocks that change
 
 VisitKey = tuple[tuple[int, ...], Phase]  # indices of the streamed blocks, and the phase
 
@@ -26,14 +30,21 @@ class Entry(NamedTuple):
 
 @dataclass(eq=False)
 class Trace:
-    """The visits of a cycle, their compute seconds, and the plans made for it."""
+    """The visits of a cycle, their compute seconds, and the plans made for it, as far as the planner found one."""
 
     visits: tuple[VisitKey, ...]
     compute_seconds: tuple[float, ...]
-    plans: dict[frozenset[int], Plan] = field(default_factory=dict)  # by the blocks that change between cycles
-    followed_by: "Trace | None" = None
+    plans: OrderedDict[frozenset[int], Plan | None] = field(default_factory=OrderedDict)  # by the blocks that change
+    repeats: bool = True  # as far as is known, the next cycle is like it
     other_bytes: tuple[int, ...] = ()  # what each visit sends for besides weights; empty: nothing
     refined: bool = False  # timed while a plan was followed, not while everything was loaded on demand
+
+    def keep_plan(self, changed: frozenset[int], plan: Plan | None) -> None:
+        """The plan for these changing blocks was made, or used again; the one used longest ago goes first."""
+        self.plans[changed] = plan
+        self.plans.move_to_end(changed)
+        if len(self.plans) > _MOST_PLANS:
+            self.plans.popitem(last=False)
 
 
 class Course:
@@ -82,17 +93,20 @@ class Course:
 
 
 class TraceBook:
-    """All traces of a model, and which one to expect."""
+    """The traces of a model that were followed last, and which one to expect."""
 
     def __init__(self) -> None:
-        self._by_visits: dict[tuple[VisitKey, ...], Trace] = {}
-        self._by_context: dict[tuple[int, Entry], Trace] = {}
+        self._by_visits: OrderedDict[tuple[VisitKey, ...], Trace] = OrderedDict()  # the one followed longest ago first
+        self._by_context: dict[tuple[Trace | None, Entry], Trace] = {}  # by the trace before, and the entry
         self._by_entry: dict[Entry, Trace] = {}
         self._last: Trace | None = None
 
+    def __len__(self) -> int:
+        return len(self._by_visits)
+
     def expect(self, entry: Entry) -> Trace | None:
         """The trace that a cycle beginning so most likely follows; None when none ever began so."""
-        return self._by_context.get((id(self._last), entry)) or self._by_entry.get(entry)
+        return self._by_context.get((self._last, entry)) or self._by_entry.get(entry)
 
     def enter(
         self,
@@ -105,17 +119,29 @@ class TraceBook:
         trace = self._by_visits.get(tuple(visits))
         if trace is None:
             trace = Trace(tuple(visits), tuple(compute_seconds), other_bytes=tuple(other_bytes))
-            self._by_visits[trace.visits] = trace
         self.followed(entry, trace)
         return trace
 
     def followed(self, entry: Entry, trace: Trace) -> None:
         """A cycle went along `trace`."""
-        self._by_context[id(self._last), entry] = trace
+        self._by_context[self._last, entry] = trace
         self._by_entry[entry] = trace
         if self._last is not None:
-            self._last.followed_by = trace
+            self._last.repeats = self._last is trace
         self._last = trace
+        self._by_visits[trace.visits] = trace
+        self._by_visits.move_to_end(trace.visits)
+        if len(self._by_visits) > _MOST_TRACES:
+            self._forget(self._by_visits.popitem(last=False)[1])
+
+    def _forget(self, old: Trace) -> None:
+        """Nobody expects it any more, nor anything after it."""
+        self._by_context = {
+            (before, entry): trace
+            for (before, entry), trace in self._by_context.items()
+            if before is not old and trace is not old
+        }
+        self._by_entry = {entry: trace for entry, trace in self._by_entry.items() if trace is not old}
 
     def forget_plans(self) -> None:
         """Plans are made anew when their traces are expected again."""

@@ -9,7 +9,7 @@ from millrace.memory.ledger import Ledger, Tier
 from millrace.memory.pages import map_pages
 from millrace.runtime.device import is_accelerator
 
-__all__ = ["DeviceBuffers"]
+__all__ = ["DeviceBuffers", "references_beside"]
 
 _PURPOSE = "weights"
 
@@ -55,9 +55,19 @@ class DeviceBuffers:
         elif _sole_owner(buffer):
             self._free.append(buffer)
 
+    def rebook(self, nbytes: int) -> None:
+        """After Ctrl-C, which may have kept a buffer from being booked or released: buffers of `nbytes` are in use."""
+        if not self._pooled:  # where memory itself is booked
+            self._ledger.add(Tier.DEVICE, _PURPOSE, nbytes - self._ledger.held_bytes(Tier.DEVICE, _PURPOSE))
+
     def close(self) -> None:
         """Lets go of what is kept."""
         self._free.clear()
+
+
+def references_beside(buffer: torch.Tensor) -> int:
+    """How many tensors and storage objects share the memory of a buffer."""
+    return sum(_references(buffer)) - sum(_SOLE_REFERENCES)
 
 
 def _references(buffer: torch.Tensor) -> tuple[int, int]:

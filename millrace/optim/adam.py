@@ -59,14 +59,16 @@ class AdamW(_AdamSteps, torch.optim.AdamW):
       done. "forward": `step()` returns at once; each block's next onload, and whoever else looks at its parameters,
       waits for that block's update. Exact with everything, clipping included. "backward": a block's update begins when
       its last gradient has come home; `step()` raises StateError where something happened to gradients since (clipping,
-      GradScaler, accumulation). See docs/design/optimizers.md for what is waited for.
+      GradScaler, accumulation). See docs/design/optimizers.md for what is waited for. A plain model on an accelerator
+      is refused at the first `step()`; on the CPU its updates are done when that returns.
     - `max_grad_norm`: gradients are scaled so that their global norm is at most this, with the arithmetic of
       `torch.nn.utils.clip_grad_norm_` but without writing them; where the norm is not finite the step is skipped,
       nothing changes and `skipped_steps` counts one more (in the stats of an offloaded model, too). `math.inf` only
       looks for that.
 
-    Raises ValueError for settings that are not available and for parameters of two offloaded models, RuntimeError at
-    `step()` for sparse or complex gradients.
+    Raises ValueError for settings that are not available and for parameters of two offloaded models, LayoutError for
+    parameters that are not plain bytes (a DTensor or another subclass, sparse, on meta), RuntimeError at `step()` for
+    sparse or complex gradients.
     """
 
     DECOUPLED = True

@@ -5,16 +5,16 @@ writes. Batches of parameters pass through three lanes at once: gradients of lat
 the weights of earlier ones leave. Order comes from events alone; the host waits for arrivals, never for departures.
 """
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from millrace.memory.arena import Arena, aligned
 from millrace.memory.ledger import Ledger
-from millrace.optim.weights import Weights
+from millrace.optim.weights import Weights, in_memory_order
 from millrace.runtime.lanes import Lane, Lanes, Transfer, open_lanes
 
 __all__ = ["Member", "Twins"]
@@ -23,7 +23,7 @@ _NONE = torch.empty(0, 0, 0)  # in place of what was not made yet: no shape of a
 _BATCH_BYTES = 32 * 2**20  # of gradients: long enough for the link, short enough to overlap
 
 
-@dataclass(kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class Member:
     """One parameter that takes part in a step, and where its update happens."""
 
@@ -36,7 +36,17 @@ class Member:
     weights: Weights
     state: dict[str, Any]
     gradient: torch.Tensor  # where the weights are once its batch is performed
+    shared: bool = False  # whether others have the gradient, and may write it once step() has returned
     updated: bool = False  # whether its update has been performed
+
+    def piece(self, part: slice, weights: Weights, state: dict[str, Any]) -> "Member":
+        """Some of its elements, in the order in which they lie in memory, as a member of its own."""
+        place = in_memory_order(self.parameter, self.parameter)[part]
+        gradient = in_memory_order(self.gradient, self.parameter)[part]
+        weights.host = place
+        return dataclasses.replace(
+            self, place=place, offset=part.start, gradient=gradient, weights=weights, state=state
+        )
 
 
 class Twins:
@@ -131,7 +141,7 @@ def _wait(transfers: list[Transfer]) -> None:
 def _close(lanes: Lanes, leaving: list[Transfer]) -> None:
     """Page-locked memory may go only when no copy reads it any more."""
     _wait(leaving)
-    lanes.close()
+    lanes.close(wait=False)
 
 
 def _batches(members: list[tuple[Member, torch.Tensor]]) -> Iterable[list[tuple[Member, torch.Tensor]]]:

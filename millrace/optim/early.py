@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from millrace.errors import StateError
+from millrace.optim.norms import SeenGradient
 from millrace.runtime.grad_scaler import make_grad_scaler_leave_traces
 from millrace.runtime.pending import Unit, watch
 
@@ -37,7 +38,7 @@ class EarlyUpdates:
         self._begin = weakref.WeakMethod(begin)
         self._settings_now = weakref.WeakMethod(settings)
         self._proven = False  # one step was watched, and did nothing to gradients
-        self._watched: dict[Any, tuple[torch.Tensor, int]] = {}  # gradients, as they were when backward ended
+        self._watched: dict[Any, SeenGradient] = {}  # gradients, as they were when backward ended
         self._repeated = False
         self._loaded = False  # a state was loaded after updates in a backward, whose step has not come
         self._own: frozenset[Any] = frozenset()  # the parameters of the optimizer
@@ -61,12 +62,12 @@ class EarlyUpdates:
         self.updated |= dict.fromkeys(begun)
         return begun
 
-    def delivered(self, parameters: Iterable[Any]) -> None:
+    def delivered(self, parameters: Mapping[Any, bool]) -> None:
         """Backward is over, and the gradients are the parameters'."""
         self._look_for_load()
         for parameter in self._own.intersection(parameters):  # blocks may have another optimizer's, too
             self._repeated = self._repeated or parameter in self._watched
-            self._watched[parameter] = (parameter.grad, parameter.grad._version)
+            self._watched[parameter] = SeenGradient(parameter.grad)
         if self._used is None:
             self._used = self._settings()
 
@@ -84,10 +85,7 @@ class EarlyUpdates:
         if self._repeated:
             self._refuse("backward ran again before step(): gradients accumulate, or a GradScaler skipped a step")
         with torch._C.DisableTorchFunctionSubclass():  # which would wait for the updates
-            changed = any(
-                parameter.grad is not gradient or gradient._version != version
-                for parameter, (gradient, version) in self._watched.items()
-            )
+            changed = any(not seen.is_still(parameter.grad) for parameter, seen in self._watched.items())
         if changed:
             self._refuse("gradients were changed after backward (clipping, GradScaler.unscale_, or by hand)")
         if self._used is not None and self._used != self._settings():

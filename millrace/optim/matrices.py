@@ -13,6 +13,7 @@ from millrace.optim.disk_state import DiskState
 from millrace.optim.kernel import Master
 from millrace.optim.optimizer import HostOptimizer
 from millrace.optim.options import Options
+from millrace.optim.update import scaled
 
 __all__ = ["Adafactor", "Muon"]
 
@@ -54,8 +55,7 @@ class _MatrixOptimizer(HostOptimizer):
         gradient = member.gradient.detach()
         if gradient.numel():
             self._not_finite.note(member.step, ~torch.linalg.vector_norm(gradient, torch.inf).isfinite())
-        if scale != 1:
-            gradient = gradient * torch.tensor(scale, dtype=torch.float32)
+        gradient = scaled(gradient, scale)
         # In the shape and layout of the parameter: rows and columns matter here.
         shaped = weights.shaped(exact)
         self._apply(member.group, state, shaped, gradient.to(exact.dtype))

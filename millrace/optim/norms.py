@@ -1,7 +1,8 @@
 """What is the norm of all gradients? That of each is taken when it has come to the host, while backward goes on."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -11,7 +12,19 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from millrace.runtime.grad_scaler import make_grad_scaler_leave_traces
 from millrace.runtime.pending import Unit
 
-__all__ = ["GradientNorms"]
+__all__ = ["GradientNorms", "SeenGradient"]
+
+
+class SeenGradient:
+    """A gradient as it is now. It is not kept alive, and who counts its users does not find this one."""
+
+    def __init__(self, gradient: torch.Tensor) -> None:
+        self._gradient = weakref.ref(gradient)
+        self._version = gradient._version
+
+    def is_still(self, gradient: torch.Tensor | None) -> bool:
+        """Whether `gradient` is that one, and was not written to."""
+        return gradient is not None and self._gradient() is gradient and self._version == gradient._version
 
 
 class GradientNorms:
@@ -24,7 +37,7 @@ class GradientNorms:
         self._run = run
         self._jobs: list[Future[None]] = []
         self._norms: dict[Any, torch.Tensor] = {}
-        self._seen: dict[Any, tuple[torch.Tensor, int]] = {}  # gradients as they were when backward ended
+        self._seen: dict[Any, SeenGradient] = {}  # when backward ended
         self._process = os.getpid()
         make_grad_scaler_leave_traces()
 
@@ -42,13 +55,18 @@ class GradientNorms:
         self._jobs.append(self._run(job))
         return ()
 
-    def delivered(self, parameters: Iterable[Any]) -> None:
+    def delivered(self, parameters: Mapping[Any, bool]) -> None:
         """Backward is over: gradients that change from now on have another norm."""
-        for parameter in parameters:
-            self._seen[parameter] = (parameter.grad, parameter.grad._version)
+        for parameter, complete in parameters.items():
+            self._seen.pop(parameter, None)
+            if complete:
+                self._seen[parameter] = SeenGradient(parameter.grad)
 
-    def total(self, gradients: Mapping[Any, torch.Tensor]) -> torch.Tensor:
-        """The norm of all of them, with the arithmetic of `torch.nn.utils.get_total_norm`."""
+    def total(self, gradients: Mapping[Any, torch.Tensor], shared: Collection[Any]) -> torch.Tensor:
+        """The norm of all of them, with the arithmetic of `torch.nn.utils.get_total_norm`.
+
+        `shared`: parameters whose gradients others have, too, and may have written without a trace.
+        """
         if self._process != os.getpid():  # a fork: jobs of the other process never end here
             self._process = os.getpid()
             self._jobs.clear()
@@ -62,7 +80,9 @@ class GradientNorms:
         norms = {
             id(gradient): norm
             for parameter, gradient in gradients.items()
-            if (norm := self._norms.get(parameter)) is not None and self._unchanged(parameter, gradient)
+            if (norm := self._norms.get(parameter)) is not None
+            and parameter not in shared
+            and self._unchanged(parameter, gradient)
         }
         missing = [tensor for tensor in tensors if id(tensor) not in norms]
         if missing:
@@ -76,4 +96,4 @@ class GradientNorms:
 
     def _unchanged(self, parameter: Any, gradient: torch.Tensor) -> bool:
         seen = self._seen.get(parameter)
-        return seen is not None and seen[0] is gradient and seen[1] == gradient._version
+        return seen is not None and seen.is_still(gradient)

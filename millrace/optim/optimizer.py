@@ -1,7 +1,6 @@
 """What do all optimizers of millrace share? State and update in host memory, and the conventions of torch.optim."""
 
 import contextlib
-import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from millrace.errors import DiskError, StateError
+from millrace.errors import DiskError, LayoutError, StateError
 from millrace.optim.devices import Member, Twins
 from millrace.optim.disk_state import DiskState
 from millrace.optim.early import EarlyUpdates
@@ -20,10 +19,11 @@ from millrace.optim.norms import GradientNorms
 from millrace.optim.not_finite import NotFiniteSteps
 from millrace.optim.options import Options, comparable, snapshot
 from millrace.optim.overlap import Updater, by_unit
-from millrace.optim.refusals import check_gradient, check_one_model
+from millrace.optim.refusals import check_gradient, check_one_model, check_overlap, check_parameter
 from millrace.optim.shares import Shares, fraction_that_fits
-from millrace.optim.weights import FULL, REMAINDER, Weights, in_memory_order
-from millrace.runtime.pending import Unit, watch
+from millrace.optim.weights import FULL, REMAINDER, Weights
+from millrace.runtime.holders import gradient_is_shared
+from millrace.runtime.pending import Pending, Unit, watch
 
 __all__ = ["HostOptimizer"]
 
@@ -65,13 +65,22 @@ class HostOptimizer(Optimizer):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as torch.optim does. Raises ValueError for a parameter that is in it twice, or in another."""
+        """Adds a group, as torch.optim does. Raises ValueError for a parameter that is in it twice, or in another.
+
+        LayoutError for one that is not plain bytes: a DTensor or another subclass, sparse, quantised, on meta.
+        """
         params = param_group["params"] if isinstance(param_group, dict) else None
         if isinstance(params, list | tuple):
             tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
             if len({id(tensor) for tensor in tensors}) < len(tensors):
                 raise ValueError("optimizer contains a parameter group with duplicate parameters; name each one once")
         super().add_param_group(param_group)
+        try:
+            for parameter in self.param_groups[-1]["params"]:
+                check_parameter(self.param_groups, parameter)
+        except LayoutError:
+            self.param_groups.pop()
+            raise
 
     def _perform(self, members: Sequence[Member], scale: float) -> None:
         """Updates the weights of `members`, in host memory. `scale` multiplies their gradients."""
@@ -81,11 +90,15 @@ class HostOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. `closure`, when given, is called once before it; its result is returned.
 
-        Parameters without a gradient are left alone. Raises RuntimeError for sparse or complex gradients, ValueError
-        for parameters of two offloaded models, DiskError when a drive failed before anything was changed, StateError
+        Parameters without a gradient are left alone. Raises RuntimeError for sparse or complex gradients, LayoutError
+        for what is not plain bytes any more, ValueError for parameters of two offloaded models and for `overlap` with
+        none and weights on an accelerator, DiskError when a drive failed before anything was changed, StateError
         when it did so later: then nothing goes on before a state was loaded.
         """
-        check_one_model(self._places())
+        places = self._places()
+        check_one_model(places)
+        if self.overlaps:
+            check_overlap(places, self._options.overlap)
         self._interruption.check()
         loss = None
         if closure is not None:
@@ -96,7 +109,7 @@ class HostOptimizer(Optimizer):
         if self._early is not None:
             self._early.check()
         members = self._members()
-        scale = self._clipping_factor({member.parameter: member.gradient for member in members})
+        scale = self._clipping_factor(members)
         self.last_step_skipped = scale is None
         if scale is None:
             self.skipped_steps += 1
@@ -146,14 +159,16 @@ class HostOptimizer(Optimizer):
     def _update(self, members: list[Member], scale: float) -> None:
         if self.overlaps:
             units, members = by_unit(members)
-            for unit, travelling in units:
-                self._submit(unit, travelling, scale)
+            under_way = [(self._submit(unit, travelling, scale), travelling) for unit, travelling in units]
+            for pending, travelling in under_way:
+                if any(member.shared for member in travelling):
+                    pending.settle()
         if members:
             self._update_now(members, scale)
 
     def _submit(
         self, unit: Unit, members: Sequence[Member], scale: float, arrived: Callable[[], None] | None = None
-    ) -> None:
+    ) -> Pending:
         """Begins the update of parameters of a unit, with the settings that their groups have now."""
         groups = {id(member.group): member.group for member in members}
         snapshots = {key: snapshot(group) for key, group in groups.items()}
@@ -166,7 +181,7 @@ class HostOptimizer(Optimizer):
             if self._early is not None:
                 self._early.performed(member.parameter for member in batch)
 
-        self._updater.submit(unit, members, perform, arrived)
+        return self._updater.submit(unit, members, perform, arrived)
 
     def _begin_early(
         self, unit: Unit, gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]
@@ -222,21 +237,9 @@ class HostOptimizer(Optimizer):
             elif border == 0:
                 on_device.append(member)
             else:
-                place = in_memory_order(member.parameter, member.parameter)
-                gradient = in_memory_order(member.gradient, member.parameter)
                 states = shares.split(member.parameter, member.state)
                 for side, part, list_of_side in ((0, slice(0, border), on_host), (1, slice(border, None), on_device)):
-                    weights = self._weights_of(member.parameter, side)
-                    weights.host = place[part]
-                    piece = dataclasses.replace(
-                        member,
-                        place=place[part],
-                        offset=part.start,
-                        gradient=gradient[part],
-                        weights=weights,
-                        state=states[side],
-                    )
-                    list_of_side.append(piece)
+                    list_of_side.append(member.piece(part, self._weights_of(member.parameter, side), states[side]))
         return on_host, on_device
 
     def _state_bytes(self) -> int:
@@ -254,9 +257,8 @@ class HostOptimizer(Optimizer):
         members = []
         for parameter, (index, group) in self._places().items():
             with torch._C.DisableTorchFunctionSubclass():  # another optimizer may be updating others beside it
-                gradient = parameter.grad
-            if gradient is not None and parameter not in updated:
-                members.append(self._member(index, group, parameter, gradient))
+                if parameter.grad is not None and parameter not in updated:
+                    members.append(self._member(index, group, parameter))
         return members
 
     def _places(self) -> dict[torch.Tensor, tuple[int, dict[str, Any]]]:
@@ -264,20 +266,26 @@ class HostOptimizer(Optimizer):
         pairs = ((group, parameter) for group in self.param_groups for parameter in group["params"])
         return {parameter: (index, group) for index, (group, parameter) in enumerate(pairs)}
 
-    def _member(self, index: int, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor) -> Member:
-        check_gradient(type(self).__name__, index, parameter, gradient)
+    def _member(self, index: int, group: dict[str, Any], parameter: Any, gradient: Any = None) -> Member:
+        """A parameter and the gradient to update it with; None: its own."""
+        weights = self._weights_of(parameter)
+        check_gradient(type(self).__name__, index, parameter, parameter.grad if gradient is None else gradient)
+        asks = gradient is None and (self.overlaps or self._norms is not None)
+        shared = asks and gradient_is_shared(parameter)  # before this has it, too
         return Member(
             index=index,
             group=group,
             parameter=parameter,
             place=parameter.detach(),
             step=self._not_finite.number,
-            weights=self._weights_of(parameter),
+            weights=weights,
             state=self.entries[parameter],
-            gradient=gradient,
+            gradient=parameter.grad if gradient is None else gradient,
+            shared=shared,
         )
 
     def _weights_of(self, parameter: torch.Tensor, side: int = 0) -> Weights:
+        check_parameter(self.param_groups, parameter)
         weights = self._weights.get((parameter, side))
         if weights is not None and not weights.fit:
             self._follow(parameter, weights)
@@ -302,12 +310,13 @@ class HostOptimizer(Optimizer):
         # Copies: what is only shown here rests in the form that the parameter had.
         state.update({name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)})
 
-    def _clipping_factor(self, gradients: dict[torch.Tensor, torch.Tensor]) -> float | None:
+    def _clipping_factor(self, members: Sequence[Member]) -> float | None:
         """The factor for all gradients, by the arithmetic of torch.nn.utils.clip_grad_norm_; None: skip this step."""
         limit = self._options.max_grad_norm
-        if limit is None or self._norms is None or not gradients:
+        if limit is None or self._norms is None or not members:
             return 1.0
-        norm = self._norms.total(gradients)
+        gradients = {member.parameter: member.gradient for member in members}
+        norm = self._norms.total(gradients, {member.parameter for member in members if member.shared})
         self.last_grad_norm = float(norm)
         if not math.isfinite(self.last_grad_norm):
             return None

@@ -31,7 +31,7 @@ class Updater:
         members: Sequence[Member],
         perform: Callable[[Sequence[Member]], None],
         arrived: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> Pending:
         """Performs the update of parameters of `unit`, when `arrived` has returned. Never blocks.
 
         The gradients are let go of at its end. If it fails, they are the parameters' again.
@@ -49,6 +49,7 @@ class Updater:
         pending = Pending(self.run(job), lambda: _give_back(held))
         unit.updates.append(pending)
         self._under_way.append(pending)
+        return pending
 
     def run(self, job: Callable[[], None]) -> "Future[None]":
         """Calls `job` on the thread, after what was submitted before. Never blocks."""
@@ -90,7 +91,10 @@ class Updater:
 
 
 def by_unit(members: Iterable[Member]) -> tuple[list[tuple[Unit, list[Member]]], list[Member]]:
-    """Members that travel with others, by what they travel in and in the order of its next use; and the other ones."""
+    """Members that travel with others, by what they travel in and in the order of its next use; and the other ones.
+
+    First come those with gradients that others have, too: `step()` waits for them.
+    """
     units: dict[int, tuple[Unit, list[Member]]] = {}
     alone = []
     for member in members:
@@ -99,7 +103,11 @@ def by_unit(members: Iterable[Member]) -> tuple[list[tuple[Unit, list[Member]]],
             alone.append(member)
         else:
             units.setdefault(id(unit), (unit, []))[1].append(member)
-    return sorted(units.values(), key=lambda entry: entry[0].order), alone
+
+    def turn(entry: tuple[Unit, list[Member]]) -> tuple[bool, int]:
+        return not any(member.shared for member in entry[1]), entry[0].order
+
+    return sorted(units.values(), key=turn), alone
 
 
 def _give_back(members: list[Member]) -> None:

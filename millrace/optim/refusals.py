@@ -1,12 +1,78 @@
-"""Which parameters and gradients does no optimizer of millrace take?"""
+"""Which parameters, gradients and states does no optimizer of millrace take? Those that are not plain bytes, too."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
+from millrace.errors import LayoutError
 from millrace.runtime.pending import name_of, unit_of
 
-__all__ = ["check_gradient", "check_one_model"]
+__all__ = ["check_bytes", "check_gradient", "check_one_model", "check_overlap", "check_parameter"]
+
+_data: Any = torch._C.TensorBase.data  # of a managed parameter, too, which notices when its own `data` is handed out
+
+
+def check_overlap(parameters: Iterable[torch.Tensor], overlap: str) -> None:
+    """Raises ValueError for a plain model on an accelerator: nothing there would wait for an update beside its passes.
+
+    Not at construction: the model may still be offloaded before the first step.
+    """
+    parameters = list(parameters)
+    if any(unit_of(parameter) is not None for parameter in parameters):
+        return
+    for index, parameter in enumerate(parameters):
+        if parameter.device.type != "cpu":
+            raise ValueError(
+                f"overlap={overlap!r} runs updates beside passes over an offloaded model, whose loads wait for them;"
+                f" parameter {index} of shape {tuple(parameter.shape)} lives on {parameter.device}, and a plain model"
+                ' reads it there at any time: leave overlap at "none", or give the model to millrace.offload() first'
+            )
+
+
+def check_bytes(tensor: torch.Tensor, what: Callable[[], str]) -> None:
+    """Raises LayoutError where a tensor's values are not the bytes that its address and strides tell of."""
+    with torch._C.DisableTorchFunctionSubclass():
+        reason = _why_not_bytes(tensor)
+    if reason is not None:
+        raise LayoutError(f"{what()} cannot be updated in host memory: {reason}")
+
+
+def check_parameter(groups: Iterable[dict[str, Any]], parameter: torch.Tensor) -> None:
+    """Raises LayoutError for a parameter of `groups` that is not plain bytes."""
+    check_bytes(parameter, lambda: _described(groups, parameter))
+
+
+def _described(groups: Iterable[dict[str, Any]], parameter: torch.Tensor) -> str:
+    index = 0
+    for group in groups:
+        for place, held in enumerate(group["params"]):
+            if held is parameter:
+                return f"parameter {index}" + (f", {group['param_names'][place]!r}," if "param_names" in group else "")
+            index += 1
+    raise ValueError("a parameter of no group")
+
+
+def _why_not_bytes(tensor: torch.Tensor) -> str | None:
+    if torch.nn.parameter.is_lazy(tensor):
+        return "it is not initialised yet; run the lazy module once before"
+    kind = type(_data.__get__(tensor))
+    if kind is not torch.Tensor:
+        return (
+            f"it is a {kind.__name__}, which is more than the bytes at its address; use an optimizer of torch.optim for"
+            " it, or plain tensors (of a DTensor: to_local())"
+        )
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return f"its layout is {'nested' if tensor.is_nested else tensor.layout}; make it dense, as with to_dense()"
+    if tensor.is_quantized:
+        return f"its dtype {tensor.dtype} is quantised; call dequantize() on it"
+    if tensor.device.type == "meta":
+        return "it is on the meta device and has no bytes; load the weights first"
+    if tensor.is_neg() or tensor.is_conj():
+        return "its bytes are to be read with another sign; call resolve_neg() or resolve_conj() on it"
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        return f"its storage of {tensor.nbytes} bytes was freed (resized to 0); bring them back before step()"
+    return None
 
 
 def check_one_model(parameters: Iterable[torch.Tensor]) -> None:
@@ -27,7 +93,7 @@ def check_one_model(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def check_gradient(optimizer: str, index: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Raises RuntimeError for a gradient that is not dense or not real."""
+    """Raises RuntimeError for a gradient that is not dense or not real, LayoutError for one that is not plain bytes."""
     what = f"parameter {index} of shape {tuple(parameter.shape)} has one"
     if gradient.layout != torch.strided:
         raise RuntimeError(
@@ -38,3 +104,4 @@ def check_gradient(optimizer: str, index: int, parameter: torch.Tensor, gradient
             f"{optimizer} does not support {gradient.dtype} gradients: {what}; optimize"
             " torch.view_as_real of the parameter"
         )
+    check_bytes(gradient, lambda: f"the gradient of parameter {index} of shape {tuple(parameter.shape)}")

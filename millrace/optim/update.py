@@ -11,7 +11,7 @@ from millrace.optim.eight_bit import RECORD_BYTES, RUN_ELEMENTS
 from millrace.optim.kernel import CHUNK_ELEMENTS, Master, Number, Task
 from millrace.optim.rules import ElementRule
 
-__all__ = ["Update", "perform"]
+__all__ = ["Update", "perform", "scaled"]
 
 _NUMBERS = {torch.float32: Number.FLOAT32, torch.bfloat16: Number.BFLOAT16, torch.float16: Number.FLOAT16}
 _STATE_NUMBERS = {torch.float32: Number.FLOAT32, torch.bfloat16: Number.BFLOAT16, torch.uint8: Number.EIGHT_BIT}
@@ -62,6 +62,14 @@ def perform(updates: Sequence[Update], gradient_scale: float, *, native: bool | 
     others = [update for update in updates if not (use_kernel and _fits_kernel(update))]
     if others:
         _perform_in_torch(others, gradient_scale)
+
+
+def scaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
+    """`gradient * scale` with the arithmetic of `torch.nn.utils.clip_grad_norm_`; itself where that changes nothing."""
+    if scale == 1:
+        return gradient
+    dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+    return gradient * torch.tensor(scale, dtype=dtype)
 
 
 def _fits_kernel(update: Update) -> bool:
@@ -150,9 +158,7 @@ def _chunk_in_torch(update: Update, part: slice, gradient_scale: float) -> None:
     master = None if update.master is None else update.master[part]
     exact = narrow.join(weight, master, update.form)
     gradient = update.gradient[part]
-    if gradient_scale != 1:
-        gradient = gradient * torch.tensor(gradient_scale, dtype=torch.float32)
-    gradient = gradient.to(exact.dtype)
+    gradient = scaled(gradient, gradient_scale).to(exact.dtype)
     finite = torch.linalg.vector_norm(gradient, torch.inf).isfinite()  # takes no memory, unlike isfinite of it
     if finite.device.type != "cpu":
         update.not_finite = ~finite | update.not_finite

@@ -12,6 +12,7 @@ import torch
 
 from millrace.optim import eight_bit, kernel
 from millrace.optim.kernel import Master
+from millrace.optim.refusals import check_bytes
 
 __all__ = ["FULL", "REMAINDER", "Weights", "in_memory_order"]
 
@@ -171,6 +172,7 @@ class Weights:
         """A loaded state as one that can be updated in place; None when it is none of ours (another dtype or shape)."""
         if not isinstance(value, torch.Tensor) or value.dtype != dtype:
             return None
+        check_bytes(value, lambda: f"a state of a parameter of shape {tuple(self._shape)}")
         if dtype == torch.uint8:
             whole = eight_bit.is_record(value, self.host.numel())
             return value.to(self.host.device).contiguous() if whole else None

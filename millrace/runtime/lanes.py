@@ -58,6 +58,8 @@ class LateTransfer:
     """Copies that another thread submits in time. Stands where a Transfer does: asking for its begin or end waits until
     there is one, and raises what kept it from being submitted."""
 
+    copies: tuple[Copy, ...] = ()  # it keeps none itself
+
     def __init__(self, lane: Lane, nbytes: int, submitted: "Future[Transfer]") -> None:
         self.lane = lane
         self.nbytes = nbytes
@@ -120,9 +122,9 @@ class Lanes(ABC):
 
         return self._host.submit(ordered)
 
-    def close(self) -> None:
-        """Ends the threads of the lanes, when their work is done."""
-        self._host.shutdown(wait=True)
+    def close(self, *, wait: bool = True) -> None:
+        """Ends the threads of the lanes, when their work is done. `wait`: until then; see `OneThread.shutdown`."""
+        self._host.shutdown(wait=wait)
 
 
 def open_lanes(device: torch.device) -> Lanes:
@@ -253,7 +255,7 @@ class _ThreadLanes(Lanes):
     def seconds_to_host(self, begin: Tick, moment: float) -> float:
         return self.seconds(begin, moment)
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         for thread in self._threads.values():
-            thread.shutdown(wait=True)
-        super().close()
+            thread.shutdown(wait=wait)
+        super().close(wait=wait)

@@ -31,6 +31,10 @@ class Pending:
         """Whether waiting would neither take any time nor raise."""
         return self._job.done() and (self._told or self._job.exception() is None)
 
+    def settle(self) -> None:
+        """The host waits until it has ended; what failed in it is for whoever waits."""
+        self._job.exception()
+
     def wait(self) -> None:
         """The host waits for the update."""
         error = self._job.exception()
@@ -70,8 +74,11 @@ class Watcher(Protocol):
         Returns the parameters whose update the watcher has begun, without waiting for a step.
         """
 
-    def delivered(self, parameters: Iterable[Any]) -> None:
-        """Backward is over, and the gradients that it brought are the `grad` of these parameters."""
+    def delivered(self, parameters: Mapping[Any, bool]) -> None:
+        """Backward is over, and the gradients that it brought are the `grad` of these parameters.
+
+        True for a parameter that `complete` was told of in this backward.
+        """
 
 
 class Unit(Protocol):

@@ -54,7 +54,11 @@ class Job(Future[T]):
 
 
 class OneThread(ThreadPoolExecutor):
-    """Runs jobs in the order of their submission, on one thread, which runs already: no job can start a second one."""
+    """Runs jobs in the order of their submission, on one thread, which runs already: no job can start a second one.
+
+    A destructor ends it by `shutdown(wait=False)`: the garbage collector may come while another thread begins or ends,
+    which holds a lock of `threading` that waiting for a thread takes too. At exit it is waited for in any case.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(1, thread_name_prefix=name)

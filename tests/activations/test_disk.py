@@ -1,5 +1,7 @@
 """Are activations that rest on disk exact, with little host memory, and does a fault of the disk show?"""
 
+import errno
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ from torch import Tensor, nn
 
 import millrace
 from millrace.memory.disk import DiskStore
-from tests.activations.models import SAVED_BYTES, Stack, assert_same, rows, step
+from millrace.memory.ledger import Tier
+from tests.activations.models import SAVED_BYTES, Stack, assert_same, results, rows, step
 from tests.activations.test_orders import ORDERS, Script
 from tests.matrix.compare import budget_bytes, to_device, train, weight_bytes
 from tests.matrix.models import CASES, Case
@@ -124,6 +127,95 @@ def test_a_fault_of_the_disk_is_raised(compute_device: torch.device, tmp_path: P
             with pytest.raises(millrace.DiskError, match="the drive is gone"):
                 step(model, rows(compute_device))
         assert_same(step(model, rows(compute_device)), expected)
+
+
+def test_after_a_full_disk_all_is_as_before(compute_device: torch.device, tmp_path: Path, monkeypatch: Any) -> None:
+    """Each step on a full disk raises; the first one after it is right, and nothing is held for those that failed."""
+
+    def full(self: DiskStore, *_: Any) -> None:
+        raise millrace.DiskError(errno.ENOSPC, "no space is left")
+
+    model = Stack(12).to(compute_device)
+    expected = step(model, rows(compute_device))
+    settings: dict[str, Any] = {"min_bytes": 0, "device_memory": 0, "tier": "disk", "host_memory": HOST_BYTES}
+    with millrace.offload_activations(model, **settings, disk=tmp_path) as handle:
+        for _ in range(2):
+            with monkeypatch.context() as patch:
+                patch.setattr(DiskStore, "_write_piece", full)
+                for _ in range(2):
+                    with pytest.raises(millrace.DiskError, match="no space is left"):
+                        step(model, rows(compute_device))
+            for _ in range(2):
+                assert_same(step(model, rows(compute_device)), expected)
+            assert handle.stats().host_held_bytes == 0
+            assert handle._ledger.held_bytes(Tier.DEVICE, "activations") == 0
+        assert handle.stats().spill_bytes > 0
+
+
+def test_what_the_disk_did_not_take_is_used_from_the_host(
+    compute_device: torch.device, tmp_path: Path, monkeypatch: Any
+) -> None:
+    may_write = threading.Event()
+
+    def full(self: DiskStore, *_: Any) -> None:
+        may_write.wait()
+        raise millrace.DiskError(errno.ENOSPC, "no space is left")
+
+    model, x = Stack(2).to(compute_device), rows(compute_device)
+    expected = step(model, x)
+    model.zero_grad()
+    with millrace.offload_activations(model, min_bytes=0, all_leave=True, tier="disk", disk=tmp_path) as handle:
+        monkeypatch.setattr(DiskStore, "_write_piece", full)
+        try:
+            loss = model(x).square().sum()
+        finally:
+            may_write.set()
+        with pytest.raises(millrace.DiskError, match="no space is left"):
+            handle._store.synchronize()  # type: ignore[union-attr]
+        handle._stash.between_moves(lambda: None)  # what a destructor raises is lost, so it does not hear of it
+        with pytest.raises(millrace.DiskError, match="no space is left"):
+            handle.stats()
+        monkeypatch.undo()
+        loss.backward()
+        assert_same(results(model, loss), expected)
+
+
+class DropsOne(nn.Module):
+    """One value that is saved is dropped within the forward, between two that backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        assert y.exp().mean().item() > 0
+        return torch.tanh(y)
+
+
+def test_what_nobody_needs_is_not_asked_of_the_disk(
+    compute_device: torch.device, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Its write is under way still when backward begins, so that it is known of."""
+    model = DropsOne().to(compute_device)
+    expected = step(model, rows(compute_device))
+    may_write = threading.Event()
+    write_piece = DiskStore._write_piece
+
+    def late(self: DiskStore, *args: Any) -> None:
+        may_write.wait()
+        write_piece(self, *args)
+
+    monkeypatch.setattr(DiskStore, "_write_piece", late)
+    with millrace.offload_activations(model, min_bytes=0, all_leave=True, tier="disk", disk=tmp_path) as handle:
+        try:
+            assert_same(step(model, rows(compute_device)), expected)
+        finally:
+            may_write.set()
+        for _ in range(2):
+            assert_same(step(model, rows(compute_device)), expected)
+        assert handle.stats().spill_bytes > 0
+        assert handle.stats().host_held_bytes == 0
 
 
 def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:

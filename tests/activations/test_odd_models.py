@@ -204,3 +204,42 @@ def test_several_streams(emu_device: ModuleType, budget: int) -> None:
 
     check(on_two_streams, torch.device("emu", 0), budget)
     assert emu_device.take_reports() == []
+
+
+def test_a_value_that_is_dropped(compute_device: torch.device) -> None:
+    """Logging in grad mode: what it saved is given up, and then saved again by what comes after it."""
+    metrics: list[float] = []
+
+    def logged(x: Tensor) -> Tensor:
+        y = x * 2
+        metrics.append(y.pow(2).mean().item())
+        return y * y.sin()
+
+    model = Between(logged).to(compute_device)
+    plain = step(model, rows(compute_device))
+    expected = list(metrics)
+    for settings in ({"device_memory": 0}, {}, {"all_leave": True}):
+        with millrace.offload_activations(model, min_bytes=0, **settings) as handle:
+            for _ in range(3):
+                metrics.clear()
+                assert_same(step(model, rows(compute_device)), plain)
+                assert metrics == expected
+            assert handle.stats().offload_bytes > 0
+            assert handle.stats().host_held_bytes == 0
+
+
+def test_what_is_dropped_counts_alike_in_every_forward(compute_device: torch.device) -> None:
+    """Recorded or planned: the plan fits, and what the host has of it is free when backward is over."""
+
+    def logged(x: Tensor) -> Tensor:
+        y = x * x.sin()
+        y.cos().sum().item()
+        return y.tanh() * y
+
+    model = Between(logged).to(compute_device)
+    with millrace.offload_activations(model, min_bytes=0, device_memory=4 * SAVED_BYTES) as handle:
+        for count in (ROWS, ROWS, ROWS, 2 * ROWS, 3 * ROWS, 4 * ROWS):
+            step(model, rows(compute_device, count=count))
+            assert handle.stats().host_held_bytes == 0
+        assert handle.stats().offload_bytes > 0
+        assert handle.stats().similar_forwards == 3

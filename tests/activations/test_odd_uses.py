@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import millrace
-from tests.activations.models import Layer, Stack, assert_same, results, rows, step
+from tests.activations.models import SAVED_BYTES, Layer, Stack, assert_same, results, rows, step
 from tests.activations.test_odd_models import Between
-from tests.matrix.compare import same
+from tests.matrix.compare import same, weight_bytes
 
 EVERYTHING: dict[str, Any] = {"min_bytes": 0, "device_memory": 0}
+LAYERS = 8
 
 
 class WritesToWhatItSaved(torch.autograd.Function):
@@ -202,3 +204,61 @@ def test_settings_of_a_wrong_kind_are_named(settings: dict[str, Any], text: str)
     with pytest.raises((TypeError, ValueError), match=text):
         millrace.offload_activations(model, **settings)
     assert type(model) is Stack
+
+
+@pytest.mark.parametrize("with_weights", [False, True])
+def test_a_forward_inside_of_a_backward_leaves_too(with_weights: bool, compute_device: torch.device) -> None:
+    """Losses over large batches are computed so: the model's forwards and backwards are in a hook of the loss."""
+
+    def cached(model: nn.Module) -> list[Tensor]:
+        model.zero_grad()
+        parts = [rows(compute_device, seed) for seed in range(3)]
+        loss = torch.ones((), device=compute_device, requires_grad=True)
+
+        def go_through_parts(gradient: Tensor) -> None:
+            with torch.enable_grad():
+                for part in parts:
+                    (model(part).square().sum() * gradient).backward()
+
+        loss.register_hook(go_through_parts)
+        (loss * 2).backward()
+        return results(model)
+
+    expected = cached(Stack(LAYERS).to(compute_device))
+    model = Stack(LAYERS)
+    if with_weights:
+        handle = millrace.offload(
+            model, device=compute_device, device_memory=weight_bytes(model) // 2, activations=EVERYTHING
+        )
+        activations = handle.activations
+    else:
+        activations = handle = millrace.offload_activations(model.to(compute_device), **EVERYTHING)
+    assert activations is not None
+    with handle:
+        for _ in range(3):
+            activations.reset_stats()
+            assert_same(cached(model), expected)
+        stats = activations.stats()
+        assert stats.planned_forwards == 3
+        assert stats.offload_bytes >= 3 * (LAYERS - 2) * SAVED_BYTES
+        assert stats.onload_bytes == stats.offload_bytes
+        assert stats.host_held_bytes == 0
+
+
+def test_a_checkpoint_around_the_whole_model(compute_device: torch.device) -> None:
+    """One that is not reentrant has hooks of its own on top; what the other one computes again may leave."""
+
+    def checkpointed(model: nn.Module, reentrant: bool) -> list[Tensor]:
+        model.zero_grad()
+        loss = checkpoint(model, rows(compute_device), use_reentrant=reentrant).square().sum()  # type: ignore[union-attr]
+        loss.backward()
+        return results(model, loss)
+
+    model = Stack(LAYERS).to(compute_device)
+    for reentrant in (True, False):
+        expected = checkpointed(model, reentrant)
+        with millrace.offload_activations(model, **EVERYTHING) as handle:
+            for _ in range(3):
+                assert_same(checkpointed(model, reentrant), expected)
+            assert (handle.stats().offload_bytes > 0) == reentrant
+            assert handle.stats().host_held_bytes == 0

@@ -1,8 +1,10 @@
 """May forwards and backwards come in any number and order, break off, and be looked at?"""
 
 import copy
+import gc
 import io
 import pickle
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import millrace
-from tests.activations.models import Layer, Stack, assert_same, results, rows, step
+from tests.activations.models import SAVED_BYTES, Layer, Stack, assert_same, results, rows, step
 
 Script = Callable[[nn.Module, torch.device, int], list[Tensor]]
 
@@ -319,3 +321,94 @@ def test_host_memory_is_kept_to(compute_device: torch.device) -> None:
         pytest.raises(millrace.BudgetError, match="activations need"),
     ):
         step(model, rows(compute_device))
+
+
+def test_a_backward_inside_of_the_forward(compute_device: torch.device) -> None:
+    """It uses what the last layer uses too, for which the plan sends for what the forward has not saved yet."""
+
+    class Penalised(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            first = torch.tanh(x * 2)
+            torch.autograd.backward(first.sin().sum(), retain_graph=True)
+            return super().forward(first) * first
+
+    model = Penalised().to(compute_device)
+    expected = step(model, rows(compute_device))
+    for budget in (None, 0, 5 * SAVED_BYTES):
+        with millrace.offload_activations(model, min_bytes=0, device_memory=budget, all_leave=budget is None) as handle:
+            for _ in range(5):
+                assert_same(step(model, rows(compute_device)), expected)
+            assert handle.stats().offloads > 0
+            assert handle.stats().host_held_bytes == 0
+
+
+def test_the_collector_ends_a_backward_in_the_middle_of_a_move(compute_device: torch.device) -> None:
+    """One that raised, and that somebody kept in a cycle: what it brought back goes after the move."""
+    model = Stack().to(compute_device)
+    expected = step(model, rows(compute_device))
+    with millrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
+        for _ in range(3):
+            step(model, rows(compute_device))
+        kept = loss_of(model, compute_device, 0)
+        stash = handle._stash
+        seen: list[str] = []
+
+        def end() -> None:
+            seen.append("ended")
+
+        def move() -> None:
+            stash.between_moves(end)
+            assert not seen
+
+        stash.guard(move)
+        model.zero_grad()
+        kept.backward()
+        assert seen == ["ended"]
+        assert_same(results(model, kept), expected)
+
+
+def test_the_collector_waits_for_no_thread(compute_device: torch.device) -> None:
+    """It may come while a thread begins, in the midst of what waiting for another one would wait for."""
+    model, may_end = Stack(2).to(compute_device), threading.Event()
+    try:
+        with millrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
+            step(model, rows(compute_device))
+            lanes = handle._lanes
+        job = lanes.run(may_end.wait, lanes.mark())
+        kept = [handle]
+        del handle
+
+        def collect() -> None:
+            kept.clear()
+            gc.collect()
+
+        collecting = threading.Thread(target=collect, daemon=True)
+        collecting.start()
+        collecting.join(5)
+        assert not collecting.is_alive()
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            lanes.run(may_end.wait, lanes.mark())
+        assert not job.done()
+    finally:
+        may_end.set()
+    job.result()
+
+
+def test_a_destructor_does_not_wait_for_a_move(compute_device: torch.device) -> None:
+    """The collector may run it on a thread that the move waits for: one that reads or writes."""
+    model = Stack().to(compute_device)
+    expected = step(model, rows(compute_device))
+    with millrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
+        stash = handle._stash
+        seen: list[str] = []
+        thread = threading.Thread(target=lambda: stash.between_moves(lambda: seen.append("ended")), daemon=True)
+
+        def move() -> None:
+            thread.start()
+            thread.join(5)
+            assert not thread.is_alive()
+            assert not seen
+
+        stash.guard(move)
+        assert_same(step(model, rows(compute_device)), expected)
+        assert seen == ["ended"]

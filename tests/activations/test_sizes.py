@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import millrace
+from millrace.activations import book as book_module
 from tests.activations.models import SAVED_BYTES, Layer, Stack, assert_same, results, rows
 from tests.matrix.compare import allocated_bytes, is_counted
 
@@ -146,3 +147,49 @@ def test_settings_hold_for_any_size(
     if is_counted(compute_device):
         assert least_share * saved_bytes <= stats.offload_bytes <= most_share * saved_bytes
         assert disk is None or stats.host_peak_bytes <= 640 << 10
+
+
+class First(nn.Module):
+    """Takes any number of inputs, and uses the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, *parts: Tensor) -> Tensor:
+        return torch.tanh(parts[0] * self.scale).square().sum()
+
+
+def gradients(model: nn.Module, count: int) -> list[Tensor]:
+    """The gradients of `count` forwards, each with one input more than the one before; all before any backward."""
+    inputs = [[torch.full((4, 4), 0.1 * index, requires_grad=True)] * index for index in range(1, count + 1)]
+    for loss in [model(*parts) for parts in inputs]:
+        loss.backward()
+    return [parts[0].grad for parts in inputs if parts[0].grad is not None]
+
+
+def test_kinds_of_inputs_that_never_come_again_are_forgotten() -> None:
+    expected = gradients(First(), 80)
+    with millrace.offload_activations(model := First(), min_bytes=1) as handle:
+        found = gradients(model, 80)
+        book = handle._passes.book
+        assert len(book._known) <= 64
+        assert len(book._similar) <= 64
+        assert handle.stats().offload_bytes > 0
+    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+
+
+def test_a_planner_that_fails_is_named_once_and_does_not_fail_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(problem: object) -> None:
+        raise IndexError("no such choice")
+
+    expected = gradients(First(), 3)
+    monkeypatch.setattr(book_module, "plan_activations", fails)
+    with (
+        millrace.offload_activations(model := First(), min_bytes=1) as handle,
+        pytest.warns(RuntimeWarning, match="planner of activations failed.*IndexError: no such choice") as told,
+    ):
+        found = gradients(model, 3)
+    assert len(told) == 1
+    assert handle.plan is None
+    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))

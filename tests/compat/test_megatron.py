@@ -272,6 +272,19 @@ def test_dummy_step_makes_state_and_changes_nothing(emu_device: ModuleType) -> N
     assert_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+def test_updates_beside_passes_are_refused(emu_device: ModuleType, overlap: str) -> None:
+    """The model is a plain one: its forward would read weights while they are updated."""
+    ours = on_device(parameters(shapes=SHAPES))
+    before = copies(ours)
+    optimizer = hybrid(ours, overlap=overlap)
+    give_gradients(ours, copies([weight.cpu() for weight in ours]), 0)
+    with pytest.raises(ValueError, match=rf"overlap='{overlap}' .*parameter 0 .* lives on emu.* overlap at \"none\""):
+        optimizer.step()
+    assert_equal(ours, before)
+    assert not optimizer.state
+
+
 @pytest.mark.parametrize("fraction", [-1, 1.5, float("nan"), True])
 def test_fractions_are_checked(fraction: Any) -> None:
     with pytest.raises(ValueError, match="offload_fraction"):

@@ -133,7 +133,8 @@ def test_the_model_keeps_its_names_and_its_attributes(device: torch.device):
     attributes = set(vars(model))
     enable_offload(model, model.transformer_blocks)
     forward(model, device)
-    assert {name for name in vars(model) if not name.startswith("_")} <= attributes
+    methods = {"compile", "zero_grad"}  # which the model has as before
+    assert {name for name in vars(model) if not name.startswith("_")} - methods <= attributes
     assert model.state_dict().keys() == plain.state_dict().keys()
     for name, tensor in plain.state_dict().items():
         assert torch.equal(model.state_dict()[name].cpu(), tensor), name

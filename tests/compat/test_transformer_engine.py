@@ -188,7 +188,6 @@ def test_sync_belongs_behind_the_context(device: torch.device) -> None:
         ({"cpu_offloading_num_layers": 8}, "0 to 7"),
         ({"cpu_offloading_num_layers": -1}, "0 to 7"),
         ({"cuda_graph_impl": "local"}, "cuda_graph_impl"),
-        ({"fine_grained_activation_offloading": True}, "modules="),
         ({"cpu_offloading_activations": False}, "nothing to do"),
     ],
 )
@@ -196,6 +195,12 @@ def test_configs_that_are_refused(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         CPUOffloadConfig(num_layers=8, cpu_offloading=True, **settings)
     CPUOffloadConfig(num_layers=8, **settings)  # off: nothing is checked
+
+
+@pytest.mark.parametrize("cpu_offloading", [False, True])
+def test_what_leaves_by_module_is_refused(cpu_offloading: bool) -> None:
+    with pytest.raises(ValueError, match="modules="):
+        CPUOffloadConfig(num_layers=8, cpu_offloading=cpu_offloading, fine_grained_activation_offloading=True)
 
 
 def test_configs_of_the_original_pages() -> None:

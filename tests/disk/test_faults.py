@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,27 @@ def test_after_a_failed_write_other_bytes_are_sound_and_the_same_range_mends_it(
     store.read(extent, seen).synchronize()
     assert torch.equal(seen, source)
     store.synchronize()
+
+
+def test_a_failed_write_that_is_remembered_does_not_hold_what_its_callers_held(
+    store: DiskStore, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extent, source = store.allocate("layers.0", PAGE, "weights"), memory(PAGE)
+
+    def wait() -> weakref.ref[torch.Tensor]:
+        held = torch.ones(3)
+        try:
+            store.write(extent, source).synchronize()
+        except OSError:
+            return weakref.ref(held)
+        raise AssertionError("no fault")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DirectFile, "write", _refuse)
+        assert wait()() is None
+    with pytest.raises(OSError, match="No space left"):
+        store.synchronize()
+    store.write(extent, source).synchronize()
 
 
 def test_pages_that_did_not_reach_the_disk_are_brought_there_by_the_next_hand_over(

@@ -279,7 +279,7 @@ def test_thousands_of_mappings_need_no_descriptors(store: DiskStore) -> None:
     mappings = [store.mapping(store.allocate(f"w{n}", 100, "weights")) for n in range(2000)]
     for number, mapping in enumerate(mappings):
         mapping.fill_(number % 251)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     store.synchronize()
     assert all(mapping.eq(number % 251).all() for number, mapping in enumerate(mappings))
 

@@ -204,3 +204,31 @@ def test_writes_to_memory_of_a_checkpoint_before_offload_are_kept(
             assert handle.stats().fetch_bytes > weight_bytes(plain)
             assert 0 < handle.stats().disk_bytes < weight_bytes(plain)  # what was not written to stays there
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_activations_that_find_no_room_beside_weights_stay(
+    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, tier: str
+):
+    """Weights and gradients leave them more than their share of host memory, but less than they take."""
+
+    def batch() -> torch.Tensor:
+        return tokens.repeat(64, 4)
+
+    plain = train(build().to(compute_device), batch().to(compute_device))
+    model = build()
+    host_bytes = 3 * weight_bytes(model)
+    with millrace.offload(
+        model,
+        device=compute_device,
+        device_memory=weight_bytes(model) // 3,
+        host_memory=host_bytes,
+        disk=tmp_path,
+        activations={"min_bytes": 4096, "tier": tier},
+    ) as handle:
+        assert_equal(train(model, batch()), plain)
+        stats = handle.stats()
+        assert handle.activations is not None
+        assert handle.activations.stats().offload_bytes > 0
+        assert 2 * weight_bytes(model) < stats.host_peak_bytes <= host_bytes
+        assert stats.fetch_bytes == 0  # no weights are on disk

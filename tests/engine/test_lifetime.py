@@ -3,6 +3,7 @@
 import gc
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -40,6 +41,51 @@ def test_remove_gives_everything_back_but_the_weights(compute_device, tokens):
     del model
     gc.collect()
     assert ledger.held_bytes(Tier.HOST) == 0
+
+
+KEPT: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tensor": lambda gradient: gradient,
+    "view": lambda gradient: gradient[1:],
+    "numpy": lambda gradient: gradient.numpy(),
+    "dlpack": torch.from_dlpack,
+    "storage": lambda gradient: gradient.untyped_storage(),
+    "part of a storage": lambda gradient: gradient.untyped_storage()[:64],
+    "graph": lambda gradient: (torch.ones_like(gradient, requires_grad=True) * gradient).grad_fn,
+}
+
+
+def contents(kept: Any) -> bytes:
+    if isinstance(kept, torch.UntypedStorage):
+        return bytes(kept.tolist())
+    if isinstance(kept, torch.autograd.graph.Node):
+        kept = kept._saved_other  # type: ignore[attr-defined]
+    return (kept.numpy() if isinstance(kept, torch.Tensor) else kept).tobytes()
+
+
+@pytest.mark.parametrize("way", list(KEPT))
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_gradient_that_is_kept_is_not_written_over(way, tier, tokens, tmp_path):
+    """And its memory is used again when it is kept no longer."""
+    model = Decoder()
+    room = {"disk": tmp_path, "host_memory": 48 * 1024} if tier == "disk" else {}
+    with millrace.offload(model, device="cpu", **room) as handle:
+        parameters = list(model.parameters())
+        loss_of(model, tokens).backward()
+        kept = [KEPT[way](parameter.grad) for parameter in parameters]
+        addresses = {parameter.grad.data_ptr() for parameter in parameters}
+        before = [contents(one) for one in kept]
+        for step in range(2):
+            model.zero_grad()
+            loss_of(model, (tokens + step) % 32).mul(3).backward()
+            assert addresses.isdisjoint({parameter.grad.data_ptr() for parameter in parameters})
+        assert [contents(one) for one in kept] == before
+        assert tier == "host" or handle.stats().disk_bytes > 0
+        kept.clear()
+        sizes = handle.stats().host_bytes, handle.stats().disk_bytes
+        for _ in range(2):
+            model.zero_grad()
+            loss_of(model, tokens).backward()
+        assert (handle.stats().host_bytes, handle.stats().disk_bytes) == sizes
 
 
 @pytest.mark.emu("random:0")

@@ -41,12 +41,12 @@ class Learner(lightning.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-def fit(learner: Learner, epochs: int, resume_from: Path | None = None) -> lightning.Trainer:
+def fit(learner: Learner, epochs: int, resume_from: Path | None = None, **settings: Any) -> lightning.Trainer:
     generator = torch.Generator().manual_seed(0)
     inputs, labels = torch.randn(64, 64, generator=generator), torch.randint(0, 4, (64,), generator=generator)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = lightning.Trainer(
-        max_epochs=epochs, accelerator="cpu", gradient_clip_val=1.0, enable_model_summary=False, **quiet
+        max_epochs=epochs, accelerator="cpu", gradient_clip_val=1.0, enable_model_summary=False, **quiet, **settings
     )
     loader = DataLoader(TensorDataset(inputs, labels), batch_size=16)
     trainer.fit(learner, loader, ckpt_path=resume_from, weights_only=True)

@@ -153,6 +153,19 @@ def test_replaced_and_added_modules(compute_device: torch.device) -> None:
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_module_of_torchscript_that_comes_later_is_refused(compute_device: torch.device) -> None:
+    model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    x = torch.ones(2, 8, device=compute_device)
+    with millrace.offload(model, device=compute_device):
+        expected, plain = model(x), model[1]
+        model[1] = torch.jit.script(nn.Linear(8, 8))
+        with pytest.raises(millrace.StateError, match=r"'1', which came after .* TorchScript, .* use the plain module"):
+            model(x)
+        model[1] = plain
+        assert torch.equal(model(x), expected)
+
+
 def test_tied_after_offloading(compute_device: torch.device) -> None:
     """The head gets the embedding's weight, and two layers each other's: each is still the parameter that it was."""
 

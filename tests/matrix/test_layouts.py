@@ -190,7 +190,7 @@ def test_weights_tied_across_blocks(checkpointing: str, compute_device: torch.de
 
 
 def test_batch_norm_statistics(compute_device: torch.device) -> None:
-    """They are on the device, change there, and are right in state_dict, also in its names and order."""
+    """They change on the device, and are right on the host and in state_dict, also in its names and order."""
 
     def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         output = model(batch[0])
@@ -210,7 +210,7 @@ def test_batch_norm_statistics(compute_device: torch.device) -> None:
         return outcome.read(model)
 
     handle, model = assert_exact(UNET.build, script, compute_device, UNET.share)
-    assert all(buffer.device == compute_device for buffer in model.buffers())
+    assert all(buffer.device.type == "cpu" for buffer in model.buffers())
     handle.remove()
     assert all(buffer.device.type == "cpu" for buffer in model.buffers())
 

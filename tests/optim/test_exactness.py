@@ -72,6 +72,29 @@ def test_float64_equals_torch(name: str) -> None:
     assert_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("name", [name for name in RULES if name != "lion"])
+@pytest.mark.parametrize("dtypes", [(torch.float64,), (torch.float32,), (torch.float64, torch.float32)])
+def test_clipping_equals_torch(name: str, dtypes: tuple[torch.dtype, ...], path: str) -> None:
+    """Also of wide weights, and of some of each kind: the factor has the dtype of the norm."""
+    if name == "adafactor":  # PyTorch's takes the eps of a group's first parameter for all of them
+        dtypes = dtypes[:1]
+    shapes = ((33, 16), (8, 24), (5, 7)) if name == "muon" else SHAPES
+    ours = [parameter for dtype in dtypes for parameter in parameters(dtype, shapes)]
+    theirs = copies(ours)
+    optimizer, reference = make(name, ours, theirs, max_grad_norm=1.0)
+    for step in range(5):
+        give_gradients(ours, theirs, step)
+        for own, other in zip(ours, theirs, strict=True):  # a third: not to be had in fewer digits
+            other.grad = torch.as_tensor(other.grad) / 3
+            own.grad = other.grad.clone()
+        norm = torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+        optimizer.step()
+        reference.step()
+        assert norm > 1
+        assert optimizer.last_grad_norm == float(norm)
+    assert_equal(ours, theirs)
+
+
 @pytest.mark.parametrize("name", ["adamw", "adam_decay", "sgd_nesterov", "lion", "adafactor", "muon"])
 @pytest.mark.parametrize("form", ["split", "full", "float16"])
 def test_narrow_weights_equal_cast_step_cast(name: str, form: str, path: str) -> None:

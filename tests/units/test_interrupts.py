@@ -8,6 +8,7 @@ import torch
 import millrace
 from millrace.engine.block import Block
 from millrace.engine.residency import Residency
+from millrace.memory.buffers import DeviceBuffers
 from tests.units.models import Decoder, tokens
 
 BUDGET_BYTES = 9 << 10  # a fifth of the Decoder: blocks come and go all the time
@@ -44,7 +45,15 @@ def steps(model: torch.nn.Module, batch: torch.Tensor) -> None:
 @pytest.mark.parametrize("at", [1, 2, 4, 9])
 @pytest.mark.parametrize(
     ("where", "after"),
-    [("copy", False), ("copy", True), ("copies_in", True), ("_submit", True), ("point_leaves", True)],
+    [
+        ("copy", False),
+        ("copy", True),
+        ("copies_in", True),
+        ("_submit", True),
+        ("point_leaves", False),
+        ("point_leaves", True),
+        ("release", False),
+    ],
 )
 def test_the_next_step_is_right(
     compute_device: torch.device, where: str, after: bool, at: int, monkeypatch: pytest.MonkeyPatch
@@ -58,6 +67,7 @@ def test_the_next_step_is_right(
         step(model, batch).backward()
         model.zero_grad()
         owners: dict[str, Any] = {"_submit": Residency, "copies_in": Block, "point_leaves": Block}
+        owners["release"] = DeviceBuffers
         with monkeypatch.context() as patch:
             interrupts = Interrupts(patch, owners.get(where, type(handle._lanes)), where, at=at, after=after)
             with pytest.raises(KeyboardInterrupt):

@@ -1,10 +1,12 @@
 """Does the book of traces tell what comes next, by how a cycle begins and by the one before it?"""
 
+import gc
+import weakref
 from collections.abc import Sequence
 
 import pytest
 
-from millrace.engine.trace import Course, Trace, TraceBook, VisitKey
+from millrace.engine.trace import _MOST_PLANS, _MOST_TRACES, Course, Trace, TraceBook, VisitKey
 from millrace.planning import Phase, Problem, Visit, make_plan
 
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
@@ -97,15 +99,49 @@ def test_the_same_visits_are_the_same_trace_with_its_plans() -> None:
     assert not first.plans
 
 
-def test_a_trace_knows_what_follows_it(player: Player) -> None:
+def test_a_trace_knows_whether_it_repeats(player: Player) -> None:
     for _ in range(2):
         player.play(TRAIN, STEP)
         player.play(EVALUATE, PASS)
     step, evaluation = player.book.expect(TRAIN), player.book.expect(EVALUATE)
     assert step is not None
     assert evaluation is not None
-    assert step.followed_by is evaluation
-    assert evaluation.followed_by is step
+    assert not step.repeats
+    assert not evaluation.repeats
+    player.play(TRAIN, STEP)
+    player.play(TRAIN, STEP)
+    assert step.repeats
+
+
+def test_traces_that_never_come_again_go(player: Player) -> None:
+    """Layers are skipped at random: the trace that was followed longest ago goes, and nothing refers to it any more."""
+    first = visits(0)
+    player.play(TRAIN, first)
+    old = weakref.ref(player.book.expect(TRAIN))
+    for number in range(1, 2 * _MOST_TRACES):
+        player.play(EVALUATE if number % 3 else TRAIN, visits(0, number))
+        assert len(player.book) <= _MOST_TRACES
+    gc.collect()
+    assert old() is None
+
+
+def test_a_trace_that_is_followed_now_and_then_stays(player: Player) -> None:
+    player.play(TRAIN, STEP)
+    known = player.book.expect(TRAIN)
+    for number in range(3 * _MOST_TRACES):
+        player.play(EVALUATE, visits(0, number))
+        if number % (_MOST_TRACES // 2) == 0:
+            player.play(TRAIN, STEP)
+    assert player.book.enter(TRAIN, STEP, [1.0] * len(STEP)) is known
+
+
+def test_a_trace_keeps_the_plans_that_are_used() -> None:
+    course = course_of(STEP)
+    for number in range(3 * _MOST_PLANS):
+        course.trace.keep_plan(frozenset({number}), course.plan)
+        course.trace.keep_plan(frozenset({0}), course.plan)
+    assert len(course.trace.plans) == _MOST_PLANS
+    assert frozenset({0}) in course.trace.plans
 
 
 def test_a_course_gives_the_plans_steps_in_order() -> None:

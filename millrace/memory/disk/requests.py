@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from copy import copy
 from enum import Enum
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -76,8 +77,8 @@ class Request:
     def synchronize(self) -> None:
         """The caller waits for the end; raises what failed."""
         self.settle()
-        if self.error is not None:
-            raise self.error
+        if self.error is not None:  # a copy: the store remembers it, and what is raised holds all callers' variables
+            raise copy(self.error).with_traceback(self.error.__traceback__)
 
     def settle(self) -> None:
         """The caller waits for the end, well or not."""

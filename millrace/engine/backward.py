@@ -1,0 +1,34 @@
+"""How does the engine know that a backward is over? Autograd calls what was queued for its end, or only lets go of it."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from millrace.engine.engine import Engine
+
+__all__ = ["Backward", "EndOfBackward"]
+
+
+class Backward:
+    """One outermost backward."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self.engine = engine
+
+
+class EndOfBackward:
+    """Called by autograd when a backward completes. When it raises, autograd only lets go of this object."""
+
+    def __init__(self, backward: Backward) -> None:
+        self._backward = backward
+
+    def queue(self) -> None:
+        """Autograd holds it until the backward under way is over."""
+        torch.autograd.Variable._execution_engine.queue_callback(self)
+
+    def __call__(self) -> None:
+        self._backward.engine.end_of_backward(self._backward, completed=True)
+
+    def __del__(self) -> None:
+        self._backward.engine.end_of_backward(self._backward, completed=False)

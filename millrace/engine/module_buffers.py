@@ -1,0 +1,224 @@
+"""Where are the buffers of modules? Like parameters: on the host for the user, on the device while the model computes.
+
+The device's copies stay there between passes. What a pass has written to them comes to the host when somebody looks:
+until then the user's tensor is a `StaleBuffer`, which any torch function makes good first. So BatchNorm's statistics
+cost no copy in a step, and reading, writing, keeping or saving a buffer is as with a CPU model.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from millrace.memory.ledger import Ledger, Tier
+
+__all__ = ["HostBuffer", "ModuleBuffers", "plain_buffer"]
+
+_data: Any = torch._C.TensorBase.data
+_LOOKS = frozenset(("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_sparse"))
+
+
+class HostBuffer(torch.Tensor):
+    """A buffer as the user sees it. It notices when it may have been written to."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    on_device: torch.Tensor | None  # its copy; None before the first pass
+    seen: int  # version at which both were the same
+    touched: bool  # its `data` was handed out since
+
+    @property
+    def data(self) -> torch.Tensor:
+        self.touched = True
+        return _data.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.touched = True
+        _data.__set__(self, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            self.make_good()
+            memo[id(self)] = _data.__get__(self).clone()
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain_buffer(self).__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return plain_buffer(self).__repr__()
+
+    def stale(self) -> None:
+        """The device's copy may hold something else from now on."""
+        self._become(StaleBuffer)
+
+    def _become(self, kind: type) -> None:
+        self.__class__ = kind
+
+    def make_good(self) -> None:
+        """The host's memory holds what the device's copy does."""
+        if type(self) is StaleBuffer and self.on_device is not None:
+            self._become(HostBuffer)
+            if self.shape != self.on_device.shape or self.dtype != self.on_device.dtype:
+                _data.__set__(self, torch.empty_like(self.on_device, device="cpu"))
+            with torch.inference_mode(False), torch.no_grad():
+                self.copy_(self.on_device)
+            self.seen, self.touched = self._version, False
+
+    def renewed(self, device: torch.device) -> torch.Tensor:
+        """The device's copy, with what the user wrote to this one."""
+        copied = self.on_device
+        if copied is None or (type(self) is HostBuffer and (self.touched or self._version != self.seen)):
+            with torch.inference_mode(False), torch.no_grad():
+                if copied is None or self.shape != copied.shape or self.dtype != copied.dtype:
+                    self.on_device = copied = _data.__get__(self).to(device)
+                else:
+                    copied.copy_(_data.__get__(self))
+            self.seen, self.touched = self._version, False
+        return copied
+
+
+class StaleBuffer(HostBuffer):
+    """A buffer whose copy on the device is newer."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.Tensor.__hash__ or (func.__name__ == "__get__" and name in _LOOKS):
+                return func(*args, **(kwargs or {}))
+            for value in tree_flatten((args, kwargs))[0]:
+                if isinstance(value, StaleBuffer):
+                    value.make_good()
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def data(self) -> torch.Tensor:
+        self.make_good()
+        return self.data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.make_good()
+        self.data = value
+
+
+def plain_buffer(buffer: torch.Tensor | None) -> torch.Tensor | None:
+    """A buffer in a tensor of no class of ours, on the host."""
+    if isinstance(buffer, HostBuffer):
+        buffer.make_good()
+        return _data.__get__(buffer)  # type: ignore[no-any-return]
+    return buffer if buffer is None else buffer.to("cpu")
+
+
+class ModuleBuffers:
+    """All buffers of one model that lie elsewhere than it computes."""
+
+    def __init__(self, device: torch.device, ledger: Ledger) -> None:
+        self.users = 0  # passes under way, as of a block
+        self._device = device
+        self._ledger = ledger
+        self._places: dict[tuple[int, str], tuple[dict[str, Any], HostBuffer]] = {}  # by the id of `_buffers`, and name
+        self._lent: set[tuple[int, str]] = set()  # places that have something else in them during a pass
+        self.nbytes = 0  # of all, on the device in a pass
+        self._booked_bytes = 0
+
+    def take_in(self, modules: Iterable[nn.Module]) -> None:
+        """The modules' buffers are managed. Not during a pass; the next one brings them to the device."""
+        for module in modules:
+            self._take_in(module)
+        self._book()
+
+    def _take_in(self, module: nn.Module) -> None:
+        for name, buffer in module._buffers.items():
+            if buffer is None or isinstance(buffer, HostBuffer) or buffer.device == self._device:
+                continue
+            if type(buffer) is not torch.Tensor or buffer.layout != torch.strided:  # whose class is not ours to change
+                with torch.inference_mode(False):
+                    module._buffers[name] = buffer.to(self._device)
+                continue
+            self._manage(module._buffers, name, buffer)
+        for name, buffer in module._buffers.items():  # of another module as well
+            if isinstance(buffer, HostBuffer):
+                self._places[id(module._buffers), name] = module._buffers, buffer
+
+    def bind(self) -> None:
+        """Modules have the device's copies; or what `torch.func.functional_call` has put there, which stays its own."""
+        self._lent.clear()
+        for (key, name), (container, buffer) in self._places.items():
+            held = container.get(name)
+            if held is buffer:
+                with torch._C.DisableTorchFunctionSubclass():
+                    container[name] = buffer.renewed(self._device)
+            elif held is not None and held is not buffer.on_device:
+                self._lent.add((key, name))
+        self._book()
+
+    def unbind(self) -> None:
+        """Modules have the user's own."""
+        replaced = []
+        for (key, name), (container, buffer) in self._places.items():
+            held = container.get(name)
+            if held is not None and held is buffer.on_device:
+                buffer.stale()
+                container[name] = buffer
+            elif held is buffer or (key, name) in self._lent:
+                continue
+            elif type(held) is torch.Tensor and held.device == self._device:
+                replaced.append((container, name, held))
+        for container, name, held in replaced:  # by the module itself
+            host = torch.empty_like(held, device="cpu")
+            self._manage(container, name, host, held.detach() if held.requires_grad else held)
+            self._places[id(container), name][1].stale()
+        self._book()
+
+    def release(self) -> None:
+        """All buffers are ordinary ones again, on the host."""
+        self.unbind()
+        for (_, name), (container, buffer) in self._places.items():
+            with torch._C.DisableTorchFunctionSubclass():
+                buffer.make_good()
+            if container.get(name) is buffer:
+                buffer.__class__ = torch.Tensor
+        for _, buffer in self._places.values():
+            for attribute in ("on_device", "seen", "touched"):
+                buffer.__dict__.pop(attribute, None)
+        self._places.clear()
+        self._book()
+
+    def _manage(
+        self, container: dict[str, Any], name: str, tensor: torch.Tensor, on_device: torch.Tensor | None = None
+    ) -> None:
+        with torch.inference_mode(False):
+            if tensor.is_inference():
+                tensor = tensor.clone()
+        buffer: Any = tensor
+        buffer.__class__ = HostBuffer
+        buffer.on_device, buffer.seen, buffer.touched = on_device, tensor._version, False
+        container[name] = buffer
+        self._places[id(container), name] = container, buffer
+
+    def _book(self) -> None:
+        """The ledger has the bytes of what is on the device now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            buffers = {id(buffer): buffer for buffer in self._present()}.values()
+            self.nbytes = sum(buffer.nbytes for buffer in buffers)
+            held_bytes = sum(buffer.on_device.nbytes for buffer in buffers if buffer.on_device is not None)
+        self._ledger.add(Tier.DEVICE, "buffers", held_bytes - self._booked_bytes)
+        self._booked_bytes = held_bytes
+
+    def _present(self) -> Iterator[HostBuffer]:
+        gone = [
+            key
+            for key, (container, buffer) in self._places.items()
+            if container.get(key[1]) is not buffer
+            and container.get(key[1]) is not buffer.on_device
+            and key not in self._lent
+        ]
+        for key in gone:
+            del self._places[key]
+        for _, buffer in self._places.values():
+            yield buffer

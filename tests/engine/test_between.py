@@ -1,0 +1,225 @@
+"""What may happen between forward and backward, and in hooks? What cannot be made right is refused."""
+
+import copy
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import millrace
+from tests.engine.models import Decoder, loss_of, weight_bytes
+
+
+def budget_bytes(model: nn.Module) -> int:
+    return weight_bytes(model) // 2
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_remove_within_a_pass_is_refused(decoder: Decoder, tokens: torch.Tensor, compute_device: torch.device) -> None:
+    plain = copy.deepcopy(decoder)
+    handle = millrace.offload(decoder, device=compute_device, device_memory=budget_bytes(decoder))
+    hook = decoder.layers[2].register_forward_hook(lambda *_: handle.remove())
+    with pytest.raises(millrace.StateError, match="when that is over"):
+        decoder(tokens)
+    hook.remove()
+    loss_of(decoder, tokens).backward()
+    handle.remove()
+    loss_of(plain, tokens).backward()
+    assert all(map(torch.equal, gradients(decoder), gradients(plain)))
+
+
+def test_a_backward_after_remove_is_refused(
+    decoder: Decoder, tokens: torch.Tensor, compute_device: torch.device
+) -> None:
+    handle = millrace.offload(decoder, device=compute_device, device_memory=budget_bytes(decoder))
+    loss = loss_of(decoder, tokens)
+    handle.remove()
+    with pytest.raises(millrace.StateError, match="before remove"):
+        loss.backward()
+    assert all(parameter.grad is None for parameter in decoder.parameters())
+    loss_of(decoder, tokens).backward()
+    assert all(parameter.grad is not None for parameter in decoder.parameters())
+
+
+def test_a_gradient_that_needs_no_weight_is_not_lost_after_remove(compute_device: torch.device) -> None:
+    model = nn.Embedding(8, 4)
+    handle = millrace.offload(model, device=compute_device)
+    loss = model(torch.arange(4)).sum()
+    handle.remove()
+    with pytest.raises(millrace.StateError, match="before remove"):
+        loss.backward()
+
+
+def test_refresh_before_backward(decoder: Decoder, tokens: torch.Tensor, compute_device: torch.device) -> None:
+    """Backward computes with what was written, as a plain model's does after a write through a kept `p.data`."""
+
+    tokens = tokens.to(compute_device)
+
+    def run(model: Decoder, handle: Any) -> list[torch.Tensor]:
+        kept = model.layers[1].down.weight.data
+        loss = loss_of(model, tokens)
+        kept.mul_(0.5)
+        if handle is not None:
+            handle.refresh()
+        loss.backward()
+        return gradients(model)
+
+    expected = run(copy.deepcopy(decoder).to(compute_device), None)
+    with millrace.offload(decoder, device=compute_device, device_memory=budget_bytes(decoder)) as handle:
+        found = run(decoder, handle)
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_forward_and_backward_within_a_hook_of_backward(compute_device: torch.device) -> None:
+    """As gradient caches do it: representations first, then the model once more for each part, in a hook."""
+
+    def run(model: nn.Module) -> list[torch.Tensor]:
+        parts = [torch.randn(4, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+        parts = [part if offloads else part.to(compute_device) for part in parts]
+        with torch.no_grad():
+            reached = [model(part) for part in parts]
+        reached = [one.detach().requires_grad_() for one in reached]
+        loss = torch.cat(reached).square().mean()
+        loss.backward()
+
+        @torch.enable_grad()
+        def again(gradient: torch.Tensor) -> None:
+            for part, one in zip(parts, reached, strict=True):
+                ((model(part) * one.grad).sum() * gradient).backward()
+
+        last = loss.detach().requires_grad_()
+        last.register_hook(again)
+        last.backward()
+        return gradients(model)
+
+    results = []
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)))
+        if offloads:
+            handle = millrace.offload(model, device=compute_device, device_memory=budget_bytes(model))
+            results.append(run(model))
+            assert handle.stats().device_peak_bytes <= handle.stats().device_budget_bytes
+            assert handle.stats().onload_bytes > weight_bytes(model)
+        else:
+            results.append(run(model.to(compute_device)))
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*results, strict=True))
+
+
+def test_models_are_offloaded_in_inference_mode(
+    decoder: Decoder, tokens: torch.Tensor, compute_device: torch.device
+) -> None:
+    with torch.inference_mode():
+        handle = millrace.offload(decoder, device=compute_device, device_memory=budget_bytes(decoder))
+        decoder(tokens)
+    loss_of(decoder, tokens).backward()
+    assert all(parameter.grad is not None for parameter in decoder.parameters())
+    handle.remove()
+    with torch.inference_mode():
+        made_there = nn.Linear(4, 4)
+    with pytest.raises(millrace.LayoutError, match="made in torch"):
+        millrace.offload(made_there, device=compute_device)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Any, lengths: torch.Tensor | None = None) -> torch.Tensor:
+        if lengths is not None:
+            x = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return self.head(self.lstm(x)[0].data)
+
+
+def test_lengths_stay_on_the_host(compute_device: torch.device) -> None:
+    """Beside inputs on the device, and in packed sequences, where PyTorch wants them."""
+    torch.manual_seed(0)
+    model, x, lengths = Recurrent(), torch.randn(3, 5, 8), torch.tensor([5, 3, 2])
+    packed = pack_padded_sequence(x, lengths, batch_first=True)
+    plain = copy.deepcopy(model).to(compute_device)
+    with millrace.offload(model, device=compute_device):
+        for inputs in ((x.to(compute_device), lengths), (packed.to(compute_device),)):
+            assert torch.equal(model(*inputs), plain(*inputs))
+        assert torch.equal(model(packed), plain(packed.to(compute_device)))  # a batch on the CPU
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's own
+def test_layers_that_are_compiled_after_offload(
+    decoder: Decoder, tokens: torch.Tensor, compute_device: torch.device
+) -> None:
+    plain, tokens = copy.deepcopy(decoder).to(compute_device), tokens.to(compute_device)
+    with millrace.offload(decoder, device=compute_device, device_memory=budget_bytes(decoder)) as handle:
+        for index, layer in enumerate(decoder.layers):
+            decoder.layers[index] = torch.compile(layer, backend="eager")  # type: ignore[call-overload]
+        for _ in range(3):
+            for model in (plain, decoder):
+                model.zero_grad()
+                loss_of(model, tokens).backward()
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(gradients(decoder), gradients(plain), strict=True))
+        assert handle.stats().device_peak_bytes <= handle.stats().device_budget_bytes
+        assert handle.stats().onload_bytes > 3 * weight_bytes(decoder)
+    torch.compiler.reset()
+
+
+def test_an_interrupt_between_two_layers_of_backward_leaves_nothing_bound(
+    decoder: Decoder, tokens: torch.Tensor
+) -> None:
+    """On entering the release of the layer before: its note is gone already."""
+    homes = [id(parameter) for parameter in decoder.parameters()]
+    entered = 0
+
+    def interrupt(frame: FrameType, event: str, _arg: Any) -> None:
+        nonlocal entered
+        caller = frame.f_back
+        released = frame.f_code.co_name == "release" and caller is not None
+        if event == "call" and released and caller.f_code.co_name == "begin_backward_of":  # type: ignore[union-attr]
+            entered += 1
+            if entered == 2:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    with millrace.offload(decoder, device="cpu", device_memory=budget_bytes(decoder)):
+        loss = loss_of(decoder, tokens)
+        sys.setprofile(interrupt)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                loss.backward()
+        finally:
+            sys.setprofile(None)
+        assert entered == 2
+        assert [id(parameter) for parameter in decoder.parameters()] == homes
+
+
+def test_assigned_states_are_computed_with(compute_device: torch.device) -> None:
+    """`load_state_dict(assign=True)` after a pass; of recurrent layers too, whose old parameters somebody still has."""
+
+    def make() -> Recurrent:
+        torch.manual_seed(0)
+        return Recurrent()
+
+    x = torch.randn(2, 3, 8).to(compute_device)
+    state = {name: tensor * 0.5 for name, tensor in make().state_dict().items()}
+    plain = make()
+    plain.load_state_dict(state)
+    expected = plain.to(compute_device)(x)
+    for resident in ((), ("*",)):
+        model = make()
+        kept = list(model.parameters())
+        with millrace.offload(model, device=compute_device, resident=resident) as handle:
+            model(x)
+            held_bytes = handle.stats().device_peak_bytes
+            model.load_state_dict(state, assign=True)
+            handle.reset_stats()
+            assert torch.equal(model(x), expected)
+            assert torch.equal(model(x), expected)
+            assert handle.stats().device_peak_bytes <= held_bytes
+        assert len(kept) == len(list(model.parameters()))

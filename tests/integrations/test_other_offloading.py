@@ -1,0 +1,99 @@
+"""Is other code that moves weights refused on an offloaded model, by name, and does the model go on as it was?"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import accelerate
+import diffusers
+import pytest
+import torch
+from diffusers.hooks import apply_group_offloading
+from torch import nn
+
+import millrace
+from tests.matrix.compare import weight_bytes
+from tests.matrix.test_diffusers import unet, unet_inputs
+
+Act = Callable[[Any, torch.device], object]
+MOVES = "millrace moves weights by itself.*call remove"
+
+
+def outputs(model: Any, device: torch.device) -> torch.Tensor:
+    inputs = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in unet_inputs(0).items()
+    }
+    with torch.no_grad():
+        return model(**inputs).sample.cpu()  # type: ignore[no-any-return]
+
+
+def offloaded(device: torch.device) -> tuple[Any, millrace.Offloaded, torch.Tensor]:
+    """A UNet, its handle, and what it gives."""
+    torch.manual_seed(0)
+    model = unet()
+    expected = outputs(copy.deepcopy(model).to(device), device)
+    handle = millrace.offload(model, device=device, device_memory=weight_bytes(model) // 2)
+    assert torch.equal(outputs(model, device), expected)
+    return model, handle, expected
+
+
+def sequential(model: Any, device: torch.device) -> None:
+    pipeline = diffusers.DDPMPipeline(model, diffusers.DDPMScheduler())
+    pipeline.enable_sequential_cpu_offload(device=device)
+
+
+def replace_data(model: nn.Module, device: torch.device) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to("meta" if device.type == "cpu" else device)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        accelerate.cpu_offload,
+        lambda model, device: accelerate.disk_offload(model, "unused", device),
+        sequential,
+        replace_data,
+    ],
+    ids=["cpu_offload", "disk_offload", "sequential", "data"],
+)
+def test_what_replaces_weights(act: Act, compute_device: torch.device, tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, handle, expected = offloaded(compute_device)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(millrace.StateError, match=MOVES):
+        act(model, compute_device)
+    assert all(map(torch.equal, model.parameters(), before))
+    loaded_bytes = handle.stats().onload_bytes
+    assert torch.equal(outputs(model, compute_device), expected)
+    assert handle.stats().onload_bytes > loaded_bytes
+    assert handle.stats().device_peak_bytes <= handle.stats().device_budget_bytes
+
+
+@pytest.mark.parametrize("kind", ["leaf_level", "block_level"])
+def test_group_offloading(kind: str, compute_device: torch.device) -> None:
+    """It keeps weights on the CPU between calls, and where these compute on another device, that is noticed."""
+    model, handle, expected = offloaded(compute_device)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    settings = {} if kind == "leaf_level" else {"num_blocks_per_group": 1}
+    rest = torch.device("cpu")
+    apply_group_offloading(model, onload_device=compute_device, offload_device=rest, offload_type=kind, **settings)
+    if kind == "leaf_level" and compute_device.type == "cpu":  # where nothing moves
+        assert torch.equal(outputs(model, compute_device), expected)
+    else:
+        with pytest.raises(millrace.StateError, match="group offloading"):
+            outputs(model, compute_device)
+    handle.remove()
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_model_offloading_of_a_pipeline_goes_together(compute_device: torch.device) -> None:
+    """`enable_model_cpu_offload` moves whole models: an offloaded one stays where it is."""
+    model, handle, expected = offloaded(compute_device)
+    pipeline = diffusers.DDPMPipeline(model, diffusers.DDPMScheduler())
+    if compute_device.type == "cpu":
+        accelerate.cpu_offload_with_hook(model, compute_device)
+    else:
+        pipeline.enable_model_cpu_offload(device=compute_device)
+    assert torch.equal(outputs(model, compute_device), expected)
+    assert handle.stats().device_peak_bytes <= handle.stats().device_budget_bytes

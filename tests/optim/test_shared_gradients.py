@@ -1,0 +1,265 @@
+"""Does an update use what gradients held at `step()`, whoever else has them and writes them afterwards?"""
+
+import threading
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import millrace
+from millrace.optim import AdamW
+from millrace.optim.devices import Member
+from tests.engine.models import loss_of
+from tests.optim.references import assert_equal
+from tests.optim.test_overlap import SETTINGS, TOKENS, Held, batch, decoder, held, offloaded, train
+
+Take = Callable[[list[nn.Parameter]], Callable[[], object]]
+
+
+def gradients(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    found = [parameter.grad for parameter in parameters]
+    return [gradient for gradient in found if gradient is not None]
+
+
+def each(take: Callable[[torch.Tensor], Any], write: Callable[[Any], object]) -> Take:
+    """Takes something of each gradient, and writes there later."""
+
+    def taken(parameters: list[nn.Parameter]) -> Callable[[], object]:
+        things = [take(gradient) for gradient in gradients(parameters)]
+        return lambda: [write(thing) for thing in things]
+
+    return taken
+
+
+def foreach(parameters: list[nn.Parameter]) -> Callable[[], object]:
+    found = gradients(parameters)
+    return lambda: torch._foreach_zero_(found)
+
+
+def masters(parameters: list[nn.Parameter]) -> Callable[[], object]:
+    """Other parameters have the same gradients."""
+    others = [nn.Parameter(torch.zeros(parameter.shape)) for parameter in parameters]
+    for other, gradient in zip(others, gradients(parameters), strict=True):
+        other.grad = gradient
+    return lambda: [other.grad.zero_() for other in others if other.grad is not None]
+
+
+def bucket(parameters: list[nn.Parameter]) -> Callable[[], object]:
+    """Gradients become views of one buffer, as data parallel code has it."""
+    flat = torch.cat([gradient.flatten() for gradient in gradients(parameters)])
+    pieces = flat.split([parameter.numel() for parameter in parameters])
+    for parameter, piece in zip(parameters, pieces, strict=True):
+        parameter.grad = piece.view(parameter.shape)
+    return flat.zero_
+
+
+WAYS: dict[str, Take] = {
+    "tensor": each(lambda gradient: gradient, lambda tensor: tensor.zero_()),
+    "view": each(lambda gradient: gradient.view(-1)[1:], lambda tensor: tensor.zero_()),
+    "data": each(lambda gradient: gradient.data, lambda tensor: tensor.zero_()),
+    "numpy": each(lambda gradient: gradient.numpy(), lambda array: array.fill(0)),
+    "dlpack": each(torch.from_dlpack, lambda tensor: tensor.zero_()),
+    "numpy by dlpack": each(np.from_dlpack, lambda array: torch.from_numpy(array).zero_()),
+    "storage": each(lambda gradient: gradient.untyped_storage(), lambda storage: storage.fill_(0)),
+    "graph": each(
+        lambda gradient: (torch.ones_like(gradient, requires_grad=True) * gradient).grad_fn,
+        lambda node: node._saved_other.zero_(),
+    ),
+    "list": foreach,
+    "grad of others": masters,
+    "bucket": bucket,
+}
+
+
+@pytest.mark.emu("random:0")
+@pytest.mark.parametrize("way", list(WAYS))
+def test_gradients_that_are_written_after_the_step(
+    emu_device: ModuleType, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = []
+    for overlap in ("none", "forward"):
+        model = decoder()
+        with offloaded(model):
+            optimizer = AdamW(model.parameters(), overlap=overlap, **SETTINGS)
+            loss_of(model, TOKENS).backward()
+            write = WAYS[way](held(optimizer))
+            with monkeypatch.context() as patch:
+                if overlap == "forward":
+                    Held(patch).release_soon()
+                optimizer.step()
+                write()
+                optimizer.synchronize()
+        trained.append(list(model.parameters()))
+    assert_equal(*trained)
+
+
+@pytest.mark.emu("random:0")
+@pytest.mark.parametrize("way", ["tensor", "numpy"])
+def test_gradients_kept_from_an_earlier_step(emu_device: ModuleType, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward adds to them, and with overlap="backward" their update waits for the step."""
+    trained = []
+    for overlap in ("none", "forward", "backward"):
+        model = decoder()
+        with offloaded(model):
+            optimizer = AdamW(model.parameters(), overlap=overlap, **SETTINGS)
+            loss_of(model, TOKENS).backward()
+            write = WAYS[way](held(optimizer))
+            for step in range(4):
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+                loss_of(model, batch(step)).backward()
+            with monkeypatch.context() as patch:
+                if overlap != "none":
+                    Held(patch).release_soon()
+                optimizer.step()
+                write()
+                optimizer.synchronize()
+        trained.append(list(model.parameters()))
+    assert_equal(trained[0], trained[1])
+    assert_equal(trained[0], trained[2])
+
+
+def test_only_shared_gradients_are_waited_for(emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decoder()
+    with offloaded(model):
+        optimizer = AdamW(model.parameters(), overlap="forward", **SETTINGS)
+        parameters = held(optimizer)
+        loss_of(model, TOKENS).backward()
+        kept = parameters[-1].grad
+        gate, updated = threading.Event(), []
+        perform = AdamW._perform
+
+        def one_and_then_held(self: AdamW, members: Sequence[Member], scale: float) -> None:
+            if updated:
+                assert gate.wait(60)
+            perform(self, members, scale)
+            updated.extend(id(member.parameter) for member in members)
+
+        monkeypatch.setattr(AdamW, "_perform", one_and_then_held)
+        optimizer.step()  # would never return if it waited for others
+        assert id(parameters[-1]) in updated
+        assert len(updated) < len(parameters)
+        gate.set()
+    assert kept is not None
+
+
+def test_a_failure_in_an_update_that_the_step_waits_for(
+    emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told as any other: to whoever looks next."""
+    model = decoder()
+    with offloaded(model):
+        optimizer = AdamW(model.parameters(), overlap="forward", **SETTINGS)
+        loss_of(model, TOKENS).backward()
+        kept = gradients(held(optimizer))
+        with monkeypatch.context() as patch:
+
+            def broken(self: AdamW, members: Sequence[Member], scale: float) -> None:
+                raise RuntimeError("no update")
+
+            patch.setattr(AdamW, "_perform", broken)
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="no update"):
+                optimizer.synchronize()
+        optimizer.step()
+        assert all(optimizer.state[parameter]["step"] == 1 for parameter in held(optimizer))
+        assert len(kept) == len(held(optimizer))
+
+
+def test_a_backward_that_needs_no_weight_waits_for_updates_that_read_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trained = []
+    for overlap in ("none", "forward"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8))
+        with millrace.offload(model, device="cpu"):
+            optimizer = AdamW(model.parameters(), overlap=overlap, **SETTINGS)
+            loss = model(torch.ones(2, 8)).square().sum()
+            loss.backward(retain_graph=True)
+            with monkeypatch.context() as patch:
+                if overlap == "forward":
+                    Held(patch).release_soon()
+                optimizer.step()
+                loss.backward()  # adds to the gradients
+                optimizer.synchronize()
+        trained.append([*model.parameters(), *gradients(list(model.parameters()))])
+    assert_equal(*trained)
+
+
+def test_norms_of_gradients_that_are_written_without_a_trace(emu_device: ModuleType) -> None:
+    """Who holds an array of a gradient may have written there since its norm was taken in backward."""
+    trained = []
+    for inside in (True, False):
+        model = decoder()
+        with offloaded(model):
+            optimizer = AdamW(model.parameters(), max_grad_norm=0.05 if inside else None, **SETTINGS)
+            for step in range(5):
+                loss_of(model, batch(step)).backward()
+                arrays = [gradient.numpy() for gradient in gradients(held(optimizer))]
+                for array in arrays:
+                    array *= 3
+                if not inside:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+        trained.append(list(model.parameters()))
+    assert_equal(*trained)
+
+
+class Branches(nn.Module):
+    """Two layers in one block, of which the second one is used at will."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.first(x) + self.second(x) if both else self.first(x)
+
+
+def test_norms_after_a_backward_unlike_those_before() -> None:
+    """Whether a block has all its gradients is told by the backwards before: here that misses the second one."""
+    trained = []
+    for inside in (True, False):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"layers": nn.ModuleList([Branches(), Branches()])})
+        model.forward = lambda x, both, model=model: model.layers[1](model.layers[0](x, both), both)  # type: ignore[method-assign, misc]
+        with millrace.offload(model, device="cpu"):
+            optimizer = AdamW(model.parameters(), max_grad_norm=0.05 if inside else None, **SETTINGS)
+            for step in range(6):
+                x = torch.full((2, 8), 1.0 + step)
+                model(x, True).square().sum().backward()
+                if step > 3:
+                    model(x, False).square().sum().backward()
+                if not inside:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+        trained.append(list(model.parameters()))
+    assert_equal(*trained)
+
+
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+def test_nobody_has_gradients_where_nobody_took_them(
+    emu_device: ModuleType, overlap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So no step of an ordinary loop waits."""
+    shared = []
+    member = AdamW._member
+
+    def seen(self: AdamW, *arguments: Any, **settings: Any) -> Member:
+        made = member(self, *arguments, **settings)
+        shared.append(made.shared)
+        return made
+
+    monkeypatch.setattr(AdamW, "_member", seen)
+    model = decoder()
+    with offloaded(model):
+        train(model, AdamW(model.parameters(), overlap=overlap, **SETTINGS), 3)
+    assert len(shared) == 3 * len(list(model.parameters()))
+    assert not any(shared)
