@@ -291,11 +291,15 @@ class Offloaded:
 
     # control ----------------------------------------------------------------------------------------------------------
     def synchronize(self) -> None:
-        """The host waits until every copy and update for this model is done, and what else the device was given."""
+        """The host waits until every copy, write and update for this model is done, and what else the device was given.
+
+        Raises DiskError for a write that failed and was not made good since.
+        """
         self._engine.wait_for_updates()
         for block in self._blocks():
             if block.arrival is not None:
                 block.arrival.done.synchronize()
+        self._shelf.synchronize()
         if is_accelerator(self._config.device):
             torch.accelerator.synchronize(self._config.device)
 

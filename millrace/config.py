@@ -186,7 +186,7 @@ def prefetch_blocks(prefetch: int | str) -> int | None:
 
 
 def activation_config(activations: bool | Mapping[str, Any]) -> ActivationConfig | None:
-    """`activations` as a user gives it: True, or a dict of settings; None for False. Raises TypeError and ValueError."""
+    """`activations` as a user gives it: True, or a dict of settings; None for False. Raises TypeError, ValueError."""
     if isinstance(activations, bool):
         return ActivationConfig() if activations else None
     if not isinstance(activations, Mapping):

@@ -1,4 +1,4 @@
-"""How does the engine know that a backward is over? Autograd calls what was queued for its end, or only lets go of it."""
+"""How does the engine know that a backward is over? Autograd calls what was queued for its end, or lets go of it."""
 
 from typing import TYPE_CHECKING
 

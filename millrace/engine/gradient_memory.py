@@ -1,7 +1,7 @@
 """In which host memory do gradients arrive? In arenas made before backward: pinning there would stall it."""
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 import torch
@@ -24,8 +24,16 @@ class HostGradient:
     A user may keep a gradient beyond that (`saved = p.grad`). Then the memory is theirs, and new memory replaces it.
     """
 
-    def __init__(self, slot: Slot, dtype: torch.dtype, memory: GradientMemory, offset: int) -> None:
+    def __init__(
+        self,
+        slot: Slot,
+        dtype: torch.dtype,
+        memory: GradientMemory,
+        offset: int,
+        make: Callable[[int], GradientMemory],
+    ) -> None:
         self._place = _Place(memory, offset)
+        self._make = make  # more, in whatever tier has room
         self._layout = (slot.layout.shape, _dense_stride(slot))
         self._lent: list[_Place] = []  # on disk, which takes nothing back: the user's
         self._nbytes = slot.home.numel() * dtype.itemsize
@@ -37,6 +45,19 @@ class HostGradient:
         memory = self._place.memory
         return memory if isinstance(memory, DiskGradients) and self._nbytes else None
 
+    def renew(self) -> None:
+        """Finds the memory that `fresh` gives next: another, where somebody refers to what was lent last."""
+        if not self._nbytes or not self._place.in_use:
+            return
+        if self.disk is not None:
+            self._lent.append(self._place)
+        free = next((place for place in self._lent if not place.in_use), None)
+        if free is None:
+            free = _Place(self._make(self._nbytes), 0)
+        else:
+            self._lent.remove(free)
+        self._place = free
+
     def fresh(self) -> torch.Tensor:
         """A tensor of the home's shape and strides, in memory that nobody refers to. Contents are arbitrary.
 
@@ -44,15 +65,7 @@ class HostGradient:
         """
         if not self._nbytes:
             return torch.empty(self._layout[0], dtype=self._dtype)
-        if self._place.in_use:
-            if self.disk is not None:
-                self._lent.append(self._place)
-            free = next((place for place in self._lent if not place.in_use), None)
-            if free is None:
-                free = _Place(self._place.memory.like(self._nbytes), 0)
-            else:
-                self._lent.remove(free)
-            self._place = free
+        self.renew()
         flat = self._place.lend(self._nbytes)
         return flat.view(self._dtype).as_strided(*self._layout).detach()  # detached: a view would keep its base alive
 

@@ -7,10 +7,12 @@ adds, casts or copies.
 
 from collections import Counter, deque
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from millrace.engine.accumulation import accumulate_as_autograd
 from millrace.engine.arrivals import Arrivals
 from millrace.engine.block import Block
 from millrace.engine.gradient_memory import Additions, HostGradient, Staging
@@ -74,8 +76,9 @@ class Gradients:
     def _make(self, wanted: "list[tuple[Block, list[Slot], list[int]]]") -> None:
         for block, slots, sizes in wanted:
             memory = self._shelf.gradient_memory(block.name, sum(sizes))
+            make = partial(self._shelf.gradient_memory, block.name)
             for index, slot in enumerate(slots):
-                self._memory[slot] = HostGradient(slot, self._dtype(slot), memory, sum(sizes[:index]))
+                self._memory[slot] = HostGradient(slot, self._dtype(slot), memory, sum(sizes[:index]), make)
             self._staging.grow(max(sum(sizes), block.nbytes))
         short_bytes = self._shelf.short_staging_bytes
         if wanted and short_bytes is not None and not self._ledger.has_room(self._staging.missing_bytes):
@@ -107,7 +110,7 @@ class Gradients:
 
     def _announce(self, unit: Unit, slots: list[Slot]) -> None:
         """All gradients of a unit are complete: who watches it may update its parameters at once."""
-        if any(slot.home._backward_hooks or _late_hooks(slot) for slot in slots):
+        if any(slot.gradient_is_watched or _late_hooks(slot) for slot in slots):
             return  # they want to see gradients before anyone uses them
         if any(slot.leaf_may_be_written for slot in slots):
             return  # by the model itself, computed again: that is kept first
@@ -148,18 +151,22 @@ class Gradients:
         self._wait_for_sent()
         arrived, added, announced = self._arriving, self._added, self._announced
         self._forget()
+        slots = list(arrived | added)
+        seen = {slot: [arrived.pop(slot)] for slot in list(arrived) if slot.gradient_is_watched}
         with torch._C.DisableTorchFunctionSubclass():  # homes may be being updated already
             for slot, gradient in arrived.items():
                 _accumulate(slot.home, gradient)
+        accumulate_as_autograd([(slot.home, gradient) for slot, gradient in seen.items()])
+        with torch._C.DisableTorchFunctionSubclass():
             self._arrivals.end(completed=True)
             watched: dict[Watcher, dict[Any, bool]] = {}
-            for slot in arrived | added:
+            for slot in slots:
                 for watcher in () if slot.unit is None else slot.unit.watchers:
                     watched.setdefault(watcher, {})[slot.home] = slot in announced
             for watcher, homes in watched.items():
                 watcher.delivered(homes)
-        for slot in arrived | added:
-            for hook in _late_hooks(slot):
+        for slot in slots:
+            for hook in () if slot in seen else _late_hooks(slot):
                 hook(slot.home)
 
     def abandon(self) -> None:
@@ -231,14 +238,16 @@ class Gradients:
 
     def _goes_straight(self, slot: Slot, gradient: torch.Tensor) -> bool:
         """Whether a copy into fresh memory is all that the home needs."""
-        first = slot not in self._arriving and (slot.home.grad is None or bool(slot.home._backward_hooks))
-        return first and gradient.dtype == self._dtype(slot) and self._memory[slot].disk is None
+        if slot in self._arriving or not (slot.home.grad is None or slot.gradient_is_watched):
+            return False
+        self._memory[slot].renew()
+        return gradient.dtype == self._dtype(slot) and self._memory[slot].disk is None
 
     def _destination(self, slot: Slot) -> tuple[torch.Tensor, bool]:
         """Where a staged gradient goes, and whether it is added to what is there."""
         if slot in self._arriving:
             return self._arriving[slot], True
-        if slot.home.grad is not None and not slot.home._backward_hooks:
+        if slot.home.grad is not None and not slot.gradient_is_watched:
             if slot not in self._added:
                 slot.wait_for_updates()  # which read it: this backward may need no weight, and so not have waited
                 self._added[slot] = gradient_is_shared(slot.home)
@@ -276,10 +285,7 @@ class _Staged(NamedTuple):
 
 
 def _accumulate(home: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    """What autograd does with a gradient that reaches a leaf: hooks may replace it, then it is set or added."""
-    for hook in list((home._backward_hooks or {}).values()):
-        replaced = hook(gradient)
-        gradient = gradient if replaced is None else replaced
+    """What autograd does with a gradient that reaches a leaf: it is set or added."""
     if home.grad is None:
         if gradient.dtype != home.dtype:
             home.grad_dtype = gradient.dtype  # else a gradient must have the home's dtype

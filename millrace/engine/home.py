@@ -33,6 +33,9 @@ class Owner(Protocol):
     def wait_for_updates(self) -> None:
         """The host waits until no optimizer writes the home any more."""
 
+    def watch_node(self) -> None:
+        """Somebody may hook into the node of autograd's graph that accumulates the home's gradient."""
+
 
 class Home(nn.Parameter):
     """A managed parameter. It behaves as nn.Parameter does; its copies and pickles are plain parameters."""
@@ -58,6 +61,16 @@ class Home(nn.Parameter):
     def point(self, value: torch.Tensor) -> None:
         """`self.data = value`, unnoticed."""
         _data.__set__(self, value)
+
+    def expand_as(self, other: torch.Tensor) -> torch.Tensor:
+        """As a tensor's. That is how Horovod, Apex and Megatron find the node that accumulates the gradient."""
+        owner_of(self).watch_node()
+        return super().expand_as(other)
+
+    def view_as(self, other: torch.Tensor) -> torch.Tensor:
+        """As a tensor's, and as in `expand_as`: `torch.autograd.graph` finds the node by it."""
+        owner_of(self).watch_node()
+        return super().view_as(other)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:

@@ -197,10 +197,16 @@ class Shelf:
         if self._store is not None:
             self._store.forked()
 
+    def synchronize(self) -> None:
+        """The host waits until what was written is on disk. Raises DiskError for a write that failed since."""
+        if self._store is not None:
+            self._store.synchronize()
+
     def close(self) -> None:
         """Gives the disk back, as far as no tensor is in use."""
         if self._store is not None:
             self._store.close()
+            self._store = self._disk = None
         if self._materialized is not None:
             self._materialized.checkpoint.close()
 
@@ -229,25 +235,18 @@ class GradientMemory(Protocol):
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """Bytes `offset` to `offset + nbytes` as a uint8 tensor of shape (nbytes,) with a storage of its own."""
 
-    def like(self, nbytes: int) -> "GradientMemory":
-        """Another one, in the same tier."""
-
 
 class DiskGradients:
     """Gradient memory in an extent of a disk store."""
 
     def __init__(self, store: DiskStore, name: str, nbytes: int, spilled: Callable[[int], None]) -> None:
-        self._store, self._name, self._spilled = store, name, spilled
+        self._store, self._spilled = store, spilled
         self._extent = store.allocate(f"{name} (gradients)", nbytes, "gradients")
         self._address = store.mapping(self._extent).data_ptr()
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """As in GradientMemory."""
         return self._store.mapping(self._extent, offset, nbytes)
-
-    def like(self, nbytes: int) -> "DiskGradients":
-        """As in GradientMemory."""
-        return DiskGradients(self._store, self._name, nbytes, self._spilled)
 
     def offset_of(self, target: torch.Tensor) -> int:
         """Where memory from `tensor` begins in the extent, in bytes."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from millrace.engine.accumulation import node_is_kept
 from millrace.engine.data_parallel import ADVICE
 from millrace.engine.home import Home, Leaf, as_home, as_parameter, raw_data
 from millrace.errors import LayoutError, StateError
@@ -75,6 +76,7 @@ class Slot:
         self.loaded_token: Token = _NEVER  # of the contents that the device copy was made of
         self.on_gradient: Callable[[Slot], None] | None = None  # called when the leaf's gradient is complete
         self._hook: RemovableHandle | None = None
+        self._node_is_watched = node_is_kept(parameter)
         self.home: Home = as_home(parameter, self)
         fresh = torch.empty(0, dtype=layout.dtype, device=absent.device)  # whose version no other leaf counts
         self.leaf = Leaf(fresh, requires_grad=parameter.requires_grad)
@@ -122,6 +124,15 @@ class Slot:
     def mark_absent(self) -> None:
         """There is no device copy."""
         self._loaded = None
+
+    @property
+    def gradient_is_watched(self) -> bool:
+        """Whether somebody may have hooks that see a gradient before it is accumulated, or as it is."""
+        return self._node_is_watched or bool(self.home._backward_hooks)
+
+    def watch_node(self) -> None:
+        """As in Owner: from now on autograd accumulates the gradient."""
+        self._node_is_watched = True
 
     @property
     def data(self) -> torch.Tensor:
@@ -203,6 +214,7 @@ class Slot:
                 " remove() on the handle before such a change, and offload the model again after it"
             )
         self._before_touch()
+        self._node_is_watched = node_is_kept(parameter)
         replaced = as_parameter(self.home)
         if not self.casts:
             replaced.data = replaced.data.clone()  # whoever still holds it keeps its contents

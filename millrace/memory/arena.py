@@ -59,7 +59,6 @@ class Arena:
 
     def __init__(self, nbytes: int, device: torch.device, ledger: Ledger, purpose: str) -> None:
         self.nbytes = whole_pages(nbytes)
-        self._context = device, ledger, purpose
         ledger.check_host(self.nbytes, purpose)
         self._memory: Any
         if is_accelerator(device) and not can_register_host_memory(device):
@@ -85,10 +84,6 @@ class Arena:
             return False
         self._memory.before_unmap = unregister
         return True
-
-    def like(self, nbytes: int) -> "Arena":
-        """Another one, for the same device, ledger and purpose."""
-        return Arena(nbytes, *self._context)
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """Bytes `offset` to `offset + nbytes` as a uint8 tensor of shape (nbytes,) with a storage of its own.

@@ -84,6 +84,29 @@ def test_training_is_exact(
         assert handle.stats().spill_bytes > 5 * weight_bytes(model)  # weights of five steps, and gradients
 
 
+def test_gradients_beside_those_of_a_hook_go_to_disk_where_the_host_is_full(
+    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path
+):
+    """A hook sees what this backward computed alone, so what was there before lies beside it."""
+
+    def doubled(gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient
+
+    def run(model: nn.Module, tokens: torch.Tensor) -> list[torch.Tensor | None]:
+        for parameter in model.parameters():
+            parameter.register_hook(doubled)
+        for batch in range(3):
+            loss_of(model, (tokens + batch) % 128).backward()
+        return [None if p.grad is None else p.grad.cpu() for p in model.parameters()]
+
+    plain, model = run(build().to(compute_device), tokens.to(compute_device)), build()
+    with offload(model, compute_device, tmp_path) as handle:
+        ours = run(model, tokens)
+        for gradient, expected in zip(ours, plain, strict=True):
+            assert torch.equal(gradient, expected)
+        assert handle.stats().host_peak_bytes <= 256 << 10
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_is_exact(
     compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, reentrant: bool

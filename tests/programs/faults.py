@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.programs.layers import hidden_of
+from tests.programs.layers import WRITERS, hidden_of
 from tests.programs.world import StopError, World
 
 SWALLOWED = ("__del__", "<genexpr>")  # where nobody hears of an interrupt
@@ -67,8 +67,12 @@ def hooked(world: World, rng: random.Random) -> None:
     """Passes under hooks that look at weights, and may change outputs and gradients; some hooks stay."""
     looked_at = rng.choice(list(world.model.modules()))
 
-    kinds = OF_MODULES  # those of parameters fire once for all of a backward, plain once for each reentrant checkpoint
-    if all(layer.checkpointing != "reentrant" for layer in world.model.spec.layers):
+    # Those of parameters fire when gradients are home, once: plain once for each reentrant checkpoint, and before later
+    # layers are computed again, which may write to weights.
+    kinds = OF_MODULES
+    layers = world.model.spec.layers
+    writes = any(layer.kind in WRITERS for layer in layers)
+    if all(layer.checkpointing == "none" or (layer.checkpointing != "reentrant" and not writes) for layer in layers):
         kinds += OF_PARAMETERS
 
     seen: list[list[Any]] = []  # by each hook: gradients are home later than plain, so hooks take turns otherwise

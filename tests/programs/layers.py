@@ -399,3 +399,5 @@ LAYERS: dict[str, Callable[[int, random.Random], nn.Module]] = {
     "measured": Measured,
     "unchanged": Unchanged,
 }
+
+WRITERS = ("lookup", "codebook")  # those that write to their weights in forward

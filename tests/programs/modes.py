@@ -97,13 +97,16 @@ def offload_weights(model: nn.Module, device: torch.device, kind: str, rng: rand
 
 
 def least_bytes(model: nn.Module, blocks: Any, budget_bytes: int) -> int:
-    """What stays on the device, and the two largest blocks: one that computes, and one whose weights it borrows."""
+    """What stays on the device, and the two largest blocks: one that computes, and one whose weights it borrows.
+
+    Where weights are tied, one that computes takes the block it is tied to along.
+    """
     inventory = take_inventory(model)
     parts = partition(model, inventory, blocks, (), budget_bytes)
     sizes = sorted(inventory.nbytes(part.keys) for part in parts.streamed)
     buffers = sum({id(buffer): buffer.nbytes for buffer in model.buffers()}.values())
-    borrowed = 3 if model.spec.tied_head else 2  # and a tied one, in use at the same time
-    return sum(sizes[-borrowed:]) + sum(inventory.nbytes(part.keys) for part in parts.resident) + buffers
+    at_once = 2 + model.spec.tied_head + model.spec.tied_layers
+    return sum(sizes[-at_once:]) + sum(inventory.nbytes(part.keys) for part in parts.resident) + buffers
 
 
 # optimizers -----------------------------------------------------------------------------------------------------------

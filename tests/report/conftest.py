@@ -64,6 +64,7 @@ def disk_report(tmp_path) -> Iterator[Report]:
     ):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(4):
+            handle.synchronize()  # a write counts when it is submitted, and is on its lane when it is carried out
             handle.reset_stats()
             model(torch.randn(64, 256)).sum().backward()
             optimizer.step()

@@ -90,13 +90,6 @@ def test_what_cannot_be_mapped_is_not_booked(ledger: Ledger) -> None:
     assert ledger.by_purpose() == {}
 
 
-def test_another_one_like_it_has_the_same_purpose(ledger: Ledger) -> None:
-    arena = Arena(PAGE, CPU, ledger, "gradients")
-    other = arena.like(3 * PAGE)
-    assert ledger.by_purpose() == {(Tier.HOST, "gradients"): 4 * PAGE}
-    assert other.tensor(0, 8).data_ptr() != arena.tensor(0, 8).data_ptr()
-
-
 def test_on_the_cpu_nothing_is_locked(ledger: Ledger) -> None:
     assert not Arena(PAGE, CPU, ledger, "weights").pinned
 

@@ -1,0 +1,55 @@
+"""How do gradients get into homes whose gradients somebody watches? As in any backward: autograd accumulates them.
+
+Hooks of a parameter, of several (`register_multi_grad_hook`) and of the node of autograd's graph that accumulates its
+gradient (AccumulateGrad; Horovod and Apex hook into it) fire so as without us, and in the same order.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+__all__ = ["accumulate_as_autograd", "node_is_kept"]
+
+_MARK = "millrace"
+
+
+class _Arrival(torch.autograd.Function):
+    """One gradient, and then those after it: a node that accumulates comes before any other that is ready."""
+
+    @staticmethod
+    def forward(context: Any, later: torch.Tensor, home: nn.Parameter, gradient: list[torch.Tensor]) -> torch.Tensor:
+        context.gradient = gradient
+        return later.view_as(later)
+
+    @staticmethod
+    def backward(context: Any, *tokens: Any) -> Any:
+        return tokens[0], context.gradient.pop(), None  # popped: what nobody else has becomes `home.grad` uncopied
+
+
+def accumulate_as_autograd(arrived: "Sequence[tuple[nn.Parameter, list[torch.Tensor]]]") -> None:
+    """Homes get the gradients that the lists hold, one each, in this order; the lists are empty then."""
+    if not arrived:
+        return
+    for home, held in arrived:
+        if home.grad is None and held[0].dtype != home.dtype:
+            home.grad_dtype = held[0].dtype  # else a gradient must have the home's dtype
+    with torch.enable_grad():
+        token = torch.zeros((), requires_grad=True)
+        for home, held in reversed(arrived):
+            token = _Arrival.apply(token, home, held)  # type: ignore[no-untyped-call]
+    token.backward()
+
+
+def node_is_kept(parameter: nn.Parameter) -> bool:
+    """Whether somebody keeps the node that accumulates the parameter's gradient: one that nobody keeps is made anew."""
+    if not parameter.requires_grad:
+        return False
+    _node_of(parameter).metadata[_MARK] = True
+    return _MARK in _node_of(parameter).metadata
+
+
+def _node_of(parameter: nn.Parameter) -> Any:
+    return get_gradient_edge(parameter).node
