@@ -47,8 +47,9 @@ def node_is_kept(parameter: nn.Parameter) -> bool:
     """Whether somebody keeps the node that accumulates the parameter's gradient: one that nobody keeps is made anew."""
     if not parameter.requires_grad:
         return False
-    _node_of(parameter).metadata[_MARK] = True
-    return _MARK in _node_of(parameter).metadata
+    with torch.inference_mode(False), torch._C._DisableFuncTorch():  # in which there are no nodes, or other ones
+        _node_of(parameter).metadata[_MARK] = True
+        return _MARK in _node_of(parameter).metadata
 
 
 def _node_of(parameter: nn.Parameter) -> Any:

@@ -122,3 +122,18 @@ def test_a_gradient_that_a_hook_saw_and_nobody_keeps_is_not_copied(compute_devic
         model(torch.ones(2, 16).to(compute_device)).sum().backward()
         assert {p.grad.data_ptr() for p in model.parameters()} == places
         assert handle.stats().host_peak_bytes == once
+
+
+def test_parameters_that_an_evaluation_finds_in_the_place_of_others_are_watched(compute_device: torch.device) -> None:
+    model, state, counts = build(), build().state_dict(), [0, 0]
+    with millrace.offload(model, device=compute_device, device_memory=4000):
+        model.load_state_dict(state, assign=True)
+        handle = register_multi_grad_hook(list(model.parameters()), lambda _: counts.__setitem__(0, counts[0] + 1))
+        nodes = [get_gradient_edge(parameter).node for parameter in model.parameters()]
+        for node in nodes:
+            node.register_hook(lambda *_: counts.__setitem__(1, counts[1] + 1))
+        with torch.inference_mode():
+            model(torch.ones(2, 16))
+        run(model, [], compute_device, zeroes=True)
+        handle.remove()
+    assert counts == [3, 30]
