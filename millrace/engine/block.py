@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from millrace.engine.fetching import Fetch, Way
-from millrace.engine.home import Home, Leaf
+from millrace.engine.home import AwayLeaf, Home, Leaf, point
 from millrace.engine.layout import lay_out
 from millrace.engine.placement import Shelf
 from millrace.engine.rest import HostRest, Stored
@@ -52,10 +52,9 @@ class Place:
 
     def get(self) -> Any:
         """What is there; None where there is nothing any more."""
-        try:
-            held = self.container.get(self.key) if isinstance(self.container, dict) else self.container[self.key]
-        except IndexError:
-            return None
+        if isinstance(self.container, dict):
+            return self.container.get(self.key)
+        held = self.container[self.key] if self.key < len(self.container) else None
         return held() if self.weakly and held is not None else held
 
     def put(self, parameter: nn.Parameter) -> None:
@@ -98,6 +97,7 @@ class Block:
         self._presence = Presence.ABSENT
         self._last_read: Event | None = None  # the end of the last copy that reads the homes
         self._settled: object = None  # the contents that the files have
+        self._current_at = -1  # when the device copy was last found to be what the homes hold, see `is_current`
         members = list(members)
         parameters = [member.parameter for member in members]
         layouts, self.nbytes = lay_out(parameters, param_dtype)
@@ -111,11 +111,12 @@ class Block:
         ]
         for slot in self.slots:
             slot.unit = self
+            slot.on_change = self._changed
         self.slots_by_offset = sorted(self.slots, key=lambda slot: slot.layout.offset)
         self.slot_offsets = [slot.layout.offset for slot in self.slots_by_offset]
-        self._places = [
-            (place, slot) for member, slot in zip(members, self.slots, strict=True) for place in member.places
-        ]
+        self._keep_places(
+            [(place, slot) for member, slot in zip(members, self.slots, strict=True) for place in member.places]
+        )
         self._settle(self.contents)
 
     @property
@@ -138,13 +139,28 @@ class Block:
         self._leaves_are(present=False)
 
     def _leaves_are(self, *, present: bool) -> None:
+        kind = Leaf if present else AwayLeaf
         for slot in self.slots:
-            slot.leaf.be(present=present)
+            slot.leaf.__class__ = kind
 
     @property
     def stale(self) -> bool:
         """Whether the device copy may differ from a home."""
         return any(slot.stale for slot in self.slots)
+
+    def is_current(self, moment: int) -> bool:
+        """Whether the device copy is what the homes hold. `moment` counts when homes may have changed without notice.
+
+        That is between passes. While one is under way, whatever is written to a home comes to know of it.
+        """
+        if self._current_at != moment:
+            if self.stale:
+                return False
+            self._current_at = moment
+        return True
+
+    def _changed(self) -> None:
+        self._current_at = -1
 
     @property
     def changed_since_load(self) -> bool:
@@ -228,12 +244,19 @@ class Block:
 
     def point_leaves(self, buffer: torch.Tensor | None) -> None:
         """Leaves become views of `buffer`; without one, NaN of the right shape, of no memory and read-only."""
-        for slot in self.slots:
-            if buffer is None:
-                slot.leaf.point(slot.absent)
-                slot.mark_absent()
-            else:
-                slot.leaf.point(slot.layout.view(buffer))
+        typed: dict[torch.dtype, torch.Tensor] = {}  # the buffer in each dtype
+        if buffer is None:
+            self._current_at = -1
+        with torch._C.DisableTorchFunctionSubclass():
+            for slot in self.slots:
+                if buffer is None:
+                    point(slot.leaf, slot.absent)
+                    slot.mark_absent()
+                    continue
+                dtype = slot.layout.dtype
+                if dtype not in typed:
+                    typed[dtype] = buffer.view(dtype)
+                point(slot.leaf, slot.layout.view(typed[dtype]))
 
     def read_until(self, done: Event) -> None:
         """The homes are being read, and may not be written before `done`."""
@@ -252,9 +275,10 @@ class Block:
 
     def wait_for_updates(self) -> None:
         """The host waits until no optimizer writes the homes any more. Raises what failed in an update."""
-        for update in list(self.updates):
-            update.wait()
-        self.updates = [update for update in self.updates if not update.done()]
+        if self.updates:
+            for update in list(self.updates):
+                update.wait()
+            self.updates = [update for update in self.updates if not update.done()]
 
     def wait_until_free(self) -> None:
         """The host may read and write the homes: nobody else does."""
@@ -270,22 +294,34 @@ class Block:
     # binding ----------------------------------------------------------------------------------------------------------
     def bind(self) -> None:
         """The modules' attributes become the leaves."""
-        for place, slot in self._places:
-            held = place.get()
-            if held is slot.leaf or (held is not slot.home and not _is_replacement(held)):
-                continue
-            if held is not slot.home:
-                self._adopt(slot, place, held)
-            slot.follow_requires_grad()
-            place.put(slot.leaf)
+        for parameters, key, slot in self._attributes:
+            leaf = slot.leaf
+            if parameters.get(key) is slot.home and leaf.requires_grad == slot.home.requires_grad:
+                parameters[key] = leaf
+            else:
+                self._bind(Place(parameters, key), slot)
+        for place, slot in self._others:
+            self._bind(place, slot)
+
+    def _bind(self, place: Place, slot: Slot) -> None:
+        held = place.get()
+        if held is not slot.home:
+            if held is slot.leaf or not _is_replacement(held):
+                return
+            self._adopt(slot, place, held)
+        slot.follow_requires_grad()
+        place.put(slot.leaf)
 
     def unbind(self) -> None:
         """The modules' attributes become the homes again."""
         if self.buffer is not None:
             for slot in self.slots:
-                if slot.keep_leaf_writes(self.buffer):
+                if slot.leaf_may_be_written and slot.keep_leaf_writes(self.buffer):
                     self._settled = None
-        for place, slot in self._places:
+        for parameters, key, slot in self._attributes:
+            if parameters.get(key) is slot.leaf:
+                parameters[key] = slot.home
+        for place, slot in self._others:
             if place.get() is slot.leaf:
                 place.put(slot.home)
 
@@ -344,7 +380,13 @@ class Block:
 
     def move_places(self, places: dict[int, list[Place]]) -> None:
         """The model was rebuilt around its parameters: `places` by the id of each home."""
-        self._places = [(place, slot) for slot in self.slots for place in places.get(id(slot.home), ())]
+        self._keep_places([(place, slot) for slot in self.slots for place in places.get(id(slot.home), ())])
+
+    def _keep_places(self, places: list[tuple[Place, Slot]]) -> None:
+        self._places = places
+        # Most are attributes, and bound at every visit.
+        self._attributes = [(p.container, p.key, slot) for p, slot in places if isinstance(p.container, dict)]
+        self._others = [(place, slot) for place, slot in places if not isinstance(place.container, dict)]
 
 
 def _is_replacement(held: Any) -> bool:

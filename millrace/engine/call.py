@@ -1,15 +1,15 @@
 """What has one call of a managed module begun? Exactly that ends with the call, whatever happens."""
 
-import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from millrace.engine.block import Block
 from millrace.engine.site import Site
-from millrace.engine.stray import lending_leaves
+from millrace.engine.stray import is_lending, lending_leaves
 
 if TYPE_CHECKING:
     from millrace.engine.engine import Engine
@@ -26,29 +26,32 @@ class Call:
         self.lent: list[Block] = []  # of modules that were asked for a parameter
         self.thread = threading.get_ident()
         self._engine = engine
-        self._ends = contextlib.ExitStack()
+        self._ends: list[Callable[[], object]] = []  # of what was begun, in that order
 
     def begin_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """It is the outermost call."""
         engine = self._engine
         args, kwargs = engine.begin_pass(self.site, args, kwargs)
-        self._ends.callback(engine.end_pass)
+        self._ends.append(engine.end_pass)
         return args, kwargs
 
     def begin_visit(self) -> None:
         """Its blocks come, and what autograd saves of them becomes handles."""
         engine = self._engine
         engine.visit(self)
-        self._ends.callback(engine.leave)
-        self._ends.enter_context(lending_leaves(engine.lending))
+        self._ends.append(engine.leave)
+        if not is_lending(engine.lending):
+            lending = lending_leaves(engine.lending)
+            self._ends.append(lending.end)
+            lending.begin()
         if torch.is_autocast_enabled(engine.device.type) and torch.is_autocast_cache_enabled():
             # The cache would keep low-precision copies of the weights on the device, also of weights that changed.
             torch.set_autocast_cache_enabled(False)
-            self._ends.callback(torch.set_autocast_cache_enabled, True)
+            self._ends.append(partial(torch.set_autocast_cache_enabled, True))
         if torch.is_grad_enabled():
             saved = engine.saved_tensors(self.site)
             saved.push()
-            self._ends.callback(saved.pop)
+            self._ends.append(saved.pop)
 
     def hold(self, blocks: Sequence[Block]) -> None:
         """These blocks stay bound until the call ends."""
@@ -56,8 +59,12 @@ class Call:
         self.blocks = (*self.blocks, *blocks)
 
     def end(self) -> None:
-        """Ends what was begun, in reverse."""
-        self._ends.close()
+        """Ends what was begun, in reverse; all of it, whatever is raised meanwhile."""
+        if self._ends:
+            try:
+                self._ends.pop()()
+            finally:
+                self.end()
 
 
 class Bindable(Protocol):

@@ -59,8 +59,8 @@ class Engine:
         self._residency = residency
         self._executor = executor
         self._gradients = gradients
-        self._calls: list[Call] = []  # visits whose call is under way, outermost first
-        self.lending = Lending(executor, residency, self._calls)
+        self.calls: list[Call] = []  # visits whose call is under way, outermost first
+        self.lending = Lending(executor, residency, self.calls)
         self._handover = Handover(device, residency)
         self.busy = False  # an outermost call or a backward is under way
         self._claims: dict[str, int] = {}  # the thread whose outermost call is under way
@@ -119,14 +119,14 @@ class Engine:
         recomputing = in_backward()
         if not recomputing:
             self._claim()
-        outermost = not self._calls and not recomputing
+        outermost = not self.calls and not recomputing
         if not outermost and not self._is_visit(site):
             return forward(*args, **kwargs)
         call = Call(self, site)
         try:
             if outermost:
                 args, kwargs = call.begin_pass(args, kwargs)
-            elif not self._calls:  # a hook of backward may call the model, too
+            elif not self.calls:  # a hook of backward may call the model, too
                 args, kwargs = self._handover.inputs(args, kwargs)
             call.begin_visit()
             output = self._handover.output(forward(*args, **kwargs), outermost=outermost)
@@ -166,10 +166,10 @@ class Engine:
         if not site.blocks:
             # Around visits: what it borrows is given back when it ends. Computed again by a reentrant checkpoint, which
             # saves for a backward of its own: what that saves becomes handles, too.
-            return site.encloses or (not self._calls and in_backward() and saving_is_left_to_autograd())
-        if not site.main and all(block.users for block in site.blocks):
+            return site.encloses or (not self.calls and in_backward() and saving_is_left_to_autograd())
+        if not site.main and all(block.users for block in site.blocks):  # as Site.is_inside, on whatever thread
             return False
-        called = {block for call in self._calls for block in call.blocks}
+        called = {block for call in self.calls for block in call.blocks}
         return not called.issuperset(site.blocks)
 
     def _watch_output(self, site: Site, output: Any) -> None:
@@ -246,7 +246,7 @@ class Engine:
             try:
                 self._finish_backward(completed=completed)
             except BaseException:
-                if not self._calls:
+                if not self.calls:
                     self._recover()
                 raise
 
@@ -302,8 +302,8 @@ class Engine:
 
     def _bind_for_calls(self) -> None:
         """Blocks are bound exactly for the calls under way."""
-        users: Counter[Bindable] = Counter(block for call in self._calls for block in call.blocks)
-        if self._calls:
+        users: Counter[Bindable] = Counter(block for call in self.calls for block in call.blocks)
+        if self.calls:
             users.update((*self.residents, self.buffers))
         for block in (*self.blocks, *self.residents):
             block.lent = False
@@ -349,7 +349,7 @@ class Engine:
         """After an interrupt amid bookkeeping, or a backward that raised: nothing stays bound or pending."""
         with self._settling:
             self.busy = False
-            self._calls.clear()
+            self.calls.clear()
             self._backward_site = None
             pop_left_over(self._residency)
             stop_lending(self.lending)
@@ -379,13 +379,13 @@ class Engine:
                 self.begin_backward_of(site)
             elif site.blocks:
                 self._executor.visit(site.blocks, Phase.FORWARD, site.name)
-            self._calls.append(call)
+            self.calls.append(call)
             call.hold(site.blocks)
 
     def leave(self) -> None:
         """The innermost visit's call ends."""
         with torch._C.DisableTorchFunctionSubclass():
-            call = self._calls.pop()
+            call = self.calls.pop()
             release(call.blocks)
             for block in call.lent:
                 block.take_back()

@@ -43,6 +43,7 @@ class Executor:
         self._changed_now: set[int] = set()  # those that changed after it began
         self._at_boundary: list[Block] = []  # loads that wait for the homes to change
         self._put_off: dict[Block, None] = {}  # loads that wait for the update of their homes
+        self._moment = 0  # counts when homes may have changed without notice, see `Block.is_current`
         self._clock = 0  # visits so far
         self._cycle_clock = 0  # those before the cycle under way
         self._last_used: dict[Block, int] = {}
@@ -62,6 +63,7 @@ class Executor:
 
     def begin_backward(self) -> None:
         """A backward begins: a part of the cycle of its forward, unless another backward has ended that."""
+        self._moment += 1
         if self._entry is None:
             self._open(Entry("", Phase.BACKWARD, True))
 
@@ -93,14 +95,15 @@ class Executor:
         self._fetch_ahead(but_not=frozenset())
 
     def _note_changes(self) -> None:
+        self._moment += 1
         self._changed_now.update(block.index for block in self._blocks if block.changed_since_load)
 
     def _drop_old_copies(self) -> None:
         for block in list(self._residency.present()):
-            if block.index >= 0 and block.presence is not Presence.RESERVED and block.stale:
+            if block.index >= 0 and block.presence is not Presence.RESERVED and not block.is_current(self._moment):
                 self._evict(block)
         for block in list(self._residency.present()):
-            if block.index < 0 and block.stale and not block.being_updated:
+            if block.index < 0 and not block.is_current(self._moment) and not block.being_updated:
                 self._residency.renew(block)  # every pass begins with the residents: not behind what is loaded ahead
         waiting, self._at_boundary = self._at_boundary, []
         for block in waiting:
@@ -114,18 +117,18 @@ class Executor:
     # visits -----------------------------------------------------------------------------------------------------------
     def visit(self, blocks: Sequence[Block], phase: Phase, name: str) -> None:
         """Makes the blocks present, and does what the plan has for this visit."""
-        streamed = [block for block in blocks if block.index >= 0]
-        key: VisitKey = (tuple(block.index for block in streamed), phase)
+        key: VisitKey = (tuple([block.index for block in blocks if block.index >= 0]), phase)
         asked = self._lanes.tick()
         again = bool(self._records) and (self._records[-1].blocks, self._records[-1].phase) == key
         step = None if self._course is None or again else self._course.advance(key)
         if step is not None:
             for index in step.evictions:
-                if self._blocks[index] not in streamed:
+                if index not in key[0]:
                     self._evict(self._blocks[index])
         for block in blocks:
             self.bring(block, keep=blocks)
-        self._load_updated()
+        if self._put_off:
+            self._load_updated()
         if step is not None:
             for index in step.loads:
                 self._prefetch(self._blocks[index])
@@ -142,20 +145,22 @@ class Executor:
 
     def bring(self, block: Block, keep: Sequence[Block] = ()) -> None:
         """Submits what it takes to make one block present and current; compute has yet to wait for its arrival."""
-        block.wait_for_updates()
-        self._put_off.pop(block, None)
+        if block.updates:
+            block.wait_for_updates()
+        if self._put_off:
+            self._put_off.pop(block, None)
         if block.buffer is None:
             self._residency.make_room(block, keep, self._next_use)
             self._residency.onload(block)
             self._meter.demand_onloads += block.index >= 0
-        elif block.stale:
+        elif not block.is_current(self._moment):
             self._meter.demand_onloads += block.index >= 0 and block.presence is not Presence.RESERVED
             self._residency.renew(block)
 
     def _prefetch(self, block: Block) -> None:
         if block.buffer is None and self._residency.fits(block):
             self._residency.reserve(block)
-        if block.buffer is not None and block.stale:
+        if block.buffer is not None and not block.is_current(self._moment):
             if block.being_updated or self._put_off:  # loads keep the order in which they are needed
                 self._put_off[block] = None
             else:

@@ -132,7 +132,7 @@ class Gradients:
             begun = {id(parameter) for parameter in watcher.complete(unit, gradients, arrived)}
             for slot in slots:
                 if id(slot.home) in begun:
-                    slot.untraced_changes += 1
+                    slot.changed_untraced()
                     self._arrivals.taken(unit)
 
     def leave_block(self) -> None:

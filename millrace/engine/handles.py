@@ -65,7 +65,7 @@ class SavedTensors:
         self,
         residency: Residency,
         device: torch.device,
-        on_unpack: Callable[[], None],
+        on_unpack: Callable[[], object],
         require: Callable[[Block], None],
     ) -> None:
         self._residency = residency
@@ -93,7 +93,7 @@ class SavedTensors:
         _pop_hooks()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if tensor.device == self._device and tensor.layout == torch.strided:
+        if tensor.layout == torch.strided and tensor.device == self._device:
             block = self._residency.block_of(tensor)
             if block is not None:
                 if self._checkpoint is not None:
@@ -174,12 +174,21 @@ def _compute_again(unpack: Callable[[Any], Any]) -> None:
 
 
 def _handle_of(block: Block, tensor: torch.Tensor, recompute: Callable[[Any], Any] | None) -> Handle:
-    offset = int(tensor.storage_offset())
-    index = bisect_right(block.slot_offsets, offset * tensor.element_size()) - 1
-    slot = block.slots_by_offset[index]
-    flags = tensor.is_conj(), tensor.is_neg()
-    contents = slot.loaded_token, slot.leaf._version
-    return Handle(block, slot, *contents, tensor.dtype, tensor.size(), tensor.stride(), offset, *flags, recompute)
+    dtype, offset = tensor.dtype, int(tensor.storage_offset())
+    slot = block.slots_by_offset[bisect_right(block.slot_offsets, offset * dtype.itemsize) - 1]
+    return Handle(
+        block,
+        slot,
+        slot.loaded_token,
+        slot.leaf._version,
+        dtype,
+        tensor.size(),
+        tensor.stride(),
+        offset,
+        tensor.is_conj(),
+        tensor.is_neg(),
+        recompute,
+    )
 
 
 def _weight(handle: Handle) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch import nn
 from millrace.errors import StateError
 from millrace.runtime.pending import OWNER, name_of
 
-__all__ = ["AwayLeaf", "Home", "Leaf", "Owner", "as_home", "as_parameter", "home_of", "owner_of", "raw_data"]
+__all__ = ["AwayLeaf", "Home", "Leaf", "Owner", "as_home", "as_parameter", "home_of", "owner_of", "point", "raw_data"]
 
 _data: Any = torch._C.TensorBase.data  # the property that nn.Parameter inherits
 _MOVES = (
@@ -143,6 +143,11 @@ class AwayLeaf(Leaf):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return home_of(self).__reduce_ex__(protocol)
+
+
+def point(leaf: Leaf, value: torch.Tensor) -> None:
+    """`leaf.data = value`, unnoticed; to be called where torch functions are off."""
+    _data.__set__(leaf, value)
 
 
 def as_home(parameter: nn.Parameter, owner: Owner) -> Home:

@@ -28,7 +28,7 @@ class Parameters(dict[str, Any]):
     """A module's `_parameters`: while the model computes, a home that is asked for gives its leaf."""
 
     def __getitem__(self, name: str) -> Any:
-        held = super().__getitem__(name)
+        held = super().__getitem__(name)  # so that the compiler can follow
         return lent_for_call(held) if type(held) is Home else held
 
 
@@ -43,8 +43,9 @@ class Managed:
 
     outer = False
 
-    def __init__(self, site: "Site") -> None:
+    def __init__(self, module: nn.Module, site: "Site") -> None:
         self.site = site
+        self._looks_at_homes = isinstance(module, nn.TransformerEncoder)
 
     @property
     def methods(self) -> dict[str, Method]:
@@ -61,9 +62,12 @@ class Managed:
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The module is called."""
-        if isinstance(module, nn.TransformerEncoder):
+        if self._looks_at_homes:
             forward = _looking_at_homes(forward)
-        return self.site.call(forward, args, kwargs)
+        site = self.site
+        if site.is_inside():
+            return forward(*args, **kwargs)
+        return site.engine.call(site, forward, args, kwargs)
 
     def compiling(self, module: nn.Module) -> None:
         """A compiled block may be compiled through, because its visit is under way; a model around blocks may not."""
@@ -149,7 +153,7 @@ def _refuse_compilation_of_all() -> None:
 
 def make_managed(module: nn.Module, site: "Site") -> None:
     """The module is a managed one from now on."""
-    take_part(module, Managed(site))
+    take_part(module, Managed(module, site))
     _give_device(module, site.device)
 
 

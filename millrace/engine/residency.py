@@ -4,7 +4,8 @@ The order of these operations across lanes is the subject of docs/design/orderin
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -42,6 +43,8 @@ class Residency:
         self._buffers = DeviceBuffers(device, ledger, budget_bytes)
         self._consumed: Event | None = None  # the last copy that compute was told to wait for
         self._by_storage: dict[int, Block] = {}
+        self._addresses: list[int] = []  # where buffers begin, ascending, and whose they are
+        self._in_order: list[Block] = []
 
     @property
     def streaming_budget_bytes(self) -> int:
@@ -58,7 +61,14 @@ class Residency:
         self._fetching = fetching
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
-        """The block in whose buffer `tensor` lies; None for any other tensor."""
+        """The block in whose buffer `tensor`, which has memory, lies; None for any other tensor."""
+        address = tensor.data_ptr()
+        if address:  # quicker than to ask for its storage, and asked for all that autograd saves
+            index = bisect_right(self._addresses, address) - 1
+            if index < 0:
+                return None
+            block = self._in_order[index]
+            return block if address < self._addresses[index] + block.nbytes else None
         return self._by_storage.get(tensor.untyped_storage()._cdata)
 
     def present(self) -> Iterable[Block]:
@@ -81,6 +91,7 @@ class Residency:
             self.held_bytes += block.nbytes
             self._by_storage[buffer.untyped_storage()._cdata] = block
             try:
+                self._note_address(buffer, block)
                 block.buffer = buffer
                 block.point_leaves(buffer)
                 block.allocated = self._lanes.mark()  # what used this memory before is ordered before the copy
@@ -160,9 +171,21 @@ class Residency:
         with _plain_tensors():
             block.point_leaves(None)
         self._by_storage.pop(buffer.untyped_storage()._cdata)
+        self._forget_address(block)
         self.held_bytes -= block.nbytes
         block.buffer = block.arrival = None  # only now: after Ctrl-C before, `mend` finds it
         self._buffers.release(buffer)
+
+    def _note_address(self, buffer: torch.Tensor | None, block: Block) -> None:
+        if buffer is not None and buffer.nbytes:
+            index = bisect_right(self._addresses, buffer.data_ptr())
+            self._in_order.insert(index, block)
+            self._addresses.insert(index, buffer.data_ptr())
+
+    def _forget_address(self, block: Block) -> None:
+        if block in self._in_order:
+            index = self._in_order.index(block)
+            del self._in_order[index], self._addresses[index]
 
     def _undo(self, block: Block, buffer: torch.Tensor) -> None:
         """After a changed shape or Ctrl-C in the middle: what the buffer holds is unknown, so it goes."""
@@ -238,6 +261,9 @@ class Residency:
                 if buffer is not None:
                     self._buffers.release(buffer)
         self._by_storage = held
+        self._addresses, self._in_order = [], []
+        for block in held.values():
+            self._note_address(block.buffer, block)
         self.held_bytes = sum(block.nbytes for block in held.values())
         self._buffers.rebook(self.held_bytes)
 
@@ -262,10 +288,16 @@ class Residency:
         self._meter.onloaded(block.arrival.nbytes)
 
 
-@contextlib.contextmanager
-def _plain_tensors() -> Iterator[None]:
+def _plain_tensors() -> contextlib.AbstractContextManager[object]:
     """Inside of inference mode (a leaf that once held such a tensor could not be trained any more) and of `torch.func`
     transforms (their tensors end with them) buffers are what they are outside.
     """
-    with torch.inference_mode(False), torch._C._DisableFuncTorch():
-        yield
+    if not torch.is_inference_mode_enabled() and torch._C._functorch.peek_interpreter_stack() is None:
+        return _AS_THEY_ARE
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch._C._DisableFuncTorch())
+    return stack
+
+
+_AS_THEY_ARE = contextlib.nullcontext()

@@ -1,7 +1,7 @@
 """Which blocks does a module need when it is called? A site ties one module to its blocks and to the engine."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from threading import get_ident
+from typing import TYPE_CHECKING
 
 from millrace.engine.block import Block
 
@@ -24,10 +24,19 @@ class Site:
         self.name = name
         self.blocks = blocks
         self.main = main
+        self._may_be_inside = bool(blocks) and not main
         self.encloses = encloses
         self.device = engine.device
         self.companion: object = None  # what lives as long as the module
 
-    def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's call."""
-        return self.engine.call(self, forward, args, kwargs)
+    def is_inside(self) -> bool:
+        """Whether a call does nothing of its own: of a module inside of one whose visit, on this thread, brought all of
+        its blocks. Most calls are such ones.
+        """
+        calls = self.engine.calls
+        if not calls or not self._may_be_inside or calls[-1].thread != get_ident():
+            return False
+        for block in self.blocks:  # noqa: SIM110  # a generator would cost more than all the rest
+            if not block.users:
+                return False
+        return True

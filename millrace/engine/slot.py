@@ -37,10 +37,12 @@ class Layout:
     stride: tuple[int, ...]  # elements
 
     def view(self, block_bytes: torch.Tensor, *, first_byte: int = 0) -> torch.Tensor:
-        """The parameter within a uint8 tensor of the whole block, or of a part of it that begins at `first_byte`."""
+        """The parameter within the whole block's bytes, uint8 or its own dtype, or in a part that begins at
+        `first_byte`.
+        """
         if not self.nbytes:
             return torch.empty(self.shape, dtype=self.dtype, device=block_bytes.device)
-        typed = block_bytes if self.dtype == torch.uint8 else block_bytes.view(self.dtype)
+        typed = block_bytes if block_bytes.dtype == self.dtype else block_bytes.view(self.dtype)
         return typed.as_strided(self.shape, self.stride, (self.offset - first_byte) // self.dtype.itemsize)
 
 
@@ -69,6 +71,7 @@ class Slot:
         self.absent = absent  # what the leaf's data is while there is no device copy
         self.untraced_changes = 0  # writes that a hook reported: fused optimizers leave no trace in _version
         self.unit: Unit | None = None  # what it travels with
+        self.on_change: Callable[[], None] = _nothing  # called when the home may have changed without a trace in it
         self._before_touch = before_touch
         self._touches = 0  # how often the home's `data` was handed out or re-pointed
         self._loaded: object = None  # fingerprint of what the device copy was made of
@@ -114,7 +117,8 @@ class Slot:
     @property
     def changed_since_load(self) -> bool:
         """Whether the home changed after the last device copy was made, whether that is still there or not."""
-        return self.loaded_token not in (_NEVER, self.token)
+        version, untraced = self.loaded_token
+        return version >= 0 and (version != self.home._version or untraced != self.untraced_changes)
 
     def mark_loaded(self) -> None:
         """A device copy of what the home holds now is being made."""
@@ -219,7 +223,7 @@ class Slot:
         if not self.casts:
             replaced.data = replaced.data.clone()  # whoever still holds it keeps its contents
         self.home = as_home(parameter, self)
-        self.untraced_changes += 1  # its version may count as the other one's did
+        self.changed_untraced()  # its version may count as the other one's did
         self._move_in()
 
     def check_shape(self) -> None:
@@ -247,7 +251,7 @@ class Slot:
         as_parameter(self.home)
         self.on_gradient = None
         self.unit = None
-        self._before_touch = _nothing
+        self._before_touch = self.on_change = _nothing
         if self._hook is not None:
             self._hook.remove()
             with torch._C.DisableTorchFunctionSubclass():
@@ -287,6 +291,12 @@ class Slot:
         """The home's data is about to be handed out, and may be written through what was."""
         self._before_touch()
         self._touches += 1
+        self.on_change()
+
+    def changed_untraced(self) -> None:
+        """The home was written, or is being written, in a way that leaves no trace in its version."""
+        self.untraced_changes += 1
+        self.on_change()
 
 
 def _pass_on_gradient(slot: Slot | None) -> None:

@@ -91,7 +91,7 @@ class OptimizerSteps:
         """Fused optimizers leave no trace of their writes."""
         slots = self._slots_of(optimizer)
         for slot in slots:
-            slot.untraced_changes += 1
+            slot.changed_untraced()
         if slots:
             self._meter.steps += 1
             self._meter.skipped_steps += self._skipped(optimizer)

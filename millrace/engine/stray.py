@@ -7,8 +7,7 @@ away again; they are lent the leaves as long as they compute. While an optimizer
 they come through here as well, and wait.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any, Protocol
 
@@ -17,7 +16,17 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from millrace.engine.home import AwayLeaf, Home, home_of, owner_of
 
-__all__ = ["Lender", "Use", "homes_as_they_are", "lending_leaves", "lent_for_call", "stop_lending", "waiting_for_homes"]
+__all__ = [
+    "Lender",
+    "TakingPart",
+    "Use",
+    "homes_as_they_are",
+    "is_lending",
+    "lending_leaves",
+    "lent_for_call",
+    "stop_lending",
+    "waiting_for_homes",
+]
 
 
 class Use(Enum):
@@ -66,39 +75,53 @@ _lenders: list[Lender | None] = []  # of the visits under way; None: homes are l
 _waits: list[Wait] = []
 
 
-@contextlib.contextmanager
-def lending_leaves(lender: Lender) -> Iterator[None]:
+class TakingPart:
+    """Somebody takes part in what homes are used for, from `begin()` to `end()`, or as a context manager."""
+
+    def __init__(self, present: list[Any], one: Any) -> None:
+        self._present = present
+        self._one = one
+
+    def begin(self) -> None:
+        self._present.append(self._one)
+        _watch()
+
+    def end(self) -> None:
+        if self._present and self._present[-1] is self._one:
+            self._present.pop()
+        elif self._one in self._present:  # of another thread's visit, that began later
+            self._present.remove(self._one)
+        _watch()
+
+    def __enter__(self) -> None:
+        try:
+            self.begin()
+        except BaseException:
+            self.end()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+def lending_leaves(lender: Lender) -> TakingPart:
     """Torch functions that take homes get the lender's leaves."""
-    with _taking_part(_lenders, lender):
-        yield
+    return TakingPart(_lenders, lender)
 
 
-@contextlib.contextmanager
-def homes_as_they_are() -> Iterator[None]:
+def is_lending(lender: Lender) -> bool:
+    """Whether they do now, and nobody began later."""
+    return bool(_lenders) and _lenders[-1] is lender
+
+
+def homes_as_they_are() -> TakingPart:
     """Until the next visit, homes are plain parameters for torch functions: `has_torch_function(home)` is False."""
-    with _taking_part(_lenders, None):
-        yield
+    return TakingPart(_lenders, None)
 
 
-@contextlib.contextmanager
-def waiting_for_homes(wait: Wait) -> Iterator[None]:
+def waiting_for_homes(wait: Wait) -> TakingPart:
     """Torch functions call `wait(owner)` for a home before they read it, or hand out its gradient."""
-    with _taking_part(_waits, wait):
-        yield
-
-
-@contextlib.contextmanager
-def _taking_part(present: list[Any], one: Any) -> Iterator[None]:
-    present.append(one)
-    try:
-        _watch()
-        yield
-    finally:
-        if present and present[-1] is one:
-            present.pop()
-        elif one in present:  # of another thread's visit, that began later
-            present.remove(one)
-        _watch()
+    return TakingPart(_waits, wait)
 
 
 def lent_for_call(home: Home) -> torch.Tensor:

@@ -62,6 +62,8 @@ class _Calls:
             if len(self.participants) > 1:
                 self.participants[1].compiling(module)
             return type(module)._call_impl(module, *args, **kwargs)
+        if len(self.participants) == 1:
+            return self.participants[0].call(module, self._inside, args, kwargs)
         return self.around(module, self._inside, args, kwargs)
 
     def around(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
