@@ -1,7 +1,7 @@
 """How do gradients get into homes whose gradients somebody watches? As in any backward: autograd accumulates them.
 
 Hooks of a parameter, of several (`register_multi_grad_hook`) and of the node of autograd's graph that accumulates its
-gradient (AccumulateGrad; Horovod and Apex hook into it) fire so as without us, and in the same order.
+gradient (AccumulateGrad; Horovod and Apex hook into it) fire so as without us, in the order in which gradients came.
 """
 
 from collections.abc import Sequence
@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
-__all__ = ["accumulate_as_autograd", "node_is_kept"]
+__all__ = ["accumulate_as_autograd", "is_accumulated_itself", "node_is_kept"]
 
 _MARK = "millrace"
 
@@ -34,8 +33,8 @@ def accumulate_as_autograd(arrived: "Sequence[tuple[nn.Parameter, list[torch.Ten
     if not arrived:
         return
     for home, held in arrived:
-        if home.grad is None and held[0].dtype != home.dtype:
-            home.grad_dtype = held[0].dtype  # else a gradient must have the home's dtype
+        if home.grad is None and held[0].dtype != home.grad_dtype:
+            home.grad_dtype = held[0].dtype
     with torch.enable_grad():
         token = torch.zeros((), requires_grad=True)
         for home, held in reversed(arrived):
@@ -52,5 +51,16 @@ def node_is_kept(parameter: nn.Parameter) -> bool:
         return _MARK in _node_of(parameter).metadata
 
 
+def is_accumulated_itself(parameter: nn.Parameter) -> bool:
+    """Whether the backward under way has a gradient of its own for a parameter: of a loss term that uses it directly.
+
+    Such a gradient comes at any time and on another thread than those of an accelerator.
+    """
+    return torch._C._will_engine_execute_node(_node_of(parameter))
+
+
 def _node_of(parameter: nn.Parameter) -> Any:
-    return get_gradient_edge(parameter).node
+    """As `torch.autograd.graph.get_gradient_edge`, which is slower, and which homes take notice of."""
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        grad_fn: Any = torch.Tensor.view_as(parameter, parameter).grad_fn
+        return grad_fn.next_functions[0][0]

@@ -17,7 +17,7 @@ from millrace.engine.layout import lay_out
 from millrace.engine.placement import Shelf
 from millrace.engine.rest import HostRest, Stored
 from millrace.engine.slot import Layout, Slot
-from millrace.errors import StateError
+from millrace.errors import LayoutError, StateError
 from millrace.memory.buffers import references_beside
 from millrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
 from millrace.runtime.pending import LostUpdate, Pending, Watcher
@@ -368,10 +368,23 @@ class Block:
     def _adopt(self, slot: Slot, place: Place, parameter: nn.Parameter) -> None:
         replaced = slot.home
         if not place.weakly:  # which is looked at, and not what is computed with
+            self._check_still_tied(slot)
             slot.adopt(parameter)
         for other, its_slot in self._places:
             if its_slot is slot and any(other.get() is one for one in (replaced, parameter)):
                 other.put(slot.home)
+
+    def _check_still_tied(self, slot: Slot) -> None:
+        """Raises LayoutError where modules that had one parameter together have several now."""
+        attributes = [
+            place for place, its_slot in self._places if its_slot is slot and isinstance(place.container, dict)
+        ]
+        if len({id(held) for held in (place.get() for place in attributes) if held is not None}) > 1:
+            raise LayoutError(
+                f"parameter {slot.name!r} was offloaded as one that {len(attributes)} modules share, and not all have"
+                " the same one now: a checkpoint was loaded with assign=True, or one of them got another. Tie them"
+                " again (model.tie_weights() in transformers), or call remove() on the handle before, and offload after"
+            )
 
     def release(self) -> None:
         """Homes are ordinary parameters again."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from millrace.engine.accumulation import accumulate_as_autograd
+from millrace.engine.accumulation import accumulate_as_autograd, is_accumulated_itself
 from millrace.engine.arrivals import Arrivals
 from millrace.engine.block import Block
 from millrace.engine.gradient_memory import Additions, HostGradient, Staging
@@ -65,6 +65,9 @@ class Gradients:
         """Makes memory for gradients of trainable parameters that have none. Not in backward: pinning takes time."""
         wanted: list[tuple[Block, list[Slot], list[int]]] = []
         for block in blocks:
+            for slot in block.slots:
+                if slot.gradient_is_watched and slot.home.grad is not None and slot in self._memory:
+                    self._memory[slot].renew()  # what comes next lies beside it
             slots = [slot for slot in block.slots if slot.home.requires_grad and slot not in self._memory]
             if slots:
                 sizes = [aligned(slot.home.numel() * self._dtype(slot).itemsize) for slot in slots]
@@ -114,6 +117,8 @@ class Gradients:
             return  # they want to see gradients before anyone uses them
         if any(slot.leaf_may_be_written for slot in slots):
             return  # by the model itself, computed again: that is kept first
+        if any(is_accumulated_itself(slot.home) for slot in slots):
+            return  # there is more to come
         self._submit_ready()
         if any(self._added.get(slot) for slot in slots):
             return  # others have the gradient, too, and may write it before the step
@@ -156,7 +161,11 @@ class Gradients:
         with torch._C.DisableTorchFunctionSubclass():  # homes may be being updated already
             for slot, gradient in arrived.items():
                 _accumulate(slot.home, gradient)
-        accumulate_as_autograd([(slot.home, gradient) for slot, gradient in seen.items()])
+        try:
+            accumulate_as_autograd([(slot.home, gradient) for slot, gradient in seen.items()])
+        except BaseException:  # a hook's
+            _tell_of_failure(announced)
+            raise
         with torch._C.DisableTorchFunctionSubclass():
             self._arrivals.end(completed=True)
             watched: dict[Watcher, dict[Any, bool]] = {}
@@ -171,6 +180,7 @@ class Gradients:
 
     def abandon(self) -> None:
         """Backward raised: what it computed is dropped, once nothing is in flight any more."""
+        _tell_of_failure(self._announced)
         self._ready.clear()
         self._ready_bytes = 0
         if self._sending:  # Ctrl-C between a copy and its note: whatever was submitted is before an empty copy
@@ -238,7 +248,7 @@ class Gradients:
 
     def _goes_straight(self, slot: Slot, gradient: torch.Tensor) -> bool:
         """Whether a copy into fresh memory is all that the home needs."""
-        if slot in self._arriving or not (slot.home.grad is None or slot.gradient_is_watched):
+        if slot in self._arriving or self._is_added_in_place(slot):
             return False
         self._memory[slot].renew()
         return gradient.dtype == self._dtype(slot) and self._memory[slot].disk is None
@@ -247,13 +257,22 @@ class Gradients:
         """Where a staged gradient goes, and whether it is added to what is there."""
         if slot in self._arriving:
             return self._arriving[slot], True
-        if slot.home.grad is not None and not slot.gradient_is_watched:
+        if slot.home.grad is not None and self._is_added_in_place(slot):
             if slot not in self._added:
                 slot.wait_for_updates()  # which read it: this backward may need no weight, and so not have waited
                 self._added[slot] = gradient_is_shared(slot.home)
             return slot.home.grad, True
         self._arriving[slot] = self._memory[slot].fresh()
         return self._arriving[slot], False
+
+    def _is_added_in_place(self, slot: Slot) -> bool:
+        """Whether a gradient is added to the `home.grad` that there is, on the host lane, before backward ends."""
+        if slot in self._added:
+            return True
+        there = slot.home.grad
+        if there is None or there.layout != torch.strided or slot.gradient_is_watched:
+            return False
+        return not is_accumulated_itself(slot.home)  # autograd would add to it at the same time
 
     def _take_sparse(self, slot: Slot, gradient: torch.Tensor) -> None:
         """A sparse gradient (nn.Embedding(sparse=True)) is copied while the host waits: its size comes last."""
@@ -262,6 +281,12 @@ class Gradients:
 
     def _dtype(self, slot: Slot) -> torch.dtype:
         return slot.dtype if self._grad_dtype is None else self._grad_dtype
+
+
+def _tell_of_failure(announced: Iterable[Slot]) -> None:
+    """Who was told of complete gradients has begun updates that a plain run would not make."""
+    for watcher in {watcher for slot in announced if slot.unit is not None for watcher in slot.unit.watchers}:
+        watcher.abandoned()
 
 
 def _late_hooks(slot: Slot) -> list[Any]:
@@ -287,13 +312,13 @@ class _Staged(NamedTuple):
 def _accumulate(home: torch.nn.Parameter, gradient: torch.Tensor) -> None:
     """What autograd does with a gradient that reaches a leaf: it is set or added."""
     if home.grad is None:
-        if gradient.dtype != home.dtype:
-            home.grad_dtype = gradient.dtype  # else a gradient must have the home's dtype
+        if gradient.dtype != home.grad_dtype:
+            home.grad_dtype = gradient.dtype
         home.grad = gradient
-    elif gradient.layout == torch.strided == home.grad.layout:
-        home.grad.add_(gradient)
+    elif gradient.layout == torch.strided != home.grad.layout:
+        home.grad = gradient + home.grad  # dense and sparse
     else:
-        home.grad = home.grad + gradient
+        home.grad.add_(gradient)
 
 
 def _add_up(staged: "list[_Staged]", under_way: list[Request]) -> list[Request]:

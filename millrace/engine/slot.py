@@ -248,7 +248,9 @@ class Slot:
 
     def release(self) -> None:
         """The home is an ordinary Parameter again; its data stays where it is. Nothing refers back to the slot."""
-        as_parameter(self.home)
+        home = as_parameter(self.home)
+        if home.grad is None and home.requires_grad:
+            home.grad_dtype = home.dtype  # as gradients of plain parameters are
         self.on_gradient = None
         self.unit = None
         self._before_touch = self.on_change = _nothing

@@ -40,6 +40,7 @@ class EarlyUpdates:
         self._proven = False  # one step was watched, and did nothing to gradients
         self._watched: dict[Any, SeenGradient] = {}  # gradients, as they were when backward ended
         self._repeated = False
+        self._abandoned = False  # a backward raised after updates in it
         self._loaded = False  # a state was loaded after updates in a backward, whose step has not come
         self._own: frozenset[Any] = frozenset()  # the parameters of the optimizer
         self._used: list[dict[str, Any]] | None = None  # the settings of updates in this backward
@@ -50,6 +51,7 @@ class EarlyUpdates:
     # as a Watcher -----------------------------------------------------------------------------------------------------
     def complete(self, unit: Unit, gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]) -> Sequence[Any]:
         """All gradients of a unit are here, or on their way."""
+        self._look_for_failure()
         self._look_for_load()
         begin = self._begin()
         if not self._proven or begin is None:
@@ -64,12 +66,17 @@ class EarlyUpdates:
 
     def delivered(self, parameters: Mapping[Any, bool]) -> None:
         """Backward is over, and the gradients are the parameters'."""
+        self._look_for_failure()
         self._look_for_load()
         for parameter in self._own.intersection(parameters):  # blocks may have another optimizer's, too
             self._repeated = self._repeated or parameter in self._watched
             self._watched[parameter] = SeenGradient(parameter.grad)
         if self._used is None:
             self._used = self._settings()
+
+    def abandoned(self) -> None:
+        """Backward raised, and what was updated in it stays so."""
+        self._abandoned = bool(self.updated)
 
     # on the thread of updates -----------------------------------------------------------------------------------------
     def performed(self, parameters: Iterable[Any]) -> None:
@@ -80,6 +87,7 @@ class EarlyUpdates:
     # in step() --------------------------------------------------------------------------------------------------------
     def check(self) -> None:
         """A step begins. Raises StateError when something happened to gradients that an early update does not know."""
+        self._look_for_failure()
         if self._loaded:
             self._refuse("a state was loaded between backward and step()")
         if self._repeated:
@@ -101,9 +109,14 @@ class EarlyUpdates:
     def load(self) -> None:
         """A state was loaded, and the loop begins anew with the next backward."""
         self._proven = False
+        self._abandoned = False  # what it did to weights is of no concern, if these were loaded too
         self._loaded = bool(self.updated)
         if not self._loaded:
             self._forget()
+
+    def _look_for_failure(self) -> None:
+        if self._abandoned:
+            self._refuse("a backward raised, and the optimizer goes on without its gradients")
 
     def _look_for_load(self) -> None:
         """A backward: what was updated in the one before a load is of no concern, if these weights were loaded too."""
@@ -135,7 +148,7 @@ class EarlyUpdates:
         self.updated.clear()
         self._used = None
         self._repeated = False
-        self._loaded = False
+        self._loaded = self._abandoned = False
 
 
 def _mark(parameter: Any) -> tuple[int, int]:

@@ -62,6 +62,9 @@ class GradientNorms:
             if complete:
                 self._seen[parameter] = SeenGradient(parameter.grad)
 
+    def abandoned(self) -> None:
+        """Nothing to do: norms count for gradients that are delivered."""
+
     def total(self, gradients: Mapping[Any, torch.Tensor], shared: Collection[Any]) -> torch.Tensor:
         """The norm of all of them, with the arithmetic of `torch.nn.utils.get_total_norm`.
 

@@ -80,6 +80,9 @@ class Watcher(Protocol):
         True for a parameter that `complete` was told of in this backward.
         """
 
+    def abandoned(self) -> None:
+        """A backward raised after `complete` was called: its gradients are gone."""
+
 
 class Unit(Protocol):
     """Parameters that travel together, and are updated together."""

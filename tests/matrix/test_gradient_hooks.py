@@ -137,3 +137,97 @@ def test_parameters_that_an_evaluation_finds_in_the_place_of_others_are_watched(
         run(model, [], compute_device, zeroes=True)
         handle.remove()
     assert counts == [3, 30]
+
+
+def penalised(model: nn.Module, device: torch.device, *, zeroes: bool, first: bool) -> list[torch.Tensor]:
+    """Losses with a term on parameters themselves, computed before or after the forward."""
+
+    def penalty(step: int) -> torch.Tensor:
+        return sum((p.cpu().pow(2).sum() * (step + 1) for p in model.parameters()), torch.zeros(()))
+
+    values = []
+    for step in range(4):
+        torch.manual_seed(step)
+        x = torch.randn(8, 256).to(device)
+        early = penalty(step) if first else None
+        loss = model(x).pow(2).mean().cpu()
+        (loss + (penalty(step) if early is None else early)).backward()
+        values += [p.grad.cpu().clone() for p in model.parameters()]
+        if zeroes:
+            model.zero_grad(set_to_none=False)
+    return values
+
+
+@pytest.mark.emu("threads")
+@pytest.mark.parametrize("zeroes", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_loss_term_on_parameters_adds_to_their_gradients(
+    compute_device: torch.device, zeroes: bool, first: bool
+) -> None:
+    """On a thread of autograd's: nobody adds to the same gradient meanwhile. Sums may be taken in another order."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+
+    plain = penalised(make().to(compute_device), compute_device, zeroes=zeroes, first=first)
+    model = make()
+    with millrace.offload(model, device=compute_device, device_memory="700KiB") as handle:
+        ours = penalised(model, compute_device, zeroes=zeroes, first=first)
+        assert handle.stats().device_peak_bytes <= 700 << 10
+    for gradient, expected in zip(ours, plain, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_dense_gradients_after_sparse_ones() -> None:
+    """An embedding tied to a linear layer; each backward uses one of them, or both."""
+
+    def train(model: nn.ModuleList) -> torch.Tensor:
+        rows = torch.arange(5)
+        for uses in ("embedding", "linear", "both"):
+            hidden = model[0](rows) if uses != "linear" else torch.ones(5, 16)
+            (model[1](hidden) if uses != "embedding" else hidden).pow(2).sum().backward()
+        gradient = model[0].weight.grad
+        return gradient.to_dense() if gradient.is_sparse else gradient
+
+    class Tied(nn.ModuleList):
+        def __init__(self) -> None:
+            torch.manual_seed(0)
+            super().__init__([nn.Embedding(20, 16, sparse=True), nn.Linear(16, 20, bias=False)])
+            self[1].weight = self[0].weight
+
+    plain, model = train(Tied()), Tied()
+    with millrace.offload(model, device="cpu"):
+        assert torch.equal(train(model), plain)
+
+
+def test_the_dtype_of_gradients_ends_with_the_handle() -> None:
+    model, x = build(), torch.ones(2, 16)
+    with millrace.offload(model, device="cpu", grad_dtype=torch.bfloat16):
+        model(x).sum().backward()
+        assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+        model.zero_grad()
+    for _ in range(2):
+        model(x).sum().backward()
+        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+        model.zero_grad()
+        with millrace.offload(model, device="cpu"):
+            model(x).sum().backward()
+            assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+            model.zero_grad()
+
+
+def test_room_for_gradients_beside_others_is_asked_for_before_backward(compute_device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    with millrace.offload(model, device=compute_device, device_memory=40000, host_memory=400000):
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: None)
+        x = torch.ones(2, 64).to(compute_device)
+        model(x).sum().backward()
+        before = [p.grad.clone() for p in model.parameters()]
+        with pytest.raises(millrace.BudgetError, match=r"gradients need .* host_memory allows"):
+            model(x)
+        assert all(torch.equal(p.grad, kept) for p, kept in zip(model.parameters(), before, strict=True))
+        model.zero_grad()
+        model(x).sum().backward()

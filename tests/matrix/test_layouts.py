@@ -265,3 +265,22 @@ def test_a_model_without_parameters(compute_device: torch.device) -> None:
     model = nn.Sequential(nn.ReLU(), nn.Flatten())
     with millrace.offload(model, device=compute_device):
         assert model(torch.randn(2, 3)).device == compute_device
+
+
+def test_tied_parameters_that_are_no_longer_one_are_refused(compute_device: torch.device) -> None:
+    """As plain, a checkpoint that is assigned makes two of them: which of the two is meant is for the user to say."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model[2].weight = model[0].weight
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    x = torch.ones(2, 8).to(compute_device)
+    with millrace.offload(model, device=compute_device):
+        before = model(x).cpu()
+        model.load_state_dict(state, assign=True)
+        with pytest.raises(millrace.LayoutError, match=r"'0.weight' was offloaded as one that 2 modules share"):
+            model(x)
+        model[2].weight = model[0].weight
+        assert torch.equal(model(x).cpu(), before)
+        model[2].weight = nn.Parameter(torch.zeros(8, 8))
+        with pytest.raises(millrace.LayoutError, match=r"model\.tie_weights"):
+            model(x)

@@ -243,6 +243,57 @@ def test_a_state_loaded_without_the_weights_that_backward_updated_is_refused(
         train(model, optimizer, 2)
 
 
+@pytest.mark.parametrize("hooks", ["input", "late", "parameter"])
+def test_a_backward_that_raised_after_updates_is_not_passed_over(emu_device: ModuleType, hooks: str) -> None:
+    """A plain run would leave out its step; here most of it was done. Whoever loads what was before goes on."""
+    model, fails = decoder(), [False]
+
+    def fail(_: Any) -> None:
+        if fails[0]:
+            raise BrokenError
+
+    with offloaded(model):
+        optimizer = AdamW(model.parameters(), overlap="backward", **SETTINGS)
+        watched = model.head.bias if hasattr(model.head, "bias") and model.head.bias is not None else model.head.weight
+        if hooks == "late":
+            watched.register_post_accumulate_grad_hook(fail)
+        elif hooks == "parameter":
+            watched.register_hook(fail)
+        else:
+            model.embedding.register_forward_hook(lambda _module, _inputs, output: output.register_hook(fail) and None)
+        train(model, optimizer, 5)
+        weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        fails[0] = True
+        with pytest.raises(BrokenError):
+            loss_of(model, batch(5)).backward()
+        fails[0] = False
+        assert any(not torch.equal(p, weights[name]) for name, p in model.named_parameters())
+        optimizer.zero_grad()
+        with pytest.raises(StateError, match=r"(a backward raised|backward ran again).* were updated already"):
+            loss_of(model, batch(5)).backward()
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        optimizer.zero_grad()
+        train(model, optimizer, 3)
+
+
+def test_a_loss_term_on_parameters_is_in_their_update(emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their gradients get more than the model's part: no update begins before backward has ended."""
+    in_backward, trained = InBackward(monkeypatch), []
+    for overlap in ("none", "backward"):
+        model = decoder()
+        with offloaded(model):
+            optimizer = AdamW(model.parameters(), overlap=overlap, **SETTINGS)
+            for step in range(8):
+                penalty = sum(p.pow(2).sum() for p in model.head.parameters())
+                (loss_of(model, batch(step)).cpu() + penalty).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        trained.append(list(model.parameters()))
+    assert_equal(*trained)
+    assert 0 < in_backward.count < len(list(model.parameters())) * 5
+
+
 def test_clipping_inside_is_refused() -> None:
     with pytest.raises(ValueError, match='overlap="backward" updates weights before the norm'):
         AdamW([nn.Parameter(torch.zeros(3))], overlap="backward", max_grad_norm=1.0)
