@@ -122,10 +122,6 @@ class Leaf(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(raw_data(self), self.requires_grad).__reduce_ex__(protocol)
 
-    def be(self, *, present: bool) -> None:
-        """Whether compute may read it from now on."""
-        self.__class__ = Leaf if present else AwayLeaf
-
 
 class AwayLeaf(Leaf):
     """A leaf whose block is away, or on its way: whoever still holds it uses the home (engine/stray.py)."""

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from millrace.engine.accumulation import node_is_kept
 from millrace.engine.data_parallel import ADVICE
-from millrace.engine.home import Home, Leaf, as_home, as_parameter, raw_data
+from millrace.engine.home import AwayLeaf, Home, Leaf, as_home, as_parameter, raw_data
 from millrace.errors import LayoutError, StateError
 from millrace.runtime.pending import Unit
 
@@ -90,7 +90,7 @@ class Slot:
         self.leaf.owner = weakref.ref(self)
         self._leaf_version = self.leaf._version
         self.leaf.point(absent)
-        self.leaf.be(present=False)
+        self.leaf.__class__ = AwayLeaf
         self._move_in()
 
     @property

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from millrace.engine.block import Block, Member, Place, Presence
-from millrace.engine.home import AwayLeaf, Home, Leaf
+from millrace.engine.home import AwayLeaf, Home
 from millrace.engine.meter import Meter
 from millrace.engine.placement import Placement, Shelf
 from millrace.engine.slot import Slot
@@ -307,7 +307,7 @@ def test_ctrl_c_as_a_block_goes_leaves_none_that_seems_present(monkeypatch: pyte
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Leaf, "be", interrupted)
+        patch.setattr(Block, "_leaves_are", interrupted)
         with pytest.raises(KeyboardInterrupt):
             block.presence = Presence.ABSENT
     assert block.presence is Presence.ABSENT
