@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from millrace.runtime.autograd import without_transforms
+
 __all__ = ["accumulate_as_autograd", "node_is_kept"]
 
 _MARK = "millrace"
@@ -47,7 +49,7 @@ def node_is_kept(parameter: nn.Parameter) -> bool:
     """Whether somebody keeps the node that accumulates the parameter's gradient: one that nobody keeps is made anew."""
     if not parameter.requires_grad:
         return False
-    with torch.inference_mode(False), torch._C._DisableFuncTorch():  # in which there are no nodes, or other ones
+    with torch.inference_mode(False), without_transforms():  # in which there are no nodes, or other ones
         _node_of(parameter).metadata[_MARK] = True
         return _MARK in _node_of(parameter).metadata
 

@@ -7,6 +7,7 @@ import torch
 from millrace.engine.home import Leaf
 from millrace.engine.residency import Residency
 from millrace.engine.tensors import map_tensors, tensors_in
+from millrace.runtime.autograd import has_storage
 
 __all__ = ["Handover"]
 
@@ -42,7 +43,7 @@ class Handover:
         def outlives(tensor: torch.Tensor) -> bool:
             if isinstance(tensor, Leaf):
                 return not outermost
-            if not torch._C._has_storage(tensor):  # of a function transform
+            if not has_storage(tensor):  # of a function transform
                 return True
             block = self._residency.block_of(tensor)
             return block is None or (block.index < 0 and not outermost)

@@ -7,6 +7,7 @@ from millrace.activations.watched import watcher_of
 from millrace.engine.data_parallel import refuse_wrapped
 from millrace.engine.managed import site_of
 from millrace.errors import StateError
+from millrace.runtime.autograd import in_gradient_transform
 
 __all__ = ["refuse_call", "refuse_script", "refuse_unmanageable"]
 
@@ -53,13 +54,12 @@ def refuse_call(model: nn.Module) -> None:
             " hasattr(module, '_diffusers_hook'): module._diffusers_hook.remove_hook('group_offloading'), and so on for"
             f" {sorted(name for name in registry.hooks if 'offloading' in name)}"
         )
-    if torch._C._get_tracing_state() is not None:
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise StateError(
             "tracing would keep what is on the device now as constants; trace copy.deepcopy(model), which is a plain"
             " model, or call remove() on the handle first"
         )
-    transforms = torch._C._functorch.get_interpreter_stack() or ()
-    if any(transform.key() == torch._C._functorch.TransformType.Grad for transform in transforms):
+    if in_gradient_transform():
         raise StateError(
             "torch.func.grad, vjp, jacrev and hessian keep all that autograd saves, and so all weights of an offloaded"
             " model; call backward(), torch.autograd.grad for inputs, or torch.func.jvp; or transform"

@@ -15,6 +15,7 @@ from millrace.engine.meter import LinkSpeed, Meter
 from millrace.errors import BudgetError, DiskError, StateError
 from millrace.memory.buffers import DeviceBuffers
 from millrace.memory.ledger import Ledger
+from millrace.runtime.autograd import address_of, without_transforms
 from millrace.runtime.lanes import Event, Lane, Lanes, LateTransfer
 
 __all__ = ["Residency"]
@@ -59,7 +60,7 @@ class Residency:
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """The block in whose buffer `tensor` lies; None for any other tensor."""
-        return self._by_storage.get(tensor.untyped_storage()._cdata)
+        return self._by_storage.get(address_of(tensor.untyped_storage()))
 
     def present(self) -> Iterable[Block]:
         """The blocks that have a buffer."""
@@ -79,7 +80,7 @@ class Residency:
         with _plain_tensors():
             buffer = self._buffers.allocate(block.nbytes)
             self.held_bytes += block.nbytes
-            self._by_storage[buffer.untyped_storage()._cdata] = block
+            self._by_storage[address_of(buffer.untyped_storage())] = block
             try:
                 block.buffer = buffer
                 block.point_leaves(buffer)
@@ -159,7 +160,7 @@ class Residency:
     def _let_go(self, block: Block, buffer: torch.Tensor) -> None:
         with _plain_tensors():
             block.point_leaves(None)
-        self._by_storage.pop(buffer.untyped_storage()._cdata)
+        self._by_storage.pop(address_of(buffer.untyped_storage()))
         self.held_bytes -= block.nbytes
         block.buffer = block.arrival = None  # only now: after Ctrl-C before, `mend` finds it
         self._buffers.release(buffer)
@@ -225,7 +226,7 @@ class Residency:
         held: dict[int, Block] = {}
         for block in blocks:
             buffer = block.buffer
-            key = -1 if buffer is None else buffer.untyped_storage()._cdata
+            key = -1 if buffer is None else address_of(buffer.untyped_storage())
             if buffer is not None and block.presence is not Presence.ABSENT and self._by_storage.get(key) is block:
                 held[key] = block
             elif buffer is not None or block.presence is not Presence.ABSENT:
@@ -267,5 +268,5 @@ def _plain_tensors() -> Iterator[None]:
     """Inside of inference mode (a leaf that once held such a tensor could not be trained any more) and of `torch.func`
     transforms (their tensors end with them) buffers are what they are outside.
     """
-    with torch.inference_mode(False), torch._C._DisableFuncTorch():
+    with torch.inference_mode(False), without_transforms():
         yield

@@ -12,6 +12,7 @@ from millrace.engine.executor import Executor
 from millrace.engine.home import Home
 from millrace.engine.meter import Meter
 from millrace.engine.slot import Slot
+from millrace.runtime.autograd import without_overrides
 
 __all__ = ["OptimizerSteps"]
 
@@ -79,7 +80,7 @@ class OptimizerSteps:
         slots = self._slots_of(optimizer)
         if slots and optimizer not in self._seen:
             self._seen[optimizer] = self._not_finite(optimizer)
-        with torch._C.DisableTorchFunctionSubclass():  # a look at a gradient would wait for updates that use it
+        with without_overrides():  # a look at a gradient would wait for updates that use it
             written = {id(slot) for slot in slots if slot.home.grad is not None}
         for block in (*self._engine.blocks, *self._engine.residents):
             if any(id(slot) in written for slot in block.slots):
