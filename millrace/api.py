@@ -161,8 +161,7 @@ class Offloaded:
         self._lanes = open_lanes(config.device)
         self._meter = Meter(self._lanes, self._ledger)
         self._made: list[Block] = []
-        if is_accelerator(config.device):
-            make_grad_scaler_wait()
+        self._leave_grad_scaler = make_grad_scaler_wait(self) if is_accelerator(config.device) else None
         if materialized is not None:
             materialized.checkpoint.log = self._meter.disk_log
         self._shelf = Shelf(config.device, self._ledger, self._meter, placement, config.disk, materialized)
@@ -342,6 +341,8 @@ class Offloaded:
         self._attachment = None
         _live_handles.discard(self)
         self._steps.unwatch()
+        if self._leave_grad_scaler is not None:
+            self._leave_grad_scaler()
         if self._fetching is not None:
             self._fetching.close()
         self._lanes.close()

@@ -46,7 +46,7 @@ class EarlyUpdates:
         self._used: list[dict[str, Any]] | None = None  # the settings of updates in this backward
         self.updated: dict[Any, None] = {}  # parameters updated since the last step
         self._marks: dict[Any, tuple[int, int]] = {}  # of all that were ever updated: tells of writes since
-        make_grad_scaler_leave_traces()
+        make_grad_scaler_leave_traces(self)
 
     # as a Watcher -----------------------------------------------------------------------------------------------------
     def complete(self, unit: Unit, gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]) -> Sequence[Any]:

@@ -39,7 +39,7 @@ class GradientNorms:
         self._norms: dict[Any, torch.Tensor] = {}
         self._seen: dict[Any, SeenGradient] = {}  # when backward ended
         self._process = os.getpid()
-        make_grad_scaler_leave_traces()
+        make_grad_scaler_leave_traces(self)
 
     def complete(self, unit: Unit, gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]) -> Sequence[Any]:
         """All gradients of a unit are here, or on their way: their norms are taken when they have come."""
