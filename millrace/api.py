@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from millrace.activations.offloading import ActivationOffloading
+from millrace.activation_offloading import ActivationOffloading
 from millrace.activations.targets import check_targets
+from millrace.activations.watched import refuse_watched
 from millrace.ahead import probed_rates
 from millrace.config import BlocksSpec, OffloadConfig, Size, activation_config, parse_bytes, prefetch_blocks
 from millrace.engine.attachment import Attachment
@@ -119,6 +120,7 @@ def offload(
     )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+    refuse_watched(model)
     refuse_unmanageable(model)
     if config.activations is not None:
         check_targets(model, config.activations)

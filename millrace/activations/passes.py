@@ -17,13 +17,13 @@ from millrace.activations.selection import Selection
 from millrace.activations.spilling import DiskStash
 from millrace.activations.stash import Stash
 from millrace.config import ActivationConfig
-from millrace.engine.meter import LaneUse
 from millrace.errors import StateError
 from millrace.memory.disk import DiskStore
 from millrace.memory.ledger import Ledger
 from millrace.runtime.autograd import NO_TASK, EndOfBackward, backward_task
 from millrace.runtime.device import is_capturing
 from millrace.runtime.lanes import Lanes
+from millrace.runtime.link import LaneUse
 
 __all__ = ["Forward", "Passes"]
 

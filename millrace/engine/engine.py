@@ -28,10 +28,10 @@ from millrace.engine.residency import Residency
 from millrace.engine.site import Site
 from millrace.engine.slot import REMOVED, Slot
 from millrace.engine.stray import lending_leaves, stop_lending, waiting_for_homes
-from millrace.engine.tensors import tensors_in
 from millrace.errors import StateError
 from millrace.planning import Phase
 from millrace.runtime.autograd import EndOfBackward, in_backward, without_overrides
+from millrace.runtime.tensors import tensors_in
 
 __all__ = ["Engine"]
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from millrace.engine.home import Leaf
+from millrace.engine.home import Home, Leaf
 from millrace.engine.residency import Residency
-from millrace.engine.tensors import map_tensors, tensors_in
 from millrace.runtime.autograd import has_storage
+from millrace.runtime.tensors import map_tensors, tensors_in
 
 __all__ = ["Handover"]
 
@@ -30,7 +30,7 @@ class Handover:
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             stays = tensor.device == device or (placed and tensor.dim() < 2 and _counts(tensor))
-            return tensor if stays else tensor.to(device)
+            return tensor if stays or isinstance(tensor, Home) else tensor.to(device)
 
         return map_tensors(args, moved), map_tensors(kwargs, moved)
 

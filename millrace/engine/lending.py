@@ -15,9 +15,9 @@ from millrace.engine.executor import Executor
 from millrace.engine.residency import Residency
 from millrace.engine.slot import Slot
 from millrace.engine.stray import Use
-from millrace.engine.tensors import tensors_in
 from millrace.planning import Phase
 from millrace.runtime.autograd import in_backward
+from millrace.runtime.tensors import tensors_in
 
 __all__ = ["Lending"]
 

@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-from millrace.activations.watched import watcher_of
 from millrace.engine.data_parallel import refuse_wrapped
 from millrace.engine.managed import site_of
 from millrace.errors import StateError
@@ -17,11 +16,6 @@ def refuse_unmanageable(model: nn.Module) -> None:
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"
         refuse_script(where, module)
-        if watcher_of(module) is not None:
-            raise StateError(
-                f"the activations of {where} are offloaded already; call remove() on that handle, and pass"
-                " activations=True here"
-            )
         if site_of(module) is not None:
             raise StateError(f"{where} is offloaded already; use that handle, or call remove() on it first")
         if hasattr(module, "_hf_hook"):

@@ -11,12 +11,13 @@ import torch
 from millrace.config import format_bytes
 from millrace.engine.block import Block, Presence
 from millrace.engine.fetching import Fetching, Target
-from millrace.engine.meter import LinkSpeed, Meter
+from millrace.engine.meter import Meter
 from millrace.errors import BudgetError, DiskError, StateError
 from millrace.memory.buffers import DeviceBuffers
 from millrace.memory.ledger import Ledger
 from millrace.runtime.autograd import address_of, without_transforms
 from millrace.runtime.lanes import Event, Lane, Lanes, LateTransfer
+from millrace.runtime.link import LinkSpeed
 
 __all__ = ["Residency"]
 

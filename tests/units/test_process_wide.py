@@ -86,7 +86,6 @@ def everything():
 import millrace
 import emulator.emu
 from millrace.engine.home import Home
-from millrace.engine.module_buffers import HostBuffer
 
 torch.optim.SGD([torch.zeros(1)]).step()  # optimizers change their class when the first is made
 torch.optim.AdamW([torch.zeros(1)]).step()
