@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from millrace.runtime.autograd import in_backward
+
 __all__ = ["ahead_of_residents", "synchronous"]
 
 
@@ -54,7 +56,7 @@ def synchronous(layers: Sequence[nn.Module], device: torch.device, budget_blocks
         streamed = _Streamed(layer, device)
         streamed.drop()
         layer.register_forward_pre_hook(lambda *_, streamed=streamed: streamed.fill())
-        layer.register_forward_hook(lambda *_, streamed=streamed: None if _in_backward() else streamed.drop())
+        layer.register_forward_hook(lambda *_, streamed=streamed: None if in_backward() else streamed.drop())
         if training:
             layer.register_full_backward_pre_hook(lambda *_, streamed=streamed: streamed.fill())
             layer.register_full_backward_hook(lambda *_, streamed=streamed: streamed.drop())
@@ -96,12 +98,8 @@ def ahead_of_residents(
             streamed[index].drop()
 
     for index, layer in enumerate(layers):
-        layer.register_forward_pre_hook(lambda *_, index=index: enter(index, -1 if _in_backward() else 1))
-        layer.register_forward_hook(lambda *_, index=index: None if _in_backward() else leave(index))
+        layer.register_forward_pre_hook(lambda *_, index=index: enter(index, -1 if in_backward() else 1))
+        layer.register_forward_hook(lambda *_, index=index: None if in_backward() else leave(index))
         if training:
             layer.register_full_backward_pre_hook(lambda *_, index=index: enter(index, -1))
             layer.register_full_backward_hook(lambda *_, index=index: leave(index))
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -20,7 +20,7 @@ from overlap import BLOCKS, Case, configure, resident_seconds, settled_seconds
 
 import millrace
 from emulator import emu
-from millrace.optim import AdamW
+from millrace.optim import AdamW, norms
 from millrace.optim.norms import GradientNorms
 from millrace.optim.overlap import Updater
 from millrace.runtime.pending import Pending
@@ -51,7 +51,7 @@ def modelled(host: Host) -> Iterator[None]:
         (Updater, "run", Updater.run),
         (Pending, "done", Pending.done),
         (Pending, "wait", Pending.wait),
-        (torch, "_foreach_norm", torch._foreach_norm),
+        (norms, "foreach_norm", norms.foreach_norm),
         (GradientNorms, "total", GradientNorms.total),
     ]
     run, wait, total = Updater.run, Pending.wait, GradientNorms.total
@@ -76,7 +76,7 @@ def modelled(host: Host) -> Iterator[None]:
         for member in members:
             member.updated = True
 
-    def norms(tensors: Sequence[torch.Tensor], *_: Any) -> list[torch.Tensor]:
+    def timed_norms(tensors: Sequence[torch.Tensor], *_: Any) -> list[torch.Tensor]:
         host.works(sum(tensor.numel() for tensor in tensors), NORM_BYTES, "norm")
         return [torch.ones(()) for _ in tensors]
 
@@ -93,7 +93,7 @@ def modelled(host: Host) -> Iterator[None]:
     Updater.run = timed_run
     Pending.done = lambda self: emu.virtual_seconds() >= moments[self._job]
     Pending.wait = timed_wait
-    torch._foreach_norm = norms
+    norms.foreach_norm = timed_norms
     GradientNorms.total = timed_total
     try:
         yield

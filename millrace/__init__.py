@@ -1,6 +1,7 @@
 """Which names does a user import? These and no others."""
 
-from millrace.activations import ActivationOffloading, mark_not_offload, offload_activations
+from millrace.activation_offloading import ActivationOffloading, offload_activations
+from millrace.activations.selection import mark_not_offload
 from millrace.ahead import HardwareNotFound, Probe, plan, probe
 from millrace.api import Offloaded, offload
 from millrace.errors import (

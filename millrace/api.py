@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from millrace.activations.offloading import ActivationOffloading
+from millrace.activation_offloading import ActivationOffloading
 from millrace.activations.targets import check_targets
+from millrace.activations.watched import refuse_watched
 from millrace.ahead import probed_rates
 from millrace.config import BlocksSpec, OffloadConfig, Size, activation_config, parse_bytes, prefetch_blocks
 from millrace.engine.attachment import Attachment
@@ -119,6 +120,7 @@ def offload(
     )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+    refuse_watched(model)
     refuse_unmanageable(model)
     if config.activations is not None:
         check_targets(model, config.activations)
@@ -161,8 +163,7 @@ class Offloaded:
         self._lanes = open_lanes(config.device)
         self._meter = Meter(self._lanes, self._ledger)
         self._made: list[Block] = []
-        if is_accelerator(config.device):
-            make_grad_scaler_wait()
+        self._leave_grad_scaler = make_grad_scaler_wait(self) if is_accelerator(config.device) else None
         if materialized is not None:
             materialized.checkpoint.log = self._meter.disk_log
         self._shelf = Shelf(config.device, self._ledger, self._meter, placement, config.disk, materialized)
@@ -342,6 +343,8 @@ class Offloaded:
         self._attachment = None
         _live_handles.discard(self)
         self._steps.unwatch()
+        if self._leave_grad_scaler is not None:
+            self._leave_grad_scaler()
         if self._fetching is not None:
             self._fetching.close()
         self._lanes.close()

@@ -11,11 +11,11 @@ import torch
 from millrace.activations.course import Course, Expected, Others, UseRecord
 from millrace.activations.meter import ActivationMeter
 from millrace.config import ActivationConfig
-from millrace.engine.handles import in_backward
-from millrace.engine.meter import LinkSpeed
-from millrace.engine.tensors import tensors_in
 from millrace.planning import ActivationPlan, ActivationProblem, Saved, plan_activations
+from millrace.runtime.autograd import in_backward
 from millrace.runtime.lanes import Lanes, Tick
+from millrace.runtime.link import LinkSpeed
+from millrace.runtime.tensors import tensors_in
 
 __all__ = ["ActivationBook", "Entry", "entry_of"]
 

@@ -14,10 +14,10 @@ from torch import nn
 
 from millrace.activations.book import entry_of
 from millrace.activations.passes import Forward, Passes
-from millrace.activations.saving import NO_TASK, backward_task, may_save, pop_left_over
+from millrace.activations.saving import may_save, pop_left_over
 from millrace.activations.selection import Selection
-from millrace.engine.handles import in_backward
 from millrace.errors import StateError
+from millrace.runtime.autograd import NO_TASK, backward_task, in_backward
 
 __all__ = ["Calls"]
 

@@ -8,6 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from millrace.memory.pool import Slab
+from millrace.runtime.autograd import WeakTensor, address_of, storage_use_count
 from millrace.runtime.lanes import LateTransfer, Transfer
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Item:
             storage, start, (nbytes,), (1,)
         )  # its device bytes, of shape (nbytes,)
         # No other storage or tensor has the address of these as long as this lives.
-        self.identity = StorageWeakRef(storage), torch._C._WeakTensorRef(root)  # type: ignore[attr-defined]
+        self.identity = StorageWeakRef(storage), WeakTensor(root)
         self.slab: Slab | None = None
         self.sent = False  # there is, or will be, a copy outside of the device
         self.leaving: Transfer | None = None  # the copy out, until compute has waited for it
@@ -91,7 +92,7 @@ class Item:
 
 
 def _references(memory: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(memory.untyped_storage()._cdata))
+    return int(storage_use_count(address_of(memory.untyped_storage())))
 
 
 _SOLE_REFERENCES = _references(torch.empty(1, device="cpu"))

@@ -4,10 +4,9 @@ from collections import Counter, deque
 from typing import NamedTuple
 
 from millrace.activations.decisions import Basis
-from millrace.engine.meter import LaneUse, LinkSpeed, Moved, Waited, spans_of
-from millrace.report.record import Span
-from millrace.report.waits import cut_by
 from millrace.runtime.lanes import Lane, Lanes, LateTransfer, Tick, Transfer
+from millrace.runtime.link import LaneUse, LinkSpeed
+from millrace.runtime.spans import Moved, Span, Waited, cut_by, spans_of
 
 __all__ = ["ActivationMeter"]
 

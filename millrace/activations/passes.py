@@ -8,23 +8,22 @@ import functools
 import itertools
 import weakref
 
-import torch
-
 from millrace.activations.book import ActivationBook, Entry
 from millrace.activations.course import Course
 from millrace.activations.item import Item
 from millrace.activations.meter import ActivationMeter
-from millrace.activations.saving import NO_TASK, Saving, backward_task
+from millrace.activations.saving import Saving
 from millrace.activations.selection import Selection
 from millrace.activations.spilling import DiskStash
 from millrace.activations.stash import Stash
 from millrace.config import ActivationConfig
-from millrace.engine.meter import LaneUse
 from millrace.errors import StateError
 from millrace.memory.disk import DiskStore
 from millrace.memory.ledger import Ledger
+from millrace.runtime.autograd import NO_TASK, EndOfBackward, backward_task
 from millrace.runtime.device import is_capturing
 from millrace.runtime.lanes import Lanes
+from millrace.runtime.link import LaneUse
 
 __all__ = ["Forward", "Passes"]
 
@@ -103,7 +102,7 @@ class Passes:
         backward = self._backwards.get(task)
         if backward is None:
             backward = _Backward(self, task, next(self._rounds))
-            torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(backward))
+            EndOfBackward(backward.ended).queue()
             self._backwards[task] = backward
         return backward
 
@@ -208,19 +207,9 @@ class _Backward:
         self.courses: dict[Course, None] = {}  # whose items it has used
         self.is_over = False
 
-
-class _EndOfBackward:
-    """Called by autograd when a backward completes. When it raises, autograd only lets go of this object."""
-
-    _backward: _Backward | None = None  # None where an interrupt kept it from being made
-
-    def __init__(self, backward: _Backward) -> None:
-        self._backward = backward
-
-    def __call__(self) -> None:
-        if self._backward is not None:
-            self._backward.passes.completed(self._backward)
-
-    def __del__(self) -> None:
-        if self._backward is not None:
-            self._backward.passes.let_go(self._backward)
+    def ended(self, *, completed: bool) -> None:
+        """As an EndOfBackward tells it."""
+        if completed:
+            self.passes.completed(self)
+        else:
+            self.passes.let_go(self)

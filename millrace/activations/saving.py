@@ -14,17 +14,11 @@ from millrace.activations.course import Course
 from millrace.activations.item import Item
 from millrace.activations.selection import Selection
 from millrace.activations.stash import Stash
-from millrace.engine.handles import check_version
 from millrace.memory.arena import KERNEL_ALIGNMENT_BYTES
+from millrace.runtime.autograd import address_of, check_version, hooks_are_enabled, pop_hooks, push_hooks, top_hooks
 
-__all__ = ["NO_TASK", "Saving", "backward_task", "may_save", "pop_left_over"]
+__all__ = ["Saving", "may_save", "pop_left_over"]
 
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-_hooks_are_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
-
-NO_TASK = -1  # autograd's number of the graph task where there is none
 _WHOLE_SHARE = 0.5  # a view of at least so much of its storage has all of it saved: the other views come too, mostly
 
 
@@ -91,13 +85,13 @@ class Saving:
 
     def push(self) -> None:
         """From now on autograd saves through these hooks."""
-        _push_hooks(self._pack, self._unpack)
+        push_hooks(self._pack, self._unpack)
 
     def pop(self) -> None:
         """The hooks that were on top before are again. After an interrupt these may not be on top at all."""
-        hooks = _top_hooks(True)
+        hooks = top_hooks(True)
         if hooks is not None and getattr(hooks[0], "__self__", None) is self:
-            _pop_hooks()
+            pop_hooks()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if self._course.is_over or not self._selection.wants(tensor):
@@ -112,8 +106,8 @@ class Saving:
         # What shares a version counter is the same memory for sure. Otherwise it need not be: recurrent cells write
         # into parts of a storage whose other parts were saved, through views that know nothing of each other.
         root = tensor if tensor._base is None else tensor._base
-        key = (storage._cdata, root._cdata, start, nbytes, tensor._version)
-        item = self._items.get(key) or self._same_memory(tensor, storage._cdata, nbytes)
+        key = (address_of(storage), address_of(root), start, nbytes, tensor._version)
+        item = self._items.get(key) or self._same_memory(tensor, address_of(storage), nbytes)
         if item is not None and item.claims:  # without any it was given up, whoever may still know of it
             self._items[key] = item
             return _Handle(item, tensor, self._stash)
@@ -160,27 +154,22 @@ class Saving:
         return tensor
 
 
-def backward_task() -> int:
-    """Autograd's number of the backward that this thread runs now, or NO_TASK."""
-    return torch._C._current_graph_task_id()
-
-
 def may_save() -> bool:
     """Whether a call may put its hooks on top.
 
     Not when there are some: a checkpoint around the model, a user's own, or those of a call around this. Nor inside of
     `torch.func.grad` and the like, which allow none.
     """
-    return _hooks_are_enabled() and _top_hooks(True) is None
+    return hooks_are_enabled() and top_hooks(True) is None
 
 
 def pop_left_over(stash: Stash) -> None:
     """Takes off hooks of the stash's calls that an interrupt kept from ending."""
-    while (hooks := _top_hooks(True)) is not None:
+    while (hooks := top_hooks(True)) is not None:
         owner = getattr(hooks[0], "__self__", None)
         if not isinstance(owner, Saving) or owner._stash is not stash:
             return
-        _pop_hooks()
+        pop_hooks()
 
 
 def _range_of(tensor: torch.Tensor, storage_bytes: int) -> tuple[int, int]:

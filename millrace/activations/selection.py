@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from millrace.runtime.autograd import address_of, without_overrides
+
 __all__ = ["Selection", "mark_not_offload"]
 
 _marked: dict[int, StorageWeakRef] = {}  # by the address of the storage, which stays unique while the reference lives
@@ -24,7 +26,7 @@ def mark_not_offload(*tensors: torch.Tensor) -> None:
         del _marked[address]
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        _marked[storage._cdata] = StorageWeakRef(storage)
+        _marked[address_of(storage)] = StorageWeakRef(storage)
 
 
 class Selection:
@@ -66,14 +68,14 @@ class Selection:
         """
         if self._own is None:
             model = self._model()
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_overrides():
                 self._own = frozenset(
-                    tensor.untyped_storage()._cdata
+                    address_of(tensor.untyped_storage())
                     for tensors in (() if model is None else (model.parameters(), model.buffers()))
                     for tensor in tensors
                     if _is_plain(tensor) and tensor.device == self._device
                 )
-        return storage._cdata in self._own
+        return address_of(storage) in self._own
 
     def gradient_bytes(self) -> int:
         """What the gradients of the model's parameters take on the device now."""
@@ -114,7 +116,7 @@ class Selection:
             # them, as recurrent cells do, while a copy reads.
             self.skipped_kinds += 1
             return False
-        marked = _marked.get(storage._cdata)
+        marked = _marked.get(address_of(storage))
         return (marked is None or marked.expired()) and not self._is_own(storage)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from millrace.errors import StateError
 from millrace.runtime.module_calls import Method, participant_of, take_part, withdraw
 
-__all__ = ["Watcher", "make_watched", "unwatch", "watcher_of"]
+__all__ = ["Watcher", "make_watched", "refuse_watched", "unwatch", "watcher_of"]
 
 
 class Watcher(Protocol):
@@ -71,3 +71,14 @@ def watcher_of(module: nn.Module) -> Watcher | None:
     """Who watches the module; None for most."""
     watched = participant_of(module, _Watched)
     return None if watched is None else watched.watcher
+
+
+def refuse_watched(model: nn.Module) -> None:
+    """Raises StateError for a model whose activations are offloaded already, and whose weights are about to be."""
+    for name, module in model.named_modules():
+        if watcher_of(module) is not None:
+            where = f"module {name!r}" if name else "the model"
+            raise StateError(
+                f"the activations of {where} are offloaded already; call remove() on that handle, and pass"
+                " activations=True here"
+            )

@@ -32,8 +32,8 @@ from millrace.activations.selection import Selection
 from millrace.activations.targets import named_layers
 from millrace.compat.sizes import module_bytes, parameter_pattern, tensor_bytes
 from millrace.config import ActivationConfig, Size, parse_bytes
-from millrace.engine.handles import in_backward
 from millrace.memory.ledger import Ledger
+from millrace.runtime.autograd import in_backward
 from millrace.runtime.device import resolve_device
 from millrace.runtime.host import available_host_bytes
 from millrace.runtime.lanes import open_lanes

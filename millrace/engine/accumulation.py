@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from millrace.runtime.autograd import runs_in_backward, without_overrides, without_transforms
+
 __all__ = ["accumulate_as_autograd", "is_accumulated_itself", "node_is_kept"]
 
 _MARK = "millrace"
@@ -46,7 +48,7 @@ def node_is_kept(parameter: nn.Parameter) -> bool:
     """Whether somebody keeps the node that accumulates the parameter's gradient: one that nobody keeps is made anew."""
     if not parameter.requires_grad:
         return False
-    with torch.inference_mode(False), torch._C._DisableFuncTorch():  # in which there are no nodes, or other ones
+    with torch.inference_mode(False), without_transforms():  # in which there are no nodes, or other ones
         _node_of(parameter).metadata[_MARK] = True
         return _MARK in _node_of(parameter).metadata
 
@@ -56,11 +58,11 @@ def is_accumulated_itself(parameter: nn.Parameter) -> bool:
 
     Such a gradient comes at any time and on another thread than those of an accelerator.
     """
-    return torch._C._will_engine_execute_node(_node_of(parameter))
+    return runs_in_backward(_node_of(parameter))
 
 
 def _node_of(parameter: nn.Parameter) -> Any:
     """As `torch.autograd.graph.get_gradient_edge`, which is slower, and which homes take notice of."""
-    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+    with torch.enable_grad(), without_overrides():
         grad_fn: Any = torch.Tensor.view_as(parameter, parameter).grad_fn
         return grad_fn.next_functions[0][0]

@@ -20,6 +20,7 @@ from millrace.engine.layout import check_can_travel
 from millrace.engine.managed import lend_parameters, make_managed, make_plain, site_of
 from millrace.engine.refusals import refuse_call, refuse_script
 from millrace.engine.site import Site
+from millrace.runtime.process_wide import ProcessWide
 
 __all__ = ["Attachment"]
 
@@ -29,23 +30,20 @@ class _Registrations:
 
     def __init__(self) -> None:
         self.count = 0
-        self._users = 0
-        self._handles: list[Any] = []
+        self.hooks = ProcessWide(self._register, anywhere=False)
 
-    def watch(self) -> None:
-        self._users += 1
-        if self._users == 1:
-            self._handles = [
-                torch_module.register_module_parameter_registration_hook(self._seen),
-                torch_module.register_module_module_registration_hook(self._seen_module),
-                torch_module.register_module_buffer_registration_hook(self._seen),
-            ]
+    def _register(self) -> Callable[[], None]:
+        handles = [
+            torch_module.register_module_parameter_registration_hook(self._seen),
+            torch_module.register_module_module_registration_hook(self._seen_module),
+            torch_module.register_module_buffer_registration_hook(self._seen),
+        ]
 
-    def unwatch(self) -> None:
-        self._users -= 1
-        if self._users == 0:
-            for handle in self._handles:
+        def remove() -> None:
+            for handle in handles:
                 handle.remove()
+
+        return remove
 
     def _seen(self, *_args: Any) -> None:
         self.count += 1
@@ -74,7 +72,7 @@ class Attachment:
         self._block_of: dict[int, Block] = {}  # by the id of the home
         self._mains = weakref.WeakKeyDictionary(mains)
         self._seen = -1
-        _registrations.watch()
+        self._leave_registrations = _registrations.hooks.use(self)
         self._link(self._inventory(model))
         engine.buffers_are_budgeted()
         engine.before_call = self.follow
@@ -129,7 +127,7 @@ class Attachment:
 
     def detach(self) -> None:
         """The model is an ordinary CPU model again."""
-        _registrations.unwatch()
+        self._leave_registrations()
         self._engine.before_call = lambda: None
         for block in self._blocks():
             block.release()

@@ -19,6 +19,7 @@ from millrace.engine.rest import HostRest, Stored
 from millrace.engine.slot import Layout, Slot
 from millrace.errors import LayoutError, StateError
 from millrace.memory.buffers import references_beside
+from millrace.runtime.autograd import without_overrides
 from millrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
 from millrace.runtime.pending import LostUpdate, Pending, Watcher
 
@@ -247,7 +248,7 @@ class Block:
         typed: dict[torch.dtype, torch.Tensor] = {}  # the buffer in each dtype
         if buffer is None:
             self._current_at = -1
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_overrides():
             for slot in self.slots:
                 if buffer is None:
                     point(slot.leaf, slot.absent)

@@ -6,6 +6,7 @@ See docs/design/engine.md.
 """
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections import Counter
@@ -14,12 +15,11 @@ from typing import Any
 
 import torch
 
-from millrace.engine.backward import Backward, EndOfBackward
 from millrace.engine.block import Block, Presence
 from millrace.engine.call import Bindable, Call, bind, release
 from millrace.engine.executor import Executor
 from millrace.engine.gradients import Gradients
-from millrace.engine.handles import SavedTensors, in_backward, pop_left_over, saving_is_left_to_autograd
+from millrace.engine.handles import SavedTensors, pop_left_over, saving_is_left_to_autograd
 from millrace.engine.handover import Handover
 from millrace.engine.lending import Lending
 from millrace.engine.module_buffers import ModuleBuffers
@@ -28,9 +28,10 @@ from millrace.engine.residency import Residency
 from millrace.engine.site import Site
 from millrace.engine.slot import REMOVED, Slot
 from millrace.engine.stray import lending_leaves, stop_lending, waiting_for_homes
-from millrace.engine.tensors import tensors_in
 from millrace.errors import StateError
 from millrace.planning import Phase
+from millrace.runtime.autograd import EndOfBackward, in_backward, without_overrides
+from millrace.runtime.tensors import tensors_in
 
 __all__ = ["Engine"]
 
@@ -67,7 +68,7 @@ class Engine:
         self._ending: Callable[[], EndOfBackward | None] = lambda: None  # gone when autograd is done with a backward
         self._pass_thread = 0  # which thread made the last outermost call, and so waits while its backward is under way
         self._backward_site: Site | None = None  # whose backward is under way
-        self._backward: Backward | None = None
+        self._backward: object | None = None  # the one under way
         self._recomputing = contextlib.ExitStack()  # while a backward is under way: functions may be called again in it
         self._guard = contextlib.ExitStack()  # while homes are being updated
         self._guarded = False
@@ -80,7 +81,7 @@ class Engine:
 
     def _adopt(self, block: Block) -> None:
         """The gradients of a block come here."""
-        with torch._C.DisableTorchFunctionSubclass():  # a leaf that is away
+        with without_overrides():  # a leaf that is away
             for slot in block.slots:
                 slot.on_gradient = self._gradient_ready
                 slot.follow_requires_grad()
@@ -198,7 +199,7 @@ class Engine:
         self._expect_end_of_backward()
         if not site.blocks:
             return
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_overrides():
             self._gradients.leave_block()
             last, self._backward_site = self._backward_site, None
             if last is not None:
@@ -211,16 +212,16 @@ class Engine:
     def require(self, block: Block) -> None:
         """Backward needs a block that its site did not bring."""
         if block.presence in (Presence.ABSENT, Presence.RESERVED):
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_overrides():
                 self._executor.visit((block,), Phase.BACKWARD, block.name)
         elif block.presence is Presence.ARRIVING and block.stale:  # what comes may be of neither contents
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_overrides():
                 self._executor.bring(block)
         self._residency.arrive(block)
 
     def _gradient_ready(self, slot: Slot) -> None:
         self._expect_end_of_backward()  # a block that saves nothing is never unpacked
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_overrides():
             self._gradients.take(slot)
 
     def _expect_end_of_backward(self) -> None:
@@ -228,8 +229,8 @@ class Engine:
         if self._backward is None:
             self._gradients.abandon()  # what is left of a backward whose end was interrupted
             self._backward_site = None
-            backward = Backward(self)
-            end = EndOfBackward(backward)
+            backward = object()
+            end = EndOfBackward(functools.partial(self.end_of_backward, backward))
             end.queue()
             self._backward, self._ending = backward, weakref.ref(end)
             self.busy = True
@@ -238,7 +239,7 @@ class Engine:
             self.updates_changed()
             self._recomputing.enter_context(lending_leaves(self.lending))
 
-    def end_of_backward(self, backward: Backward, *, completed: bool) -> None:
+    def end_of_backward(self, backward: object, *, completed: bool) -> None:
         """Backward returned, or raised: homes are bound again; gradients are delivered, or dropped."""
         with self._settling:
             if backward is not self._backward:
@@ -315,7 +316,7 @@ class Engine:
 
     def _drop_gradients(self) -> None:
         """What an unfinished backward computed, also where autograd had set it and an interrupt kept it from us."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_overrides():
             for block in (*self.blocks, *self.residents):
                 for slot in block.slots:
                     slot.leaf.grad = None
@@ -374,7 +375,7 @@ class Engine:
     def visit(self, call: Call) -> None:
         """A site's call, or its recomputation, makes its blocks present."""
         site = call.site
-        with torch._C.DisableTorchFunctionSubclass():  # a look at a home is our own
+        with without_overrides():  # a look at a home is our own
             if in_backward():
                 self.begin_backward_of(site)
             elif site.blocks:
@@ -384,7 +385,7 @@ class Engine:
 
     def leave(self) -> None:
         """The innermost visit's call ends."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_overrides():
             call = self.calls.pop()
             release(call.blocks)
             for block in call.lent:

@@ -23,6 +23,7 @@ from millrace.errors import StateError
 from millrace.memory.arena import aligned
 from millrace.memory.disk import Request
 from millrace.memory.ledger import Ledger, Tier
+from millrace.runtime.autograd import without_overrides, without_transforms
 from millrace.runtime.holders import gradient_is_shared
 from millrace.runtime.lanes import Copy, Event, Lane, Lanes, Transfer
 from millrace.runtime.pending import Unit, Watcher
@@ -73,7 +74,7 @@ class Gradients:
                 sizes = [aligned(slot.home.numel() * self._dtype(slot).itemsize) for slot in slots]
                 wanted.append((block, slots, sizes))
         self._shelf.check_gradients(sum(sum(sizes) for _, _, sizes in wanted))
-        with torch._C._DisableFuncTorch():  # memory of ours, in whatever transform the model is called
+        with without_transforms():  # memory of ours, in whatever transform the model is called
             self._make(wanted)
 
     def _make(self, wanted: "list[tuple[Block, list[Slot], list[int]]]") -> None:
@@ -158,7 +159,7 @@ class Gradients:
         self._forget()
         slots = list(arrived | added)
         seen = {slot: [arrived.pop(slot)] for slot in list(arrived) if slot.gradient_is_watched}
-        with torch._C.DisableTorchFunctionSubclass():  # homes may be being updated already
+        with without_overrides():  # homes may be being updated already
             for slot, gradient in arrived.items():
                 _accumulate(slot.home, gradient)
         try:
@@ -166,7 +167,7 @@ class Gradients:
         except BaseException:  # a hook's
             _tell_of_failure(announced)
             raise
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_overrides():
             self._arrivals.end(completed=True)
             watched: dict[Watcher, dict[Any, bool]] = {}
             for slot in slots:

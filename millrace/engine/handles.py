@@ -20,12 +20,9 @@ from millrace.engine.block import Block
 from millrace.engine.residency import Residency
 from millrace.engine.slot import Slot, Token
 from millrace.errors import WeightChangedError
+from millrace.runtime.autograd import check_version, neg_view, pop_hooks, push_hooks, top_hooks
 
-__all__ = ["Handle", "SavedTensors", "check_version", "in_backward", "pop_left_over", "saving_is_left_to_autograd"]
-
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+__all__ = ["Handle", "SavedTensors", "pop_left_over", "saving_is_left_to_autograd"]
 
 
 class Handle(NamedTuple):
@@ -77,7 +74,7 @@ class SavedTensors:
 
     def push(self) -> None:
         """From now on autograd saves through these hooks."""
-        self._outer = _top_hooks(True)
+        self._outer = top_hooks(True)
         if self._outer is not None:
             pack: Any = self._outer[0]
             enclosing = getattr(pack, "__self__", None)
@@ -85,12 +82,12 @@ class SavedTensors:
                 self._outer, self._checkpoint = enclosing._outer, enclosing._checkpoint
             elif getattr(pack, "__module__", "") == torch.utils.checkpoint.__name__:
                 self._checkpoint = pack
-        _push_hooks(self._pack, self._unpack)
+        push_hooks(self._pack, self._unpack)
 
     @staticmethod
     def pop() -> None:
         """The hooks that were on top before are again."""
-        _pop_hooks()
+        pop_hooks()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if tensor.layout == torch.strided and tensor.device == self._device:
@@ -120,33 +117,18 @@ class SavedTensors:
         return saved.tensor
 
 
-def check_version(tensor: torch.Tensor, version: int, shape: torch.Size | None = None) -> None:
-    """Raises what autograd raises when a tensor that it saved (of that shape) was changed in place afterwards."""
-    if tensor._version != version:
-        of_shape = list(tensor.shape if shape is None else shape)
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a"
-            f" tensor of shape {of_shape} is at version {tensor._version}; expected version {version}"
-        )
-
-
-def in_backward() -> bool:
-    """Whether this thread runs a backward now."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def saving_is_left_to_autograd() -> bool:
     """Whether no hooks are on top: of no visit, no checkpoint, and no user."""
-    return _top_hooks(True) is None
+    return top_hooks(True) is None
 
 
 def pop_left_over(residency: Residency) -> None:
     """Takes off the hooks of visits of this model that an interrupt kept from ending."""
-    while (hooks := _top_hooks(True)) is not None:
+    while (hooks := top_hooks(True)) is not None:
         owner: Any = getattr(hooks[0], "__self__", None)
         if not isinstance(owner, SavedTensors) or owner._residency is not residency:
             return
-        _pop_hooks()
+        pop_hooks()
 
 
 class _ComputedAgainError(Exception):
@@ -210,4 +192,4 @@ def _weight(handle: Handle) -> torch.Tensor:
     weight.set_(handle.block.buffer.untyped_storage(), handle.offset, handle.size, handle.stride)
     if handle.conjugated:
         weight = weight.conj()
-    return torch._neg_view(weight) if handle.negated else weight
+    return neg_view(weight) if handle.negated else weight

@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 
-from millrace.engine.home import Leaf
+from millrace.engine.home import Home, Leaf
 from millrace.engine.residency import Residency
-from millrace.engine.tensors import map_tensors, tensors_in
+from millrace.runtime.autograd import has_storage
+from millrace.runtime.tensors import map_tensors, tensors_in
 
 __all__ = ["Handover"]
 
@@ -29,7 +30,7 @@ class Handover:
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             stays = tensor.device == device or (placed and tensor.dim() < 2 and _counts(tensor))
-            return tensor if stays else tensor.to(device)
+            return tensor if stays or isinstance(tensor, Home) else tensor.to(device)
 
         return map_tensors(args, moved), map_tensors(kwargs, moved)
 
@@ -42,7 +43,7 @@ class Handover:
         def outlives(tensor: torch.Tensor) -> bool:
             if isinstance(tensor, Leaf):
                 return not outermost
-            if not torch._C._has_storage(tensor):  # of a function transform
+            if not has_storage(tensor):  # of a function transform
                 return True
             block = self._residency.block_of(tensor)
             return block is None or (block.index < 0 and not outermost)

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from millrace.errors import StateError
+from millrace.runtime.autograd import data_of, without_overrides
 from millrace.runtime.pending import OWNER, name_of
 
 __all__ = ["AwayLeaf", "Home", "Leaf", "Owner", "as_home", "as_parameter", "home_of", "owner_of", "point", "raw_data"]
 
-_data: Any = torch._C.TensorBase.data  # the property that nn.Parameter inherits
 _MOVES = (
     "millrace moves weights by itself. Leave out what else does (p.data = p.data.to(device), fully_shard, accelerate's"
     " cpu_offload, dispatch_model and device_map, diffusers' enable_sequential_cpu_offload and group offloading), or"
@@ -56,11 +56,11 @@ class Home(nn.Parameter):
         if value.device.type != "cpu":
             raise StateError(f"parameter {name_of(self)!r} of an offloaded model would go to {value.device}: {_MOVES}")
         owner_of(self).touch()
-        _data.__set__(self, value)
+        data_of.__set__(self, value)
 
     def point(self, value: torch.Tensor) -> None:
         """`self.data = value`, unnoticed."""
-        _data.__set__(self, value)
+        data_of.__set__(self, value)
 
     def expand_as(self, other: torch.Tensor) -> torch.Tensor:
         """As a tensor's. That is how Horovod, Apex and Megatron find the node that accumulates the gradient."""
@@ -106,12 +106,12 @@ class Leaf(nn.Parameter):
         if value.device != self.device:
             raise StateError(f"a weight that computes on {self.device} would go to {value.device}: {_MOVES}")
         self.handed_out = True
-        _data.__set__(self, value)
+        data_of.__set__(self, value)
 
     def point(self, value: torch.Tensor) -> None:
         """`self.data = value`, unnoticed."""
-        with torch._C.DisableTorchFunctionSubclass():
-            _data.__set__(self, value)
+        with without_overrides():
+            data_of.__set__(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -143,7 +143,7 @@ class AwayLeaf(Leaf):
 
 def point(leaf: Leaf, value: torch.Tensor) -> None:
     """`leaf.data = value`, unnoticed; to be called where torch functions are off."""
-    _data.__set__(leaf, value)
+    data_of.__set__(leaf, value)
 
 
 def as_home(parameter: nn.Parameter, owner: Owner) -> Home:
@@ -178,4 +178,4 @@ def home_of(leaf: Leaf) -> Home:
 
 def raw_data(parameter: nn.Parameter) -> torch.Tensor:
     """`parameter.data`, unnoticed."""
-    return _data.__get__(parameter)  # type: ignore[no-any-return]
+    return data_of.__get__(parameter)  # type: ignore[no-any-return]

@@ -10,6 +10,7 @@ from millrace.engine.home import Home
 from millrace.engine.slot import Layout
 from millrace.errors import LayoutError
 from millrace.memory.arena import KERNEL_ALIGNMENT_BYTES, aligned, is_large
+from millrace.runtime.autograd import address_of
 
 __all__ = ["by_storage", "check_can_travel", "lay_out", "travel_dtype"]
 
@@ -86,7 +87,7 @@ def by_storage(parameters: Sequence[nn.Parameter], param_dtype: torch.dtype | No
     for index, parameter in enumerate(parameters):
         casts = travel_dtype(parameter, param_dtype) != parameter.dtype
         alone = casts or not parameter.numel()
-        groups[index if alone else (parameter.untyped_storage()._cdata,)].append(index)
+        groups[index if alone else (address_of(parameter.untyped_storage()),)].append(index)
     return list(groups.values())
 
 

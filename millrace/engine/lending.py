@@ -12,12 +12,12 @@ import torch
 from millrace.engine.block import Block
 from millrace.engine.call import Call, bind, release
 from millrace.engine.executor import Executor
-from millrace.engine.handles import in_backward
 from millrace.engine.residency import Residency
 from millrace.engine.slot import Slot
 from millrace.engine.stray import Use
-from millrace.engine.tensors import tensors_in
 from millrace.planning import Phase
+from millrace.runtime.autograd import in_backward
+from millrace.runtime.tensors import tensors_in
 
 __all__ = ["Lending"]
 

@@ -2,52 +2,17 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import NamedTuple
 
 from millrace.memory.disk import Access, DiskLog
 from millrace.memory.ledger import Ledger, Tier
 from millrace.planning import Phase
-from millrace.report.record import Sample, Span
-from millrace.report.waits import Wait, cut_by
 from millrace.runtime.lanes import Lane, Lanes, LateTransfer, Tick, Transfer
+from millrace.runtime.link import LaneUse, LinkSpeed
+from millrace.runtime.spans import Moved, Sample, Span, Waited, cut_by, spans_of
 
-__all__ = ["LaneUse", "LinkSpeed", "Meter", "Moved", "Timing", "VisitRecord", "Waited", "spans_of"]
-
-
-class Moved(NamedTuple):
-    """Copies that were submitted together."""
-
-    lane: Lane
-    what: str
-    nbytes: int
-    begun: Tick
-    done: Tick
-
-
-class Waited(NamedTuple):
-    """Compute waited between two ticks, for a copy."""
-
-    lane: Lane
-    what: str
-    asked: Tick
-    began: Tick
-
-    def since(self, first: Tick, lanes: Lanes) -> Wait:
-        """In seconds from a tick on; waits until they are known."""
-        return Wait(lanes.seconds(first, self.asked), lanes.seconds(self.asked, self.began), self.lane.value, self.what)
-
-
-def spans_of(copies: Iterable[Moved], first: Tick, lanes: Lanes) -> list[Span]:
-    """Those copies that began after a tick, counted from there; waits for them."""
-    begins = [(lanes.seconds(first, copy.begun), copy) for copy in copies]
-    return [
-        Span(lane.value, lane.value, begin, lanes.seconds(begun, done), nbytes, what)
-        for begin, (lane, what, nbytes, begun, done) in begins
-        if begin >= 0
-    ]
+__all__ = ["Meter", "Timing", "VisitRecord"]
 
 
 @dataclass
@@ -69,35 +34,6 @@ class Timing:
 
     stall_seconds: float
     compute_seconds: float
-
-
-@dataclass
-class LaneUse:
-    """Bytes that were ever submitted to the onload lane of one model, by what they are."""
-
-    weights_bytes: int = 0
-    activations_bytes: int = 0
-
-
-class LinkSpeed:
-    """Seconds that loads of a given size take, by those that were measured."""
-
-    def __init__(self, loads: list[tuple[int, float]]) -> None:
-        by_size: dict[int, list[float]] = {}
-        for nbytes, seconds in loads:
-            by_size.setdefault(nbytes, []).append(seconds)
-        self._of_size = {nbytes: median(measured) for nbytes, measured in by_size.items()}
-        moved = sum(nbytes for nbytes, _ in loads)
-        self._seconds_per_byte = sum(seconds for _, seconds in loads) / moved if moved else 0.0
-
-    def load_seconds(self, nbytes: int) -> float:
-        """The median of loads of that size; by the mean speed where there were none."""
-        measured = self._of_size.get(nbytes)
-        return self.seconds(nbytes) if measured is None else measured
-
-    def seconds(self, nbytes: int) -> float:
-        """Seconds for that many bytes in loads of any size, by the mean speed."""
-        return nbytes * self._seconds_per_byte
 
 
 class Meter:

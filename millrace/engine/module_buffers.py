@@ -10,20 +10,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
 from millrace.memory.ledger import Ledger, Tier
+from millrace.runtime.autograd import data_of, no_override, tree_flatten, without_overrides
 
 __all__ = ["HostBuffer", "ModuleBuffers", "plain_buffer"]
 
-_data: Any = torch._C.TensorBase.data
 _LOOKS = frozenset(("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_sparse"))
 
 
 class HostBuffer(torch.Tensor):
     """A buffer as the user sees it. It notices when it may have been written to."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_override
 
     on_device: torch.Tensor | None  # its copy; None before the first pass
     seen: int  # version at which both were the same
@@ -32,17 +31,17 @@ class HostBuffer(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         self.touched = True
-        return _data.__get__(self)  # type: ignore[no-any-return]
+        return data_of.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         self.touched = True
-        _data.__set__(self, value)
+        data_of.__set__(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
             self.make_good()
-            memo[id(self)] = _data.__get__(self).clone()
+            memo[id(self)] = data_of.__get__(self).clone()
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -63,7 +62,7 @@ class HostBuffer(torch.Tensor):
         if type(self) is StaleBuffer and self.on_device is not None:
             self._become(HostBuffer)
             if self.shape != self.on_device.shape or self.dtype != self.on_device.dtype:
-                _data.__set__(self, torch.empty_like(self.on_device, device="cpu"))
+                data_of.__set__(self, torch.empty_like(self.on_device, device="cpu"))
             with torch.inference_mode(False), torch.no_grad():
                 self.copy_(self.on_device)
             self.seen, self.touched = self._version, False
@@ -74,9 +73,9 @@ class HostBuffer(torch.Tensor):
         if copied is None or (type(self) is HostBuffer and (self.touched or self._version != self.seen)):
             with torch.inference_mode(False), torch.no_grad():
                 if copied is None or self.shape != copied.shape or self.dtype != copied.dtype:
-                    self.on_device = copied = _data.__get__(self).to(device)
+                    self.on_device = copied = data_of.__get__(self).to(device)
                 else:
-                    copied.copy_(_data.__get__(self))
+                    copied.copy_(data_of.__get__(self))
             self.seen, self.touched = self._version, False
         return copied
 
@@ -85,9 +84,9 @@ class StaleBuffer(HostBuffer):
     """A buffer whose copy on the device is newer."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(getattr(func, "__self__", None), "__name__", "")
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_overrides():
             if func is torch.Tensor.__hash__ or (func.__name__ == "__get__" and name in _LOOKS):
                 return func(*args, **(kwargs or {}))
             for value in tree_flatten((args, kwargs))[0]:
@@ -110,7 +109,7 @@ def plain_buffer(buffer: torch.Tensor | None) -> torch.Tensor | None:
     """A buffer in a tensor of no class of ours, on the host."""
     if isinstance(buffer, HostBuffer):
         buffer.make_good()
-        return _data.__get__(buffer)  # type: ignore[no-any-return]
+        return data_of.__get__(buffer)  # type: ignore[no-any-return]
     return buffer if buffer is None else buffer.to("cpu")
 
 
@@ -151,7 +150,7 @@ class ModuleBuffers:
         for (key, name), (container, buffer) in self._places.items():
             held = container.get(name)
             if held is buffer:
-                with torch._C.DisableTorchFunctionSubclass():
+                with without_overrides():
                     container[name] = buffer.renewed(self._device)
             elif held is not None and held is not buffer.on_device:
                 self._lent.add((key, name))
@@ -179,7 +178,7 @@ class ModuleBuffers:
         """All buffers are ordinary ones again, on the host."""
         self.unbind()
         for (_, name), (container, buffer) in self._places.items():
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_overrides():
                 buffer.make_good()
             if container.get(name) is buffer:
                 buffer.__class__ = torch.Tensor
@@ -203,7 +202,7 @@ class ModuleBuffers:
 
     def _book(self) -> None:
         """The ledger has the bytes of what is on the device now."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_overrides():
             buffers = {id(buffer): buffer for buffer in self._present()}.values()
             self.nbytes = sum(buffer.nbytes for buffer in buffers)
             held_bytes = sum(buffer.on_device.nbytes for buffer in buffers if buffer.on_device is not None)

@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
-from millrace.activations.watched import watcher_of
 from millrace.engine.data_parallel import refuse_wrapped
 from millrace.engine.managed import site_of
 from millrace.errors import StateError
+from millrace.runtime.autograd import in_gradient_transform
 
 __all__ = ["refuse_call", "refuse_script", "refuse_unmanageable"]
 
@@ -16,11 +16,6 @@ def refuse_unmanageable(model: nn.Module) -> None:
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"
         refuse_script(where, module)
-        if watcher_of(module) is not None:
-            raise StateError(
-                f"the activations of {where} are offloaded already; call remove() on that handle, and pass"
-                " activations=True here"
-            )
         if site_of(module) is not None:
             raise StateError(f"{where} is offloaded already; use that handle, or call remove() on it first")
         if hasattr(module, "_hf_hook"):
@@ -53,13 +48,12 @@ def refuse_call(model: nn.Module) -> None:
             " hasattr(module, '_diffusers_hook'): module._diffusers_hook.remove_hook('group_offloading'), and so on for"
             f" {sorted(name for name in registry.hooks if 'offloading' in name)}"
         )
-    if torch._C._get_tracing_state() is not None:
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise StateError(
             "tracing would keep what is on the device now as constants; trace copy.deepcopy(model), which is a plain"
             " model, or call remove() on the handle first"
         )
-    transforms = torch._C._functorch.get_interpreter_stack() or ()
-    if any(transform.key() == torch._C._functorch.TransformType.Grad for transform in transforms):
+    if in_gradient_transform():
         raise StateError(
             "torch.func.grad, vjp, jacrev and hessian keep all that autograd saves, and so all weights of an offloaded"
             " model; call backward(), torch.autograd.grad for inputs, or torch.func.jvp; or transform"

@@ -12,11 +12,13 @@ import torch
 from millrace.config import format_bytes
 from millrace.engine.block import Block, Presence
 from millrace.engine.fetching import Fetching, Target
-from millrace.engine.meter import LinkSpeed, Meter
+from millrace.engine.meter import Meter
 from millrace.errors import BudgetError, DiskError, StateError
 from millrace.memory.buffers import DeviceBuffers
 from millrace.memory.ledger import Ledger
+from millrace.runtime.autograd import address_of, in_transform, without_transforms
 from millrace.runtime.lanes import Event, Lane, Lanes, LateTransfer
+from millrace.runtime.link import LinkSpeed
 
 __all__ = ["Residency"]
 
@@ -69,7 +71,7 @@ class Residency:
                 return None
             block = self._in_order[index]
             return block if address < self._addresses[index] + block.nbytes else None
-        return self._by_storage.get(tensor.untyped_storage()._cdata)
+        return self._by_storage.get(address_of(tensor.untyped_storage()))
 
     def present(self) -> Iterable[Block]:
         """The blocks that have a buffer."""
@@ -89,7 +91,7 @@ class Residency:
         with _plain_tensors():
             buffer = self._buffers.allocate(block.nbytes)
             self.held_bytes += block.nbytes
-            self._by_storage[buffer.untyped_storage()._cdata] = block
+            self._by_storage[address_of(buffer.untyped_storage())] = block
             try:
                 self._note_address(buffer, block)
                 block.buffer = buffer
@@ -170,7 +172,7 @@ class Residency:
     def _let_go(self, block: Block, buffer: torch.Tensor) -> None:
         with _plain_tensors():
             block.point_leaves(None)
-        self._by_storage.pop(buffer.untyped_storage()._cdata)
+        self._by_storage.pop(address_of(buffer.untyped_storage()))
         self._forget_address(block)
         self.held_bytes -= block.nbytes
         block.buffer = block.arrival = None  # only now: after Ctrl-C before, `mend` finds it
@@ -248,7 +250,7 @@ class Residency:
         held: dict[int, Block] = {}
         for block in blocks:
             buffer = block.buffer
-            key = -1 if buffer is None else buffer.untyped_storage()._cdata
+            key = -1 if buffer is None else address_of(buffer.untyped_storage())
             if buffer is not None and block.presence is not Presence.ABSENT and self._by_storage.get(key) is block:
                 held[key] = block
             elif buffer is not None or block.presence is not Presence.ABSENT:
@@ -292,11 +294,11 @@ def _plain_tensors() -> contextlib.AbstractContextManager[object]:
     """Inside of inference mode (a leaf that once held such a tensor could not be trained any more) and of `torch.func`
     transforms (their tensors end with them) buffers are what they are outside.
     """
-    if not torch.is_inference_mode_enabled() and torch._C._functorch.peek_interpreter_stack() is None:
+    if not torch.is_inference_mode_enabled() and not in_transform():
         return _AS_THEY_ARE
     stack = contextlib.ExitStack()
     stack.enter_context(torch.inference_mode(False))
-    stack.enter_context(torch._C._DisableFuncTorch())
+    stack.enter_context(without_transforms())
     return stack
 
 

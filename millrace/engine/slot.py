@@ -13,6 +13,7 @@ from millrace.engine.accumulation import node_is_kept
 from millrace.engine.data_parallel import ADVICE
 from millrace.engine.home import AwayLeaf, Home, Leaf, as_home, as_parameter, raw_data
 from millrace.errors import LayoutError, StateError
+from millrace.runtime.autograd import without_overrides
 from millrace.runtime.pending import Unit
 
 __all__ = ["REMOVED", "Layout", "Slot", "Token"]
@@ -256,7 +257,7 @@ class Slot:
         self._before_touch = self.on_change = _nothing
         if self._hook is not None:
             self._hook.remove()
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_overrides():
                 register: Any = self.leaf.register_post_accumulate_grad_hook
                 if self.leaf.requires_grad:
                     register(_refuse_gradient)

@@ -12,6 +12,8 @@ from millrace.engine.executor import Executor
 from millrace.engine.home import Home
 from millrace.engine.meter import Meter
 from millrace.engine.slot import Slot
+from millrace.runtime.autograd import without_overrides
+from millrace.runtime.process_wide import ProcessWide
 
 __all__ = ["OptimizerSteps"]
 
@@ -43,15 +45,18 @@ class OptimizerSteps:
         self._waits_by_itself = waits_by_itself
         self._skipped = skipped
         self._not_finite = not_finite
+        self._leave_hooks: Callable[[], None] = lambda: None
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # and counted before
 
     def watch(self) -> None:
         """From now on."""
         self._watching.add(self)
+        self._leave_hooks = _hooks.use(self)
 
     def unwatch(self) -> None:
         """From now on no more."""
         self._watching.discard(self)
+        self._leave_hooks()
 
     def not_finite_steps(self) -> int:
         """Steps since the last `reset` that took gradients that were not finite. Waits for updates under way."""
@@ -79,7 +84,7 @@ class OptimizerSteps:
         slots = self._slots_of(optimizer)
         if slots and optimizer not in self._seen:
             self._seen[optimizer] = self._not_finite(optimizer)
-        with torch._C.DisableTorchFunctionSubclass():  # a look at a gradient would wait for updates that use it
+        with without_overrides():  # a look at a gradient would wait for updates that use it
             written = {id(slot) for slot in slots if slot.home.grad is not None}
         for block in (*self._engine.blocks, *self._engine.residents):
             if any(id(slot) in written for slot in block.slots):
@@ -109,5 +114,15 @@ class OptimizerSteps:
         return [slot for block in blocks for slot in block.slots if id(slot.home) in held]
 
 
-register_optimizer_step_pre_hook(OptimizerSteps.before_any)
-register_optimizer_step_post_hook(OptimizerSteps.after_any)
+def _register() -> Callable[[], None]:
+    before = register_optimizer_step_pre_hook(OptimizerSteps.before_any)
+    after = register_optimizer_step_post_hook(OptimizerSteps.after_any)
+
+    def remove() -> None:
+        before.remove()
+        after.remove()
+
+    return remove
+
+
+_hooks = ProcessWide(_register, anywhere=False)

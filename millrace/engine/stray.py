@@ -12,9 +12,9 @@ from enum import Enum, auto
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from millrace.engine.home import AwayLeaf, Home, home_of, owner_of
+from millrace.runtime.autograd import tree_flatten, tree_map_only, without_overrides
 
 __all__ = [
     "Lender",
@@ -128,7 +128,7 @@ def lent_for_call(home: Home) -> torch.Tensor:
     """What a module gives for a home that it is asked for: the leaf during a pass, otherwise the home."""
     if not _lenders or _lenders[-1] is None:
         return home
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_overrides():
         owner = owner_of(home)
         for lender in dict.fromkeys(reversed(_lenders)):
             leaf = None if lender is None else lender.lend_for_call(owner)
@@ -156,7 +156,7 @@ def _watch() -> None:
 
 def _torch_function(_cls: type, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_overrides():
         use = _use_of(func, args, kwargs)
         if _waits and (use in (Use.COMPUTE, Use.WRITE) or func == _grad.__get__):
             tree_map_only(Home, _waited_for, (args, kwargs))
@@ -175,7 +175,7 @@ def _torch_function(_cls: type, func: Any, _types: Any, args: Any = (), kwargs: 
 
 def _use_away_leaf(_cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     name = getattr(func, "__name__", "")
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_overrides():
         if name == "__hash__":
             return func(*args)
         stand_in = _brought_back if name in _GIVES_MEMORY else home_of

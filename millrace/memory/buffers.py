@@ -7,6 +7,7 @@ import torch
 
 from millrace.memory.ledger import Ledger, Tier
 from millrace.memory.pages import map_pages
+from millrace.runtime.autograd import address_of, storage_use_count
 from millrace.runtime.device import is_accelerator
 
 __all__ = ["DeviceBuffers", "references_beside"]
@@ -73,7 +74,7 @@ def references_beside(buffer: torch.Tensor) -> int:
 def _references(buffer: torch.Tensor) -> tuple[int, int]:
     """How many refer to the storage: tensors in C++, and holders of its one Python object. Looking counts too."""
     storage = buffer.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+    return storage_use_count(address_of(storage)), sys.getrefcount(storage)
 
 
 _SOLE_REFERENCES = _references(torch.empty(1, device="cpu"))

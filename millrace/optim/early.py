@@ -13,6 +13,7 @@ import torch
 
 from millrace.errors import StateError
 from millrace.optim.norms import SeenGradient
+from millrace.runtime.autograd import without_overrides
 from millrace.runtime.grad_scaler import make_grad_scaler_leave_traces
 from millrace.runtime.pending import Unit, watch
 
@@ -46,7 +47,7 @@ class EarlyUpdates:
         self._used: list[dict[str, Any]] | None = None  # the settings of updates in this backward
         self.updated: dict[Any, None] = {}  # parameters updated since the last step
         self._marks: dict[Any, tuple[int, int]] = {}  # of all that were ever updated: tells of writes since
-        make_grad_scaler_leave_traces()
+        make_grad_scaler_leave_traces(self)
 
     # as a Watcher -----------------------------------------------------------------------------------------------------
     def complete(self, unit: Unit, gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]) -> Sequence[Any]:
@@ -92,7 +93,7 @@ class EarlyUpdates:
             self._refuse("a state was loaded between backward and step()")
         if self._repeated:
             self._refuse("backward ran again before step(): gradients accumulate, or a GradScaler skipped a step")
-        with torch._C.DisableTorchFunctionSubclass():  # which would wait for the updates
+        with without_overrides():  # which would wait for the updates
             changed = any(not seen.is_still(parameter.grad) for parameter, seen in self._watched.items())
         if changed:
             self._refuse("gradients were changed after backward (clipping, GradScaler.unscale_, or by hand)")
@@ -153,5 +154,5 @@ class EarlyUpdates:
 
 def _mark(parameter: Any) -> tuple[int, int]:
     """Differs after a write or another `data`. Waits for no update."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_overrides():
         return parameter._version, parameter.data_ptr()

@@ -13,6 +13,7 @@ from millrace.optim.optimizer import HostOptimizer
 from millrace.optim.rules import ElementRule
 from millrace.optim.update import Update
 from millrace.optim.weights import FULL, REMAINDER, Weights
+from millrace.runtime.torch_rules import foreach_add
 
 __all__ = ["ElementOptimizer"]
 
@@ -111,7 +112,7 @@ class ElementOptimizer(HostOptimizer):
                 state["step"] = torch.tensor(float(state.get("step", 0.0)))
             elif state["step"].device.type != "cpu":
                 state["step"] = state["step"].to("cpu")
-        torch._foreach_add_([state["step"] for state in states], 1)
+        foreach_add([state["step"] for state in states], 1)
 
     def _dtypes(self, group: dict[str, Any], weights: Weights) -> dict[str, torch.dtype]:
         """The state that a parameter needs, without its master."""

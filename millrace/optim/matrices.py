@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim._adafactor import adafactor
-from torch.optim._muon import muon
 
 from millrace.optim import kernel, narrow
 from millrace.optim.devices import Member
@@ -14,6 +12,7 @@ from millrace.optim.kernel import Master
 from millrace.optim.optimizer import HostOptimizer
 from millrace.optim.options import Options
 from millrace.optim.update import scaled
+from millrace.runtime.torch_rules import adafactor, muon
 
 __all__ = ["Adafactor", "Muon"]
 

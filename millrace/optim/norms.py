@@ -7,10 +7,10 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from millrace.runtime.grad_scaler import make_grad_scaler_leave_traces
 from millrace.runtime.pending import Unit
+from millrace.runtime.torch_rules import foreach_norm, group_tensors
 
 __all__ = ["GradientNorms", "SeenGradient"]
 
@@ -39,7 +39,7 @@ class GradientNorms:
         self._norms: dict[Any, torch.Tensor] = {}
         self._seen: dict[Any, SeenGradient] = {}  # when backward ended
         self._process = os.getpid()
-        make_grad_scaler_leave_traces()
+        make_grad_scaler_leave_traces(self)
 
     def complete(self, unit: Unit, gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]) -> Sequence[Any]:
         """All gradients of a unit are here, or on their way: their norms are taken when they have come."""
@@ -47,7 +47,7 @@ class GradientNorms:
 
         def job() -> None:
             arrived()
-            self._norms |= zip(held, torch._foreach_norm(list(held.values())), strict=True)
+            self._norms |= zip(held, foreach_norm(list(held.values())), strict=True)
             held.clear()  # the memory is wanted back
 
         for parameter in held:
@@ -89,8 +89,8 @@ class GradientNorms:
         }
         missing = [tensor for tensor in tensors if id(tensor) not in norms]
         if missing:
-            norms |= zip(map(id, missing), torch._foreach_norm(missing), strict=True)
-        groups = _group_tensors_by_device_and_dtype([tensors])  # type: ignore[list-item]  # gives the order of the sum
+            norms |= zip(map(id, missing), foreach_norm(missing), strict=True)
+        groups = group_tensors([tensors])  # type: ignore[list-item]  # gives the order of the sum
         ordered = [norms[id(tensor)] for (alike,), _ in groups.values() for tensor in alike]
         self._norms.clear()
         self._seen.clear()

@@ -22,6 +22,7 @@ from millrace.optim.overlap import Updater, by_unit
 from millrace.optim.refusals import check_gradient, check_one_model, check_overlap, check_parameter
 from millrace.optim.shares import Shares, fraction_that_fits
 from millrace.optim.weights import FULL, REMAINDER, Weights
+from millrace.runtime.autograd import without_overrides
 from millrace.runtime.holders import gradient_is_shared
 from millrace.runtime.pending import Pending, Unit, watch
 
@@ -256,7 +257,7 @@ class HostOptimizer(Optimizer):
         updated = {} if self._early is None else self._early.updated
         members = []
         for parameter, (index, group) in self._places().items():
-            with torch._C.DisableTorchFunctionSubclass():  # another optimizer may be updating others beside it
+            with without_overrides():  # another optimizer may be updating others beside it
                 if parameter.grad is not None and parameter not in updated:
                     members.append(self._member(index, group, parameter))
         return members

@@ -12,6 +12,7 @@ import torch
 
 from millrace.errors import StateError
 from millrace.optim.devices import Member
+from millrace.runtime.autograd import without_overrides
 from millrace.runtime.pending import LostUpdate, Pending, Unit, unit_of
 from millrace.runtime.threads import OneThread
 
@@ -55,7 +56,7 @@ class Updater:
         """Calls `job` on the thread, after what was submitted before. Never blocks."""
 
         def quietly() -> None:
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            with torch.no_grad(), without_overrides():
                 job()
 
         self._look_for_fork()

@@ -6,11 +6,10 @@ from typing import Any
 import torch
 
 from millrace.errors import LayoutError
+from millrace.runtime.autograd import data_of, without_overrides
 from millrace.runtime.pending import name_of, unit_of
 
 __all__ = ["check_bytes", "check_gradient", "check_one_model", "check_overlap", "check_parameter"]
-
-_data: Any = torch._C.TensorBase.data  # of a managed parameter, too, which notices when its own `data` is handed out
 
 
 def check_overlap(parameters: Iterable[torch.Tensor], overlap: str) -> None:
@@ -32,7 +31,7 @@ def check_overlap(parameters: Iterable[torch.Tensor], overlap: str) -> None:
 
 def check_bytes(tensor: torch.Tensor, what: Callable[[], str]) -> None:
     """Raises LayoutError where a tensor's values are not the bytes that its address and strides tell of."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_overrides():
         reason = _why_not_bytes(tensor)
     if reason is not None:
         raise LayoutError(f"{what()} cannot be updated in host memory: {reason}")
@@ -56,7 +55,7 @@ def _described(groups: Iterable[dict[str, Any]], parameter: torch.Tensor) -> str
 def _why_not_bytes(tensor: torch.Tensor) -> str | None:
     if torch.nn.parameter.is_lazy(tensor):
         return "it is not initialised yet; run the lazy module once before"
-    kind = type(_data.__get__(tensor))
+    kind = type(data_of.__get__(tensor))
     if kind is not torch.Tensor:
         return (
             f"it is a {kind.__name__}, which is more than the bytes at its address; use an optimizer of torch.optim for"

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from millrace.optim.kernel import Constants, Rule
+from millrace.runtime.torch_rules import fused_adam, fused_adamw, fused_sgd
 
 __all__ = ["AdamRule", "ElementRule", "LionRule", "SgdRule"]
 
@@ -74,7 +75,7 @@ class AdamRule:
         *,
         first_step: bool,
     ) -> None:
-        fused = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
+        fused = fused_adamw if self.decoupled else fused_adam
         fused(
             [weight],
             [gradient],
@@ -127,7 +128,7 @@ class SgdRule:
         *,
         first_step: bool,
     ) -> None:
-        torch._fused_sgd_(
+        fused_sgd(
             [weight],
             [gradient],
             _given(first),

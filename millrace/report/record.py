@@ -14,36 +14,11 @@ from typing import Any, NamedTuple
 
 from millrace.report.rows import Row
 from millrace.report.stats import Stats
+from millrace.runtime.spans import Sample, Span
 
-__all__ = ["Planned", "RunRecord", "Sample", "Span", "Stall"]
+__all__ = ["Planned", "RunRecord", "Stall"]
 
 VERSION = 3
-
-
-class Span(NamedTuple):
-    """Something that took `seconds` on a lane; `what` was copied, or waited.
-
-    `waited_lane`, `waited_for`: the copy that a stall waited for, where that is known and need not be found by its end.
-    """
-
-    lane: str
-    name: str
-    begin_seconds: float
-    seconds: float
-    nbytes: int = 0
-    what: str = ""
-    waited_lane: str = ""
-    waited_for: str = ""
-
-
-class Sample(NamedTuple):
-    """Bytes held by tier at one moment of the step; `unix_nanoseconds`: when the host was there."""
-
-    seconds: float
-    device_bytes: int
-    host_bytes: int
-    disk_bytes: int
-    unix_nanoseconds: int = 0
 
 
 class Stall(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from millrace.report.record import Sample, Span
+from millrace.runtime.spans import Sample, Span
 
 __all__ = ["write_trace"]
 

@@ -11,19 +11,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from millrace.runtime.autograd import address_of, storage_use_count, tensor_use_count, without_overrides
+
 __all__ = ["gradient_is_shared"]
 
 
 def gradient_is_shared(parameter: torch.Tensor) -> bool:
     """Whether anybody but the parameter itself refers to its `grad`, which is not None, or to the memory of it."""
-    with torch._C.DisableTorchFunctionSubclass():  # an optimizer may be updating the parameter
+    with without_overrides():  # an optimizer may be updating the parameter
         return _references_to_gradient(parameter) > _ALONE
 
 
 def _references_to_gradient(parameter: Any) -> int:
     # Never through a variable, which would be one more reference, or none, depending on the version of Python.
-    of_tensor = parameter.grad._use_count() + sys.getrefcount(parameter.grad)
-    of_storage = torch._C._storage_Use_Count(parameter.grad.untyped_storage()._cdata)
+    of_tensor = tensor_use_count(parameter.grad) + sys.getrefcount(parameter.grad)
+    of_storage = storage_use_count(address_of(parameter.grad.untyped_storage()))
     return int(of_tensor + of_storage + sys.getrefcount(parameter.grad.untyped_storage()))
 
 

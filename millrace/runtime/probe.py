@@ -8,6 +8,7 @@ from statistics import median
 import torch
 
 from millrace.runtime.device import is_accelerator
+from millrace.runtime.torch_rules import fused_adamw
 
 __all__ = ["LinkRates", "dram_rate", "link_rates", "matmul_rates", "update_rate"]
 
@@ -72,7 +73,7 @@ def update_rate(*, parameters: int = _UPDATE_PARAMETERS) -> float:
     steps = torch.ones(())
 
     def update() -> None:
-        torch._fused_adamw_(
+        fused_adamw(
             [weight],
             [gradient],
             [first],

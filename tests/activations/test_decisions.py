@@ -18,10 +18,10 @@ from millrace.activations.item import Item, Place
 from millrace.activations.meter import ActivationMeter
 from millrace.activations.stash import Stash
 from millrace.config import ActivationConfig
-from millrace.engine.meter import LaneUse
 from millrace.memory.ledger import Ledger
 from millrace.planning import ActivationPlan, ActivationProblem, Saved, plan_activations
 from millrace.runtime.lanes import Lanes, open_lanes
+from millrace.runtime.link import LaneUse
 
 Items = list["weakref.ref[Item]"]
 SIZES = [1, 64, 100, 1000, 1000, 1000, 4096]

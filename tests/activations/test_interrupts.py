@@ -7,6 +7,7 @@ import torch
 
 import millrace
 from millrace.memory.ledger import Tier
+from millrace.runtime.autograd import top_hooks
 from tests.activations.interrupts import Calls
 from tests.activations.models import SAVED_BYTES, Stack, assert_same, rows, step
 
@@ -37,7 +38,7 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(tier: str, compute_device: 
         assert struck > ROUNDS // 2
         for _ in range(3):
             assert_same(step(model, x), expected)
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert top_hooks(True) is None
         handle.reset_stats()
         assert_same(step(model, x), expected)
         stats = handle.stats()
@@ -64,7 +65,7 @@ def test_an_interrupt_at_the_end_of_a_call_does_not_keep_it_open() -> None:
                 Calls(1 + index, files).during(model, rows("cpu"))
             handle.reset_stats()
             assert_same(step(model, rows("cpu")), expected)
-            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            assert top_hooks(True) is None
             with handle.forward():  # which none may be inside of
                 pass
         assert handle.stats().offload_bytes > 0

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import millrace
+from millrace.runtime.autograd import top_hooks
 from tests.activations.models import SAVED_BYTES, Layer, Stack, assert_same, results, rows, step
 
 Script = Callable[[nn.Module, torch.device, int], list[Tensor]]
@@ -177,7 +178,7 @@ def test_a_step_may_break_off(where: str, error: type[BaseException], compute_de
                     step(model, rows(compute_device))
             else:
                 assert_same(step(model, rows(compute_device)), expected)
-            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            assert top_hooks(True) is None
         trap.armed = None
         assert_same(step(model, rows(compute_device)), expected)
         assert handle.stats().host_held_bytes == 0

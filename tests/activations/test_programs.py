@@ -20,6 +20,7 @@ from torch import Tensor
 
 import millrace
 from millrace.memory.ledger import Tier
+from millrace.runtime.autograd import top_hooks
 from tests.activations.pieces import Made
 from tests.activations.programs import Program, plainly
 from tests.matrix.compare import allocated_bytes, is_counted, same
@@ -60,7 +61,7 @@ def test_random_programs(tier: str, compute_device: torch.device, tmp_path: Path
             assert stats.host_held_bytes == 0, f"{stats.host_held_bytes} bytes of the host are kept for nobody"
             assert handle._ledger.held_bytes(Tier.DEVICE, "activations") == 0
             assert tier == "host" or stats.host_peak_bytes <= DISK_HOST_BYTES
-            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            assert top_hooks(True) is None
 
     for number in range(FIRST, FIRST + PROGRAMS):
         try:

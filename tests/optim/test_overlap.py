@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 import millrace
-from millrace.optim import AdamW
+from millrace.optim import AdamW, norms
 from millrace.optim.devices import Member
+from millrace.runtime.autograd import without_overrides
 from tests.engine.models import Decoder, loss_of, weight_bytes
 from tests.optim.references import assert_equal
 
@@ -142,7 +143,7 @@ def held(optimizer: Any) -> list[nn.Parameter]:
 
 def raw(model: nn.Module) -> list[torch.Tensor]:
     """What lies in memory now, whoever is writing there."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_overrides():
         parts = [p for part in model.modules() for p in part._parameters.values() if p is not None]
         return [p.detach().clone() for p in parts]
 
@@ -297,14 +298,14 @@ def test_norms_taken_while_gradients_come(
 ) -> None:
     """Clipping inside equals clipping before; also when somebody changes gradients in between."""
     taken = []
-    norm = torch._foreach_norm
+    norm = norms.foreach_norm
 
     def counted(tensors: Sequence[torch.Tensor], *arguments: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
             taken.extend(tensors)
         return norm(tensors, *arguments)
 
-    monkeypatch.setattr(torch, "_foreach_norm", counted)
+    monkeypatch.setattr(norms, "foreach_norm", counted)
     trained = []
     for inside in (True, False):
         model = decoder(dtype)

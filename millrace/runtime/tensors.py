@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from millrace.engine.home import Home
-
 __all__ = ["map_tensors", "tensors_in"]
 
 
@@ -28,9 +26,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with each tensor changed; the very same object where nothing changes. Homes are left alone."""
+    """`value` with each tensor changed; the very same object where nothing changes."""
     if isinstance(value, torch.Tensor):
-        return value if isinstance(value, Home) else change(value)
+        return change(value)
     if isinstance(value, PackedSequence):  # whose batch sizes stay on the host
         indices = (value.sorted_indices, value.unsorted_indices)
         moved = [None if tensor is None else change(tensor) for tensor in indices]

@@ -19,7 +19,6 @@ from millrace.activations.targets import check_targets, chosen_layers, chosen_mo
 from millrace.activations.watched import make_watched, unwatch, watcher_of
 from millrace.config import ActivationConfig, Size
 from millrace.engine.managed import site_of
-from millrace.engine.meter import LaneUse, Moved, Waited
 from millrace.errors import StateError
 from millrace.memory.disk import DiskStore
 from millrace.memory.ledger import Ledger, Tier
@@ -28,6 +27,8 @@ from millrace.report import ActivationStats, Report, Row, RunRecord
 from millrace.runtime.device import resolve_device
 from millrace.runtime.host import available_host_bytes
 from millrace.runtime.lanes import Lanes, open_lanes
+from millrace.runtime.link import LaneUse
+from millrace.runtime.spans import Moved, Waited
 
 __all__ = ["ActivationOffloading", "offload_activations"]
 

@@ -1,0 +1,35 @@
+"""How fast is the link to the device, and what was sent over it? As far as loads of weights and activations tell."""
+
+from dataclasses import dataclass
+from statistics import median
+
+__all__ = ["LaneUse", "LinkSpeed"]
+
+
+@dataclass
+class LaneUse:
+    """Bytes that were ever submitted to the onload lane of one model, by what they are."""
+
+    weights_bytes: int = 0
+    activations_bytes: int = 0
+
+
+class LinkSpeed:
+    """Seconds that loads of a given size take, by those that were measured."""
+
+    def __init__(self, loads: list[tuple[int, float]]) -> None:
+        by_size: dict[int, list[float]] = {}
+        for nbytes, seconds in loads:
+            by_size.setdefault(nbytes, []).append(seconds)
+        self._of_size = {nbytes: median(measured) for nbytes, measured in by_size.items()}
+        moved = sum(nbytes for nbytes, _ in loads)
+        self._seconds_per_byte = sum(seconds for _, seconds in loads) / moved if moved else 0.0
+
+    def load_seconds(self, nbytes: int) -> float:
+        """The median of loads of that size; by the mean speed where there were none."""
+        measured = self._of_size.get(nbytes)
+        return self.seconds(nbytes) if measured is None else measured
+
+    def seconds(self, nbytes: int) -> float:
+        """Seconds for that many bytes in loads of any size, by the mean speed."""
+        return nbytes * self._seconds_per_byte
