@@ -62,9 +62,14 @@ class Gradients:
         self._announced: set[Slot] = set()  # complete in this backward, as watchers were told
 
     def prepare(self, blocks: Iterable[Block]) -> None:
-        """Makes memory for gradients of trainable parameters that have none. Not in backward: pinning takes time."""
+        """Makes memory for gradients of trainable parameters that have none. Not in backward: pinning takes time.
+
+        And looks who watches gradients.
+        """
         wanted: list[tuple[Block, list[Slot], list[int]]] = []
         for block in blocks:
+            for slot in block.slots:
+                slot.look_for_watchers()
             slots = [slot for slot in block.slots if slot.home.requires_grad and slot not in self._memory]
             if slots:
                 sizes = [aligned(slot.home.numel() * self._dtype(slot).itemsize) for slot in slots]
