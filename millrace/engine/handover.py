@@ -42,8 +42,6 @@ class Handover:
         def outlives(tensor: torch.Tensor) -> bool:
             if isinstance(tensor, Leaf):
                 return not outermost
-            if not torch._C._has_storage(tensor):  # of a function transform
-                return True
             block = self._residency.block_of(tensor)
             return block is None or (block.index < 0 and not outermost)
 

@@ -59,6 +59,8 @@ class Residency:
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """The block in whose buffer `tensor` lies; None for any other tensor."""
+        if not torch._C._has_storage(tensor):  # sparse, or of a function transform
+            return None
         return self._by_storage.get(tensor.untyped_storage()._cdata)
 
     def present(self) -> Iterable[Block]:
