@@ -73,6 +73,7 @@ class Attachment:
         self._make_resident = make_resident
         self._block_of: dict[int, Block] = {}  # by the id of the home
         self._mains = weakref.WeakKeyDictionary(mains)
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those that went as well
         self._seen = -1
         _registrations.watch()
         self._link(self._inventory(model))
@@ -133,8 +134,7 @@ class Attachment:
         self._engine.before_call = lambda: None
         for block in self._blocks():
             block.release()
-        model = self._model()
-        for module in model.modules() if model is not None else ():
+        for module in list(self._modules):
             managed = site_of(module) is not None
             make_plain(module)
             if managed:
@@ -144,6 +144,7 @@ class Attachment:
 
     def _inventory(self, model: nn.Module) -> Inventory:
         for module in model.modules():
+            self._modules.add(module)
             lend_parameters(module)  # before places are taken down
         return take_inventory(model, check=False)
 

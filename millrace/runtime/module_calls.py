@@ -167,10 +167,10 @@ def _plain(module: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for participant in calls.participants:
             stack.enter_context(participant.plain(module))
-        for name in ours:
-            del module.__dict__[name]
-        module.__dict__.update({name: kept for name, kept in calls.kept.items() if name in ours})
         try:
+            for name in ours:
+                del module.__dict__[name]
+            module.__dict__.update({name: kept for name, kept in calls.kept.items() if name in ours})
             yield
         finally:
             module.__dict__.update(ours)
