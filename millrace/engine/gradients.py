@@ -6,7 +6,7 @@ adds, casts or copies.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -157,22 +157,19 @@ class Gradients:
         arrived, added, announced = self._arriving, self._added, self._announced
         self._forget()
         slots = list(arrived | added)
+        hooked = dict.fromkeys(slot for slot in slots if slot.gradient_is_watched or _late_hooks(slot))
         seen = {slot: [arrived.pop(slot)] for slot in list(arrived) if slot.gradient_is_watched}
         with torch._C.DisableTorchFunctionSubclass():  # homes may be being updated already
             for slot, gradient in arrived.items():
                 _accumulate(slot.home, gradient)
-        accumulate_as_autograd([(slot.home, gradient) for slot, gradient in seen.items()])
-        with torch._C.DisableTorchFunctionSubclass():
             self._arrivals.end(completed=True)
-            watched: dict[Watcher, dict[Any, bool]] = {}
-            for slot in slots:
-                for watcher in () if slot.unit is None else slot.unit.watchers:
-                    watched.setdefault(watcher, {})[slot.home] = slot in announced
-            for watcher, homes in watched.items():
-                watcher.delivered(homes)
-        for slot in slots:
+            _tell_watchers([slot for slot in slots if slot not in hooked], announced)
+        accumulate_as_autograd([(slot.home, gradient) for slot, gradient in seen.items()])
+        for slot in hooked:
             for hook in () if slot in seen else _late_hooks(slot):
                 hook(slot.home)
+        with torch._C.DisableTorchFunctionSubclass():
+            _tell_watchers(hooked, announced)  # of what hooks have left
 
     def abandon(self) -> None:
         """Backward raised: what it computed is dropped, once nothing is in flight any more."""
@@ -267,6 +264,16 @@ class Gradients:
 
     def _dtype(self, slot: Slot) -> torch.dtype:
         return slot.dtype if self._grad_dtype is None else self._grad_dtype
+
+
+def _tell_watchers(slots: Iterable[Slot], announced: Collection[Slot]) -> None:
+    """Those of the units: the gradients are in homes."""
+    watched: dict[Watcher, dict[Any, bool]] = {}
+    for slot in slots:
+        for watcher in () if slot.unit is None else slot.unit.watchers:
+            watched.setdefault(watcher, {})[slot.home] = slot in announced
+    for watcher, homes in watched.items():
+        watcher.delivered(homes)
 
 
 def _late_hooks(slot: Slot) -> list[Any]:

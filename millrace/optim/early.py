@@ -66,6 +66,8 @@ class EarlyUpdates:
         """Backward is over, and the gradients are the parameters'."""
         self._look_for_load()
         for parameter in self._own.intersection(parameters):  # blocks may have another optimizer's, too
+            if parameter.grad is None:  # a hook took it: nothing was updated with it, nor will be
+                continue
             self._repeated = self._repeated or parameter in self._watched
             self._watched[parameter] = SeenGradient(parameter.grad)
         if self._used is None:
