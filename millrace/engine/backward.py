@@ -20,6 +20,8 @@ class Backward:
 class EndOfBackward:
     """Called by autograd when a backward completes. When it raises, autograd only lets go of this object."""
 
+    _backward: Backward | None = None  # of one whose making was interrupted
+
     def __init__(self, backward: Backward) -> None:
         self._backward = backward
 
@@ -28,7 +30,11 @@ class EndOfBackward:
         torch.autograd.Variable._execution_engine.queue_callback(self)
 
     def __call__(self) -> None:
-        self._backward.engine.end_of_backward(self._backward, completed=True)
+        self._end(completed=True)
 
     def __del__(self) -> None:
-        self._backward.engine.end_of_backward(self._backward, completed=False)
+        self._end(completed=False)
+
+    def _end(self, *, completed: bool) -> None:
+        if self._backward is not None:
+            self._backward.engine.end_of_backward(self._backward, completed=completed)
