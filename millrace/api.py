@@ -316,7 +316,7 @@ class Offloaded:
 
         Those that rest on disk stay tensors over its files, which have no name and are gone with the last of them.
         Raises StateError within a forward or backward; and what failed in an update that an optimizer had under way,
-        when the model is let go of all the same.
+        or in a write to disk, when the model is let go of all the same.
         """
         if self._attachment is not None:
             self._engine.process.check()
@@ -325,30 +325,30 @@ class Offloaded:
                 raise StateError(
                     "remove() was called within a forward or backward of the model; call it when that is over"
                 )
-            try:
-                self._engine.wait_for_updates()
-            finally:
-                self._let_go(self._attachment)
+            self._let_go(self._attachment)
 
     def _let_go(self, attachment: Attachment) -> None:
-        for block in self._blocks():
-            block.wait_for_reads()
-        if is_accelerator(self._config.device):
-            torch.accelerator.synchronize(self._config.device)
-        self._engine.release_everything()
-        if self.activations is not None:
-            self.activations.remove()
-        self._residency.close()
-        attachment.detach()
-        self._attachment = None
-        _live_handles.discard(self)
-        self._steps.unwatch()
-        if self._leave_grad_scaler is not None:
-            self._leave_grad_scaler()
-        if self._fetching is not None:
-            self._fetching.close()
-        self._lanes.close()
-        self._shelf.close()
+        """All of it, whatever fails; raises what did."""
+        with contextlib.ExitStack() as steps:  # the last one first
+            steps.callback(self._shelf.close)
+            steps.callback(self._lanes.close)
+            if self._fetching is not None:
+                steps.callback(self._fetching.close)
+            if self._leave_grad_scaler is not None:
+                steps.callback(self._leave_grad_scaler)
+            steps.callback(self._steps.unwatch)
+            steps.callback(_live_handles.discard, self)
+            steps.callback(setattr, self, "_attachment", None)
+            steps.callback(attachment.detach)
+            steps.callback(self._residency.close)
+            if self.activations is not None:
+                steps.callback(self.activations.remove)
+            steps.callback(self._engine.release_everything)
+            if is_accelerator(self._config.device):
+                steps.callback(torch.accelerator.synchronize, self._config.device)
+            for block in self._blocks():
+                steps.callback(block.wait_for_reads)
+            steps.callback(self._engine.wait_for_updates)
 
     def __enter__(self) -> "Offloaded":
         return self
@@ -365,6 +365,11 @@ class Offloaded:
         )
 
     # inside -----------------------------------------------------------------------------------------------------------
+    def _end(self) -> None:
+        """`remove()` at exit."""
+        if self._attachment is not None:
+            self._let_go(self._attachment)
+
     def _block(self, name: str, members: Iterable[Member]) -> Block:
         block = Block(name, members, self._config.device, self._shelf, self._config.param_dtype)
         self._made.append(block)
@@ -385,9 +390,10 @@ class Offloaded:
 
 
 def _remove_all() -> None:
-    """Whatever is in flight at exit ends before the devices and the interpreter do."""
-    for handle in list(_live_handles):
-        handle.remove()
+    """Whatever is in flight at exit ends before the devices and the interpreter do; passes of other threads or not."""
+    with contextlib.ExitStack() as handles:
+        for handle in list(_live_handles):
+            handles.callback(handle._end)
 
 
 def _forked() -> None:

@@ -38,17 +38,19 @@ def accumulate_as_autograd(arrived: "Sequence[tuple[nn.Parameter, list[torch.Ten
         if home.grad is None and held[0].dtype != home.grad_dtype:
             home.grad_dtype = held[0].dtype
     with torch.enable_grad():
-        token = torch.zeros((), requires_grad=True)
+        token = torch.zeros((), device="cpu", requires_grad=True)
         for home, held in reversed(arrived):
             token = _Arrival.apply(token, home, held)  # type: ignore[no-untyped-call]
     token.backward()
 
 
 def node_is_kept(parameter: nn.Parameter) -> bool:
-    """Whether somebody keeps the node that accumulates the parameter's gradient: one that nobody keeps is made anew."""
-    if not parameter.requires_grad:
-        return False
-    with torch.inference_mode(False), without_transforms():  # in which there are no nodes, or other ones
+    """Whether somebody keeps the node that accumulates the gradient of a parameter, which requires one.
+
+    A node that nobody keeps is made anew.
+    """
+    # In inference mode and function transforms there are no nodes, or other ones; homes wait for updates.
+    with torch.inference_mode(False), without_transforms(), without_overrides():
         _node_of(parameter).metadata[_MARK] = True
         return _MARK in _node_of(parameter).metadata
 

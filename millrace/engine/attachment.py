@@ -71,6 +71,7 @@ class Attachment:
         self._make_resident = make_resident
         self._block_of: dict[int, Block] = {}  # by the id of the home
         self._mains = weakref.WeakKeyDictionary(mains)
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those that went as well
         self._seen = -1
         self._leave_registrations = _registrations.hooks.use(self)
         self._link(self._inventory(model))
@@ -131,8 +132,7 @@ class Attachment:
         self._engine.before_call = lambda: None
         for block in self._blocks():
             block.release()
-        model = self._model()
-        for module in model.modules() if model is not None else ():
+        for module in list(self._modules):
             managed = site_of(module) is not None
             make_plain(module)
             if managed:
@@ -142,6 +142,7 @@ class Attachment:
 
     def _inventory(self, model: nn.Module) -> Inventory:
         for module in model.modules():
+            self._modules.add(module)
             lend_parameters(module)  # before places are taken down
         return take_inventory(model, check=False)
 

@@ -22,6 +22,11 @@ ADVICE = (
     " one, or write that loop"
 )
 
+_ONE_PROCESS = (
+    "its copies of the model would compute with weights that are not there; offload the model without a wrapper, and"
+    " train it on one device, or in one process for each device with gradients averaged between backward and step"
+)
+
 # By name: FSDP takes long to import, and other libraries have classes of the same names and ways.
 _WRAPPERS = frozenset((
     "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "ReplicateModule",
@@ -33,9 +38,11 @@ def refuse_wrapping(wrapper: nn.Module, module: nn.Module | None) -> None:
     if module is None or not _is_wrapper(type(wrapper)):
         return
     if any(isinstance(parameter, Home) and parameter.requires_grad for parameter in module.parameters()):
+        around = f"{_name(wrapper)} around an offloaded model ({_described(module)})"
+        if _name(wrapper) == "DataParallel":
+            raise StateError(f"{around} cannot be: {_ONE_PROCESS}")
         raise StateError(
-            f"{_name(wrapper)} around an offloaded model would never see its gradients, and each rank would train a"
-            f" model of its own; {ADVICE}"
+            f"{around} would never see its gradients, and each rank would train a model of its own; {ADVICE}"
         )
 
 
@@ -44,7 +51,7 @@ def refuse_wrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if _is_wrapper(type(module)) and _learns(module):
             where = f"module {name!r}" if name else "the model"
-            raise StateError(f"{where} is wrapped by {_name(module)}, which would never see gradients; {ADVICE}")
+            raise StateError(f"{where} is wrapped by {_refusal(module)}")
     if not (torch.distributed.is_available() and torch.distributed.is_initialized() and _learns(model)):
         return
     around = next(_wrappers_around(model), None)
@@ -52,7 +59,7 @@ def refuse_wrapped(model: nn.Module) -> None:
         del around
         gc.collect()  # nobody may have it any more
         for around in _wrappers_around(model):
-            raise StateError(f"the model is inside of a {_name(around)}, which would never see gradients; {ADVICE}")
+            raise StateError(f"the model ({_described(model)}) is inside of a {_refusal(around)}")
 
 
 def _wrappers_around(model: nn.Module) -> Iterator[nn.Module]:
@@ -65,6 +72,17 @@ def _wrappers_around(model: nn.Module) -> Iterator[nn.Module]:
             and not own.isdisjoint(map(id, found.modules()))
         ):
             yield found
+
+
+def _refusal(wrapper: nn.Module) -> str:
+    if _name(wrapper) == "DataParallel":
+        return f"DataParallel: {_ONE_PROCESS}"
+    return f"{_name(wrapper)}, which would never see gradients; {ADVICE}"
+
+
+def _described(model: nn.Module) -> str:
+    learns = sum(parameter.requires_grad for parameter in model.parameters())
+    return f"a {type(model).__name__} with {learns} trainable parameters"
 
 
 def _is_wrapper(kind: type) -> bool:

@@ -6,7 +6,7 @@ adds, casts or copies.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -63,10 +63,14 @@ class Gradients:
         self._announced: set[Slot] = set()  # complete in this backward, as watchers were told
 
     def prepare(self, blocks: Iterable[Block]) -> None:
-        """Makes memory for gradients of trainable parameters that have none. Not in backward: pinning takes time."""
+        """Makes memory for gradients of trainable parameters that have none. Not in backward: pinning takes time.
+
+        And looks who watches gradients.
+        """
         wanted: list[tuple[Block, list[Slot], list[int]]] = []
         for block in blocks:
             for slot in block.slots:
+                slot.look_for_watchers()
                 if slot.gradient_is_watched and slot.home.grad is not None and slot in self._memory:
                     self._memory[slot].renew()  # what comes next lies beside it
             slots = [slot for slot in block.slots if slot.home.requires_grad and slot not in self._memory]
@@ -158,26 +162,23 @@ class Gradients:
         arrived, added, announced = self._arriving, self._added, self._announced
         self._forget()
         slots = list(arrived | added)
+        hooked = dict.fromkeys(slot for slot in slots if slot.gradient_is_watched or _late_hooks(slot))
         seen = {slot: [arrived.pop(slot)] for slot in list(arrived) if slot.gradient_is_watched}
         with without_overrides():  # homes may be being updated already
             for slot, gradient in arrived.items():
                 _accumulate(slot.home, gradient)
+            self._arrivals.end(completed=True)
+            _tell_watchers([slot for slot in slots if slot not in hooked], announced)
         try:
             accumulate_as_autograd([(slot.home, gradient) for slot, gradient in seen.items()])
-        except BaseException:  # a hook's
+            for slot in hooked:
+                for hook in () if slot in seen else _late_hooks(slot):
+                    hook(slot.home)
+        except BaseException:
             _tell_of_failure(announced)
             raise
         with without_overrides():
-            self._arrivals.end(completed=True)
-            watched: dict[Watcher, dict[Any, bool]] = {}
-            for slot in slots:
-                for watcher in () if slot.unit is None else slot.unit.watchers:
-                    watched.setdefault(watcher, {})[slot.home] = slot in announced
-            for watcher, homes in watched.items():
-                watcher.delivered(homes)
-        for slot in slots:
-            for hook in () if slot in seen else _late_hooks(slot):
-                hook(slot.home)
+            _tell_watchers(hooked, announced)  # of what hooks have left
 
     def abandon(self) -> None:
         """Backward raised: what it computed is dropped, once nothing is in flight any more."""
@@ -282,6 +283,16 @@ class Gradients:
 
     def _dtype(self, slot: Slot) -> torch.dtype:
         return slot.dtype if self._grad_dtype is None else self._grad_dtype
+
+
+def _tell_watchers(slots: Iterable[Slot], announced: Collection[Slot]) -> None:
+    """Those of the units: the gradients are in homes."""
+    watched: dict[Watcher, dict[Any, bool]] = {}
+    for slot in slots:
+        for watcher in () if slot.unit is None else slot.unit.watchers:
+            watched.setdefault(watcher, {})[slot.home] = slot in announced
+    for watcher, homes in watched.items():
+        watcher.delivered(homes)
 
 
 def _tell_of_failure(announced: Iterable[Slot]) -> None:

@@ -6,7 +6,6 @@ import torch
 
 from millrace.engine.home import Home, Leaf
 from millrace.engine.residency import Residency
-from millrace.runtime.autograd import has_storage
 from millrace.runtime.tensors import map_tensors, tensors_in
 
 __all__ = ["Handover"]
@@ -43,8 +42,6 @@ class Handover:
         def outlives(tensor: torch.Tensor) -> bool:
             if isinstance(tensor, Leaf):
                 return not outermost
-            if not has_storage(tensor):  # of a function transform
-                return True
             block = self._residency.block_of(tensor)
             return block is None or (block.index < 0 and not outermost)
 

@@ -79,9 +79,10 @@ class Managed:
         """Inside, the module's attributes are as they would be on a CPU, were it not offloaded."""
         attributes = module.__dict__
         parameters, buffers = attributes["_parameters"], attributes["_buffers"]
-        attributes["_parameters"] = dict(parameters.items())
-        attributes["_buffers"] = {name: plain_buffer(buffer) for name, buffer in buffers.items()}
+        plain_parameters = dict(parameters.items())
+        plain_buffers = {name: plain_buffer(buffer) for name, buffer in buffers.items()}
         try:
+            attributes["_parameters"], attributes["_buffers"] = plain_parameters, plain_buffers
             yield
         finally:
             attributes["_parameters"], attributes["_buffers"] = parameters, buffers

@@ -5,7 +5,8 @@ until then the user's tensor is a `StaleBuffer`, which any torch function makes 
 cost no copy in a step, and reading, writing, keeping or saving a buffer is as with a CPU model.
 """
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from millrace.runtime.autograd import data_of, no_override, tree_flatten, withou
 __all__ = ["HostBuffer", "ModuleBuffers", "plain_buffer"]
 
 _LOOKS = frozenset(("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_sparse"))
+_Key = tuple[int, str]  # of a place: the id of a module's `_buffers`, and the name
 
 
 class HostBuffer(torch.Tensor):
@@ -60,12 +62,12 @@ class HostBuffer(torch.Tensor):
     def make_good(self) -> None:
         """The host's memory holds what the device's copy does."""
         if type(self) is StaleBuffer and self.on_device is not None:
-            self._become(HostBuffer)
-            if self.shape != self.on_device.shape or self.dtype != self.on_device.dtype:
-                data_of.__set__(self, torch.empty_like(self.on_device, device="cpu"))
-            with torch.inference_mode(False), torch.no_grad():
+            with without_overrides(), torch.inference_mode(False), torch.no_grad():
+                if self.shape != self.on_device.shape or self.dtype != self.on_device.dtype:
+                    data_of.__set__(self, torch.empty_like(self.on_device, device="cpu"))
                 self.copy_(self.on_device)
-            self.seen, self.touched = self._version, False
+                self.seen, self.touched = self._version, False
+            self._become(HostBuffer)  # last: until then it is good for nobody
 
     def renewed(self, device: torch.device) -> torch.Tensor:
         """The device's copy, with what the user wrote to this one."""
@@ -120,13 +122,17 @@ class ModuleBuffers:
         self.users = 0  # passes under way, as of a block
         self._device = device
         self._ledger = ledger
-        self._places: dict[tuple[int, str], tuple[dict[str, Any], HostBuffer]] = {}  # by the id of `_buffers`, and name
-        self._lent: set[tuple[int, str]] = set()  # places that have something else in them during a pass
+        self._places: dict[_Key, tuple[dict[str, Any], HostBuffer]] = {}
+        self._lent: set[_Key] = set()  # places that have something else in them during a pass
         self.nbytes = 0  # of all, on the device in a pass
         self._booked_bytes = 0
 
     def take_in(self, modules: Iterable[nn.Module]) -> None:
-        """The modules' buffers are managed. Not during a pass; the next one brings them to the device."""
+        """The buffers of these modules, and no others, are managed. Not during a pass; the next one brings them to
+        the device."""
+        modules = list(modules)
+        containers = {id(module._buffers) for module in modules}
+        self._drop([key for key in self._places if key[0] not in containers or self._is_gone(key)])
         for module in modules:
             self._take_in(module)
         self._book()
@@ -158,35 +164,46 @@ class ModuleBuffers:
 
     def unbind(self) -> None:
         """Modules have the user's own."""
-        replaced = []
-        for (key, name), (container, buffer) in self._places.items():
+        replaced = self._unbind()
+        found = [(self._places[key][0], key[1]) for key in replaced]
+        self._drop(replaced)
+        for container, name in found:
             held = container.get(name)
-            if held is not None and held is buffer.on_device:
-                buffer.stale()
-                container[name] = buffer
-            elif held is buffer or (key, name) in self._lent:
-                continue
-            elif type(held) is torch.Tensor and held.device == self._device:
-                replaced.append((container, name, held))
-        for container, name, held in replaced:  # by the module itself
-            host = torch.empty_like(held, device="cpu")
-            self._manage(container, name, host, held.detach() if held.requires_grad else held)
-            self._places[id(container), name][1].stale()
+            if type(held) is torch.Tensor and held.device == self._device:
+                host = torch.empty_like(held, device="cpu")
+                self._manage(container, name, host, held.detach() if held.requires_grad else held)
+                self._places[id(container), name][1].stale()
         self._book()
+
+    def _unbind(self) -> list[_Key]:
+        """Returns the places in which modules have put something else."""
+        replaced = []
+        for key, (container, buffer) in self._places.items():
+            held = container.get(key[1])
+            if held is buffer or key in self._lent:
+                continue
+            if buffer.on_device is not None:
+                buffer.stale()
+            if held is not None and held is buffer.on_device:
+                container[key[1]] = buffer
+            else:
+                replaced.append(key)
+        return replaced
 
     def release(self) -> None:
         """All buffers are ordinary ones again, on the host."""
         self.unbind()
-        for (_, name), (container, buffer) in self._places.items():
-            with without_overrides():
-                buffer.make_good()
-            if container.get(name) is buffer:
-                buffer.__class__ = torch.Tensor
-        for _, buffer in self._places.values():
-            for attribute in ("on_device", "seen", "touched"):
-                buffer.__dict__.pop(attribute, None)
-        self._places.clear()
+        self._drop(list(self._places))
         self._book()
+
+    def _drop(self, keys: Sequence[_Key]) -> None:
+        """These places are no longer managed, and a buffer that was in no other one is an ordinary tensor again."""
+        buffers = [weakref.ref(self._places.pop(key)[1]) for key in keys]  # what nobody has need not come to the host
+        kept = {id(buffer) for _, buffer in self._places.values()}
+        for weak_buffer in buffers:
+            buffer = weak_buffer()
+            if isinstance(buffer, HostBuffer) and id(buffer) not in kept:
+                _let_go(buffer)
 
     def _manage(
         self, container: dict[str, Any], name: str, tensor: torch.Tensor, on_device: torch.Tensor | None = None
@@ -202,22 +219,24 @@ class ModuleBuffers:
 
     def _book(self) -> None:
         """The ledger has the bytes of what is on the device now."""
+        self._drop([key for key in self._places if self._is_gone(key)])
         with without_overrides():
-            buffers = {id(buffer): buffer for buffer in self._present()}.values()
+            buffers = {id(buffer): buffer for _, buffer in self._places.values()}.values()
             self.nbytes = sum(buffer.nbytes for buffer in buffers)
             held_bytes = sum(buffer.on_device.nbytes for buffer in buffers if buffer.on_device is not None)
         self._ledger.add(Tier.DEVICE, "buffers", held_bytes - self._booked_bytes)
         self._booked_bytes = held_bytes
 
-    def _present(self) -> Iterator[HostBuffer]:
-        gone = [
-            key
-            for key, (container, buffer) in self._places.items()
-            if container.get(key[1]) is not buffer
-            and container.get(key[1]) is not buffer.on_device
-            and key not in self._lent
-        ]
-        for key in gone:
-            del self._places[key]
-        for _, buffer in self._places.values():
-            yield buffer
+    def _is_gone(self, key: _Key) -> bool:
+        """Whether something else took the place, for longer than a call."""
+        container, buffer = self._places[key]
+        held = container.get(key[1])
+        return held is not buffer and (held is None or held is not buffer.on_device) and key not in self._lent
+
+
+def _let_go(buffer: HostBuffer) -> None:
+    """It is an ordinary tensor again, with what the device's copy holds, which goes."""
+    buffer.make_good()
+    buffer.__class__ = torch.Tensor  # type: ignore[assignment]
+    for attribute in ("on_device", "seen", "touched"):
+        buffer.__dict__.pop(attribute, None)

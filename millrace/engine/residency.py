@@ -16,7 +16,7 @@ from millrace.engine.meter import Meter
 from millrace.errors import BudgetError, DiskError, StateError
 from millrace.memory.buffers import DeviceBuffers
 from millrace.memory.ledger import Ledger
-from millrace.runtime.autograd import address_of, in_transform, without_transforms
+from millrace.runtime.autograd import address_of, has_storage, in_transform, without_transforms
 from millrace.runtime.lanes import Event, Lane, Lanes, LateTransfer
 from millrace.runtime.link import LinkSpeed
 
@@ -63,7 +63,9 @@ class Residency:
         self._fetching = fetching
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
-        """The block in whose buffer `tensor`, which has memory, lies; None for any other tensor."""
+        """The block in whose buffer `tensor` lies; None for any other tensor."""
+        if not has_storage(tensor):  # sparse, or of a function transform
+            return None
         address = tensor.data_ptr()
         if address:  # quicker than to ask for its storage, and asked for all that autograd saves
             index = bisect_right(self._addresses, address) - 1

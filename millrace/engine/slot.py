@@ -80,7 +80,7 @@ class Slot:
         self.loaded_token: Token = _NEVER  # of the contents that the device copy was made of
         self.on_gradient: Callable[[Slot], None] | None = None  # called when the leaf's gradient is complete
         self._hook: RemovableHandle | None = None
-        self._node_is_watched = node_is_kept(parameter)
+        self._node_is_watched = True  # until somebody looks
         self.home: Home = as_home(parameter, self)
         fresh = torch.empty(0, dtype=layout.dtype, device=absent.device)  # whose version no other leaf counts
         self.leaf = Leaf(fresh, requires_grad=parameter.requires_grad)
@@ -138,6 +138,14 @@ class Slot:
     def watch_node(self) -> None:
         """As in Owner: from now on autograd accumulates the gradient."""
         self._node_is_watched = True
+
+    def look_for_watchers(self) -> None:
+        """A pass with gradients begins: graphs that had the node may be gone, and whoever asked for it may not keep it.
+
+        A frozen home has a node that nobody can find before it is thawed.
+        """
+        if self._node_is_watched and self.home.requires_grad:
+            self._node_is_watched = node_is_kept(self.home)
 
     @property
     def data(self) -> torch.Tensor:
@@ -219,7 +227,7 @@ class Slot:
                 " remove() on the handle before such a change, and offload the model again after it"
             )
         self._before_touch()
-        self._node_is_watched = node_is_kept(parameter)
+        self._node_is_watched = True
         replaced = as_parameter(self.home)
         if not self.casts:
             replaced.data = replaced.data.clone()  # whoever still holds it keeps its contents

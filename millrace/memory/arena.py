@@ -44,7 +44,7 @@ def whole_pages(nbytes: int) -> int:
 
 def _allocate_pinned(nbytes: int) -> "ctypes.Array[ctypes.c_char]":
     """Memory of PyTorch's pinned allocator, for devices that cannot register the caller's: rounded up, but pinned."""
-    owner = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    owner = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     view = (ctypes.c_char * nbytes).from_address(owner.data_ptr())
     view.owner = owner  # type: ignore[attr-defined]  # which lives as long as the view
     return view
@@ -91,5 +91,5 @@ class Arena:
         Its own storage, so that saving one tensor does not save the arena and two neighbours do not look shared.
         """
         if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)

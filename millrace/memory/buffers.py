@@ -38,7 +38,7 @@ class DeviceBuffers:
             self._ledger.add(Tier.DEVICE, _PURPOSE, nbytes)
             return buffer
         if not nbytes:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         for index in reversed(range(len(self._free))):
             if self._free[index].nbytes == nbytes:
                 return self._free.pop(index)

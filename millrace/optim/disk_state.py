@@ -179,7 +179,7 @@ class DiskState:
         """The tensors of a parameter, flat, copied into host memory."""
         dtypes = {name: self._extents[key][name][1] for name in self.holds(key)}
         fetched = {
-            name: torch.empty(eight_bit.nbytes(elements, dtype), dtype=torch.uint8).view(dtype)
+            name: torch.empty(eight_bit.nbytes(elements, dtype), dtype=torch.uint8, device="cpu").view(dtype)
             for name, dtype in dtypes.items()
         }
 
@@ -227,7 +227,7 @@ class DiskState:
                     used += sizes[name]
                 load.append((Part(index, start, stop, {}), stretches))
                 for stretch in stretches:
-                    load[-1][0].tensors[stretch.name] = torch.empty(0, dtype=one.dtypes[stretch.name])
+                    load[-1][0].tensors[stretch.name] = torch.empty(0, dtype=one.dtypes[stretch.name], device="cpu")
         if load:
             yield load
 

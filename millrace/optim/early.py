@@ -70,6 +70,8 @@ class EarlyUpdates:
         self._look_for_failure()
         self._look_for_load()
         for parameter in self._own.intersection(parameters):  # blocks may have another optimizer's, too
+            if parameter.grad is None:  # a hook took it: nothing was updated with it, nor will be
+                continue
             self._repeated = self._repeated or parameter in self._watched
             self._watched[parameter] = SeenGradient(parameter.grad)
         if self._used is None:

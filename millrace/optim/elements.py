@@ -109,7 +109,8 @@ class ElementOptimizer(HostOptimizer):
             return
         for state in states:
             if not isinstance(state.get("step", None), torch.Tensor):  # none yet, or a number in an old state dict
-                state["step"] = torch.tensor(float(state.get("step", 0.0)))
+                step = float(state.get("step", 0.0))
+                state["step"] = torch.tensor(step, device="cpu")
             elif state["step"].device.type != "cpu":
                 state["step"] = state["step"].to("cpu")
         foreach_add([state["step"] for state in states], 1)

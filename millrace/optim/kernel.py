@@ -181,6 +181,6 @@ def checksum(weights: torch.Tensor) -> int | torch.Tensor:
     total = 0
     for start in range(0, bits.numel(), CHUNK_ELEMENTS):
         part = bits[start : start + CHUNK_ELEMENTS].to(torch.int64) & 0xFFFF
-        places = torch.arange(start, start + part.numel(), dtype=torch.int64)
+        places = torch.arange(start, start + part.numel(), dtype=torch.int64, device="cpu")
         total += int((part * (2 * places + 1) & 0xFFFFFFFF).sum())
     return total & 0xFFFFFFFF

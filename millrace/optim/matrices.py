@@ -82,7 +82,9 @@ class _MatrixOptimizer(HostOptimizer):
             if isinstance(value, torch.Tensor) and value.nbytes >= LEAST_BYTES
         }
         for name, value in large.items():
-            like = _lying_as(torch.empty(value.numel(), dtype=value.dtype), value.shape, member.weights.host)
+            like = _lying_as(
+                torch.empty(value.numel(), dtype=value.dtype, device="cpu"), value.shape, member.weights.host
+            )
             flat = value if value.stride() == like.stride() else like.copy_(value)
             disk.keep((member.parameter, name), value.numel(), {name: flat.as_strided((value.numel(),), (1,))})
         self._resting[member.parameter] = {name: value.shape for name, value in large.items()}
@@ -145,7 +147,7 @@ class Adafactor(_MatrixOptimizer, torch.optim.Adafactor):
         self, group: dict[str, Any], state: dict[str, Any], weight: torch.Tensor, gradient: torch.Tensor
     ) -> None:
         if "step" not in state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, device="cpu")
             if gradient.dim() > 1:
                 state["row_var"] = gradient.new_zeros((*gradient.shape[:-1], 1))
                 state["col_var"] = gradient.new_zeros((*gradient.shape[:-2], 1, gradient.shape[-1]))

@@ -79,7 +79,7 @@ class Shares:
                 if isinstance(value, torch.Tensor) and value.dtype == torch.uint8:
                     states[parameter][name] = torch.cat([value, on_device[name].cpu()])
                 elif isinstance(value, torch.Tensor) and value.dim():
-                    joined = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype)
+                    joined = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype, device="cpu")
                     flat = in_memory_order(joined, parameter)
                     flat[: value.numel()] = value
                     flat[value.numel() :] = on_device[name]

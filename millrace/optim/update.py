@@ -69,7 +69,7 @@ def scaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
     if scale == 1:
         return gradient
     dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-    return gradient * torch.tensor(scale, dtype=dtype)
+    return gradient * torch.tensor(scale, dtype=dtype, device="cpu")
 
 
 def _fits_kernel(update: Update) -> bool:
@@ -185,7 +185,7 @@ def _narrowed(update: Update, moment: torch.Tensor | None, part: slice, values: 
     if moment is None or values is None or moment.dtype == values.dtype:
         return
     seed = update.rule.constants(1.0).seed + update.stream & 0xFFFFFFFF
-    place = int(narrow.random_bits(torch.tensor([seed]))[0]) + update.place + part.start
+    place = int(narrow.random_bits(torch.tensor([seed], device="cpu"))[0]) + update.place + part.start
     places = torch.arange(place, place + values.numel(), device=values.device) & 0xFFFFFFFF
     is_first = moment is update.first
     random = narrow.random_bits(places) >> (0 if is_first else 16) & 0xFFFF

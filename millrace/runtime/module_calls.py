@@ -8,6 +8,7 @@ modules with hooks, stay on. Unlike a subclass it leaves `type(module)` alone.
 
 import contextlib
 import copy
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -54,6 +55,8 @@ class _Calls:
         self.participants: tuple[Participant, ...] = ()  # outermost first; two at most
         self.kept: dict[str, Any] = {}  # attributes of the instance, of the same names as ours
         self._module = weakref.ref(module)  # no cycle: the model goes with its last reference
+        # Where `forward` is ours, too: the threads in a call that has not come to it yet.
+        self.entered: set[int] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
@@ -72,11 +75,25 @@ class _Calls:
             forward = _Around(participant, module, forward)
         return self.participants[0].call(module, forward, args, kwargs)
 
+    def forward(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """The module's `forward`: within a call that came here, or a call of its own."""
+        this = threading.get_ident()
+        if self.entered is None or this not in self.entered:
+            return self.around(module, own, args, kwargs)
+        self.entered.discard(this)
+        return own(*args, **kwargs)
+
     def _inside(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
-        if self.compiled is not None:
-            return self.compiled(*args, **kwargs)
-        return type(module)._call_impl(module, *args, **kwargs)
+        if self.entered is not None:
+            self.entered.add(threading.get_ident())
+        try:
+            if self.compiled is not None:
+                return self.compiled(*args, **kwargs)
+            return type(module)._call_impl(module, *args, **kwargs)
+        finally:
+            if self.entered is not None:
+                self.entered.discard(threading.get_ident())
 
 
 class _Around:
@@ -100,7 +117,10 @@ class _Bound:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
-        own = _calls_of(module).kept.get(self._name)
+        calls = module.__dict__.get(_CALLS)
+        if not isinstance(calls, _Calls):  # somebody kept it, and nobody takes part any more
+            return getattr(module, self._name)(*args, **kwargs)
+        own = calls.kept.get(self._name)
         if own is None and hasattr(type(module), self._name):
             own = partial(getattr(type(module), self._name), module)
         return self._method(module, own, *args, **kwargs)
@@ -115,6 +135,7 @@ def take_part(module: nn.Module, participant: Participant) -> None:
         _put(module, calls, _METHODS)
         if type(module).__call__ is not nn.Module.__call__:  # and may never come to ours
             _put(module, calls, {"forward": _forward})
+            calls.entered = set()
     calls.participants = tuple(sorted((*calls.participants, participant), key=lambda one: not one.outer))
     _put(module, calls, participant.methods)
 
@@ -169,10 +190,10 @@ def _plain(module: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for participant in calls.participants:
             stack.enter_context(participant.plain(module))
-        for name in ours:
-            del module.__dict__[name]
-        module.__dict__.update({name: kept for name, kept in calls.kept.items() if name in ours})
         try:
+            for name in ours:
+                del module.__dict__[name]
+            module.__dict__.update({name: kept for name, kept in calls.kept.items() if name in ours})
             yield
         finally:
             module.__dict__.update(ours)
@@ -205,7 +226,7 @@ def _call_impl(_module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _forward(module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
-    return _calls_of(module).around(module, own, args, kwargs)
+    return _calls_of(module).forward(module, own, args, kwargs)
 
 
 _METHODS: Mapping[str, Method] = {

@@ -54,6 +54,9 @@ class LostUpdate(Pending):
         """Never."""
         return False
 
+    def settle(self) -> None:
+        """Nothing: there is no end to wait for."""
+
     def wait(self) -> None:
         """Raises StateError."""
         raise StateError(
@@ -75,7 +78,7 @@ class Watcher(Protocol):
         """
 
     def delivered(self, parameters: Mapping[Any, bool]) -> None:
-        """Backward is over, and the gradients that it brought are the `grad` of these parameters.
+        """Backward is over, the gradients that it brought are the `grad` of these parameters, and their hooks have run.
 
         True for a parameter that `complete` was told of in this backward.
         """

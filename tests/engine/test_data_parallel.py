@@ -70,7 +70,6 @@ class Whole(nn.Module):
     "wrap",
     [
         DistributedDataParallel,
-        DataParallel,
         lambda model: DistributedDataParallel(Whole(model)),
         lambda model: DistributedDataParallel(model[2]),
         type("DistributedDataParallel", (Other,), {}),
@@ -81,6 +80,19 @@ def test_a_wrapper_around_an_offloaded_model(wrap: Callable[[nn.Module], nn.Modu
     handle = offload(model)
     with pytest.raises(millrace.StateError, match=REFUSAL):
         wrap(model)
+    check_trains(model)
+    assert handle.stats().onload_bytes > 0
+
+
+def test_data_parallel_in_one_process() -> None:
+    """There are no ranks to average over."""
+    model = stack()
+    with pytest.raises(millrace.StateError, match="wrapped by DataParallel: its copies"):
+        offload(DataParallel(model))
+    handle = offload(model)
+    with pytest.raises(millrace.StateError, match=r"a Sequential with 12 trainable parameters.*on one device") as told:
+        DataParallel(model)
+    assert "rank" not in str(told.value)
     check_trains(model)
     assert handle.stats().onload_bytes > 0
 

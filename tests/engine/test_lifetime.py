@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import millrace
+from millrace import api
 from millrace.memory import arena
 from millrace.memory.ledger import Tier
 from tests.engine.models import Decoder, loss_of, weight_bytes
@@ -41,6 +42,49 @@ def test_remove_gives_everything_back_but_the_weights(compute_device, tokens):
     del model
     gc.collect()
     assert ledger.held_bytes(Tier.HOST) == 0
+
+
+def is_plain(model: torch.nn.Module) -> bool:
+    left = any("_compiled_call_impl" in vars(module) for module in model.modules())
+    return not left and all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
+
+
+def test_remove_lets_go_of_the_model_whatever_fails(tokens, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spill that failed is told, once all is done."""
+    model = Decoder()
+    handle = millrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2, activations=True)
+    loss_of(model, tokens).backward()
+    own = handle.activations.remove
+
+    def failing() -> None:
+        own()
+        raise millrace.DiskError(5, "the drive is gone")
+
+    monkeypatch.setattr(handle.activations, "remove", failing)
+    with pytest.raises(millrace.DiskError, match="the drive is gone"):
+        handle.remove()
+    assert is_plain(model)
+    assert handle._ledger.held_bytes(Tier.DEVICE) == 0
+    handle.remove()
+    millrace.offload(model, device="cpu").remove()
+
+
+def test_the_end_of_the_process_amid_a_pass(tokens, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a daemon thread computes: every model is let go of."""
+    models = Decoder(), Decoder()
+    handles = [millrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2) for model in models]
+    monkeypatch.setattr(api, "_live_handles", weakref.WeakSet(handles))
+
+    def end(*_: Any) -> None:
+        api._remove_all()
+        raise RuntimeError("the end")
+
+    for model in models:
+        model.layers[1].register_forward_pre_hook(end)
+    with pytest.raises((RuntimeError, IndexError)):  # of the pass, which nobody waits for
+        models[0](tokens)
+    assert all(map(is_plain, models))
+    assert not api._live_handles
 
 
 KEPT: dict[str, Callable[[torch.Tensor], Any]] = {

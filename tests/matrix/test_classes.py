@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import millrace
+from millrace.engine.managed import Managed
 from tests.matrix.compare import assert_exact, infer, weight_bytes
 
 WIDTH = 16
@@ -83,6 +84,13 @@ class CallingItself(nn.Module):
         return torch.tanh(self.linear(x))
 
 
+class CallingSuper(CallingItself):
+    """Does something before nn.Module's call."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return nn.Module.__call__(self, x * 2)  # type: ignore[no-any-return]
+
+
 def several(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(kind() for _ in range(5)))
@@ -93,7 +101,7 @@ def forward(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
     return output, output
 
 
-@pytest.mark.parametrize("kind", [Looking, Concrete, Layer, CallingItself])
+@pytest.mark.parametrize("kind", [Looking, Concrete, Layer, CallingItself, CallingSuper])
 def test_results_and_types(kind: type[nn.Module], compute_device: torch.device) -> None:
     batches = [torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(s)).to(compute_device) for s in range(3)]
     handle, model = assert_exact(
@@ -120,6 +128,46 @@ def test_the_root_may_go_past_nn_modules_call(compute_device: torch.device) -> N
     batches = [torch.ones(2, WIDTH, device=compute_device)] * 3
     handle, _ = assert_exact(make, lambda model: infer(model, batches, forward), compute_device, 0.5)
     assert handle.stats().onload_bytes > 0
+
+
+@pytest.mark.parametrize("kind", [CallingItself, CallingSuper, Layer])
+def test_a_call_is_one_call(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the class comes to its forward, also after a call that raised before, and called by itself."""
+    calls: list[nn.Module] = []
+    own = Managed.call
+
+    def call(managed: Managed, module: nn.Module, *args: Any) -> Any:
+        calls.append(module)
+        return own(managed, module, *args)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("before forward")
+
+    monkeypatch.setattr(Managed, "call", call)
+    model = several(kind)
+    with millrace.offload(model, device="cpu"):
+        model(torch.ones(2, WIDTH))
+        assert calls == [model, *(one for layer in model for one in (layer, layer.linear))]
+        if kind is not CallingItself:
+            hook = model[0].register_forward_pre_hook(fail)
+            with pytest.raises(RuntimeError, match="before forward"):
+                model(torch.ones(2, WIDTH))
+            hook.remove()
+        calls.clear()
+        model[0].forward(torch.ones(2, WIDTH))
+        assert calls == ([model[0].linear] if kind is Layer else [model[0], model[0].linear])
+
+
+def test_methods_that_were_kept_are_those_of_the_plain_model_afterwards() -> None:
+    model = several(Layer)
+    with millrace.offload(model, device="cpu"):
+        model(torch.ones(2, WIDTH)).sum().backward()
+        kept = model.zero_grad, model._apply, model[0].__getstate__
+    kept[0]()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    kept[1](lambda tensor: tensor.double())
+    assert next(model.parameters()).dtype == torch.float64
+    assert kept[2]().keys() == vars(model[0]).keys()
 
 
 def test_classes_are_not_subclassed() -> None:

@@ -21,6 +21,7 @@ class Direct(nn.Module):
     def __init__(self, use: Callable[["Direct", Tensor], Tensor]) -> None:
         super().__init__()
         self.layers: Any = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.kept = [layer.weight for layer in self.layers]
         self.use = use
         self.calls = 0
 
@@ -68,6 +69,32 @@ def test_training(use: Callable[[Direct, Tensor], Tensor], compute_device: torch
         make, lambda model: train(model, [b.to(compute_device) for b in batches], squared), compute_device, 0.5
     )
     assert handle.stats().device_peak_bytes <= handle.stats().device_budget_bytes
+
+
+def as_sparse(model: Direct, x: Tensor) -> Tensor:
+    return x + model.kept[3].to_sparse().sum()
+
+
+def for_each_row(model: Direct, x: Tensor) -> Tensor:
+    return torch.func.vmap(lambda row: model.kept[3] @ row)(x)
+
+
+def with_a_derivative(model: Direct, x: Tensor) -> Tensor:
+    outputs = torch.func.jvp(lambda y: y @ model.kept[3].t(), (x,), (x,))
+    return outputs[0] + outputs[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # PyTorch's own, in jvp
+@pytest.mark.parametrize("use", [as_sparse, for_each_row, with_a_derivative])
+def test_results_that_have_no_storage(use: Callable[[Direct, Tensor], Tensor]) -> None:
+    """Of a home that somebody keeps, and that no call brought."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Direct(use)
+
+    batches = [torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    assert_exact(make, lambda model: infer(model, batches, squared), torch.device("cpu"), 0.5)
 
 
 def squared(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:

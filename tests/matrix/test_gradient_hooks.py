@@ -231,3 +231,33 @@ def test_room_for_gradients_beside_others_is_asked_for_before_backward(compute_d
         assert all(torch.equal(p.grad, kept) for p, kept in zip(model.parameters(), before, strict=True))
         model.zero_grad()
         model(x).sum().backward()
+
+
+@pytest.mark.parametrize("way", ["a graph", "a look"])
+def test_gradients_that_nobody_watches_any_more_are_added_to(compute_device: torch.device, way: str) -> None:
+    """Each needs no memory of its own once the graph that was alive at offload(), or the look at the node, is over."""
+    peaks = []
+    for watches in (False, True):
+        model = build()
+        output = model(torch.ones(2, 16)) if watches and way == "a graph" else None
+        with millrace.offload(model, device=compute_device, device_memory=4000) as handle:
+            del output
+            for parameter in model.parameters():
+                if watches and way == "a look":
+                    parameter.expand_as(parameter)
+            run(model, [], compute_device, zeroes=False)
+            peaks.append(handle.stats().host_peak_bytes)
+    assert peaks[0] == peaks[1]
+
+
+def test_a_node_that_was_kept_while_its_parameter_was_frozen(compute_device: torch.device) -> None:
+    model, log = build(), []
+    nodes = of_nodes(list(model.parameters()), log)
+    model[2].requires_grad_(False)
+    with millrace.offload(model, device=compute_device, device_memory=4000):
+        run(model, log, compute_device, zeroes=True)
+        assert len(log) == 3 * 8
+        model[2].requires_grad_(True)
+        run(model, log, compute_device, zeroes=True)
+    assert len(log) == 3 * 18
+    assert nodes

@@ -1,5 +1,6 @@
 """Are buffers of modules where a user finds parameters, and as the model wrote them? Whoever writes or keeps them."""
 
+import contextlib
 import copy
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import millrace
+from millrace.memory.ledger import Tier
 from tests.matrix.compare import Outcome, assert_exact, on_cpu, weight_bytes
 
 WIDTH = 24
@@ -210,3 +212,60 @@ def test_what_a_checkpoint_computes_again_for_a_weight_alone(compute_device: tor
     handle, model = assert_exact(build, lambda model: script(model, compute_device), compute_device, 0.6)
     assert [int(layer.calls) for layer in model.layers] == [2 * 4] * 5
     assert handle.stats().device_peak_bytes <= handle.stats().device_budget_bytes
+
+
+def test_buffers_of_modules_that_went_are_let_go_of(compute_device: torch.device) -> None:
+    """They are ordinary tensors with what passes wrote, and take no room on the device."""
+    model: Any = make()
+    old, kept = model[1], model[2].last
+    written = batches(compute_device)
+    with millrace.offload(model, device=compute_device, device_memory=weight_bytes(model)) as handle:
+        model(written[0])
+        took_bytes = handle._ledger.held_bytes(Tier.DEVICE, "buffers")
+        model[1] = make()[1]
+        model(written[1])
+        assert handle._ledger.held_bytes(Tier.DEVICE, "buffers") == took_bytes
+        assert all(type(buffer) is Tensor and not vars(buffer) for buffer in (*old.buffers(), kept))
+    plain: Any = make().to(compute_device)
+    plain(written[0])
+    assert all(map(torch.equal, old.buffers(), (on_cpu(buffer) for buffer in plain[1].buffers())))
+    assert torch.equal(kept, torch.zeros(WIDTH))
+    with millrace.offload(old, device=compute_device):
+        assert torch.equal(on_cpu(old(written[1])), on_cpu(plain[1](written[1])))
+    assert all(map(torch.equal, old.buffers(), (on_cpu(buffer) for buffer in plain[1].buffers())))
+
+
+def test_a_look_that_is_interrupted(compute_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one finds what the pass wrote."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model: Any = make()
+    with millrace.offload(model, device=compute_device, device_memory=weight_bytes(model)):
+        model(batches(compute_device)[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(Tensor, "copy_", interrupt)
+            for buffer in model.buffers():
+                with contextlib.suppress(KeyboardInterrupt):  # there is nothing to copy on a CPU
+                    buffer.sum()
+        assert [int(layer.calls) for layer in model] == [1] * 4
+        assert all((layer.average != 0).any() for layer in model)
+
+
+def test_a_copy_that_is_interrupted(compute_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model goes on as before."""
+
+    def interrupt(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model: Any = make()
+    before = [type(module._parameters) for module in model.modules()]
+    with millrace.offload(model, device=compute_device, device_memory=weight_bytes(model)):
+        managed = [(type(module._parameters), set(vars(module))) for module in model.modules()]
+        with monkeypatch.context() as patch:
+            patch.setattr(millrace.engine.managed, "plain_buffer", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                copy.deepcopy(model[0].norm)
+        assert [(type(module._parameters), set(vars(module))) for module in model.modules()] == managed
+    assert [type(module._parameters) for module in model.modules()] == before

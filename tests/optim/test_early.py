@@ -295,6 +295,29 @@ def test_a_loss_term_on_parameters_is_in_their_update(emu_device: ModuleType, mo
     assert 0 < in_backward.count < len(list(model.parameters())) * 5
 
 
+@pytest.mark.parametrize("watches", [True, False])
+def test_hooks_that_take_gradients(emu_device: ModuleType, watches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may: the optimizer has none for these parameters, and updates those of other blocks in backward."""
+
+    def take(parameter: nn.Parameter) -> None:
+        parameter.data.add_(parameter.grad, alpha=-0.01)
+        parameter.grad = None
+
+    in_backward = InBackward(monkeypatch)
+    trained = []
+    for overlap in ("none", "backward"):
+        model = decoder()
+        for parameter in model.layers[1].parameters():
+            parameter.register_post_accumulate_grad_hook(take)
+            if watches:
+                parameter.register_hook(lambda gradient: gradient * 0.5)
+        with offloaded(model):
+            train(model, AdamW(model.parameters(), overlap=overlap, **SETTINGS), 8)
+        trained.append(list(model.parameters()))
+    assert_equal(*trained)
+    assert in_backward.count
+
+
 def test_clipping_inside_is_refused() -> None:
     with pytest.raises(ValueError, match='overlap="backward" updates weights before the norm'):
         AdamW([nn.Parameter(torch.zeros(3))], overlap="backward", max_grad_norm=1.0)

@@ -200,3 +200,18 @@ def test_other_vector_levels(capability: str) -> None:
     environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=110)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
+def test_the_default_device_is_of_no_concern(name: str, path: str) -> None:
+    """What optimizers make for themselves is in host memory, whatever `torch.set_default_device()` says."""
+    ours = parameters(shapes=shapes_of(name))
+    theirs = copies(ours)
+    options = {"max_grad_norm": 0.1}
+    optimizers = [make(name, one, one, **options)[0] for one in (ours, theirs)]
+    for step in range(3):
+        give_gradients(ours, theirs, step)
+        with torch.device("meta"):
+            optimizers[0].step()
+        optimizers[1].step()
+    assert_equal(ours, theirs)

@@ -51,7 +51,7 @@ class Encoding:
         content = memory[: whole.end - piece.begin]
         covered = piece.begin == whole.begin and piece.end >= whole.end
         if not covered and (extent, piece.index) in self._lengths:
-            raw = torch.empty(whole.end - whole.begin, dtype=torch.uint8)
+            raw = torch.empty(whole.end - whole.begin, dtype=torch.uint8, device="cpu")
             self.read(extent, whole, raw)
             raw[piece.begin - whole.begin :][: content.nbytes] = content
             return self.write(extent, whole, raw)
@@ -81,7 +81,7 @@ class Encoding:
         whole = _whole(extent, piece.index)
         content = memory[: whole.end - piece.begin]
         covered = piece.begin == whole.begin and piece.end >= whole.end
-        target = content if covered else torch.empty(whole.end - whole.begin, dtype=torch.uint8)
+        target = content if covered else torch.empty(whole.end - whole.begin, dtype=torch.uint8, device="cpu")
         nbytes = _whole_pages(length)
         slot = self._ring.acquire()
         try:

@@ -55,7 +55,7 @@ class Mapping:
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """Bytes `offset` to `offset + nbytes` as a uint8 tensor of shape (nbytes,) with a storage of its own."""
         if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)
 
     def make_private(self, descriptor: int) -> None:

@@ -78,7 +78,7 @@ class Request:
         """The caller waits for the end; raises what failed."""
         self.settle()
         if self.error is not None:  # a copy: the store remembers it, and what is raised holds all callers' variables
-            raise copy(self.error).with_traceback(self.error.__traceback__)
+            raise copy(self.error).with_traceback(self.error.__traceback__) from self.error.__cause__
 
     def settle(self) -> None:
         """The caller waits for the end, well or not."""
