@@ -5,8 +5,9 @@ until then the user's tensor is a `StaleBuffer`, which any torch function makes 
 cost no copy in a step, and reading, writing, keeping or saving a buffer is as with a CPU model.
 """
 
+import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -133,19 +134,22 @@ class ModuleBuffers:
         modules = list(modules)
         containers = {id(module._buffers) for module in modules}
         self._drop([key for key in self._places if key[0] not in containers or self._is_gone(key)])
+        overlapping = _overlapping(modules)
         for module in modules:
-            self._take_in(module)
+            self._take_in(module, overlapping)
         self._book()
 
-    def _take_in(self, module: nn.Module) -> None:
+    def _take_in(self, module: nn.Module, overlapping: Collection[int]) -> None:
         for name, buffer in module._buffers.items():
             if buffer is None or isinstance(buffer, HostBuffer) or buffer.device == self._device:
                 continue
-            if type(buffer) is not torch.Tensor or buffer.layout != torch.strided:  # whose class is not ours to change
-                with torch.inference_mode(False):
-                    module._buffers[name] = buffer.to(self._device)
+            if _may_rest_on_host(buffer) and id(buffer) not in overlapping:
+                self._manage(module._buffers, name, buffer)
                 continue
-            self._manage(module._buffers, name, buffer)
+            with torch.inference_mode(False):
+                wants_gradient = buffer.requires_grad and buffer.is_leaf
+                moved = (buffer.detach() if wants_gradient else buffer).to(self._device)
+                module._buffers[name] = moved.requires_grad_(wants_gradient) if wants_gradient else moved
         for name, buffer in module._buffers.items():  # of another module as well
             if isinstance(buffer, HostBuffer):
                 self._places[id(module._buffers), name] = module._buffers, buffer
@@ -240,3 +244,28 @@ def _let_go(buffer: HostBuffer) -> None:
     buffer.__class__ = torch.Tensor  # type: ignore[assignment]
     for attribute in ("on_device", "seen", "touched"):
         buffer.__dict__.pop(attribute, None)
+
+
+def _may_rest_on_host(buffer: torch.Tensor) -> bool:
+    """Whether copies to and fro do no harm: not to a class that is not ours to change, nor to a gradient, nor to a
+    tensor whose elements share memory. Such ones go to the device for good, and so do those of `_overlapping`.
+    """
+    if type(buffer) is not torch.Tensor or buffer.layout != torch.strided or buffer.requires_grad:
+        return False
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(buffer))
+
+
+def _overlapping(modules: Iterable[nn.Module]) -> set[int]:
+    """The ids of buffers that share memory with others."""
+    buffers = {
+        id(buffer): buffer
+        for module in modules
+        for buffer in module._buffers.values()
+        if buffer is not None and buffer.numel() and _may_rest_on_host(buffer) and not isinstance(buffer, HostBuffer)
+    }
+    in_order = sorted(buffers.values(), key=torch.Tensor.data_ptr)
+    found: set[int] = set()
+    for one, other in itertools.pairwise(in_order):
+        if other.data_ptr() < one.data_ptr() + one.nbytes:
+            found |= {id(one), id(other)}
+    return found

@@ -269,3 +269,45 @@ def test_a_copy_that_is_interrupted(compute_device: torch.device, monkeypatch: p
                 copy.deepcopy(model[0].norm)
         assert [(type(module._parameters), set(vars(module))) for module in model.modules()] == managed
     assert [type(module._parameters) for module in model.modules()] == before
+
+
+class Odd(nn.Module):
+    """Buffers that are learned, whose elements share memory, and that other modules have, too."""
+
+    def __init__(self, shared: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("shared", shared)
+        self.register_buffer("learned", torch.ones(WIDTH).requires_grad_())
+        self.register_buffer("expanded", torch.full((1,), 2.0).expand(WIDTH))
+        whole = torch.arange(2.0 * WIDTH)
+        self.register_buffer("first", whole[:WIDTH])
+        self.register_buffer("second", whole[WIDTH:])
+        self.register_buffer("third", whole[WIDTH + 2 :])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shared.add_(1)
+        self.first.mul_(0.5)
+        return self.linear(x * self.learned) * self.expanded + self.first - self.second + self.shared
+
+
+def test_buffers_of_every_kind_are_there_and_are_let_go_of(compute_device: torch.device) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        shared = torch.zeros(WIDTH)
+        return nn.Sequential(*(Odd(shared) for _ in range(3)))
+
+    def run(model: nn.Module, device: torch.device) -> list[Tensor]:
+        seen = [model(x) for x in batches(device)]
+        torch.stack(seen).sum().backward()
+        found = [*seen, *(p.grad for p in model.parameters()), *(part.learned.grad for part in model), *model.buffers()]
+        return [tensor.detach().cpu().clone() for tensor in found]
+
+    expected, model = run(build(), torch.device("cpu")), build()
+    handle = millrace.offload(model, device=compute_device, device_memory=2 * weight_bytes(model) // 3 + 8192)
+    assert all(map(torch.equal, run(model, compute_device), expected))
+    handle.remove()
+    assert {type(buffer) for buffer in model.buffers()} == {Tensor}
+    assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
+    with millrace.offload(model, device=compute_device):
+        model(batches(compute_device)[0])
