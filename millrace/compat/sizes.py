@@ -5,13 +5,13 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-ALIGNMENT = 64  # bytes; every tensor of a block begins at a multiple
+from millrace.memory.arena import aligned
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of these tensors as millrace lays them out, each one once."""
     distinct = {id(tensor): tensor for tensor in tensors}
-    return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in distinct.values())
+    return sum(aligned(tensor.nbytes) for tensor in distinct.values())
 
 
 def module_bytes(module: nn.Module) -> int:

@@ -231,3 +231,24 @@ def test_enabling_again_changes_the_count(device: torch.device):
     enable_offload(model, model.transformer_blocks, 1)
     assert stats_of(model).device_budget_bytes == with_three - 4 * BLOCK_BYTES
     assert torch.equal(forward(model, device), forward(build(), torch.device("cpu")))
+
+
+@pytest.mark.parametrize("width", [30, 75, 100])
+def test_one_block_of_any_size_has_room(device: torch.device, width: int):
+    """Tensors lie at multiples of 256 bytes where they are not small, which counts for as much as it takes."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model, x = Chain(), torch.ones(2, width)
+    expected = copy.deepcopy(model).to(device)(x.to(device))
+    enable_offload(model, model.blocks, 0)
+    assert torch.equal(model(x.to(device)), expected)
+    disable_offload(model)

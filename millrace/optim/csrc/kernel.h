@@ -16,7 +16,7 @@ enum Master {
 struct Constants {
   int32_t rule;
   int32_t maximize;
-  int32_t flags;         // Adam: 1 = weight decay is added to the gradient; SGD: 1 = momentum, 2 = nesterov
+  int32_t flags;         // 1 = weight decay is added to the gradient (Adam, SGD); SGD: 2 = nesterov
   uint32_t seed;         // of stochastic rounding: differs at every step
   float gradient_scale;  // 1 where nothing is clipped
   float decay;           // factor on the weight (AdamW, Lion) or on the weight added to the gradient (Adam, SGD)
