@@ -58,9 +58,8 @@ class ActivationBook:
         self._lanes = lanes
         self._meter = meter
         self._known: OrderedDict[Entry, _Known] = OrderedDict()
-        self._similar: OrderedDict[Entry, tuple[Entry, ActivationPlan]] = (
-            OrderedDict()
-        )  # by kind, the one that saves the most
+        # By kind, the one that saves the most.
+        self._similar: OrderedDict[Entry, tuple[Entry, ActivationPlan]] = OrderedDict()
         self.last_plan: ActivationPlan | None = None
         self._planner_failed = False  # once it has, nobody is told again
 

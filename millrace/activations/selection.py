@@ -45,9 +45,8 @@ class Selection:
         self._min_bytes = min_bytes
         self._filters = [weakref.WeakSet(group) for group in (layers, modules) if group is not None]
         self._inside = [0] * len(self._filters)  # how many modules of each filter are being called
-        self._own: frozenset[int] | None = (
-            None  # storages of parameters and buffers, which stay; None: not looked up yet
-        )
+        # Storages of parameters and buffers, which stay; None: not looked up yet.
+        self._own: frozenset[int] | None = None
         self._names: list[str] = []
         self.skipped_kinds = 0  # tensors of kinds that cannot be taken apart into bytes
 

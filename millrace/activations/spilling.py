@@ -97,20 +97,20 @@ class DiskStash(Stash):
         return [functools.partial(self._sender.shutdown, wait=wait)]
 
     def _slab_for(self, item: Item) -> Slab | None:
-        slab = self._staged(item, needed=True)
-        if slab is None and not self._stays_without_room:
-            slab = self.pool.take(whole_pages(item.nbytes))  # raises that there is no room
-        return slab
+        return self._staged_or_refused(item, needed=True, must_be=not self._stays_without_room)
 
     def _is_open(self, item: Item, *, needed: bool) -> bool:
         if item.slab is not None:  # the disk may have it by now, but the host still has it too
             return True
-        slab = self._staged(item, needed=needed)
-        if slab is None and needed:
-            slab = self.pool.take(whole_pages(item.nbytes))  # raises that there is no room
+        slab = self._staged_or_refused(item, needed=needed, must_be=needed)
         if slab is not None:
             self._fetched[item] = slab
         return slab is not None
+
+    def _staged_or_refused(self, item: Item, *, needed: bool, must_be: bool) -> Slab | None:
+        """Raises BudgetError where there is no room, and there must be."""
+        slab = self._staged(item, needed=needed)
+        return self.pool.take(whole_pages(item.nbytes)) if slab is None and must_be else slab
 
     def _copy_back(self, item: Item, memory: torch.Tensor, after: Event) -> Transfer | LateTransfer:
         if item.slab is not None:

@@ -133,7 +133,8 @@ class Budgets:
 
 def _at_once(inventory: Inventory, parts: Partition) -> set[frozenset[str]]:
     """The streamed parts, by name, that calls within each other use at the same time: a module's own and those whose
-    weights it holds, and those of the modules around it. What a module uses without holding it comes out in a pass.
+    weights it holds, and those of the modules around it. Weights borrowed from modules it does not hold are only found
+    during a pass.
     """
     part_of = {key: part.name for part in parts.streamed for key in part.keys}
     mains: dict[nn.Module, set[str]] = defaultdict(set)

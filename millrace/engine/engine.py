@@ -55,7 +55,7 @@ class Engine:
         self.blocks = list(blocks)
         self.residents = list(residents)
         self.buffers = buffers
-        self._buffer_bytes = 0  # of those, what the budget for blocks does not have
+        self._buffer_bytes = 0  # of those: taken off the budget for blocks already
         self.before_call: Callable[[], None] = lambda: None  # the outermost call is about to begin
         self._residency = residency
         self._executor = executor
@@ -165,8 +165,8 @@ class Engine:
         module inside a layer is no visit if the layer is bound, whether by its call or by its backward.
         """
         if not site.blocks:
-            # Around visits: what it borrows is given back when it ends. Computed again by a reentrant checkpoint, which
-            # saves for a backward of its own: what that saves becomes handles, too.
+            # An enclosing module is a visit so that what it borrows goes back when it ends. A reentrant checkpoint
+            # recomputes with no hooks on top, so its calls push ours.
             return site.encloses or (not self.calls and in_backward() and saving_is_left_to_autograd())
         if not site.main and all(block.users for block in site.blocks):  # as Site.is_inside, on whatever thread
             return False

@@ -35,7 +35,7 @@ class HostGradient:
         self._place = _Place(memory, offset)
         self._make = make  # more, in whatever tier has room
         self._layout = (slot.layout.shape, _dense_stride(slot))
-        self._lent: list[_Place] = []  # on disk, which takes nothing back: the user's
+        self._lent: list[_Place] = []  # on disk: the user may refer to them; extents are not freed, so used again
         self._nbytes = slot.home.numel() * dtype.itemsize
         self._dtype = dtype
 

@@ -150,6 +150,9 @@ _NOTHING = _Nothing()
 def _compute_again(unpack: Callable[[Any], Any]) -> None:
     """What a checkpoint would do for any saved tensor, once for each backward: what modules write in forward, such as
     BatchNorm's statistics, is then written once more, as without us.
+
+    Its unpack hook (torch.utils.checkpoint._checkpoint_hook) recomputes, then reads `holder.handles`. Raising there
+    stops it before it hands out a tensor.
     """
     with contextlib.suppress(_ComputedAgainError):
         unpack(_NOTHING)

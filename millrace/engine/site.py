@@ -15,8 +15,8 @@ class Site:
     """One managed module.
 
     `blocks` must be present while it computes. `main`: its call is the usual way to them (a layer); otherwise it is a
-    module inside of such a one and does nothing unless it is called on its own, or it has no blocks. `encloses`: there
-    are main ones inside of it.
+    module inside of such a one and does nothing unless it is called on its own, or it has no blocks. `encloses`:
+    some site with main=True is inside it.
     """
 
     def __init__(self, engine: "Engine", name: str, blocks: tuple[Block, ...], *, main: bool, encloses: bool) -> None:

@@ -21,7 +21,7 @@ from millrace.planning.tape import Gap, Tape
 AHEAD: Final = 0
 KEEP: Final = 1
 LATE: Final = 2  # LATE + d: issued d slots before the use
-_ROUNDS = 200  # walked at most: what goes on changing then changes by less than a round in 200
+_ROUNDS = 200  # at most so many are simulated: what goes on changing then changes by less than a round in 200
 
 
 @dataclass(frozen=True, slots=True)

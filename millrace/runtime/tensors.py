@@ -33,7 +33,8 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
         indices = (value.sorted_indices, value.unsorted_indices)
         moved = [None if tensor is None else change(tensor) for tensor in indices]
         data = change(value.data)
-        return value if data is value.data else PackedSequence(data, value.batch_sizes, *moved)
+        same = data is value.data and all(new is old for new, old in zip(moved, indices, strict=True))
+        return value if same else PackedSequence(data, value.batch_sizes, *moved)
     if isinstance(value, MutableMapping):
         changed = {key: map_tensors(item, change) for key, item in value.items()}
         if all(changed[key] is item for key, item in value.items()):

@@ -1,30 +1,17 @@
 """How are many programs run? `python -m tests.programs --mode disk --count 3000 --first-seed 0 --jobs 1`"""
 
 import argparse
-import gc
+import contextlib
 import multiprocessing
 import time
+from collections.abc import Iterable
 
 import torch  # noqa: F401
 
-from tests.programs.modes import MODES
-from tests.programs.programs import judge, random_program, reduced
-
-
-def run(job: tuple[str, int, tuple[str, ...], bool]) -> tuple[int, list[str]]:
-    """The failure of one seed, in lines."""
-    mode, seed, without, reduces = job
-    program = random_program(mode, seed, without)
-    failure = judge(program)
-    if seed % 50 == 0:
-        gc.collect()
-    if failure is None:
-        return seed, []
-    lines = [f"{mode} {seed}: {failure}"]
-    if reduces:
-        program, failure = reduced(program, failure)
-        lines += [f"    reduced: {program}", f"    {failure}", failure.traceback]
-    return seed, lines
+from tests.programs.layers import LAYERS
+from tests.programs.models import CHECKPOINTS
+from tests.programs.modes import ACTIONS, MODES
+from tests.programs.programs import run
 
 
 def main() -> None:
@@ -38,21 +25,24 @@ def main() -> None:
     )
     parser.add_argument("--reduce", action="store_true", help="makes failing programs smaller, with the traceback")
     options = parser.parse_args()
-    if options.mode == "emulated":
-        import emulator.emu  # noqa: F401  # before the first backward of the process
+    unknown = set(options.without) - {*LAYERS, *CHECKPOINTS, *ACTIONS}
+    if unknown:
+        parser.error(f"--without: no such layers, checkpoints or actions: {', '.join(sorted(unknown))}")
     seeds = range(options.first_seed, options.first_seed + options.count)
     jobs = [(options.mode, seed, tuple(options.without), options.reduce) for seed in seeds]
     began, failures = time.perf_counter(), 0
-    if options.jobs == 1:
-        results = map(run, jobs)
-    else:
-        results = multiprocessing.get_context("spawn").Pool(options.jobs).imap(run, jobs, chunksize=10)
-    for _, lines in results:
-        failures += bool(lines)
-        if lines:
-            print("\n".join(lines), flush=True)
+    with contextlib.ExitStack() as stack:
+        results: Iterable[tuple[int, list[str]]] = map(run, jobs)
+        if options.jobs > 1:
+            pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(options.jobs))
+            results = pool.imap(run, jobs, chunksize=10)
+        for _, lines in results:
+            failures += bool(lines)
+            if lines:
+                print("\n".join(lines), flush=True)
     seconds = time.perf_counter() - began
     print(f"{options.mode}: {options.count} programs, {failures} failed, {1000 * seconds / options.count:.0f} ms each")
+    raise SystemExit(failures > 0)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.programs.layers import LAYERS, hidden_of
 
 VOCABULARY = 12
+CHECKPOINTS = ("none", "reentrant", "non-reentrant")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def random_model(
     """
     kinds = [kind for kind in LAYERS if kind not in without and not (steady and kind == "experts")]
     layers: list[LayerSpec] = []
-    ways = [way for way in ("none", "reentrant", "non-reentrant") if way not in without]
+    ways = [way for way in CHECKPOINTS if way not in without]
     skips, recomputes = not steady and rng.random() < 0.3, rng.choice(["none", *ways, "mixed"])
     for _ in range(rng.randrange(2, 7)):
         again = rng.choice(layers) if layers and rng.random() < 0.15 else None
