@@ -62,8 +62,11 @@ def plain_train(world: World, rng: random.Random) -> None:
 
 
 def evaluate(world: World, rng: random.Random) -> None:
-    world.model.train(rng.random() < 0.5)
-    with rng.choice([torch.no_grad, torch.inference_mode])():
+    trains, mode = rng.random() < 0.5, rng.choice([torch.no_grad, torch.inference_mode])
+    if trains and any(layer.kind == "scaled" for layer in world.model.spec.layers):
+        mode = torch.no_grad  # else buffers would be tensors of inference mode plain, which nothing can be loaded into
+    world.model.train(trains)
+    with mode():
         for _ in range(rng.randrange(1, 4)):
             world.forward(world.batch(rng))
     world.model.train()
