@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from millrace.activations.watched import refuse_watched
 from millrace.ahead import probed_rates
 from millrace.config import BlocksSpec, OffloadConfig, Size, activation_config, parse_bytes, prefetch_blocks
 from millrace.engine.attachment import Attachment
-from millrace.engine.block import Block, Member
+from millrace.engine.block import Block
 from millrace.engine.budgets import Budgets
 from millrace.engine.engine import Engine
 from millrace.engine.executor import Executor
@@ -32,6 +31,7 @@ from millrace.engine.meter import Meter
 from millrace.engine.module_buffers import ModuleBuffers
 from millrace.engine.partition import Partition, partition
 from millrace.engine.placement import Placement, Shelf
+from millrace.engine.places import Member
 from millrace.engine.refusals import refuse_unmanageable
 from millrace.engine.residency import Residency
 from millrace.engine.room import Room
@@ -322,13 +322,13 @@ class Offloaded:
             self._engine.process.check()
             self._engine.settle(updates=False)
             if self._engine.busy:
-                raise StateError(
-                    "remove() was called within a forward or backward of the model; call it when that is over"
-                )
-            self._let_go(self._attachment)
+                raise StateError("remove() was called within a forward or backward of the model; call it after that")
+            self._let_go()
 
-    def _let_go(self, attachment: Attachment) -> None:
+    def _let_go(self) -> None:
         """All of it, whatever fails; raises what did."""
+        if self._attachment is None:
+            return
         with contextlib.ExitStack() as steps:  # the last one first
             steps.callback(self._shelf.close)
             steps.callback(self._lanes.close)
@@ -339,7 +339,7 @@ class Offloaded:
             steps.callback(self._steps.unwatch)
             steps.callback(_live_handles.discard, self)
             steps.callback(setattr, self, "_attachment", None)
-            steps.callback(attachment.detach)
+            steps.callback(self._attachment.detach)
             steps.callback(self._residency.close)
             if self.activations is not None:
                 steps.callback(self.activations.remove)
@@ -353,9 +353,7 @@ class Offloaded:
     def __enter__(self) -> "Offloaded":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -365,11 +363,6 @@ class Offloaded:
         )
 
     # inside -----------------------------------------------------------------------------------------------------------
-    def _end(self) -> None:
-        """`remove()` at exit."""
-        if self._attachment is not None:
-            self._let_go(self._attachment)
-
     def _block(self, name: str, members: Iterable[Member]) -> Block:
         block = Block(name, members, self._config.device, self._shelf, self._config.param_dtype)
         self._made.append(block)
@@ -393,7 +386,7 @@ def _remove_all() -> None:
     """Whatever is in flight at exit ends before the devices and the interpreter do; passes of other threads or not."""
     with contextlib.ExitStack() as handles:
         for handle in list(_live_handles):
-            handles.callback(handle._end)
+            handles.callback(handle._let_go)
 
 
 def _forked() -> None:

@@ -11,13 +11,14 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from millrace.engine.block import Block, Member, Place
+from millrace.engine.block import Block
 from millrace.engine.data_parallel import refuse_wrapping
 from millrace.engine.engine import Engine
 from millrace.engine.home import Home
 from millrace.engine.inventory import Inventory, take_inventory
 from millrace.engine.layout import check_can_travel
 from millrace.engine.managed import lend_parameters, make_managed, make_plain, site_of
+from millrace.engine.places import Member, Place
 from millrace.engine.refusals import refuse_call, refuse_script
 from millrace.engine.site import Site
 from millrace.runtime.process_wide import ProcessWide
@@ -89,7 +90,7 @@ class Attachment:
         for name, module in model.named_modules():
             refuse_script(f"module {name!r}, which came after offload(),", module)
         for block in self._blocks():
-            block.adopt_replacements()
+            block.places.adopt_replacements()
         inventory = self._inventory(model)
         if not all(isinstance(member.parameter, nn.Parameter) for member in inventory.members.values()):
             return  # tensors that torch.func.functional_call has put there, for one call
@@ -150,7 +151,7 @@ class Attachment:
         places: dict[int, list[Place]] = {key: member.places for key, member in inventory.members.items()}
         self._block_of = {id(slot.home): block for block in self._blocks() for slot in block.slots}
         for block in self._blocks():
-            block.move_places(places)
+            block.places.move(block.slots, places)
         for module, name in inventory.names.items():
             if site_of(module) is None:
                 make_managed(module, self._site(module, name, inventory))

@@ -3,27 +3,25 @@
 import sys
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
-from typing import Any
 
 import torch
-from torch import nn
 
 from millrace.engine.fetching import Fetch, Way
-from millrace.engine.home import AwayLeaf, Home, Leaf, point
+from millrace.engine.home import AwayLeaf, Leaf, point
 from millrace.engine.layout import lay_out
 from millrace.engine.placement import Shelf
+from millrace.engine.places import Member, Places
 from millrace.engine.rest import HostRest, Stored
 from millrace.engine.slot import Layout, Slot
-from millrace.errors import LayoutError, StateError
+from millrace.errors import StateError
 from millrace.memory.buffers import references_beside
 from millrace.runtime.autograd import without_overrides
 from millrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
 from millrace.runtime.pending import LostUpdate, Pending, Watcher
 
-__all__ = ["Block", "Member", "Place", "Presence"]
+__all__ = ["Block", "Presence"]
 
 
 class Presence(Enum):
@@ -41,34 +39,6 @@ _NEXT = {
     Presence.ARRIVING: {Presence.PRESENT},
     Presence.PRESENT: {Presence.ABSENT, Presence.ARRIVING},  # arriving once more: homes have changed
 }
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a module keeps a parameter: its `_parameters`, or a list such as an RNN's `_flat_weights`."""
-
-    container: Any  # dict or list
-    key: Any
-    weakly: bool = False  # holds a weak reference, as an RNN's `_flat_weight_refs` does
-
-    def get(self) -> Any:
-        """What is there; None where there is nothing any more."""
-        if isinstance(self.container, dict):
-            return self.container.get(self.key)
-        held = self.container[self.key] if self.key < len(self.container) else None
-        return held() if self.weakly and held is not None else held
-
-    def put(self, parameter: nn.Parameter) -> None:
-        self.container[self.key] = weakref.ref(parameter) if self.weakly else parameter
-
-
-@dataclass
-class Member:
-    """A parameter on its way into a block: its full name, and every place that holds it (a tied one has several)."""
-
-    name: str
-    parameter: nn.Parameter
-    places: list[Place] = field(default_factory=list)
 
 
 class Block:
@@ -115,7 +85,7 @@ class Block:
             slot.on_change = self._changed
         self.slots_by_offset = sorted(self.slots, key=lambda slot: slot.layout.offset)
         self.slot_offsets = [slot.layout.offset for slot in self.slots_by_offset]
-        self._keep_places(
+        self.places = Places(
             [(place, slot) for member, slot in zip(members, self.slots, strict=True) for place in member.places]
         )
         self._settle(self.contents)
@@ -295,23 +265,7 @@ class Block:
     # binding ----------------------------------------------------------------------------------------------------------
     def bind(self) -> None:
         """The modules' attributes become the leaves."""
-        for parameters, key, slot in self._attributes:
-            leaf = slot.leaf
-            if parameters.get(key) is slot.home and leaf.requires_grad == slot.home.requires_grad:
-                parameters[key] = leaf
-            else:
-                self._bind(Place(parameters, key), slot)
-        for place, slot in self._others:
-            self._bind(place, slot)
-
-    def _bind(self, place: Place, slot: Slot) -> None:
-        held = place.get()
-        if held is not slot.home:
-            if held is slot.leaf or not _is_replacement(held):
-                return
-            self._adopt(slot, place, held)
-        slot.follow_requires_grad()
-        place.put(slot.leaf)
+        self.places.bind()
 
     def unbind(self) -> None:
         """The modules' attributes become the homes again."""
@@ -319,12 +273,7 @@ class Block:
             for slot in self.slots:
                 if slot.leaf_may_be_written and slot.keep_leaf_writes(self.buffer):
                     self._settled = None
-        for parameters, key, slot in self._attributes:
-            if parameters.get(key) is slot.leaf:
-                parameters[key] = slot.home
-        for place, slot in self._others:
-            if place.get() is slot.leaf:
-                place.put(slot.home)
+        self.places.unbind()
 
     def lend(self) -> None:
         """Its user is one that may be taken back: whoever asked a module for a parameter, and got it."""
@@ -356,58 +305,13 @@ class Block:
         return self.buffer is None or references_beside(self.buffer) <= views
 
     def _leaves_are_kept(self) -> bool:
-        own = 2 * len(self.slots) + sum(not place.weakly for place, _ in self._places)  # looking counts too
+        own = 2 * len(self.slots) + self.places.references  # looking counts too
         return sum(sys.getrefcount(slot.leaf) for slot in self.slots) > own
-
-    def adopt_replacements(self) -> None:
-        """Parameters that the user put in the place of homes become the homes."""
-        for place, slot in self._places:
-            held = place.get()
-            if held is not slot.leaf and held is not slot.home and _is_replacement(held):
-                self._adopt(slot, place, held)
-
-    def _adopt(self, slot: Slot, place: Place, parameter: nn.Parameter) -> None:
-        replaced = slot.home
-        if not place.weakly:  # which is looked at, and not what is computed with
-            self._check_still_tied(slot)
-            slot.adopt(parameter)
-        for other, its_slot in self._places:
-            if its_slot is slot and any(other.get() is one for one in (replaced, parameter)):
-                other.put(slot.home)
-
-    def _check_still_tied(self, slot: Slot) -> None:
-        """Raises LayoutError where modules that had one parameter together have several now."""
-        attributes = [
-            place for place, its_slot in self._places if its_slot is slot and isinstance(place.container, dict)
-        ]
-        if len({id(held) for held in (place.get() for place in attributes) if held is not None}) > 1:
-            raise LayoutError(
-                f"parameter {slot.name!r} was offloaded as one that {len(attributes)} modules share, and not all have"
-                " the same one now: a checkpoint was loaded with assign=True, or one of them got another. Tie them"
-                " again (model.tie_weights() in transformers), or call remove() on the handle before, and offload after"
-            )
 
     def release(self) -> None:
         """Homes are ordinary parameters again."""
         for slot in self.slots:
             slot.release()
-
-    def move_places(self, places: dict[int, list[Place]]) -> None:
-        """The model was rebuilt around its parameters: `places` by the id of each home."""
-        self._keep_places([(place, slot) for slot in self.slots for place in places.get(id(slot.home), ())])
-
-    def _keep_places(self, places: list[tuple[Place, Slot]]) -> None:
-        self._places = places
-        # Most are attributes, and bound at every visit.
-        self._attributes = [(p.container, p.key, slot) for p, slot in places if isinstance(p.container, dict)]
-        self._others = [(place, slot) for place, slot in places if not isinstance(place.container, dict)]
-
-
-def _is_replacement(held: Any) -> bool:
-    """Whether it is a parameter of the user's own: not that of another slot (tied after offload), and no tensor that
-    `torch.func.functional_call` has put there for one call.
-    """
-    return isinstance(held, nn.Parameter) and not isinstance(held, Home | Leaf)
 
 
 def _settle(block: "weakref.ref[Block]", contents: object) -> None:

@@ -6,8 +6,8 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from millrace.engine.block import Member, Place
 from millrace.engine.layout import by_storage, check_can_travel, lay_out, travel_dtype
+from millrace.engine.places import Member, Place
 from millrace.memory.arena import aligned
 
 __all__ = ["USE_WEIGHTS_OF_CHILDREN", "Inventory", "take_inventory"]

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from millrace.engine.block import Block, Member, Place, Presence
+from millrace.engine.block import Block, Presence
 from millrace.engine.home import AwayLeaf, Home
 from millrace.engine.meter import Meter
 from millrace.engine.placement import Placement, Shelf
+from millrace.engine.places import Member, Place
 from millrace.engine.slot import Slot
 from millrace.errors import LayoutError, StateError
 from millrace.memory.ledger import Ledger, Tier
@@ -214,7 +215,7 @@ def test_a_replaced_parameter_is_adopted_and_the_old_one_let_go(weight: nn.Param
     block = block_of(weight)
     new = nn.Parameter(torch.full((2, 3), 9.0))
     block.container[0] = new
-    block.adopt_replacements()
+    block.places.adopt_replacements()
     slot = block.slots[0]
     assert slot.home is new
     assert type(weight) is nn.Parameter
@@ -229,7 +230,7 @@ def test_a_replacement_of_another_kind_is_refused(weight: nn.Parameter, new: tor
     block = block_of(weight)
     block.container[0] = nn.Parameter(new)
     with pytest.raises(LayoutError, match=r"parameter 'p0' was offloaded as torch.float32 of shape \(2, 3\).*remove"):
-        block.adopt_replacements()
+        block.places.adopt_replacements()
     assert block.slots[0].home is weight
 
 
