@@ -26,7 +26,7 @@ def test_remove_within_a_pass_is_refused(decoder: Decoder, tokens: torch.Tensor,
     plain = copy.deepcopy(decoder)
     handle = millrace.offload(decoder, device=compute_device, device_memory=budget_bytes(decoder))
     hook = decoder.layers[2].register_forward_hook(lambda *_: handle.remove())
-    with pytest.raises(millrace.StateError, match="when that is over"):
+    with pytest.raises(millrace.StateError, match="call it after that"):
         decoder(tokens)
     hook.remove()
     loss_of(decoder, tokens).backward()

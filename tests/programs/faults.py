@@ -33,7 +33,7 @@ def attach(
         act(kind)
         if not changes:
             return None
-        if kind == "parameter":
+        if kind == "parameter" and isinstance(arguments[0], Tensor):  # not a module: see below
             return arguments[0] * 0.5
         if kind == "post" and isinstance(arguments[2], Tensor):
             return arguments[2] * 1.5
