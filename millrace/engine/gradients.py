@@ -17,7 +17,7 @@ from millrace.engine.arrivals import Arrivals
 from millrace.engine.block import Block
 from millrace.engine.gradient_memory import Additions, HostGradient, Staging
 from millrace.engine.meter import Meter
-from millrace.engine.placement import DiskGradients, Shelf
+from millrace.engine.placement import DiskGradients, GradientMemory, Shelf
 from millrace.engine.slot import Slot
 from millrace.errors import StateError
 from millrace.memory.arena import aligned
@@ -84,7 +84,7 @@ class Gradients:
     def _make(self, wanted: "list[tuple[Block, list[Slot], list[int]]]") -> None:
         for block, slots, sizes in wanted:
             memory = self._shelf.gradient_memory(block.name, sum(sizes))
-            make = partial(self._shelf.gradient_memory, block.name)
+            make = partial(self._make_more, block.name)
             for index, slot in enumerate(slots):
                 self._memory[slot] = HostGradient(slot, self._dtype(slot), memory, sum(sizes[:index]), make)
             self._staging.grow(max(sum(sizes), block.nbytes))
@@ -92,6 +92,9 @@ class Gradients:
         if wanted and short_bytes is not None and not self._ledger.has_room(self._staging.missing_bytes):
             self._staging.limit(short_bytes)
             self._shelf.make_room(self._staging.missing_bytes)
+
+    def _make_more(self, name: str, nbytes: int) -> GradientMemory:
+        return self._shelf.gradient_memory(name, nbytes, missing_bytes=self._staging.missing_bytes)
 
     def take(self, slot: Slot) -> None:
         """The leaf's gradient is complete: from here on it is ours."""

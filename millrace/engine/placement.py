@@ -183,9 +183,12 @@ class Shelf:
         """Whether `nbytes` more may be taken in host memory, where blocks move to disk for it; or nobody can help."""
         return self.room is None or self.room.make(nbytes)
 
-    def gradient_memory(self, name: str, nbytes: int) -> "GradientMemory":
-        """Where the gradients of a block wait: on the host while its budget has room, else on disk if there is one."""
-        staging_bytes = 2 * (self._placement.gradient_bytes or 0)  # of which some may be held already
+    def gradient_memory(self, name: str, nbytes: int, *, missing_bytes: int = 0) -> "GradientMemory":
+        """Where the gradients of a block wait: on the host while its budget has room, else on disk if there is one.
+
+        `missing_bytes` of staging memory are still to be made.
+        """
+        staging_bytes = max(missing_bytes, 2 * (self._placement.gradient_bytes or 0))  # some may be held already
         no_room = not self._ledger.has_room(whole_pages(nbytes) + staging_bytes)
         if (name in self._placement.on_disk or no_room) and self.store is not None:
             return DiskGradients(self.store, name, nbytes, self._meter.spilled)
