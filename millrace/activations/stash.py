@@ -18,6 +18,7 @@ from millrace.config import ActivationConfig
 from millrace.memory.ledger import Ledger, Tier
 from millrace.memory.pool import HostPool, Slab
 from millrace.runtime.lanes import Event, Lane, Lanes, LateTransfer, Transfer
+from millrace.runtime.threads import on_own_thread
 
 __all__ = ["PURPOSE", "Stash"]
 
@@ -64,7 +65,7 @@ class Stash:
         """Does something now, or before the next move where one is under way: for destructors, which the garbage
         collector may run in the midst of one, or on a thread that it waits for."""
         self._put_off.append(move)
-        if self.lock.acquire(blocking=False):
+        if not on_own_thread() and self.lock.acquire(blocking=False):
             try:
                 if not self._moving:
                     self.guard(self.take_back)

@@ -32,6 +32,7 @@ from millrace.errors import StateError
 from millrace.planning import Phase
 from millrace.runtime.autograd import EndOfBackward, in_backward, without_overrides
 from millrace.runtime.tensors import tensors_in
+from millrace.runtime.threads import on_own_thread
 
 __all__ = ["Engine"]
 
@@ -240,7 +241,13 @@ class Engine:
             self._recomputing.enter_context(lending_leaves(self.lending))
 
     def end_of_backward(self, backward: object, *, completed: bool) -> None:
-        """Backward returned, or raised: homes are bound again; gradients are delivered, or dropped."""
+        """Backward returned, or raised: homes are bound again; gradients are delivered, or dropped.
+
+        Autograd may let go of a backward that raised on any thread. On one of ours, which what is done here waits for,
+        nothing is done: the next look or pass finds that it is over.
+        """
+        if not completed and on_own_thread():
+            return
         with self._settling:
             if backward is not self._backward:
                 return

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-__all__ = ["Gate", "Job", "OneThread"]
+__all__ = ["Gate", "Job", "OneThread", "on_own_thread", "this_is_own_thread"]
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class OneThread(ThreadPoolExecutor):
     """
 
     def __init__(self, name: str) -> None:
-        super().__init__(1, thread_name_prefix=name)
+        super().__init__(1, thread_name_prefix=name, initializer=this_is_own_thread)
         super().submit(_nothing)
 
     def submit(self, job: Callable[..., T], /, *args: Any, **kwargs: Any) -> Job[T]:
@@ -74,6 +74,19 @@ class OneThread(ThreadPoolExecutor):
         """Called by `submit`. Past the first time it would take a semaphore, which Ctrl-C can leave locked."""
         if not self._threads:
             super()._adjust_thread_count()
+
+
+_threads = threading.local()
+
+
+def this_is_own_thread() -> None:
+    """From now on the calling thread is one of millrace's, for which others wait."""
+    _threads.is_own = True
+
+
+def on_own_thread() -> bool:
+    """Whether the calling thread is such a one: a destructor that the garbage collector runs there waits for nobody."""
+    return getattr(_threads, "is_own", False)
 
 
 def _perform(told: Job[T], job: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -184,3 +184,23 @@ def test_a_device_that_registers_nothing_gets_pinned_memory_all_the_same(emu_dev
     del model, handle
     gc.collect()
     assert ledger.by_purpose() == {}
+
+
+def test_a_backward_that_is_let_go_of_on_a_thread_of_ours_waits_for_nobody(compute_device, tokens):
+    """The garbage collector runs on any thread, also on that of the lane whose copies a broken backward waits for."""
+    plain, model = Decoder().to(compute_device), Decoder()
+    model.load_state_dict(plain.state_dict())
+    loss_of(plain, tokens.to(compute_device)).backward()
+    with millrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2) as handle:
+        engine, told = handle._engine, []
+
+        def let_go(_: torch.Tensor) -> None:
+            backward = engine._backward
+            handle._lanes._host.submit(engine.end_of_backward, backward, completed=False).result()
+            told.append(engine._backward is backward)
+
+        model.layers[0].register_forward_hook(lambda _module, _inputs, output: output.register_hook(let_go) and None)
+        loss_of(model, tokens).backward()
+        assert told == [True]
+        for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(parameter.grad.cpu(), other.grad.cpu())

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
-from millrace.runtime.threads import OneThread
+from millrace.runtime.threads import OneThread, on_own_thread
 
 LONG_SECONDS = 20
 
@@ -84,3 +84,9 @@ def test_waiting() -> None:
         moment += 1
     assert moment > 5
     executor.shutdown()
+
+
+def test_threads_of_ours_know_that_they_are() -> None:
+    with OneThread("test") as thread:
+        assert thread.submit(on_own_thread).result()
+    assert not on_own_thread()

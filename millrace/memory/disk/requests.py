@@ -23,7 +23,7 @@ from queue import Empty, SimpleQueue
 from millrace.errors import StateError
 from millrace.memory.disk.extent import Extent
 from millrace.runtime.lanes import Event
-from millrace.runtime.threads import Gate
+from millrace.runtime.threads import Gate, this_is_own_thread
 
 __all__ = ["Access", "Kind", "Request", "Requests"]
 
@@ -285,7 +285,11 @@ def _mends(request: Request, failed: Request) -> bool:
 
 
 def _start(target: Callable[..., None], argument: object) -> threading.Thread:
-    thread = threading.Thread(target=target, args=(argument,), name="millrace-disk", daemon=True)
+    def run() -> None:
+        this_is_own_thread()
+        target(argument)
+
+    thread = threading.Thread(target=run, name="millrace-disk", daemon=True)
     thread.start()
     return thread
 
