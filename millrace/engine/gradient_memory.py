@@ -63,9 +63,13 @@ class HostGradient:
 
         Its storage is its own alone: whoever else refers to that is the user (see runtime/holders.py).
         """
+        self.renew()
+        return self.renewed()
+
+    def renewed(self) -> torch.Tensor:
+        """As `fresh`, right after `renew`."""
         if not self._nbytes:
             return torch.empty(self._layout[0], dtype=self._dtype, device="cpu")
-        self.renew()
         flat = self._place.lend(self._nbytes)
         return flat.view(self._dtype).as_strided(*self._layout).detach()  # detached: a view would keep its base alive
 

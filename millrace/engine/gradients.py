@@ -224,7 +224,7 @@ class Gradients:
             if gradient.layout != torch.strided:
                 self._take_sparse(slot, gradient)
             elif self._goes_straight(slot, gradient):
-                target = self._memory[slot].fresh()
+                target = self._memory[slot].renewed()
                 self._arriving[slot] = target
                 direct.append((target, _laid_out_like(gradient, target)))
             else:
@@ -292,7 +292,9 @@ def _tell_watchers(slots: Iterable[Slot], announced: Collection[Slot]) -> None:
     """Those of the units: the gradients are in homes."""
     watched: dict[Watcher, dict[Any, bool]] = {}
     for slot in slots:
-        for watcher in () if slot.unit is None else slot.unit.watchers:
+        if slot.unit is None or not slot.unit.watchers:
+            continue
+        for watcher in slot.unit.watchers:
             watched.setdefault(watcher, {})[slot.home] = slot in announced
     for watcher, homes in watched.items():
         watcher.delivered(homes)

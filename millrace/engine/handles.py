@@ -20,7 +20,7 @@ from millrace.engine.block import Block
 from millrace.engine.residency import Residency
 from millrace.engine.slot import Slot, Token
 from millrace.errors import WeightChangedError
-from millrace.runtime.autograd import check_version, neg_view, pop_hooks, push_hooks, top_hooks
+from millrace.runtime.autograd import check_version, neg_view, pop_hooks, push_hooks, top_hooks, without_overrides
 
 __all__ = ["Handle", "SavedTensors", "pop_left_over", "saving_is_left_to_autograd"]
 
@@ -179,7 +179,9 @@ def _handle_of(block: Block, tensor: torch.Tensor, recompute: Callable[[Any], An
 def _weight(handle: Handle) -> torch.Tensor:
     """The weight as it was saved. Raises WeightChangedError when its home has other contents now."""
     slot = handle.slot
-    if slot.token != handle.token:
+    with without_overrides():  # a look at a home is our own
+        changed = slot.token != handle.token
+    if changed:
         raise WeightChangedError(
             f"parameter {slot.name!r} was modified in place after forward used it and before backward did (version"
             f" {slot.token[0]}; expected version {handle.token[0]}); run backward before optimizer.step() and the like"
