@@ -84,7 +84,7 @@ class Gradients:
     def _make(self, wanted: "list[tuple[Block, list[Slot], list[int]]]") -> None:
         for block, slots, sizes in wanted:
             memory = self._shelf.gradient_memory(block.name, sum(sizes))
-            make = partial(self._make_more, block.name)
+            make = partial(_more_memory, self._shelf, self._staging, block.name)
             for index, slot in enumerate(slots):
                 self._memory[slot] = HostGradient(slot, self._dtype(slot), memory, sum(sizes[:index]), make)
             self._staging.grow(max(sum(sizes), block.nbytes))
@@ -92,9 +92,6 @@ class Gradients:
         if wanted and short_bytes is not None and not self._ledger.has_room(self._staging.missing_bytes):
             self._staging.limit(short_bytes)
             self._shelf.make_room(self._staging.missing_bytes)
-
-    def _make_more(self, name: str, nbytes: int) -> GradientMemory:
-        return self._shelf.gradient_memory(name, nbytes, missing_bytes=self._staging.missing_bytes)
 
     def take(self, slot: Slot) -> None:
         """The leaf's gradient is complete: from here on it is ours."""
@@ -286,6 +283,11 @@ class Gradients:
 
     def _dtype(self, slot: Slot) -> torch.dtype:
         return slot.dtype if self._grad_dtype is None else self._grad_dtype
+
+
+def _more_memory(shelf: Shelf, staging: Staging, name: str, nbytes: int) -> GradientMemory:
+    """For a gradient beside others; a function, as a method would tie the memory to what has it."""
+    return shelf.gradient_memory(name, nbytes, missing_bytes=staging.missing_bytes)
 
 
 def _tell_watchers(slots: Iterable[Slot], announced: Collection[Slot]) -> None:
