@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 import millrace
 
 Log = list[tuple[str, Any]]
-Watch = Callable[[Sequence[nn.Parameter], Log], Any]
+Watch = Callable[[Sequence[nn.Parameter], Log], list[Any]]  # gives nodes to keep, and hooks to remove
 
 
 def build() -> nn.Module:
@@ -19,41 +19,54 @@ def build() -> nn.Module:
     return nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
 
 
-def all_of_them(parameters: Sequence[nn.Parameter], log: Log) -> Any:
-    return register_multi_grad_hook(parameters, lambda gradients: log.append(("all", [g.sum() for g in gradients])))
+def all_of_them(parameters: Sequence[nn.Parameter], log: Log) -> list[Any]:
+    return [register_multi_grad_hook(parameters, lambda gradients: log.append(("all", [g.sum() for g in gradients])))]
 
 
-def some_of_them(parameters: Sequence[nn.Parameter], log: Log) -> Any:
-    return register_multi_grad_hook(parameters[2:5], lambda gradients: log.append(("some", len(gradients))))
+def some_of_them(parameters: Sequence[nn.Parameter], log: Log) -> list[Any]:
+    return [register_multi_grad_hook(parameters[2:5], lambda gradients: log.append(("some", len(gradients))))]
 
 
-def any_of_them(parameters: Sequence[nn.Parameter], log: Log) -> Any:
-    return register_multi_grad_hook(parameters, lambda gradient: log.append(("any", gradient.sum())), mode="any")
+def any_of_them(parameters: Sequence[nn.Parameter], log: Log) -> list[Any]:
+    return [register_multi_grad_hook(parameters, lambda gradient: log.append(("any", gradient.sum())), mode="any")]
 
 
-def of_nodes(parameters: Sequence[nn.Parameter], log: Log) -> Any:
+def of_nodes(parameters: Sequence[nn.Parameter], log: Log) -> list[Any]:
     """As Horovod, Apex and Megatron do it: after the gradient was accumulated."""
     nodes = [parameter.expand_as(parameter).grad_fn.next_functions[0][0] for parameter in parameters]
-    for index, node in enumerate(nodes):
+    return nodes + [
         node.register_hook(lambda *_, index=index: log.append((f"node {index}", parameters[index].grad.sum())))
-    return nodes
+        for index, node in enumerate(nodes)
+    ]
 
 
-def before_nodes(parameters: Sequence[nn.Parameter], log: Log) -> Any:
+def before_nodes(parameters: Sequence[nn.Parameter], log: Log) -> list[Any]:
     nodes = [get_gradient_edge(parameter).node for parameter in parameters]
-    for index, node in enumerate(nodes):
+    return nodes + [
         node.register_prehook(lambda gradients, index=index: log.append((f"before {index}", gradients[0].sum())))
-    return nodes
+        for index, node in enumerate(nodes)
+    ]
 
 
-def everything(parameters: Sequence[nn.Parameter], log: Log) -> Any:
-    for index, parameter in enumerate(parameters[::2]):
+def everything(parameters: Sequence[nn.Parameter], log: Log) -> list[Any]:
+    hooks = [
         parameter.register_hook(
             lambda gradient, index=index: log.append((f"hook {index}", gradient.sum())) or gradient * 2
         )
-    for index, parameter in enumerate(parameters):
+        for index, parameter in enumerate(parameters[::2])
+    ]
+    hooks += [
         parameter.register_post_accumulate_grad_hook(lambda p, index=index: log.append((f"late {index}", p.grad.sum())))
-    return all_of_them(parameters, log), of_nodes(parameters, log), before_nodes(parameters, log)
+        for index, parameter in enumerate(parameters)
+    ]
+    return hooks + all_of_them(parameters, log) + of_nodes(parameters, log) + before_nodes(parameters, log)
+
+
+def remove(kept: Sequence[Any]) -> None:
+    """Hooks on several nodes refer to them, and nobody would ever collect them, nor the parameters."""
+    for one in kept:
+        if hasattr(one, "remove"):
+            one.remove()
 
 
 def run(model: nn.Module, log: Log, device: torch.device, *, zeroes: bool) -> list[torch.Tensor]:
@@ -79,18 +92,19 @@ def test_hooks_fire_as_in_a_plain_run(compute_device: torch.device, watch: Watch
     """`before`: they are registered before the model is offloaded."""
     logs: list[Log] = [[], []]
     model = build().to(compute_device)
-    kept = [watch(list(model.parameters()), logs[0])]
+    kept = watch(list(model.parameters()), logs[0])
     plain = run(model, logs[0], compute_device, zeroes=zeroes)
 
     model = build()
     if before:
-        kept.append(watch(list(model.parameters()), logs[1]))
+        kept += watch(list(model.parameters()), logs[1])
     with millrace.offload(model, device=compute_device, device_memory=4000) as handle:
         if not before:
-            kept.append(watch(list(model.parameters()), logs[1]))
+            kept += watch(list(model.parameters()), logs[1])
         ours = run(model, logs[1], compute_device, zeroes=zeroes)
         stats = handle.stats()
         assert 0 < stats.device_peak_bytes <= 4000
+    remove(kept)
     assert len(ours) == len(plain)
     assert all(map(torch.equal, ours, plain))
     assert [what for what, _ in logs[1]] == [what for what, _ in logs[0]]
@@ -104,7 +118,7 @@ def test_gradients_that_somebody_watches_keep_their_dtype(compute_device: torch.
         kept = everything(list(model.parameters()), log)
         run(model, log, compute_device, zeroes=False)
         assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert kept
+    remove(kept)
     assert [what for what, _ in log].count("all") == 3
 
 
@@ -252,7 +266,7 @@ def test_gradients_that_nobody_watches_any_more_are_added_to(compute_device: tor
 
 def test_a_node_that_was_kept_while_its_parameter_was_frozen(compute_device: torch.device) -> None:
     model, log = build(), []
-    nodes = of_nodes(list(model.parameters()), log)
+    kept = of_nodes(list(model.parameters()), log)
     model[2].requires_grad_(False)
     with millrace.offload(model, device=compute_device, device_memory=4000):
         run(model, log, compute_device, zeroes=True)
@@ -260,4 +274,4 @@ def test_a_node_that_was_kept_while_its_parameter_was_frozen(compute_device: tor
         model[2].requires_grad_(True)
         run(model, log, compute_device, zeroes=True)
     assert len(log) == 3 * 18
-    assert nodes
+    remove(kept)
