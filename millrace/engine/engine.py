@@ -27,6 +27,7 @@ from millrace.engine.process import OwnProcess
 from millrace.engine.residency import Residency
 from millrace.engine.site import Site
 from millrace.engine.slot import REMOVED, Slot
+from millrace.engine.state import PassState
 from millrace.engine.stray import lending_leaves, stop_lending, waiting_for_homes
 from millrace.errors import StateError
 from millrace.planning import Phase
@@ -64,7 +65,10 @@ class Engine:
         self.calls: list[Call] = []  # visits whose call is under way, outermost first
         self.lending = Lending(executor, residency, self.calls)
         self._handover = Handover(device, residency)
-        self.busy = False  # an outermost call or a backward is under way
+        self._state = PassState.AT_REST
+        self.everything_is_bound = False  # for the whole pass, or backward, that is under way
+        self.straight_for = 0  # the thread whose pass has everything bound: within it, calls are no visits
+        self._giving: object = None  # the block that gives gradients
         self._claims: dict[str, int] = {}  # the thread whose outermost call is under way
         self._ending: Callable[[], EndOfBackward | None] = lambda: None  # gone when autograd is done with a backward
         self._pass_thread = 0  # which thread made the last outermost call, and so waits while its backward is under way
@@ -79,6 +83,17 @@ class Engine:
         self._settling = threading.RLock()  # a backward that raised may end on autograd's thread, during the next pass
         for block in (*blocks, *residents):
             self._adopt(block)
+
+    @property
+    def state(self) -> PassState:
+        """What is under way."""
+        return self._state
+
+    @state.setter
+    def state(self, new: PassState) -> None:
+        if new is not self._state and not self._state.may_become(new):
+            raise StateError(f"a pass that is {self._state.name} cannot become {new.name}")
+        self._state = new
 
     def _adopt(self, block: Block) -> None:
         """The gradients of a block come here."""
@@ -223,6 +238,9 @@ class Engine:
     def _gradient_ready(self, slot: Slot) -> None:
         self._expect_end_of_backward()  # a block that saves nothing is never unpacked
         with without_overrides():
+            if self._executor.everything_fits and slot.unit is not self._giving:
+                self._giving = slot.unit
+                self._gradients.leave_block()
             self._gradients.take(slot)
 
     def _expect_end_of_backward(self) -> None:
@@ -234,8 +252,10 @@ class Engine:
             end = EndOfBackward(functools.partial(self.end_of_backward, backward))
             end.queue()
             self._backward, self._ending = backward, weakref.ref(end)
-            self.busy = True
+            self.state = PassState.BACKWARD
             self._executor.begin_backward()
+            if self._executor.everything_fits:  # autograd itself may have saved what homes no longer hold
+                self._bring(self.blocks)
             self._begin_residents()
             self.updates_changed()
             self._recomputing.enter_context(lending_leaves(self.lending))
@@ -283,7 +303,7 @@ class Engine:
 
         With `updates`, the user also sees what every optimizer step has done.
         """
-        if updates and not self.busy:  # inside a pass, modules look at parameters only to ask what they are
+        if updates and not self.state.computes:
             self.wait_for_updates()
         over = self._backward is not None and not in_backward() and threading.get_ident() == self._pass_thread
         if over and self.process.is_this:
@@ -292,12 +312,12 @@ class Engine:
     def _finish_backward(self, *, completed: bool) -> None:
         self._recomputing.close()
         self._backward = None
-        self.busy = False
+        self.state = PassState.ENDING
         if self._backward_site is not None:
             release(self._backward_site.blocks)
             self._backward_site = None
         self.lending.end_of_visit()
-        release((*self.residents, self.buffers))
+        self._release_standing()
         if completed:
             self._gradients.leave_block()
             self._executor.end_cycle()
@@ -307,12 +327,14 @@ class Engine:
             self._executor.abandon_cycle()
             self._drop_gradients()
             self._bind_for_calls()  # an interrupt may have struck between a release and its note
+        self.state = PassState.FORWARD if self.calls else PassState.AT_REST
 
     def _bind_for_calls(self) -> None:
         """Blocks are bound exactly for the calls under way."""
         users: Counter[Bindable] = Counter(block for call in self.calls for block in call.blocks)
         if self.calls:
-            users.update((*self.residents, self.buffers))
+            users.update(self._standing())
+        self._everything_is_bound(bool(self.calls) and self._executor.everything_is_here)
         for block in (*self.blocks, *self.residents):
             block.lent = False
         everything: list[Bindable] = [*self.blocks, *self.residents, self.buffers]
@@ -334,29 +356,35 @@ class Engine:
         self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The outermost call: residents are renewed and bound, inputs come to the device."""
-        self._recover()
-        self.busy = True
+        if self.state is not PassState.AT_REST or not self._residency.intact:
+            self._recover()
+        self.state = PassState.FORWARD
         self._pass_thread = threading.get_ident()
         self.before_call()
         self._follow_buffers()
         if torch.is_grad_enabled():
             self._gradients.prepare([*self.residents, *self.blocks])
-        self._executor.begin_pass(site.name)
+        self._executor.begin_pass(site.name, visits_are_needed=not saving_is_left_to_autograd())
         self._begin_residents()
+        if self.autograd_saves_weights():
+            for block in (*self.blocks, *self.residents):
+                block.saved_by_autograd = True
         return self._handover.inputs(args, kwargs)
 
     def end_pass(self) -> None:
         """The outermost call ends: what its copies read of homes has been read, so homes may be written."""
-        self.busy = False
-        release((*self.residents, self.buffers))
+        self.state = PassState.BETWEEN
+        self._release_standing()
         self._executor.end_pass()
         self._residency.wait_for_consumed_reads()
+        if not torch.is_grad_enabled():  # no backward follows
+            self.state = PassState.AT_REST
         self._claims.clear()
 
     def _recover(self) -> None:
         """After an interrupt amid bookkeeping, or a backward that raised: nothing stays bound or pending."""
         with self._settling:
-            self.busy = False
+            self._state = PassState.BETWEEN
             self.calls.clear()
             self._backward_site = None
             pop_left_over(self._residency)
@@ -368,12 +396,35 @@ class Engine:
                 self._executor.abandon_cycle()
             self._residency.mend((*self.blocks, *self.residents))
             self._drop_gradients()
+            self._state = PassState.AT_REST
 
     def _begin_residents(self) -> None:
-        for block in self.residents:
+        self._bring(self.residents)
+        bind(self._standing())
+        self._everything_is_bound(self._executor.everything_is_here)
+
+    def _bring(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
             self._executor.bring(block)
             self._residency.arrive(block)
-        bind((*self.residents, self.buffers))
+
+    def _standing(self) -> tuple[Bindable, ...]:
+        """What is bound from the beginning of a pass to its end."""
+        if self._executor.everything_is_here:
+            return (*self.residents, self.buffers, *self.blocks)
+        return (*self.residents, self.buffers)
+
+    def _everything_is_bound(self, is_bound: bool) -> None:
+        self.everything_is_bound = is_bound
+        self.straight_for = self._pass_thread if is_bound and self.state is PassState.FORWARD else 0
+
+    def _release_standing(self) -> None:
+        self._everything_is_bound(False)
+        release(self._standing())
+
+    def autograd_saves_weights(self) -> bool:
+        """Whether a visit leaves it to autograd to save weights: their memory stays, and nobody else saves."""
+        return self._executor.everything_fits and saving_is_left_to_autograd()
 
     def saved_tensors(self, site: Site) -> SavedTensors:
         """Hooks for what autograd saves in a visit of the site."""

@@ -48,13 +48,19 @@ class Executor:
         self._cycle_clock = 0  # those before the cycle under way
         self._last_used: dict[Block, int] = {}
         self._planner_failed = False  # once it has, nobody is told again
+        self._all_bytes = sum(block.nbytes for block in self._blocks)
+        self.everything_fits = False  # in this cycle: no block has to go for another one
+        self.everything_is_here = False  # ... and all are present, with what the homes hold: a cycle without visits
 
     # cycles -----------------------------------------------------------------------------------------------------------
-    def begin_pass(self, name: str) -> None:
-        """An outermost forward begins, and a cycle with it."""
+    def begin_pass(self, name: str, *, visits_are_needed: bool) -> None:
+        """An outermost forward begins, and a cycle with it.
+
+        `visits_are_needed`: for more than to bring blocks. Otherwise there are none where `everything_is_here`.
+        """
         if self._entry is not None:  # a forward with gradients that no backward followed
             self._close()
-        self._open(Entry(name, Phase.FORWARD, torch.is_grad_enabled()))
+        self._open(Entry(name, Phase.FORWARD, torch.is_grad_enabled()), visits_are_needed=visits_are_needed)
 
     def end_pass(self) -> None:
         """The outermost forward ends: without gradients, no backward can follow."""
@@ -66,6 +72,8 @@ class Executor:
         self._moment += 1
         if self._entry is None:
             self._open(Entry("", Phase.BACKWARD, True))
+        elif self.everything_is_here:
+            self._record(Phase.BACKWARD)
 
     def end_cycle(self) -> None:
         """The cycle is over; loads for the next one are submitted, as far as its homes do not change before."""
@@ -96,7 +104,10 @@ class Executor:
 
     def _note_changes(self) -> None:
         self._moment += 1
-        self._changed_now.update(block.index for block in self._blocks if block.changed_since_load)
+        moment = self._moment
+        for block in self._blocks:
+            if not block.is_current(moment) and block.changed_since_load:
+                self._changed_now.add(block.index)
 
     def _drop_old_copies(self) -> None:
         for block in list(self._residency.present()):
@@ -139,7 +150,7 @@ class Executor:
                 block.order = len(self._records)
             self._last_used[block] = self._clock
         self._clock += 1
-        if not again and len(self._records) < _MOST_RECORDED_VISITS:
+        if not again and not self.everything_is_here and len(self._records) < _MOST_RECORDED_VISITS:
             began, held = self._lanes.tick(), self._meter.sample()
             self._records.append(VisitRecord(*key, name, asked, began, self._other_bytes(), held))
 
@@ -194,7 +205,7 @@ class Executor:
         return self._clock - self._last_used.get(block, 0)  # unknown: what was used last is needed first
 
     # learning ---------------------------------------------------------------------------------------------------------
-    def _open(self, entry: Entry) -> None:
+    def _open(self, entry: Entry, *, visits_are_needed: bool = True) -> None:
         self._meter.cycle_begins()
         last, self._course = self._course, None
         self._entry = entry
@@ -209,6 +220,24 @@ class Executor:
             turn = last.turn + 1 if last is not None and last.plan is plan else 0
             self._course = Course(trace, plan, turn)
         self._drop_old_copies()
+        self.everything_fits = self._all_bytes <= self._residency.streaming_budget_bytes
+        self.everything_is_here = (
+            self.everything_fits
+            and not visits_are_needed
+            and self._course is not None
+            and self._course.trace.refined
+            and all(self._is_here(block) for block in self._blocks)
+        )
+        if self.everything_is_here:
+            self._record(Phase.FORWARD)
+
+    def _is_here(self, block: Block) -> bool:
+        return block.presence is Presence.PRESENT and not block.updates and block.is_current(self._moment)
+
+    def _record(self, phase: Phase) -> None:
+        """The pass as a whole, where it has no visits."""
+        now, name = self._lanes.tick(), "" if self._entry is None else self._entry.site
+        self._records.append(VisitRecord((), phase, name, now, now, self._other_bytes(), self._meter.sample()))
 
     def _close(self) -> None:
         """Learns from the cycle that ends."""
@@ -220,6 +249,8 @@ class Executor:
         course = self._course
         if course is not None and not course.strayed:
             self._book.followed(entry, course.trace)
+            if self.everything_is_here:
+                return
             if not course.trace.refined and len(records) == len(course.trace.visits):
                 course.trace.compute_seconds = self._compute_seconds(records, end)
                 course.trace.other_bytes = self._others(records)

@@ -70,8 +70,7 @@ class HostGradient:
         """As `fresh`, right after `renew`."""
         if not self._nbytes:
             return torch.empty(self._layout[0], dtype=self._dtype, device="cpu")
-        flat = self._place.lend(self._nbytes)
-        return flat.view(self._dtype).as_strided(*self._layout).detach()  # detached: a view would keep its base alive
+        return self._place.lend(self._nbytes, self._dtype).as_strided_(*self._layout)
 
 
 class _Place:
@@ -87,9 +86,9 @@ class _Place:
         """Whether the storage that was lent is still there: as a tensor, a view, an array or the storage object."""
         return self._storage is not None and not self._storage.expired()
 
-    def lend(self, nbytes: int) -> torch.Tensor:
-        """The bytes, uint8, of shape (nbytes,)."""
-        flat = self.memory.tensor(self._offset, nbytes)
+    def lend(self, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """The bytes as elements, shape (elements,)."""
+        flat = self.memory.tensor(self._offset, nbytes, dtype)
         self._storage = StorageWeakRef(flat.untyped_storage())
         return flat
 

@@ -68,12 +68,16 @@ class Gradients:
         And looks who watches gradients.
         """
         wanted: list[tuple[Block, list[Slot], list[int]]] = []
+        memory = self._memory
         for block in blocks:
+            slots: list[Slot] = []
             for slot in block.slots:
-                slot.look_for_watchers()
-                if slot.gradient_is_watched and slot.home.grad is not None and slot in self._memory:
-                    self._memory[slot].renew()  # what comes next lies beside it
-            slots = [slot for slot in block.slots if slot.home.requires_grad and slot not in self._memory]
+                if slot.gradient_is_watched:
+                    slot.look_for_watchers()
+                    if slot.gradient_is_watched and slot.home.grad is not None and slot in memory:
+                        memory[slot].renew()  # what comes next lies beside it
+                if slot not in memory and slot.home.requires_grad:
+                    slots.append(slot)
             if slots:
                 sizes = [aligned(slot.home.numel() * self._dtype(slot).itemsize) for slot in slots]
                 wanted.append((block, slots, sizes))
@@ -162,8 +166,15 @@ class Gradients:
         arrived, added, announced = self._arriving, self._added, self._announced
         self._forget()
         slots = list(arrived | added)
-        hooked = dict.fromkeys(slot for slot in slots if slot.gradient_is_watched or _late_hooks(slot))
-        seen = {slot: [arrived.pop(slot)] for slot in list(arrived) if slot.gradient_is_watched}
+        hooked: dict[Slot, None] = {}
+        seen: dict[Slot, list[torch.Tensor]] = {}
+        for slot in slots:
+            if slot.gradient_is_watched:
+                hooked[slot] = None
+                if slot in arrived:
+                    seen[slot] = [arrived.pop(slot)]
+            elif _late_hooks(slot):
+                hooked[slot] = None
         with without_overrides():  # homes may be being updated already
             for slot, gradient in arrived.items():
                 _accumulate(slot.home, gradient)

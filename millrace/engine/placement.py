@@ -235,8 +235,8 @@ class Shelf:
 class GradientMemory(Protocol):
     """Memory that gradients are carved from. It lives as long as any of them."""
 
-    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Bytes `offset` to `offset + nbytes` as a uint8 tensor of shape (nbytes,) with a storage of its own."""
+    def tensor(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """Bytes `offset` to `offset + nbytes` as a tensor of one dimension with a storage of its own."""
 
 
 class DiskGradients:
@@ -247,9 +247,9 @@ class DiskGradients:
         self._extent = store.allocate(f"{name} (gradients)", nbytes, "gradients")
         self._address = store.mapping(self._extent).data_ptr()
 
-    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+    def tensor(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         """As in GradientMemory."""
-        return self._store.mapping(self._extent, offset, nbytes)
+        return self._store.mapping(self._extent, offset, nbytes).view(dtype).detach()  # a view would keep its base
 
     def offset_of(self, target: torch.Tensor) -> int:
         """Where memory from `tensor` begins in the extent, in bytes."""

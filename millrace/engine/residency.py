@@ -44,6 +44,7 @@ class Residency:
         self._fetching = fetching  # None: nothing rests on disk
         self._buffers = DeviceBuffers(device, ledger, budget_bytes)
         self._consumed: Event | None = None  # the last copy that compute was told to wait for
+        self.intact = True  # otherwise an interrupt has struck amid an onload or an eviction, see `mend`
         self._by_storage: dict[int, Block] = {}
         self._addresses: list[int] = []  # where buffers begin, ascending, and whose they are
         self._in_order: list[Block] = []
@@ -90,6 +91,7 @@ class Residency:
 
     def reserve(self, block: Block) -> None:
         """Allocates a buffer, to be filled later by `renew`. The caller has seen to it that the block fits."""
+        self.intact = False
         with _plain_tensors():
             buffer = self._buffers.allocate(block.nbytes)
             self.held_bytes += block.nbytes
@@ -103,6 +105,7 @@ class Residency:
             except BaseException:
                 self._undo(block, buffer)
                 raise
+        self.intact = True
 
     def renew(self, block: Block) -> None:
         """Submits copies of what changed in the homes since the buffer was filled: all, if it never was."""
@@ -111,12 +114,14 @@ class Residency:
         buffer = block.buffer
         if buffer is None:
             raise StateError(f"block {block.name!r} has no buffer to renew")
+        self.intact = False
         with _plain_tensors():
             try:
                 self._submit(block, buffer, only_changes=block.presence is not Presence.RESERVED)
             except BaseException:
                 self._undo(block, buffer)
                 raise
+        self.intact = True
 
     def arrive(self, block: Block) -> None:
         """Compute waits for the block's last copy. Raises what kept a block from coming from disk."""
@@ -153,11 +158,13 @@ class Residency:
 
     def evict(self, block: Block) -> None:
         """Lets go of the buffer. Whoever still refers to its memory keeps it, and reads right values."""
+        self.intact = False
         block.take_back()
         # The memory goes back to the compute lane, so a copy into it must come before.
         if self._outlive(block) and block.buffer is not None:
             block.presence = Presence.ABSENT
             self._let_go(block, block.buffer)
+        self.intact = True
 
     def _outlive(self, block: Block) -> bool:
         """Compute waits for a copy that nobody wants any more. False: it failed, and the block is away.
@@ -270,6 +277,7 @@ class Residency:
             self._note_address(block.buffer, block)
         self.held_bytes = sum(block.nbytes for block in held.values())
         self._buffers.rebook(self.held_bytes)
+        self.intact = True
 
     def close(self) -> None:
         """Evicts everything, also what could not come from disk."""

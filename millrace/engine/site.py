@@ -3,7 +3,10 @@
 from threading import get_ident
 from typing import TYPE_CHECKING
 
+from torch import is_autocast_cache_enabled, is_autocast_enabled, is_grad_enabled
+
 from millrace.engine.block import Block
+from millrace.runtime.autograd import in_backward
 
 if TYPE_CHECKING:
     from millrace.engine.engine import Engine
@@ -31,11 +34,17 @@ class Site:
 
     def is_inside(self) -> bool:
         """Whether a call does nothing of its own: of a module inside of one whose visit, on this thread, brought all of
-        its blocks. Most calls are such ones.
+        its blocks, or inside of a pass that has all blocks of the model bound. Most calls are such ones.
         """
-        calls = self.engine.calls
-        if not calls or not self._may_be_inside or calls[-1].thread != get_ident():
-            return False
+        engine = self.engine
+        if engine.straight_for == get_ident():
+            return not (self.main and is_autocast_cache_enabled() and is_autocast_enabled(self.device.type))
+        calls = engine.calls
+        if calls:
+            if not self._may_be_inside or calls[-1].thread != get_ident():
+                return False
+        elif not (engine.everything_is_bound and self.blocks and is_grad_enabled() and in_backward()):
+            return False  # otherwise it is computed again
         for block in self.blocks:  # noqa: SIM110  # a generator would cost more than all the rest
             if not block.users:
                 return False

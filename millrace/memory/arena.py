@@ -85,11 +85,11 @@ class Arena:
         self._memory.before_unmap = unregister
         return True
 
-    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Bytes `offset` to `offset + nbytes` as a uint8 tensor of shape (nbytes,) with a storage of its own.
+    def tensor(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Bytes `offset` to `offset + nbytes` as a tensor of shape (elements,) with a storage of its own.
 
         Its own storage, so that saving one tensor does not save the arena and two neighbours do not look shared.
         """
         if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8, device="cpu")
-        return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)
+            return torch.empty(0, dtype=dtype, device="cpu")
+        return torch.frombuffer(self._memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=offset)
