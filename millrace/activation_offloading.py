@@ -18,7 +18,6 @@ from millrace.activations.stash import PURPOSE
 from millrace.activations.targets import check_targets, chosen_layers, chosen_modules, named_layers
 from millrace.activations.watched import make_watched, unwatch, watcher_of
 from millrace.config import ActivationConfig, Size
-from millrace.engine.managed import site_of
 from millrace.errors import StateError
 from millrace.memory.disk import DiskStore
 from millrace.memory.ledger import Ledger, Tier
@@ -29,6 +28,7 @@ from millrace.runtime.host import available_host_bytes
 from millrace.runtime.lanes import Lanes, open_lanes
 from millrace.runtime.link import LaneUse
 from millrace.runtime.spans import Moved, Waited
+from millrace.weights.passes.managed import site_of
 
 __all__ = ["ActivationOffloading", "offload_activations"]
 

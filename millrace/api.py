@@ -18,24 +18,6 @@ from millrace.activations.targets import check_targets
 from millrace.activations.watched import refuse_watched
 from millrace.ahead import probed_rates
 from millrace.config import BlocksSpec, OffloadConfig, Size, activation_config, parse_bytes, prefetch_blocks
-from millrace.engine.attachment import Attachment
-from millrace.engine.block import Block
-from millrace.engine.budgets import Budgets
-from millrace.engine.engine import Engine
-from millrace.engine.executor import Executor
-from millrace.engine.fetching import Fetching
-from millrace.engine.gradients import Gradients
-from millrace.engine.inventory import Inventory, take_inventory
-from millrace.engine.materialize import Materialized, materialize
-from millrace.engine.meter import Meter
-from millrace.engine.module_buffers import ModuleBuffers
-from millrace.engine.partition import Partition, partition
-from millrace.engine.placement import Placement, Shelf
-from millrace.engine.places import Member
-from millrace.engine.refusals import refuse_unmanageable
-from millrace.engine.residency import Residency
-from millrace.engine.room import Room
-from millrace.engine.steps import OptimizerSteps
 from millrace.errors import StateError
 from millrace.memory.disk import Checkpoint, StagingRing
 from millrace.memory.ledger import Ledger, Tier
@@ -45,6 +27,24 @@ from millrace.report import Planned, Report, RunRecord, Stats
 from millrace.runtime.device import is_accelerator, resolve_device
 from millrace.runtime.grad_scaler import make_grad_scaler_wait
 from millrace.runtime.lanes import open_lanes
+from millrace.weights.meter import Meter
+from millrace.weights.model.inventory import Inventory, take_inventory
+from millrace.weights.model.module_buffers import ModuleBuffers
+from millrace.weights.model.partition import Partition, partition
+from millrace.weights.model.places import Member
+from millrace.weights.movement.block import Block
+from millrace.weights.movement.executor import Executor
+from millrace.weights.movement.gradients import Gradients
+from millrace.weights.movement.residency import Residency
+from millrace.weights.movement.room import Room
+from millrace.weights.passes.attachment import Attachment
+from millrace.weights.passes.engine import Engine
+from millrace.weights.passes.refusals import refuse_unmanageable
+from millrace.weights.passes.steps import OptimizerSteps
+from millrace.weights.rest.budgets import Budgets
+from millrace.weights.rest.fetching import Fetching
+from millrace.weights.rest.materialize import Materialized, materialize
+from millrace.weights.rest.placement import Placement, Shelf
 
 __all__ = ["Offloaded", "offload"]
 

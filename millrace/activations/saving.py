@@ -1,7 +1,8 @@
 """What does autograd get instead of an activation? A handle: which item, and how the tensor lies in it.
 
-These hooks are on top while the outermost call runs, below those of a block's visit (engine/handles.py), which keep
-weights to themselves and hand everything else on. A checkpoint inside puts its own on top; what it keeps comes here.
+These hooks are on top while the outermost call runs, below those of a block's visit (weights/passes/handles.py), which
+keep weights to themselves and hand everything else on. A checkpoint inside puts its own on top; what it keeps comes
+here.
 """
 
 import weakref

@@ -13,12 +13,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import millrace
-from millrace.engine.meter import Meter
-from millrace.engine.placement import DiskGradients, Placement, Shelf
 from millrace.memory.arena import Arena
 from millrace.memory.disk import DiskStore
 from millrace.memory.ledger import Ledger, Tier
 from millrace.runtime.lanes import open_lanes
+from millrace.weights.meter import Meter
+from millrace.weights.rest.placement import DiskGradients, Placement, Shelf
 from tests.engine.models import Decoder, loss_of, weight_bytes
 from tests.nursery import Nursery
 

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import millrace
-from millrace.engine.block import Block, Presence
 from millrace.memory.disk.checksums import Checksums
 from millrace.memory.disk.file import DirectFile
 from millrace.memory.disk.mapping import Mapping
+from millrace.weights.movement.block import Block, Presence
 from tests.engine.models import weight_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O

@@ -199,7 +199,7 @@ def test_guesses_of_frozen_blocks_outlive_a_step(compute_device: torch.device, t
 def test_ctrl_c_at_any_line_of_a_fetch_leaves_nobody_waiting(
     compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, trains: bool
 ):
-    """It is raised at one line after the other of `engine/fetching.py`, in the thread that computes."""
+    """It is raised at one line after the other of `weights/rest/fetching.py`, in the thread that computes."""
     plain = build().requires_grad_(trains).to(compute_device)
     expected = loss_of(plain, tokens.to(compute_device)).detach()
     model = build().requires_grad_(trains)

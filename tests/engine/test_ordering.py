@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import millrace
-from millrace.engine.block import Block, Presence
-from millrace.engine.gradients import Gradients
-from millrace.engine.residency import Residency
 from millrace.runtime import lanes as lanes_module
 from millrace.runtime.lanes import Lane, Lanes
+from millrace.weights.movement.block import Block, Presence
+from millrace.weights.movement.gradients import Gradients
+from millrace.weights.movement.residency import Residency
 from tests.engine.models import loss_of, weight_bytes
 
 pytestmark = pytest.mark.emu("random:0", "random:1")

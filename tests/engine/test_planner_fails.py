@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import millrace
-from millrace.engine import executor as executor_module
-from millrace.engine.trace import _MOST_TRACES
 from millrace.planning import Problem
+from millrace.weights.movement import executor as executor_module
+from millrace.weights.movement.trace import _MOST_TRACES
 from tests.engine.models import Decoder, loss_of, weight_bytes
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import millrace
-from millrace.engine.gradients import Gradients
-from millrace.engine.residency import Residency
 from millrace.runtime import lanes as lanes_module
 from millrace.runtime.lanes import Lane
+from millrace.weights.movement.gradients import Gradients
+from millrace.weights.movement.residency import Residency
 from tests.gpu.runs import EMULATED, LANES, Runs, hold_up
 from tests.matrix.compare import Outcome, weight_bytes
 from tests.matrix.models import CASES, Case

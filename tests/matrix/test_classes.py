@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import millrace
-from millrace.engine.managed import Managed
+from millrace.weights.passes.managed import Managed
 from tests.matrix.compare import assert_exact, infer, weight_bytes
 
 WIDTH = 16

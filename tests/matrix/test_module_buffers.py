@@ -264,7 +264,7 @@ def test_a_copy_that_is_interrupted(compute_device: torch.device, monkeypatch: p
     with millrace.offload(model, device=compute_device, device_memory=weight_bytes(model)):
         managed = [(type(module._parameters), set(vars(module))) for module in model.modules()]
         with monkeypatch.context() as patch:
-            patch.setattr(millrace.engine.managed, "plain_buffer", interrupt)
+            patch.setattr(millrace.weights.passes.managed, "plain_buffer", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 copy.deepcopy(model[0].norm)
         assert [(type(module._parameters), set(vars(module))) for module in model.modules()] == managed

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import millrace
-from millrace.engine.inventory import take_inventory
-from millrace.engine.partition import partition
 from millrace.errors import BudgetError
+from millrace.weights.model.inventory import take_inventory
+from millrace.weights.model.partition import partition
 from tests.programs.changes import CHANGES
 from tests.programs.faults import FAULTS
 from tests.programs.steps import STEPS, plain_train

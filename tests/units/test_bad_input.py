@@ -11,7 +11,7 @@ from torch import nn
 
 import millrace
 from millrace.config import parse_bytes
-from millrace.engine import attachment
+from millrace.weights.model import attachment
 from tests.units.models import Decoder, Snapshot, tokens
 
 LARGEST_BYTES, KEPT_BYTES = 4096, 768  # of the Decoder: its embedding; its positions and the scales of its layers
@@ -261,7 +261,7 @@ def test_an_error_half_way_is_undone(compute_device: torch.device, model: Decode
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("of another process")
 
-    monkeypatch.setattr("millrace.engine.residency.DeviceBuffers.allocate", full)
+    monkeypatch.setattr("millrace.weights.movement.residency.DeviceBuffers.allocate", full)
     before = Snapshot(model, addresses=False)  # the values lie in other memory now
     with pytest.raises(torch.OutOfMemoryError, match="of another process"):
         millrace.offload(model, device=compute_device)

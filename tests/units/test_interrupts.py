@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import millrace
-from millrace.engine.block import Block
-from millrace.engine.residency import Residency
 from millrace.memory.buffers import DeviceBuffers
+from millrace.weights.movement.block import Block
+from millrace.weights.movement.residency import Residency
 from tests.units.models import Decoder, tokens
 
 BUDGET_BYTES = 9 << 10  # a fifth of the Decoder: blocks come and go all the time

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from millrace.engine.inventory import take_inventory
-from millrace.engine.partition import Partition, partition
+from millrace.weights.model.inventory import take_inventory
+from millrace.weights.model.partition import Partition, partition
 from tests.units.models import Decoder, Layer
 
 PLENTY_BYTES = 1 << 30

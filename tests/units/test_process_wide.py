@@ -85,7 +85,7 @@ def everything():
 
 import millrace
 import emulator.emu
-from millrace.engine.home import Home
+from millrace.weights.model.home import Home
 
 torch.optim.SGD([torch.zeros(1)]).step()  # optimizers change their class when the first is made
 torch.optim.AdamW([torch.zeros(1)]).step()

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from millrace.engine.block import Block, Presence
-from millrace.engine.home import AwayLeaf, Home
-from millrace.engine.meter import Meter
-from millrace.engine.placement import Placement, Shelf
-from millrace.engine.places import Member, Place
-from millrace.engine.slot import Slot
 from millrace.errors import LayoutError, StateError
 from millrace.memory.ledger import Ledger, Tier
 from millrace.runtime.autograd import without_overrides
 from millrace.runtime.lanes import open_lanes
+from millrace.weights.meter import Meter
+from millrace.weights.model.home import AwayLeaf, Home
+from millrace.weights.model.places import Member, Place
+from millrace.weights.model.slot import Slot
+from millrace.weights.movement.block import Block, Presence
+from millrace.weights.rest.placement import Placement, Shelf
 
 CPU = torch.device("cpu")
 

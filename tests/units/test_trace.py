@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from millrace.engine.trace import _MOST_PLANS, _MOST_TRACES, Course, Trace, TraceBook, VisitKey
 from millrace.planning import Phase, Problem, Visit, make_plan
+from millrace.weights.movement.trace import _MOST_PLANS, _MOST_TRACES, Course, Trace, TraceBook, VisitKey
 
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 TRAIN, EVALUATE, BACK = ("model", FORWARD, True), ("model", FORWARD, False), ("", BACKWARD, True)

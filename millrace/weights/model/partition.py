@@ -1,0 +1,220 @@
+"""Which parameters travel together? Repeated layers first, then by size; or as the user says.
+
+The parts of a partition are disjoint. A parameter that a module holds beside children of its own (a positional table
+at the root) and leaves too small to be worth a trip stay resident, and so do adapters: a few trainable parameters in a
+model that is otherwise frozen.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from millrace.config import BlocksSpec, parse_bytes
+from millrace.weights.model.inventory import USE_WEIGHTS_OF_CHILDREN, Inventory
+
+__all__ = ["Part", "Partition", "partition"]
+
+_ADAPTER_SHARE = 0.1  # of all bytes: so many trainable ones, beside frozen ones, count as adapters
+_SMALL_SHARE = 1 / 16  # of a unit: a leaf below that is not worth a trip of its own
+
+
+@dataclass
+class Part:
+    """Parameters that travel together, by id, and the modules whose call is a visit to them."""
+
+    name: str
+    keys: list[int]
+    sites: list[nn.Module]
+
+
+@dataclass
+class Partition:
+    """A model's streamed parts, in order of registration, and what stays: resident parts without sites of their own."""
+
+    streamed: list[Part]
+    resident: list[Part]
+
+
+def partition(
+    model: nn.Module,
+    inventory: Inventory,
+    blocks: BlocksSpec,
+    resident: Sequence[nn.Module | str],
+    budget_bytes: int,
+) -> Partition:
+    """Cuts the model. Raises ValueError for modules or patterns that overlap, match nothing or are not the model's."""
+    return _Cutter(model, inventory, budget_bytes).cut(blocks, resident)
+
+
+class _Cutter:
+    """The walk over one model. A parameter belongs to the part that takes it first."""
+
+    def __init__(self, model: nn.Module, inventory: Inventory, budget_bytes: int) -> None:
+        self._model = model
+        self._inventory = inventory
+        self._budget_bytes = budget_bytes
+        self._taken: set[int] = set()
+        self._parts: list[Part] = []
+        self._kept: list[int] = []  # orphans and small leaves
+
+    def cut(self, blocks: BlocksSpec, resident: Sequence[nn.Module | str]) -> Partition:
+        kept_parts = [Part("resident", self._take(self._resident_keys(resident)), [])]
+        kept_parts.append(Part("adapters", self._take(self._adapter_keys()), []))
+        merge_bytes = 0
+        given = not isinstance(blocks, int) and not isinstance(blocks, str)
+        if given:
+            if not isinstance(blocks, Iterable):
+                raise TypeError(
+                    f'blocks={blocks!r} is neither "auto", nor a size such as "256MiB", nor a list of modules and'
+                    " name patterns"
+                )
+            for module in self._given_modules(blocks):
+                self._add_part(module)
+            unit_bytes = max((self._nbytes(part.keys) for part in self._parts), default=0)
+        elif blocks == "auto":
+            unit_bytes = self._repeated_layer_bytes() or self._budget_bytes // 2
+        else:
+            unit_bytes = parse_bytes(blocks, name="blocks")  # type: ignore[arg-type]
+            merge_bytes = min(unit_bytes, self._budget_bytes // 2)  # so that one can arrive while another computes
+        self._walk(self._model, min(unit_bytes, self._budget_bytes // 2) or 1)
+        kept_parts.append(Part("small", self._kept, []))
+        parts = _merged(self._parts, self._nbytes, merge_bytes)
+        return Partition(self._in_order(parts), [part for part in kept_parts if part.keys])
+
+    # the walk ---------------------------------------------------------------------------------------------------------
+    def _walk(self, module: nn.Module, unit_bytes: int) -> None:
+        """A module not above the unit is a part; a larger one is cut into its children, as far as that goes."""
+        keys = self._untaken(self._inventory.below(module))
+        if not keys:
+            return
+        inner = [child for child in module.children() if self._untaken(self._inventory.below(child))]
+        whole = module is not self._model and self._nbytes(keys) <= unit_bytes
+        if whole or not inner or isinstance(module, (nn.RNNBase, *USE_WEIGHTS_OF_CHILDREN)):
+            if self._nbytes(keys) < unit_bytes * _SMALL_SHARE and not _in_list(self._inventory.parents.get(module)):
+                self._kept += self._take(keys)
+            else:
+                self._add_part(module)
+            return
+        self._kept += self._take(self._inventory.owned.get(module, ()))
+        for child in inner:
+            self._walk(child, unit_bytes)
+
+    def _repeated_layer_bytes(self) -> int:
+        """Bytes of the largest element of the outermost lists of layers."""
+        largest = 0
+        inside: set[nn.Module] = set()
+        for module in self._model.modules():
+            if module in inside or not _in_list(module):
+                continue
+            sizes = [self._nbytes(self._inventory.below(child)) for child in module.children()]
+            if sum(size > 0 for size in sizes) > 1:
+                inside.update(module.modules())
+                largest = max(largest, *sizes)
+        return largest
+
+    # what stays -------------------------------------------------------------------------------------------------------
+    def _resident_keys(self, resident: Sequence[nn.Module | str]) -> list[int]:
+        keys: list[int] = []
+        for chosen in resident:
+            if isinstance(chosen, nn.Module):
+                found = self._inventory.below(self._own(chosen, "resident"))
+            else:
+                found = [key for module in self._matching(chosen) for key in self._inventory.below(module)]
+                found += [key for key, member in self._inventory.members.items() if fnmatchcase(member.name, chosen)]
+            if not found:
+                raise ValueError(
+                    f"resident={chosen!r} matches no module or parameter of the model; see named_modules()"
+                )
+            keys += found
+        return keys
+
+    def _adapter_keys(self) -> list[int]:
+        members = self._inventory.members
+        trainable = [key for key, member in members.items() if member.parameter.requires_grad]
+        nbytes = self._nbytes(trainable)
+        few = nbytes <= _ADAPTER_SHARE * self._nbytes(list(members)) and nbytes <= self._budget_bytes // 4
+        return trainable if few else []
+
+    # what the user gives ----------------------------------------------------------------------------------------------
+    def _given_modules(self, blocks: Iterable[nn.Module | str]) -> list[nn.Module]:
+        chosen: list[nn.Module] = []
+        covered: dict[nn.Module, str] = {}  # every module inside a chosen one, and the chosen one's name
+        for given in blocks:
+            found = [self._own(given, "blocks")] if isinstance(given, nn.Module) else self._matching(given)
+            if not found:
+                raise ValueError(
+                    f"blocks={given!r} matches no module of the model; see model.named_modules() for names"
+                )
+            for module in _elements(found):
+                name = self._inventory.names[module]
+                if not self._inventory.below(module):
+                    raise ValueError(f"block {name!r} holds no parameters; leave it out of blocks")
+                for inner in module.modules():
+                    if covered.setdefault(inner, name) != name or module in chosen:
+                        other = covered[inner]
+                        raise ValueError(f"blocks overlap: {name!r} and {other!r} share modules; give each module once")
+                chosen.append(module)
+        return chosen
+
+    def _matching(self, pattern: object) -> list[nn.Module]:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{pattern!r} is neither a module nor a name pattern such as 'model.layers.*'")
+        found = [module for module, name in self._inventory.names.items() if fnmatchcase(name, pattern)]
+        inner = {below for module in found for below in module.modules() if below is not module}
+        return [module for module in found if module not in inner]  # "*" goes across dots: the outermost are meant
+
+    def _own(self, module: nn.Module, setting: str) -> nn.Module:
+        for element in _elements([module]):
+            if element not in self._inventory.names:
+                raise ValueError(f"{setting} names a {type(element).__name__} that is not a part of the model")
+        return module
+
+    # bookkeeping ------------------------------------------------------------------------------------------------------
+    def _add_part(self, module: nn.Module) -> None:
+        keys = self._take(self._inventory.below(module))
+        if keys:
+            self._parts.append(Part(self._inventory.names[module], keys, list(_elements([module]))))
+
+    def _take(self, keys: Iterable[int]) -> list[int]:
+        taken = self._untaken(list(dict.fromkeys(keys)))
+        self._taken.update(taken)
+        return taken
+
+    def _untaken(self, keys: Iterable[int]) -> list[int]:
+        return [key for key in keys if key not in self._taken]
+
+    def _nbytes(self, keys: list[int]) -> int:
+        return self._inventory.nbytes(keys)
+
+    def _in_order(self, parts: list[Part]) -> list[Part]:
+        order = {key: index for index, key in enumerate(self._inventory.members)}
+        return sorted(parts, key=lambda part: order[part.keys[0]])
+
+
+def _in_list(module: nn.Module | None) -> bool:
+    return isinstance(module, nn.ModuleList | nn.Sequential)
+
+
+def _elements(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """A ModuleList is never called: its elements are meant."""
+    for module in modules:
+        if isinstance(module, nn.ModuleList):
+            yield from _elements(module.children())
+        else:
+            yield module
+
+
+def _merged(parts: list[Part], nbytes: Callable[[list[int]], int], limit_bytes: int) -> list[Part]:
+    """Neighbours joined while they stay within the limit."""
+    merged: list[Part] = []
+    for part in parts:
+        last = merged[-1] if merged else None
+        if last is not None and nbytes(last.keys) + nbytes(part.keys) <= limit_bytes:
+            merged[-1] = Part(
+                f"{last.name.split(' to ')[0]} to {part.name}", last.keys + part.keys, last.sites + part.sites
+            )
+        else:
+            merged.append(part)
+    return merged

@@ -1,0 +1,126 @@
+"""Where do modules keep the parameters of a block? In attributes and lists, which hold leaves while it is bound."""
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from millrace.errors import LayoutError
+from millrace.weights.model.home import Home, Leaf
+from millrace.weights.model.slot import Slot
+
+__all__ = ["Member", "Place", "Places"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module keeps a parameter: its `_parameters`, or a list such as an RNN's `_flat_weights`."""
+
+    container: Any  # dict or list
+    key: Any
+    weakly: bool = False  # holds a weak reference, as an RNN's `_flat_weight_refs` does
+
+    def get(self) -> Any:
+        """What is there; None where there is nothing any more."""
+        if isinstance(self.container, dict):
+            return self.container.get(self.key)
+        held = self.container[self.key] if self.key < len(self.container) else None
+        return held() if self.weakly and held is not None else held
+
+    def put(self, parameter: nn.Parameter) -> None:
+        self.container[self.key] = weakref.ref(parameter) if self.weakly else parameter
+
+
+@dataclass
+class Member:
+    """A parameter on its way into a block: its full name, and every place that holds it (a tied one has several)."""
+
+    name: str
+    parameter: nn.Parameter
+    places: list[Place] = field(default_factory=list)
+
+
+class Places:
+    """All places of one block's parameters, each with the slot of its parameter."""
+
+    def __init__(self, places: Iterable[tuple[Place, Slot]]) -> None:
+        self._keep(places)
+
+    def move(self, slots: Iterable[Slot], places: Mapping[int, Sequence[Place]]) -> None:
+        """The model was rebuilt around the parameters of these slots: `places` by the id of each home."""
+        self._keep((place, slot) for slot in slots for place in places.get(id(slot.home), ()))
+
+    def _keep(self, places: Iterable[tuple[Place, Slot]]) -> None:
+        self._all = list(places)
+        # Most are attributes, and bound at every visit.
+        self._attributes = [(p.container, p.key, slot) for p, slot in self._all if isinstance(p.container, dict)]
+        self._others = [(place, slot) for place, slot in self._all if not isinstance(place.container, dict)]
+
+    @property
+    def references(self) -> int:
+        """How many of them keep what is there alive."""
+        return sum(not place.weakly for place, _ in self._all)
+
+    def bind(self) -> None:
+        """They hold the leaves."""
+        for parameters, key, slot in self._attributes:
+            leaf = slot.leaf
+            if parameters.get(key) is slot.home and leaf.requires_grad == slot.home.requires_grad:
+                parameters[key] = leaf
+            else:
+                self._bind(Place(parameters, key), slot)
+        for place, slot in self._others:
+            self._bind(place, slot)
+
+    def _bind(self, place: Place, slot: Slot) -> None:
+        held = place.get()
+        if held is not slot.home:
+            if held is slot.leaf or not _is_replacement(held):
+                return
+            self._adopt(slot, place, held)
+        slot.follow_requires_grad()
+        place.put(slot.leaf)
+
+    def unbind(self) -> None:
+        """They hold the homes again."""
+        for parameters, key, slot in self._attributes:
+            if parameters.get(key) is slot.leaf:
+                parameters[key] = slot.home
+        for place, slot in self._others:
+            if place.get() is slot.leaf:
+                place.put(slot.home)
+
+    def adopt_replacements(self) -> None:
+        """Parameters that the user put in the place of homes become the homes."""
+        for place, slot in self._all:
+            held = place.get()
+            if held is not slot.leaf and held is not slot.home and _is_replacement(held):
+                self._adopt(slot, place, held)
+
+    def _adopt(self, slot: Slot, place: Place, parameter: nn.Parameter) -> None:
+        replaced = slot.home
+        if not place.weakly:  # which is looked at, and not what is computed with
+            self._check_still_tied(slot)
+            slot.adopt(parameter)
+        for other, its_slot in self._all:
+            if its_slot is slot and any(other.get() is one for one in (replaced, parameter)):
+                other.put(slot.home)
+
+    def _check_still_tied(self, slot: Slot) -> None:
+        """Raises LayoutError where modules that had one parameter together have several now."""
+        held = [parameters.get(key) for parameters, key, its_slot in self._attributes if its_slot is slot]
+        if len({id(parameter) for parameter in held if parameter is not None}) > 1:
+            raise LayoutError(
+                f"parameter {slot.name!r} was offloaded as one that {len(held)} modules share, and not all have the"
+                " same one now: a checkpoint was loaded with assign=True, or one of them got another. Tie them again"
+                " (model.tie_weights() in transformers), or call remove() on the handle before, and offload after"
+            )
+
+
+def _is_replacement(held: Any) -> bool:
+    """Whether it is a parameter of the user's own: not that of another slot (tied after offload), and no tensor that
+    `torch.func.functional_call` has put there for one call.
+    """
+    return isinstance(held, nn.Parameter) and not isinstance(held, Home | Leaf)

@@ -1,0 +1,345 @@
+"""What is a block? The parameters that travel together: one byte range in host memory, one buffer on the device."""
+
+import sys
+import weakref
+from collections.abc import Iterable
+from enum import Enum, auto
+from functools import partial
+
+import torch
+
+from millrace.errors import StateError
+from millrace.memory.buffers import references_beside
+from millrace.runtime.autograd import without_overrides
+from millrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
+from millrace.runtime.pending import LostUpdate, Pending, Watcher
+from millrace.weights.model.home import AwayLeaf, Leaf, point
+from millrace.weights.model.layout import lay_out
+from millrace.weights.model.places import Member, Places
+from millrace.weights.model.slot import Layout, Slot
+from millrace.weights.rest.fetching import Fetch, Way
+from millrace.weights.rest.placement import Shelf
+from millrace.weights.rest.tiers import HostRest, Stored
+
+__all__ = ["Block", "Presence"]
+
+
+class Presence(Enum):
+    """Where a block's device copy stands."""
+
+    ABSENT = auto()
+    RESERVED = auto()  # there is a buffer, but nothing was copied into it: the homes are being updated
+    ARRIVING = auto()  # a copy into the buffer was submitted, and compute has not waited for it
+    PRESENT = auto()
+
+
+_NEXT = {
+    Presence.ABSENT: {Presence.RESERVED},
+    Presence.RESERVED: {Presence.ARRIVING, Presence.ABSENT},
+    Presence.ARRIVING: {Presence.PRESENT},
+    Presence.PRESENT: {Presence.ABSENT, Presence.ARRIVING},  # arriving once more: homes have changed
+}
+
+
+class Block:
+    """The unit of travel.
+
+    At rest its bytes are one arena of exact size; on the device they are one buffer, of which the leaves are views.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        members: Iterable[Member],
+        device: torch.device,
+        shelf: Shelf,
+        param_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.name = name
+        self.index = -1  # among the blocks that stream; -1 for a resident one
+        self.buffer: torch.Tensor | None = None
+        self.allocated: Event | None = None  # when whoever had the buffer's memory before is done with it
+        self.arrival: Transfer | LateTransfer | None = None  # the last copy into the buffer
+        self.users = 0  # visits under way that have it bound
+        self.saved_by_autograd = False  # itself, in a graph that may be there still, and not by handles
+        self.lent = False  # one of them is a module that was only asked for a parameter: it can be taken back
+        self.updates: list[Pending] = []  # write the homes; whoever reads those waits for them
+        self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()  # are told when gradients are complete
+        self.order = -1  # its place among those that a forward needs first
+        self._presence = Presence.ABSENT
+        self._last_read: Event | None = None  # the end of the last copy that reads the homes
+        self._settled: object = None  # the contents that the files have
+        self._current_at = -1  # when the device copy was last found to be what the homes hold, see `is_current`
+        members = list(members)
+        parameters = [member.parameter for member in members]
+        layouts, self.nbytes = lay_out(parameters, param_dtype)
+        self.rest = shelf.rest_for(name, parameters, layouts, self.nbytes)
+        self._shelf = shelf
+        self.manager: object = shelf  # each offloaded model has one
+        absent = _AbsentLeaves(device)
+        self.slots = [
+            Slot(member.name, member.parameter, layout, rest, absent.of(layout), self.wait_until_free)
+            for member, layout, rest in zip(members, layouts, self.rest.places(layouts), strict=True)
+        ]
+        for slot in self.slots:
+            slot.unit = self
+            slot.on_change = self._changed
+        self.slots_by_offset = sorted(self.slots, key=lambda slot: slot.layout.offset)
+        self.slot_offsets = [slot.layout.offset for slot in self.slots_by_offset]
+        self.places = Places(
+            [(place, slot) for member, slot in zip(members, self.slots, strict=True) for place in member.places]
+        )
+        self._settle(self.contents)
+
+    @property
+    def presence(self) -> Presence:
+        return self._presence
+
+    @presence.setter
+    def presence(self, new: Presence) -> None:
+        if new not in _NEXT[self._presence]:
+            raise StateError(f"block {self.name!r} is {self._presence.name} and cannot become {new.name}")
+        if new is Presence.PRESENT:  # which it is with all of its leaves, also where Ctrl-C keeps some from following
+            self._leaves_are(present=True)
+        was, self._presence = self._presence, new
+        if was is Presence.PRESENT:
+            self._leaves_are(present=False)
+
+    def lost(self) -> None:
+        """A copy was broken off: the block is ABSENT, whatever it was before."""
+        self._presence = Presence.ABSENT
+        self._leaves_are(present=False)
+
+    def _leaves_are(self, *, present: bool) -> None:
+        kind = Leaf if present else AwayLeaf
+        for slot in self.slots:
+            slot.leaf.__class__ = kind
+
+    @property
+    def stale(self) -> bool:
+        """Whether the device copy may differ from a home."""
+        return any(slot.stale for slot in self.slots)
+
+    def is_current(self, moment: int) -> bool:
+        """Whether the device copy is what the homes hold. `moment` counts when homes may have changed without notice.
+
+        That is between passes. While one is under way, whatever is written to a home comes to know of it.
+        """
+        if self._current_at != moment:
+            if self.stale:
+                return False
+            self._current_at = moment
+        return True
+
+    def _changed(self) -> None:
+        self._current_at = -1
+
+    @property
+    def changed_since_load(self) -> bool:
+        """Whether a home changed after the last device copy was made, present or not. False if there never was one."""
+        return any(slot.changed_since_load for slot in self.slots)
+
+    # bytes ------------------------------------------------------------------------------------------------------------
+    def copies_in(self, *, only_changes: bool = False) -> list[Copy]:
+        """What to copy from host memory into the buffer so that it holds what the homes hold.
+
+        The arena whole, and homes that the user re-pointed on top of it; with `only_changes`, into a buffer that holds
+        an older state, just the parameters that changed, unless they are most. Of a block on disk, which is fetched
+        whole, only homes that were re-pointed.
+        """
+        if self.buffer is None:
+            raise StateError(f"block {self.name!r} has no buffer to copy into")
+        self._make_homes_readable()
+        changed = [slot for slot in self.slots if slot.stale]
+        copies: list[Copy] = []
+        if not isinstance(self.rest, HostRest) or not only_changes or 2 * len(changed) > len(self.slots):
+            if isinstance(self.rest, HostRest):
+                copies.append((self.buffer, self.rest.whole))
+            changed = [slot for slot in self.slots if not slot.casts and not slot.in_place]
+        # Detached: a view would keep its base, of which `is_free` does not know.
+        copies += [(slot.layout.view(self.buffer).detach(), slot.source) for slot in changed if slot.layout.nbytes]
+        for slot in self.slots:
+            if self.saved_by_autograd and slot.changed_since_load:
+                slot.outdate()
+            slot.mark_loaded()
+        return copies
+
+    @property
+    def rest_is_host(self) -> bool:
+        """Whether it rests in host memory, not on disk."""
+        return isinstance(self.rest, HostRest)
+
+    @property
+    def contents(self) -> object:
+        """Differs when what the homes hold may do."""
+        return tuple(slot.fingerprint for slot in self.slots)
+
+    def fetch(self, chunk_bytes: int, way: Way) -> Fetch:
+        """What brings from disk what the homes hold now, in pieces of `chunk_bytes` at most."""
+        if not isinstance(self.rest, Stored):
+            raise StateError(f"block {self.name!r} rests in host memory and cannot be fetched")
+        self._make_homes_readable()
+        if self.contents != self._settled:
+            self.make_writable()
+        contents = self.contents
+        fetch = Fetch(
+            self.rest.pieces(chunk_bytes), self.nbytes, contents, partial(_settle, weakref.ref(self), contents), way
+        )
+        self.read_until(fetch)
+        return fetch
+
+    def make_writable(self) -> None:
+        """Homes that lie in a checkpoint, and change, move to where that is kept. Raises BudgetError without a disk."""
+        if isinstance(self.rest, HostRest) or self.rest.writable:
+            return
+        self.spill()
+
+    def spill(self) -> None:
+        """The block moves to the disk tier, from host memory or a checkpoint. Its memory goes with its last user."""
+        self.wait_until_free()
+        rest = self._shelf.writable_rest_for(self.name, self.nbytes)
+        for slot, place in zip(self.slots, rest.places([slot.layout for slot in self.slots]), strict=True):
+            slot.move_to(place)
+        self.rest = rest
+
+    def _make_homes_readable(self) -> None:
+        self.wait_for_updates()
+        for slot in self.slots:
+            slot.check_shape()
+            if slot.cast_is_old:
+                self.wait_for_reads()
+                slot.cast()
+
+    def _settle(self, contents: object) -> None:
+        """The files of a block on disk get these contents of its homes, if they have others."""
+        if isinstance(self.rest, Stored) and (contents != self._settled or not self.rest.settled):
+            self.rest.settle()
+            self._settled = contents
+
+    def point_leaves(self, buffer: torch.Tensor | None) -> None:
+        """Leaves become views of `buffer`; without one, NaN of the right shape, of no memory and read-only."""
+        typed: dict[torch.dtype, torch.Tensor] = {}  # the buffer in each dtype
+        if buffer is None:
+            self._current_at = -1
+        with without_overrides():
+            for slot in self.slots:
+                if buffer is None:
+                    if self.saved_by_autograd:
+                        slot.outdate()
+                    point(slot.leaf, slot.absent)
+                    slot.mark_absent()
+                    continue
+                dtype = slot.layout.dtype
+                if dtype not in typed:
+                    typed[dtype] = buffer.view(dtype)
+                point(slot.leaf, slot.layout.view(typed[dtype]))
+        if buffer is None:
+            self.saved_by_autograd = False
+
+    def read_until(self, done: Event) -> None:
+        """The homes are being read, and may not be written before `done`."""
+        self._last_read = done
+
+    def wait_for_reads(self) -> None:
+        """The host waits until no copy reads the homes any more."""
+        if self._last_read is not None:
+            self._last_read.synchronize()
+            self._last_read = None
+
+    @property
+    def being_updated(self) -> bool:
+        """Whether an optimizer still writes the homes, or failed to and nobody was told yet."""
+        return any(not update.done() for update in self.updates)
+
+    def wait_for_updates(self) -> None:
+        """The host waits until no optimizer writes the homes any more. Raises what failed in an update."""
+        if self.updates:
+            for update in list(self.updates):
+                update.wait()
+            self.updates = [update for update in self.updates if not update.done()]
+
+    def wait_until_free(self) -> None:
+        """The host may read and write the homes: nobody else does."""
+        self.wait_for_updates()
+        self.wait_for_reads()
+
+    def forked(self) -> None:
+        """In a process that was forked: no thread is here that would end what is under way in the other one."""
+        self._last_read = None
+        if self.being_updated:
+            self.updates = [LostUpdate(f"block {self.name!r}")]
+
+    # binding ----------------------------------------------------------------------------------------------------------
+    def bind(self) -> None:
+        """The modules' attributes become the leaves."""
+        self.places.bind()
+
+    def unbind(self) -> None:
+        """The modules' attributes become the homes again."""
+        if self.buffer is not None:
+            for slot in self.slots:
+                if slot.leaf_may_be_written and slot.keep_leaf_writes(self.buffer):
+                    self._settled = None
+        self.places.unbind()
+
+    def lend(self) -> None:
+        """Its user is one that may be taken back: whoever asked a module for a parameter, and got it."""
+        self.lent = True
+
+    def take_back(self) -> None:
+        """The inverse of `lend`, if nobody else has been. Whoever keeps a leaf has it brought again when it is used."""
+        if self.lent:
+            if self.users == 1:
+                self.unbind()
+            self.users -= 1
+            self.lent = False
+
+    @property
+    def may_be_taken_back(self) -> bool:
+        """Whether it is bound for nothing but a parameter that a module was asked for."""
+        return self.lent and self.users == 1
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing speaks against its eviction: no visit, nobody who keeps a leaf that was lent, and no view of
+        its buffer, whose memory would only be held on (by a node of backward that is just being computed).
+        """
+        if self.users and (not self.may_be_taken_back or self._leaves_are_kept()):
+            return False
+        views = sum(slot.layout.nbytes > 0 for slot in self.slots)
+        if self.arrival is not None:
+            views += sum(destination is not self.buffer for destination, _ in self.arrival.copies)
+        return self.buffer is None or references_beside(self.buffer) <= views
+
+    def _leaves_are_kept(self) -> bool:
+        own = 2 * len(self.slots) + self.places.references  # looking counts too
+        return sum(sys.getrefcount(slot.leaf) for slot in self.slots) > own
+
+    def release(self) -> None:
+        """Homes are ordinary parameters again."""
+        for slot in self.slots:
+            slot.release()
+
+
+def _settle(block: "weakref.ref[Block]", contents: object) -> None:
+    """For a thread, which does not keep a model alive that nobody else does."""
+    present = block()
+    if present is not None:
+        present._settle(contents)
+
+
+class _AbsentLeaves:
+    """What leaves hold while their block is away: one scalar for each dtype, expanded to any shape.
+
+    All its bits are set: NaN in every floating-point format, and no sensible integer.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._scalars: dict[torch.dtype, torch.Tensor] = {}
+
+    def of(self, layout: Layout) -> torch.Tensor:
+        if layout.dtype not in self._scalars:
+            bits = torch.full((layout.dtype.itemsize,), 255, dtype=torch.uint8, device=self._device)
+            self._scalars[layout.dtype] = bits.view(layout.dtype).squeeze(0)
+        return self._scalars[layout.dtype].expand(layout.shape)

@@ -1,0 +1,390 @@
+"""How do gradients leave the device? Block by block during backward, and they are in `home.grad` when it returns.
+
+Where the home has no gradient yet, the copy goes straight into the memory that becomes `home.grad`. Otherwise (a second
+micro-batch, another dtype, a gradient that rests on disk) it goes into pinned staging memory, from which the host lane
+adds, casts or copies.
+"""
+
+from collections import Counter, deque
+from collections.abc import Collection, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from millrace.errors import StateError
+from millrace.memory.arena import aligned
+from millrace.memory.disk import Request
+from millrace.memory.ledger import Ledger, Tier
+from millrace.runtime.autograd import without_overrides, without_transforms
+from millrace.runtime.holders import gradient_is_shared
+from millrace.runtime.lanes import Copy, Event, Lane, Lanes, Transfer
+from millrace.runtime.pending import Unit, Watcher
+from millrace.weights.meter import Meter
+from millrace.weights.model.accumulation import accumulate_as_autograd, is_accumulated_itself
+from millrace.weights.model.slot import Slot
+from millrace.weights.movement.arrivals import Arrivals
+from millrace.weights.movement.block import Block
+from millrace.weights.movement.gradient_memory import Additions, HostGradient, Staging
+from millrace.weights.rest.placement import DiskGradients, GradientMemory, Shelf
+
+__all__ = ["Gradients"]
+
+_PURPOSE = "gradients"
+_SEND_BYTES = 4 * 2**20  # gradients of a block are sent in pieces of about this size: large enough for the link's full
+# speed, small enough that little is left to send when backward ends
+
+
+class Gradients:
+    """Gradients of all blocks, between the leaf that received them and the home that keeps them."""
+
+    def __init__(
+        self, lanes: Lanes, ledger: Ledger, meter: Meter, shelf: Shelf, grad_dtype: torch.dtype | None
+    ) -> None:
+        self._lanes = lanes
+        self._ledger = ledger
+        self._shelf = shelf
+        self._meter = meter
+        self._grad_dtype = grad_dtype
+        self._memory: dict[Slot, HostGradient] = {}
+        self._staging = Staging(lanes.device, ledger, shelf.most_staged_bytes)
+        self._ready: list[tuple[Slot, torch.Tensor]] = []  # complete on the device, not submitted yet
+        self._ready_bytes = 0
+        # Submitted, with the count of blocks before; they hold the device gradients until compute has waited for them.
+        self._leaving: deque[tuple[int, Transfer]] = deque()
+        self._sending: list[Copy] = []  # being submitted: alive even if that is interrupted
+        self._last_sent: Event | None = None  # of the last copy; compute may have waited for it, the host has not
+        self._blocks_left = 0  # how many blocks backward has left behind
+        self._arriving: dict[Slot, torch.Tensor] = {}  # what is accumulated into homes at the end of this backward
+        self._writes: list[Request] = []  # to disk; the host lane's own
+        self._arrivals = Arrivals()
+        # Homes whose gradient was there before and is added to on the host lane, and whether others have it, too.
+        self._added: dict[Slot, bool] = {}
+        self._announced: set[Slot] = set()  # complete in this backward, as watchers were told
+
+    def prepare(self, blocks: Iterable[Block]) -> None:
+        """Makes memory for gradients of trainable parameters that have none. Not in backward: pinning takes time.
+
+        And looks who watches gradients.
+        """
+        wanted: list[tuple[Block, list[Slot], list[int]]] = []
+        memory = self._memory
+        for block in blocks:
+            slots: list[Slot] = []
+            for slot in block.slots:
+                if slot.gradient_is_watched:
+                    slot.look_for_watchers()
+                    if slot.gradient_is_watched and slot.home.grad is not None and slot in memory:
+                        memory[slot].renew()  # what comes next lies beside it
+                if slot not in memory and slot.home.requires_grad:
+                    slots.append(slot)
+            if slots:
+                sizes = [aligned(slot.home.numel() * self._dtype(slot).itemsize) for slot in slots]
+                wanted.append((block, slots, sizes))
+        self._shelf.check_gradients(sum(sum(sizes) for _, _, sizes in wanted))
+        with without_transforms():  # memory of ours, in whatever transform the model is called
+            self._make(wanted)
+
+    def _make(self, wanted: "list[tuple[Block, list[Slot], list[int]]]") -> None:
+        for block, slots, sizes in wanted:
+            memory = self._shelf.gradient_memory(block.name, sum(sizes))
+            make = partial(_more_memory, self._shelf, self._staging, block.name)
+            for index, slot in enumerate(slots):
+                self._memory[slot] = HostGradient(slot, self._dtype(slot), memory, sum(sizes[:index]), make)
+            self._staging.grow(max(sum(sizes), block.nbytes))
+        short_bytes = self._shelf.short_staging_bytes
+        if wanted and short_bytes is not None and not self._ledger.has_room(self._staging.missing_bytes):
+            self._staging.limit(short_bytes)
+            self._shelf.make_room(self._staging.missing_bytes)
+
+    def take(self, slot: Slot) -> None:
+        """The leaf's gradient is complete: from here on it is ours."""
+        gradient = slot.leaf.grad
+        slot.leaf.grad = None
+        if gradient is None:
+            return
+        if gradient.requires_grad:
+            raise StateError(
+                f"backward(create_graph=True) reached parameter {slot.name!r}: a gradient that leaves the device loses"
+                " its graph; use torch.autograd.grad(..., create_graph=True) for the inner derivative, then backward()"
+            )
+        if slot not in self._memory and isinstance(slot.unit, Block):  # of a forward within a backward
+            self.prepare([slot.unit])
+        self._announced.discard(slot)  # it was not complete
+        self._ready.append((slot, gradient))
+        self._ready_bytes += _dense_bytes(gradient)
+        if slot.unit is not None and slot.unit.watchers:
+            complete = self._arrivals.complete(slot, slot.unit)
+            if complete:
+                self._announce(slot.unit, complete)
+        if self._ready_bytes >= _SEND_BYTES:
+            self._submit_ready()
+
+    def _announce(self, unit: Unit, slots: list[Slot]) -> None:
+        """All gradients of a unit are complete: who watches it may update its parameters at once."""
+        if any(slot.gradient_is_watched or _late_hooks(slot) for slot in slots):
+            return  # they want to see gradients before anyone uses them
+        if any(slot.leaf_may_be_written for slot in slots):
+            return  # by the model itself, computed again: that is kept first
+        if any(is_accumulated_itself(slot.home) for slot in slots):
+            return  # there is more to come
+        self._submit_ready()
+        if any(self._added.get(slot) for slot in slots):
+            return  # others have the gradient, too, and may write it before the step
+        sent, additions = self._last_sent, self._staging.under_way()
+        targets = {slot: self._arriving.get(slot, slot.home.grad) for slot in slots}
+        gradients = {slot.home: target for slot, target in targets.items() if target is not None}
+
+        def arrived() -> None:
+            if sent is not None:
+                sent.synchronize()
+            for addition in additions:
+                addition.synchronize()
+
+        self._announced.update(slots)
+        for watcher in list(unit.watchers):
+            begun = {id(parameter) for parameter in watcher.complete(unit, gradients, arrived)}
+            for slot in slots:
+                if id(slot.home) in begun:
+                    slot.changed_untraced()
+                    self._arrivals.taken(unit)
+
+    def leave_block(self) -> None:
+        """Backward goes on to another block. Compute waits for what the block before this one sent, and that goes.
+
+        So the device holds the gradients of two blocks at most: those that leave, and those that are being computed.
+        """
+        self._submit_ready()
+        while self._leaving and self._leaving[0][0] < self._blocks_left:
+            self._let_go()
+        self._blocks_left += 1
+
+    def deliver(self) -> None:
+        """The end of backward: every gradient is in its home when this returns. Then the homes' own hooks fire."""
+        self._submit_ready()
+        self._wait_for_sent()
+        arrived, added, announced = self._arriving, self._added, self._announced
+        self._forget()
+        slots = list(arrived | added)
+        hooked: dict[Slot, None] = {}
+        seen: dict[Slot, list[torch.Tensor]] = {}
+        for slot in slots:
+            if slot.gradient_is_watched:
+                hooked[slot] = None
+                if slot in arrived:
+                    seen[slot] = [arrived.pop(slot)]
+            elif _late_hooks(slot):
+                hooked[slot] = None
+        with without_overrides():  # homes may be being updated already
+            for slot, gradient in arrived.items():
+                _accumulate(slot.home, gradient)
+            self._arrivals.end(completed=True)
+            _tell_watchers([slot for slot in slots if slot not in hooked], announced)
+        try:
+            accumulate_as_autograd([(slot.home, gradient) for slot, gradient in seen.items()])
+            for slot in hooked:
+                for hook in () if slot in seen else _late_hooks(slot):
+                    hook(slot.home)
+        except BaseException:
+            _tell_of_failure(announced)
+            raise
+        with without_overrides():
+            _tell_watchers(hooked, announced)  # of what hooks have left
+
+    def abandon(self) -> None:
+        """Backward raised: what it computed is dropped, once nothing is in flight any more."""
+        _tell_of_failure(self._announced)
+        self._ready.clear()
+        self._ready_bytes = 0
+        if self._sending:  # Ctrl-C between a copy and its note: whatever was submitted is before an empty copy
+            self._lanes.copy(Lane.OFFLOAD, (), self._lanes.mark()).done.synchronize()
+            self._sending = []
+        self._wait_for_sent()
+        self._forget()
+        self._arrivals.end(completed=False)
+        self._ledger.add(Tier.DEVICE, _PURPOSE, -self._ledger.held_bytes(Tier.DEVICE, _PURPOSE))
+
+    def _wait_for_sent(self) -> None:
+        """The host waits for every copy: of those on one lane, the last one ends last."""
+        if self._last_sent is not None:
+            self._last_sent.synchronize()
+            self._last_sent = None
+        self._staging.wait()
+
+    def _forget(self) -> None:
+        while self._leaving:
+            self._let_go()
+        self._arriving, self._added, self._announced = {}, {}, set()
+
+    def _let_go(self) -> None:
+        _, transfer = self._leaving.popleft()
+        self._lanes.wait(transfer.done)
+        self._ledger.add(Tier.DEVICE, _PURPOSE, -transfer.nbytes)
+
+    def _submit_ready(self) -> None:
+        """Copies out the gradients that are complete, in several transfers where staging memory is short."""
+        direct: list[Copy] = []
+        staged: list[_Staged] = []
+        self._ledger.add(Tier.DEVICE, _PURPOSE, self._ready_bytes)
+        ready, self._ready, self._ready_bytes = self._ready, [], 0
+        what = ready[0][0].name if ready else ""
+        for slot, gradient in ready:
+            if gradient.layout != torch.strided:
+                self._take_sparse(slot, gradient)
+            elif self._goes_straight(slot, gradient):
+                target = self._memory[slot].renewed()
+                self._arriving[slot] = target
+                direct.append((target, _laid_out_like(gradient, target)))
+            else:
+                target, adds = self._destination(slot)
+                disk = self._memory[slot].disk
+                for source, part in self._staging.cut(_laid_out_like(gradient, target), target):
+                    page = None if disk is None else disk.offset_of(part)
+                    if not self._staging.fits(source.nbytes, page):
+                        self._send(direct, staged, what)
+                        direct, staged = [], []
+                    staged.append(_Staged(self._staging.carve(source, page), source, part, adds, disk))
+        self._send(direct, staged, what)
+
+    def _send(self, direct: list[Copy], staged: list["_Staged"], what: str) -> None:
+        copies = direct + [(one.piece, one.source) for one in staged]
+        if not copies:
+            return
+        self._sending = copies
+        transfer = self._lanes.copy(Lane.OFFLOAD, copies, self._lanes.mark())
+        self._meter.offloaded(transfer, what)
+        self._leaving.append((self._blocks_left, transfer))
+        self._last_sent = transfer.done
+        self._sending = []
+        if staged:
+            self._staging.turn(Additions(self._lanes.run(lambda: _add_up(staged, self._writes), transfer.done)))
+
+    def _goes_straight(self, slot: Slot, gradient: torch.Tensor) -> bool:
+        """Whether a copy into fresh memory is all that the home needs."""
+        if slot in self._arriving or self._is_added_in_place(slot):
+            return False
+        self._memory[slot].renew()
+        return gradient.dtype == self._dtype(slot) and self._memory[slot].disk is None
+
+    def _destination(self, slot: Slot) -> tuple[torch.Tensor, bool]:
+        """Where a staged gradient goes, and whether it is added to what is there."""
+        if slot in self._arriving:
+            return self._arriving[slot], True
+        if slot.home.grad is not None and self._is_added_in_place(slot):
+            if slot not in self._added:
+                slot.wait_for_updates()  # which read it: this backward may need no weight, and so not have waited
+                self._added[slot] = gradient_is_shared(slot.home)
+            return slot.home.grad, True
+        self._arriving[slot] = self._memory[slot].fresh()
+        return self._arriving[slot], False
+
+    def _is_added_in_place(self, slot: Slot) -> bool:
+        """Whether a gradient is added to the `home.grad` that there is, on the host lane, before backward ends."""
+        if slot in self._added:
+            return True
+        there = slot.home.grad
+        if there is None or there.layout != torch.strided or slot.gradient_is_watched:
+            return False
+        return not is_accumulated_itself(slot.home)  # autograd would add to it at the same time
+
+    def _take_sparse(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """A sparse gradient (nn.Embedding(sparse=True)) is copied while the host waits: its size comes last."""
+        on_host = gradient.to("cpu")
+        self._arriving[slot] = self._arriving[slot] + on_host if slot in self._arriving else on_host
+
+    def _dtype(self, slot: Slot) -> torch.dtype:
+        return slot.dtype if self._grad_dtype is None else self._grad_dtype
+
+
+def _more_memory(shelf: Shelf, staging: Staging, name: str, nbytes: int) -> GradientMemory:
+    """For a gradient beside others; a function, as a method would tie the memory to what has it."""
+    return shelf.gradient_memory(name, nbytes, missing_bytes=staging.missing_bytes)
+
+
+def _tell_watchers(slots: Iterable[Slot], announced: Collection[Slot]) -> None:
+    """Those of the units: the gradients are in homes."""
+    watched: dict[Watcher, dict[Any, bool]] = {}
+    for slot in slots:
+        if slot.unit is None or not slot.unit.watchers:
+            continue
+        for watcher in slot.unit.watchers:
+            watched.setdefault(watcher, {})[slot.home] = slot in announced
+    for watcher, homes in watched.items():
+        watcher.delivered(homes)
+
+
+def _tell_of_failure(announced: Iterable[Slot]) -> None:
+    """Who was told of complete gradients has begun updates that a plain run would not make."""
+    for watcher in {watcher for slot in announced if slot.unit is not None for watcher in slot.unit.watchers}:
+        watcher.abandoned()
+
+
+def _late_hooks(slot: Slot) -> list[Any]:
+    """The user's own, that fire when a gradient has been accumulated."""
+    return list((getattr(slot.home, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+class _Staged(NamedTuple):
+    """A gradient, or a part of one, on its way through staging memory."""
+
+    piece: torch.Tensor  # in staging memory
+    source: torch.Tensor  # on the device
+    target: torch.Tensor  # what becomes, or is, `home.grad`
+    adds: bool  # to what the target holds
+    disk: DiskGradients | None  # where the target rests, if not on the host
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the target becomes just what the piece is, byte for byte."""
+        return not self.adds and self.piece.dtype == self.target.dtype and self.target.is_contiguous()
+
+
+def _accumulate(home: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+    """What autograd does with a gradient that reaches a leaf: it is set or added."""
+    if home.grad is None:
+        if gradient.dtype != home.grad_dtype:
+            home.grad_dtype = gradient.dtype
+        home.grad = gradient
+    elif gradient.layout == torch.strided != home.grad.layout:
+        home.grad = gradient + home.grad  # dense and sparse
+    else:
+        home.grad.add_(gradient)
+
+
+def _add_up(staged: "list[_Staged]", under_way: list[Request]) -> list[Request]:
+    """On the host lane: staged gradients are added to, or cast into, their destinations.
+
+    Returns the writes to disk that this begins: they read the staging memory. `under_way`: all that may not have ended,
+    kept by this thread.
+    """
+    under_way[:] = [write for write in under_way if not write.query()]
+    writes: list[Request] = []
+    on_disk: Counter[DiskGradients] = Counter()
+    with torch.no_grad():
+        for one in staged:
+            if one.disk is not None and one.is_written:
+                writes.append(one.disk.write(one.target, one.piece))
+                under_way.append(writes[-1])
+                continue
+            if one.disk is not None:
+                for write in under_way:  # maybe of what is added to
+                    write.settle()
+                on_disk[one.disk] += one.target.nbytes
+            one.target.add_(one.piece) if one.adds else one.target.copy_(one.piece)
+    for disk, nbytes in on_disk.items():
+        disk.forget(nbytes)
+    staged.clear()  # who counts the users of a gradient after this has ended does not find this one
+    return writes
+
+
+def _dense_bytes(gradient: torch.Tensor) -> int:
+    return gradient.nbytes if gradient.layout == torch.strided else 0
+
+
+def _laid_out_like(gradient: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """`gradient` with the strides of `target`, so that the copy across the link is one run of bytes."""
+    if gradient.stride() == target.stride():
+        return gradient
+    return torch.empty_strided(target.shape, target.stride(), dtype=gradient.dtype, device=gradient.device).copy_(
+        gradient
+    )

@@ -1,0 +1,315 @@
+"""Which blocks are on the device? Onload, arrival, eviction and renewal of buffers, within the budget.
+
+The order of these operations across lanes is the subject of docs/design/ordering.md.
+"""
+
+import contextlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+
+import torch
+
+from millrace.config import format_bytes
+from millrace.errors import BudgetError, DiskError, StateError
+from millrace.memory.buffers import DeviceBuffers
+from millrace.memory.ledger import Ledger
+from millrace.runtime.autograd import address_of, has_storage, in_transform, without_transforms
+from millrace.runtime.lanes import Event, Lane, Lanes, LateTransfer
+from millrace.runtime.link import LinkSpeed
+from millrace.weights.meter import Meter
+from millrace.weights.movement.block import Block, Presence
+from millrace.weights.rest.fetching import Fetching, Target
+
+__all__ = ["Residency"]
+
+NextUse = Callable[[Block], float]  # the larger, the later a block is needed again; infinity: not in sight
+
+
+class Residency:
+    """The buffers of all blocks on one device; `budget_bytes` caps their sum, resident, visiting and arriving."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        budget_bytes: int,
+        lanes: Lanes,
+        ledger: Ledger,
+        meter: Meter,
+        fetching: Fetching | None = None,
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.held_bytes = 0
+        self._lanes = lanes
+        self._meter = meter
+        self._fetching = fetching  # None: nothing rests on disk
+        self._buffers = DeviceBuffers(device, ledger, budget_bytes)
+        self._consumed: Event | None = None  # the last copy that compute was told to wait for
+        self.intact = True  # otherwise an interrupt has struck amid an onload or an eviction, see `mend`
+        self._by_storage: dict[int, Block] = {}
+        self._addresses: list[int] = []  # where buffers begin, ascending, and whose they are
+        self._in_order: list[Block] = []
+
+    @property
+    def streaming_budget_bytes(self) -> int:
+        """What the budget leaves for blocks that come and go."""
+        return self.budget_bytes - sum(block.nbytes for block in self.present() if block.index < 0)
+
+    @property
+    def streams_from_disk(self) -> bool:
+        """Whether there are blocks to fetch."""
+        return self._fetching is not None
+
+    def fetch_from(self, fetching: Fetching) -> None:
+        """From now on there are."""
+        self._fetching = fetching
+
+    def block_of(self, tensor: torch.Tensor) -> Block | None:
+        """The block in whose buffer `tensor` lies; None for any other tensor."""
+        if not has_storage(tensor):  # sparse, or of a function transform
+            return None
+        address = tensor.data_ptr()
+        if address:  # quicker than to ask for its storage, and asked for all that autograd saves
+            index = bisect_right(self._addresses, address) - 1
+            if index < 0:
+                return None
+            block = self._in_order[index]
+            return block if address < self._addresses[index] + block.nbytes else None
+        return self._by_storage.get(address_of(tensor.untyped_storage()))
+
+    def present(self) -> Iterable[Block]:
+        """The blocks that have a buffer."""
+        return self._by_storage.values()
+
+    def fits(self, block: Block) -> bool:
+        """Whether the block can be onloaded without an eviction."""
+        return self.held_bytes + block.nbytes <= self.budget_bytes
+
+    def onload(self, block: Block) -> None:
+        """Allocates a buffer and submits the copy. The caller has seen to it that the block fits."""
+        self.reserve(block)
+        self.renew(block)
+
+    def reserve(self, block: Block) -> None:
+        """Allocates a buffer, to be filled later by `renew`. The caller has seen to it that the block fits."""
+        self.intact = False
+        with _plain_tensors():
+            buffer = self._buffers.allocate(block.nbytes)
+            self.held_bytes += block.nbytes
+            self._by_storage[address_of(buffer.untyped_storage())] = block
+            try:
+                self._note_address(buffer, block)
+                block.buffer = buffer
+                block.point_leaves(buffer)
+                block.allocated = self._lanes.mark()  # what used this memory before is ordered before the copy
+                block.presence = Presence.RESERVED
+            except BaseException:
+                self._undo(block, buffer)
+                raise
+        self.intact = True
+
+    def renew(self, block: Block) -> None:
+        """Submits copies of what changed in the homes since the buffer was filled: all, if it never was."""
+        if not self._outlive(block):
+            self.reserve(block)
+        buffer = block.buffer
+        if buffer is None:
+            raise StateError(f"block {block.name!r} has no buffer to renew")
+        self.intact = False
+        with _plain_tensors():
+            try:
+                self._submit(block, buffer, only_changes=block.presence is not Presence.RESERVED)
+            except BaseException:
+                self._undo(block, buffer)
+                raise
+        self.intact = True
+
+    def arrive(self, block: Block) -> None:
+        """Compute waits for the block's last copy. Raises what kept a block from coming from disk."""
+        if block.presence is Presence.ARRIVING and block.arrival is not None:
+            try:
+                done = block.arrival.done
+            except BaseException:
+                if self._fetching is not None:
+                    self._fetching.withdraw_all()  # guesses of the same moment may have failed as well
+                if block.buffer is not None:
+                    self._undo(block, block.buffer)
+                raise
+            self._lanes.wait(done)
+            self._consumed = done
+            self._meter.arrived(block.arrival, block.name)
+            block.presence = Presence.PRESENT
+
+    def fetch_ahead(self, block: Block) -> bool:
+        """Submits the fetch of a block that is onloaded later. False: nothing more can be fetched ahead now."""
+        if self._fetching is None or block.rest_is_host:
+            return True
+        return not block.being_updated and self._fetching.ahead(block)
+
+    def load_seconds(self, block: Block, link: LinkSpeed) -> float:
+        """How long the slowest part of the way to the device takes for a block."""
+        fetching = 0.0 if self._fetching is None or block.rest_is_host else self._fetching.seconds(block.nbytes)
+        return max(fetching, link.load_seconds(block.nbytes))
+
+    def wait_for_consumed_reads(self) -> None:
+        """The host waits until every copy that compute relies on has read its home."""
+        if self._consumed is not None:
+            self._consumed.synchronize()
+            self._consumed = None
+
+    def evict(self, block: Block) -> None:
+        """Lets go of the buffer. Whoever still refers to its memory keeps it, and reads right values."""
+        self.intact = False
+        block.take_back()
+        # The memory goes back to the compute lane, so a copy into it must come before.
+        if self._outlive(block) and block.buffer is not None:
+            block.presence = Presence.ABSENT
+            self._let_go(block, block.buffer)
+        self.intact = True
+
+    def _outlive(self, block: Block) -> bool:
+        """Compute waits for a copy that nobody wants any more. False: it failed, and the block is away.
+
+        That is nobody's fault to hear of: pages that user code writes while they come from disk are not what they were
+        when they were handed over. Whoever needs the block reads it anew, and is told what fails then.
+        """
+        try:
+            self.arrive(block)
+        except DiskError:
+            return False
+        return True
+
+    def _let_go(self, block: Block, buffer: torch.Tensor) -> None:
+        with _plain_tensors():
+            block.point_leaves(None)
+        self._by_storage.pop(address_of(buffer.untyped_storage()))
+        self._forget_address(block)
+        self.held_bytes -= block.nbytes
+        block.buffer = block.arrival = None  # only now: after Ctrl-C before, `mend` finds it
+        self._buffers.release(buffer)
+
+    def _note_address(self, buffer: torch.Tensor | None, block: Block) -> None:
+        if buffer is not None and buffer.nbytes:
+            index = bisect_right(self._addresses, buffer.data_ptr())
+            self._in_order.insert(index, block)
+            self._addresses.insert(index, buffer.data_ptr())
+
+    def _forget_address(self, block: Block) -> None:
+        if block in self._in_order:
+            index = self._in_order.index(block)
+            del self._in_order[index], self._addresses[index]
+
+    def _undo(self, block: Block, buffer: torch.Tensor) -> None:
+        """After a changed shape or Ctrl-C in the middle: what the buffer holds is unknown, so it goes."""
+        self._finish_copies(block)
+        block.lost()
+        self._let_go(block, buffer)
+
+    def _finish_copies(self, block: Block) -> None:
+        """The host waits until nothing is copied into the block's buffer any more, whatever came of it."""
+        if not block.rest_is_host:
+            block.wait_for_reads()
+        self._lanes.copy(Lane.ONLOAD, (), self._lanes.mark()).done.synchronize()  # behind what was submitted before
+
+    def make_room(self, block: Block, keep: Iterable[Block], next_use: NextUse) -> None:
+        """Evicts until `block` fits, first what is needed last, and what somebody else keeps at the very end; never
+        what is in use, resident or in `keep`.
+
+        Raises BudgetError when even that is not enough.
+        """
+        if self.fits(block):
+            return
+        kept = {id(other) for other in keep}
+        candidates = [
+            other
+            for other in self._by_storage.values()
+            if other.index >= 0 and (not other.users or other.may_be_taken_back) and id(other) not in kept
+        ]
+        for other in sorted(candidates, key=lambda other: (other.is_free, next_use(other)), reverse=True):
+            self.evict(other)
+            if self.fits(block):
+                return
+        in_use = ", ".join(repr(other.name) for other in self.present())
+        raise BudgetError(
+            f"block {block.name!r} needs {format_bytes(block.nbytes)} while {format_bytes(self.held_bytes)} are in use"
+            f" by {in_use}; device_memory allows {format_bytes(self.budget_bytes)} for weights; raise it, or pass"
+            " smaller blocks"
+        )
+
+    def check_resident(self, what: str, nbytes: int, largest: Block) -> None:
+        """Raises BudgetError when `nbytes` more that stay would leave no room for the largest block."""
+        missing_bytes = nbytes + largest.nbytes - self.streaming_budget_bytes
+        if missing_bytes > 0:
+            raise BudgetError(
+                f"what came after offload() stays on the device: {what} need {format_bytes(nbytes)} beside block"
+                f" {largest.name!r} of {format_bytes(largest.nbytes)};"
+                f" device_memory allows both {format_bytes(self.streaming_budget_bytes)}; raise it by"
+                f" {format_bytes(missing_bytes, at_least=True)}, or call remove() on the handle, change the model, and"
+                " offload it then"
+            )
+
+    def shrink(self, nbytes: int) -> None:
+        """The budget is `nbytes` smaller from now on: blocks that no longer fit go. Not during a pass."""
+        self.budget_bytes -= nbytes
+        for block in [block for block in self.present() if block.index >= 0]:
+            if self.held_bytes > self.budget_bytes:
+                self.evict(block)
+
+    def mend(self, blocks: Iterable[Block]) -> None:
+        """After Ctrl-C in the middle of an eviction or an onload: blocks are wholly here or wholly away."""
+        held: dict[int, Block] = {}
+        for block in blocks:
+            buffer = block.buffer
+            key = -1 if buffer is None else address_of(buffer.untyped_storage())
+            if buffer is not None and block.presence is not Presence.ABSENT and self._by_storage.get(key) is block:
+                held[key] = block
+            elif buffer is not None or block.presence is not Presence.ABSENT:
+                self._finish_copies(block)
+                block.lost()
+                block.arrival = None
+                with _plain_tensors():
+                    block.point_leaves(None)
+                block.buffer = None
+                if buffer is not None:
+                    self._buffers.release(buffer)
+        self._by_storage = held
+        self._addresses, self._in_order = [], []
+        for block in held.values():
+            self._note_address(block.buffer, block)
+        self.held_bytes = sum(block.nbytes for block in held.values())
+        self._buffers.rebook(self.held_bytes)
+        self.intact = True
+
+    def close(self) -> None:
+        """Evicts everything, also what could not come from disk."""
+        for block in list(self._by_storage.values()):
+            self.evict(block)
+        self._buffers.close()
+
+    def _submit(self, block: Block, buffer: torch.Tensor, *, only_changes: bool) -> None:
+        # Into a new buffer as soon as its memory is free: what compute was given since does not use it.
+        after, block.allocated = block.allocated or self._lanes.mark(), None
+        copies = block.copies_in(only_changes=only_changes)
+        if self._fetching is None or block.rest_is_host:
+            block.arrival = self._lanes.copy(Lane.ONLOAD, copies, after)
+            block.read_until(block.arrival.done)
+        else:
+            fetch = self._fetching.onload(block, Target(buffer, after, copies))
+            block.read_until(fetch)
+            block.arrival = LateTransfer(Lane.ONLOAD, block.nbytes, fetch.arrived)
+        block.presence = Presence.ARRIVING
+        self._meter.onloaded(block.arrival.nbytes)
+
+
+def _plain_tensors() -> contextlib.AbstractContextManager[object]:
+    """Inside of inference mode (a leaf that once held such a tensor could not be trained any more) and of `torch.func`
+    transforms (their tensors end with them) buffers are what they are outside.
+    """
+    if not torch.is_inference_mode_enabled() and not in_transform():
+        return _AS_THEY_ARE
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(without_transforms())
+    return stack
+
+
+_AS_THEY_ARE = contextlib.nullcontext()

@@ -1,0 +1,1 @@
+"""What happens when an offloaded model is called, and when backward goes through it?"""

@@ -1,0 +1,93 @@
+"""What has one call of a managed module begun? Exactly that ends with the call, whatever happens."""
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from millrace.weights.movement.block import Block
+from millrace.weights.passes.site import Site
+from millrace.weights.passes.stray import is_lending, lending_leaves
+
+if TYPE_CHECKING:
+    from millrace.weights.passes.engine import Engine
+
+__all__ = ["Bindable", "Call", "bind", "release"]
+
+
+class Call:
+    """One call of a managed module: what it has begun, so that exactly this is ended, whatever happens."""
+
+    def __init__(self, engine: "Engine", site: Site) -> None:
+        self.site = site
+        self.blocks: tuple[Block, ...] = ()  # bound until the call ends
+        self.lent: list[Block] = []  # of modules that were asked for a parameter
+        self.thread = threading.get_ident()
+        self._engine = engine
+        self._ends: list[Callable[[], object]] = []  # of what was begun, in that order
+
+    def begin_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """It is the outermost call."""
+        engine = self._engine
+        args, kwargs = engine.begin_pass(self.site, args, kwargs)
+        self._ends.append(engine.end_pass)
+        return args, kwargs
+
+    def begin_visit(self) -> None:
+        """Its blocks come, and what autograd saves of them becomes handles."""
+        engine = self._engine
+        engine.visit(self)
+        self._ends.append(engine.leave)
+        if not is_lending(engine.lending):
+            lending = lending_leaves(engine.lending)
+            self._ends.append(lending.end)
+            lending.begin()
+        if torch.is_autocast_enabled(engine.device.type) and torch.is_autocast_cache_enabled():
+            # The cache would keep low-precision copies of the weights on the device, also of weights that changed.
+            torch.set_autocast_cache_enabled(False)
+            self._ends.append(partial(torch.set_autocast_cache_enabled, True))
+        if torch.is_grad_enabled() and not engine.autograd_saves_weights():
+            saved = engine.saved_tensors(self.site)
+            saved.push()
+            self._ends.append(saved.pop)
+
+    def hold(self, blocks: Sequence[Block]) -> None:
+        """These blocks stay bound until the call ends."""
+        bind(blocks)
+        self.blocks = (*self.blocks, *blocks)
+
+    def end(self) -> None:
+        """Ends what was begun, in reverse; all of it, whatever is raised meanwhile."""
+        if self._ends:
+            try:
+                self._ends.pop()()
+            finally:
+                self.end()
+
+
+class Bindable(Protocol):
+    """What modules have in place of the user's own while they compute: a block's leaves, the device's buffers."""
+
+    users: int
+
+    def bind(self) -> None: ...
+
+    def unbind(self) -> None: ...
+
+
+def bind(blocks: Sequence[Bindable]) -> None:
+    """One more user of each block: with the first one the modules' attributes become the leaves."""
+    for block in blocks:
+        block.users += 1
+        if block.users == 1:
+            block.bind()
+
+
+def release(blocks: Sequence[Bindable]) -> None:
+    """The inverse of `bind`."""
+    for block in blocks:
+        if block.users == 1:
+            block.unbind()  # before it counts as done: an interrupt in between is made good by the next pass
+        block.users -= 1

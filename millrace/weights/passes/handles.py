@@ -1,0 +1,200 @@
+"""What does autograd keep of a weight? A handle: where it lies in its block and which contents it had, but no bytes.
+
+Active while a block's forward runs. Everything autograd saves that lies in a block's buffer becomes a handle;
+everything else goes on to the hooks that were on top before (checkpointing, activation offload, a user's own), because
+only the innermost hooks are called. Any unpack tells the engine that the backward of this site has begun.
+
+A checkpoint outside is told of weights too: it counts what forward and recomputation save, and in the latter a module
+that was a visit in forward may be none, because its block is there already.
+"""
+
+import contextlib
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.checkpoint
+
+from millrace.errors import WeightChangedError
+from millrace.runtime.autograd import check_version, neg_view, pop_hooks, push_hooks, top_hooks, without_overrides
+from millrace.weights.model.slot import Slot, Token
+from millrace.weights.movement.block import Block
+from millrace.weights.movement.residency import Residency
+
+__all__ = ["Handle", "SavedTensors", "pop_left_over", "saving_is_left_to_autograd"]
+
+
+class Handle(NamedTuple):
+    """A view of a weight that autograd saved, without its memory."""
+
+    block: Block
+    slot: Slot
+    token: Token
+    leaf_version: int  # counts what the model itself writes to the weight in forward
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # elements of dtype from the start of the buffer
+    conjugated: bool  # the bytes are those of its conjugate
+    negated: bool  # ... of its negative
+    recompute: "Callable[[Any], Any] | None"  # how the checkpoint around it unpacks, by computing again first
+
+
+class _Saved(NamedTuple):
+    """A tensor that is no weight, and its version: hooks bypass autograd's own check."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+class _Outer(NamedTuple):
+    """What the hooks outside ours made of a tensor."""
+
+    packed: Any
+    unpack: Callable[[Any], torch.Tensor]
+
+
+class SavedTensors:
+    """The saved-tensor hooks of one visit. `on_unpack` makes the site's blocks present; `require` one block."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        device: torch.device,
+        on_unpack: Callable[[], object],
+        require: Callable[[Block], None],
+    ) -> None:
+        self._residency = residency
+        self._device = device
+        self._on_unpack = on_unpack
+        self._require = require
+        self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # hooks that are not ours
+        self._checkpoint: Callable[..., Any] | None = None  # of them, that of a checkpoint that counts
+
+    def push(self) -> None:
+        """From now on autograd saves through these hooks."""
+        self._outer = top_hooks(True)
+        if self._outer is not None:
+            pack: Any = self._outer[0]
+            enclosing = getattr(pack, "__self__", None)
+            if isinstance(enclosing, SavedTensors):  # of the visit around this one: straight to the hooks outside it
+                self._outer, self._checkpoint = enclosing._outer, enclosing._checkpoint
+            elif getattr(pack, "__module__", "") == torch.utils.checkpoint.__name__:
+                self._checkpoint = pack
+        push_hooks(self._pack, self._unpack)
+
+    @staticmethod
+    def pop() -> None:
+        """The hooks that were on top before are again."""
+        pop_hooks()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if tensor.layout == torch.strided and tensor.device == self._device:
+            block = self._residency.block_of(tensor)
+            if block is not None:
+                if self._checkpoint is not None:
+                    self._checkpoint(tensor)
+                recompute = None if self._checkpoint is None or self._outer is None else self._outer[1]
+                return _handle_of(block, tensor, recompute)
+        if self._outer is not None:
+            return _Outer(self._outer[0](tensor), self._outer[1])
+        # Detached: an output that is saved by the very node that made it would keep the graph alive for good.
+        return _Saved(tensor.detach(), tensor._version)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        self._on_unpack()
+        if isinstance(packed, Handle):
+            if packed.recompute is not None:
+                _compute_again(packed.recompute)
+                self._on_unpack()
+            self._require(packed.block)
+            return _weight(packed)
+        if isinstance(packed, _Outer):
+            return packed.unpack(packed.packed)
+        saved: _Saved = packed
+        check_version(saved.tensor, saved.version)
+        return saved.tensor
+
+
+def saving_is_left_to_autograd() -> bool:
+    """Whether no hooks are on top: of no visit, no checkpoint, and no user."""
+    return top_hooks(True) is None
+
+
+def pop_left_over(residency: Residency) -> None:
+    """Takes off the hooks of visits of this model that an interrupt kept from ending."""
+    while (hooks := top_hooks(True)) is not None:
+        owner: Any = getattr(hooks[0], "__self__", None)
+        if not isinstance(owner, SavedTensors) or owner._residency is not residency:
+            return
+        pop_hooks()
+
+
+class _ComputedAgainError(Exception):
+    """Instead of what a checkpoint would hand out: the weight is here already."""
+
+
+class _Nothing:
+    """What a checkpoint is asked for, when it shall compute again and no more."""
+
+    @property
+    def handles(self) -> Any:
+        """The first thing that it looks at when it has."""
+        raise _ComputedAgainError
+
+
+_NOTHING = _Nothing()
+
+
+def _compute_again(unpack: Callable[[Any], Any]) -> None:
+    """What a checkpoint would do for any saved tensor, once for each backward: what modules write in forward, such as
+    BatchNorm's statistics, is then written once more, as without us.
+
+    Its unpack hook (torch.utils.checkpoint._checkpoint_hook) recomputes, then reads `holder.handles`. Raising there
+    stops it before it hands out a tensor.
+    """
+    with contextlib.suppress(_ComputedAgainError):
+        unpack(_NOTHING)
+
+
+def _handle_of(block: Block, tensor: torch.Tensor, recompute: Callable[[Any], Any] | None) -> Handle:
+    dtype, offset = tensor.dtype, int(tensor.storage_offset())
+    slot = block.slots_by_offset[bisect_right(block.slot_offsets, offset * dtype.itemsize) - 1]
+    return Handle(
+        block,
+        slot,
+        slot.loaded_token,
+        slot.leaf_version,
+        dtype,
+        tensor.size(),
+        tensor.stride(),
+        offset,
+        tensor.is_conj(),
+        tensor.is_neg(),
+        recompute,
+    )
+
+
+def _weight(handle: Handle) -> torch.Tensor:
+    """The weight as it was saved. Raises WeightChangedError when its home has other contents now."""
+    slot = handle.slot
+    with without_overrides():  # a look at a home is our own
+        changed = slot.token != handle.token
+    if changed:
+        raise WeightChangedError(
+            f"parameter {slot.name!r} was modified in place after forward used it and before backward did (version"
+            f" {slot.token[0]}; expected version {handle.token[0]}); run backward before optimizer.step() and the like"
+        )
+    if slot.leaf_version != handle.leaf_version:
+        raise WeightChangedError(
+            f"parameter {slot.name!r} was modified in place by the model itself after forward had used it (version"
+            f" {slot.leaf_version}; expected version {handle.leaf_version}); use it after the change, or a clone of it"
+        )
+    if handle.block.buffer is None:
+        raise WeightChangedError(f"block {handle.block.name!r} is not present")
+    weight = torch.empty(0, dtype=handle.dtype, device=handle.block.buffer.device)
+    weight.set_(handle.block.buffer.untyped_storage(), handle.offset, handle.size, handle.stride)
+    if handle.conjugated:
+        weight = weight.conj()
+    return neg_view(weight) if handle.negated else weight

@@ -1,0 +1,96 @@
+"""Who gets a leaf without a call of its module? What computes with a home, or asks a module for one, during a pass.
+
+See weights/passes/stray.py for how such uses come here.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from millrace.planning import Phase
+from millrace.runtime.autograd import in_backward
+from millrace.runtime.tensors import tensors_in
+from millrace.weights.model.slot import Slot
+from millrace.weights.movement.block import Block
+from millrace.weights.movement.executor import Executor
+from millrace.weights.movement.residency import Residency
+from millrace.weights.passes.call import Call, bind, release
+from millrace.weights.passes.stray import Use
+
+__all__ = ["Lending"]
+
+
+class Lending:
+    """Lends the leaves of one model. `calls`: those under way, outermost first."""
+
+    def __init__(self, executor: Executor, residency: Residency, calls: Sequence[Call]) -> None:
+        self._executor = executor
+        self._residency = residency
+        self._calls = calls
+        self._blocks: dict[Slot, Block] = {}
+        self._lent_in_backward: list[Block] = []  # to what is computed again
+
+    def add(self, block: Block) -> None:
+        """From now on the block's leaves are lent, too."""
+        self._blocks.update(dict.fromkeys(block.slots, block))
+
+    def lend(self, slot: Slot, use: Use) -> torch.Tensor | None:
+        """A module uses a home that no call of its own module brought: a visit as long as the computation."""
+        block = self._blocks.get(slot)
+        if block is None or not (self._in_call() or in_backward()):
+            return None
+        if use is Use.LOOK:
+            return slot.leaf
+        if use is Use.WRITE and not block.users:  # as the user would, from outside
+            slot.touch()
+            return None
+        self._bring(block)
+        bind((block,))
+        return slot.leaf
+
+    def take_back(self, slot: Slot, result: Any) -> None:
+        """The computation is over. Where it gave a view, the block stays as if a module had been asked for it."""
+        block = self._blocks[slot]
+        if block.users == 1 and any(self._residency.block_of(tensor) is block for tensor in tensors_in(result)):
+            self._lend_on(block)
+        else:
+            release((block,))
+
+    def lend_for_call(self, slot: Slot) -> torch.Tensor | None:
+        """A module is asked for a parameter of a block that no visit brought: a visit until the innermost call ends.
+
+        Or until its memory is needed, see `Block.lend`. In backward, what is computed again runs with gradients on;
+        hooks run with gradients off, and see homes as user code does.
+        """
+        block = self._blocks.get(slot)
+        if block is None or not (self._in_call() or (in_backward() and torch.is_grad_enabled())):
+            return None
+        if not block.users:
+            self._bring(block)
+            bind((block,))
+            self._lend_on(block)
+        return slot.leaf
+
+    def end_of_visit(self) -> None:
+        """Backward goes on to another block, or ends: what was lent in between comes back."""
+        lent, self._lent_in_backward = self._lent_in_backward, []
+        for block in lent:
+            block.take_back()
+
+    def forget(self) -> None:
+        """Nothing is lent any more: all blocks were unbound."""
+        self._lent_in_backward.clear()
+
+    def _in_call(self) -> bool:
+        return bool(self._calls) and self._calls[-1].thread == threading.get_ident()
+
+    def _bring(self, block: Block) -> None:
+        if not block.users:
+            self._executor.visit((block,), Phase.BACKWARD if in_backward() else Phase.FORWARD, block.name)
+
+    def _lend_on(self, block: Block) -> None:
+        """Until the innermost call ends, or in backward the visit."""
+        block.lend()
+        (self._calls[-1].lent if self._calls else self._lent_in_backward).append(block)

@@ -1,0 +1,226 @@
+"""What do an offloaded model's modules do differently? Moving, reading, writing and copying them is as on a CPU.
+
+Their classes stay what they are: see runtime/module_calls.py. Their parameters come out of a dict that lends leaves
+while the model computes.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from millrace.errors import StateError
+from millrace.runtime.module_calls import Method, participant_of, take_part, withdraw
+from millrace.weights.model.home import Home
+from millrace.weights.model.module_buffers import plain_buffer
+from millrace.weights.passes.stray import homes_as_they_are, lent_for_call
+
+if TYPE_CHECKING:
+    from millrace.weights.passes.site import Site
+
+__all__ = ["Managed", "lend_parameters", "make_managed", "make_plain", "site_of"]
+
+
+class Parameters(dict[str, Any]):
+    """A module's `_parameters`: while the model computes, a home that is asked for gives its leaf."""
+
+    def __getitem__(self, name: str) -> Any:
+        held = super().__getitem__(name)  # so that the compiler can follow
+        return lent_for_call(held) if type(held) is Home else held
+
+
+def lend_parameters(module: nn.Module) -> None:
+    """The module gives leaves, where it is asked for a parameter during a pass."""
+    if module._parameters and not isinstance(module._parameters, Parameters):
+        module.__dict__["_parameters"] = Parameters(module._parameters)
+
+
+class Managed:
+    """One managed module, as a participant in what it does."""
+
+    outer = False
+
+    def __init__(self, module: nn.Module, site: "Site") -> None:
+        self.site = site
+        self._looks_at_homes = isinstance(module, nn.TransformerEncoder)
+
+    @property
+    def methods(self) -> dict[str, Method]:
+        """What takes the place of methods of the instance."""
+        return {
+            "_apply": self._apply,
+            "_named_members": self._named_members,
+            "zero_grad": self._zero_grad,
+            "_save_to_state_dict": self._save_to_state_dict,
+            "_load_from_state_dict": self._load_from_state_dict,
+        }
+
+    def call(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The module is called."""
+        if self._looks_at_homes:
+            forward = _looking_at_homes(forward)
+        site = self.site
+        if site.is_inside():
+            return forward(*args, **kwargs)
+        return site.engine.call(site, forward, args, kwargs)
+
+    def compiling(self, module: nn.Module) -> None:
+        """A compiled block may be compiled through, because its visit is under way; a model around blocks may not."""
+        if not self.site.engine.state.computes:
+            torch.compiler.disable(_refuse_compilation_of_all)()  # here: that loads the compiler
+
+    @contextlib.contextmanager
+    def plain(self, module: nn.Module) -> Iterator[None]:
+        """Inside, the module's attributes are as they would be on a CPU, were it not offloaded."""
+        attributes = module.__dict__
+        parameters, buffers = attributes["_parameters"], attributes["_buffers"]
+        plain_parameters = dict(parameters.items())
+        plain_buffers = {name: plain_buffer(buffer) for name, buffer in buffers.items()}
+        try:
+            attributes["_parameters"], attributes["_buffers"] = plain_parameters, plain_buffers
+            yield
+        finally:
+            attributes["_parameters"], attributes["_buffers"] = parameters, buffers
+
+    def _apply(
+        self, module: nn.Module, _own: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> nn.Module:
+        """`.to(device)`, `.cuda()`, `.cpu()`: managed parameters and buffers are where they belong, and stay there."""
+        if recurse:
+            for child in module.children():
+                child._apply(fn)
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, Home):
+                _check_same_dtype(name, parameter, fn)
+            elif parameter is not None:
+                parameter.data = fn(parameter.data)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                _check_same_dtype(name, buffer, fn)
+        return module
+
+    def _named_members(self, _module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
+        """Behind `parameters()`, `zero_grad()` and their like: homes, also right after a backward that raised."""
+        self.site.engine.settle()
+        return own(*args, **kwargs)
+
+    def _zero_grad(self, module: nn.Module, own: Any, set_to_none: bool = True) -> None:
+        """As nn.Module has it; without waiting for updates under way, which keep the gradients that they read."""
+        if not set_to_none:
+            own(set_to_none=False)
+            return
+        self.site.engine.settle(updates=False)
+        for part in module.modules():
+            for parameter in part._parameters.values():
+                if parameter is not None:
+                    parameter.grad = None
+
+    def _save_to_state_dict(
+        self, module: nn.Module, own: Any, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        self.site.engine.settle()
+        own(destination, prefix, keep_vars)
+        if not keep_vars:  # a checkpoint is a host's: buffers rest on the device, parameters on the host
+            for name, buffer in module._buffers.items():
+                if buffer is not None and prefix + name in destination:
+                    destination[prefix + name] = destination[prefix + name].to("cpu")
+
+    def _load_from_state_dict(self, _module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> None:
+        self.site.engine.wait_until_free()  # homes are about to be written
+        own(*args, **kwargs)
+
+
+def _looking_at_homes(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """nn.TransformerEncoder looks at its first layer's weights, to choose how to compute, and uses none."""
+
+    def looking(*args: Any, **kwargs: Any) -> Any:
+        with homes_as_they_are():
+            return forward(*args, **kwargs)
+
+    return looking
+
+
+def _refuse_compilation_of_all() -> None:
+    raise StateError(
+        "torch.compile around an offloaded model would compile the visits away; compile its blocks instead: "
+        "for layer in model.layers: layer.compile()"
+    )
+
+
+def make_managed(module: nn.Module, site: "Site") -> None:
+    """The module is a managed one from now on."""
+    take_part(module, Managed(module, site))
+    _give_device(module, site.device)
+
+
+def make_plain(module: nn.Module) -> None:
+    """The inverse of `make_managed` and `lend_parameters`."""
+    managed = participant_of(module, Managed)
+    if managed is not None:
+        withdraw(module, managed)
+        _take_device(module)
+    if isinstance(module._parameters, Parameters):
+        module.__dict__["_parameters"] = dict(module._parameters.items())
+
+
+def site_of(module: nn.Module) -> "Site | None":
+    """The site of a managed module; None for any other."""
+    managed = participant_of(module, Managed)
+    return None if managed is None else managed.site
+
+
+# `model.device`: where the model computes -----------------------------------------------------------------------------
+class _Device(property):
+    """The `device` property of a class (transformers, diffusers), which for offloaded modules tells where they compute.
+
+    Properties belong to classes, so the class has it while any of its modules is offloaded.
+    """
+
+    def __init__(self, own: property) -> None:
+        super().__init__(self._answer, own.fset, own.fdel, own.__doc__)
+        self.own = own
+        self.devices: weakref.WeakKeyDictionary[nn.Module, torch.device] = weakref.WeakKeyDictionary()
+
+    def _answer(self, module: nn.Module) -> Any:
+        device = self.devices.get(module)
+        return device if device is not None else self.own.__get__(module)
+
+
+def _give_device(module: nn.Module, device: torch.device) -> None:
+    """The module's `device` is this one, if its class has such a property."""
+    owner = _owner_of_device(type(module))
+    if owner is not None:
+        if not isinstance(owner.__dict__["device"], _Device):
+            owner.device = _Device(owner.__dict__["device"])
+        owner.__dict__["device"].devices[module] = device
+
+
+def _take_device(module: nn.Module) -> None:
+    """The inverse of `_give_device`."""
+    owner = _owner_of_device(type(module))
+    if owner is not None and isinstance(owner.__dict__["device"], _Device):
+        owner.__dict__["device"].devices.pop(module, None)
+        if not owner.__dict__["device"].devices:
+            owner.device = owner.__dict__["device"].own
+
+
+def _owner_of_device(kind: Any) -> Any:
+    """The class whose property `device` is; None where it is none, or another kind of attribute."""
+    for owner in kind.__mro__:
+        if "device" in owner.__dict__:
+            return owner if isinstance(owner.__dict__["device"], property) else None
+    return None
+
+
+def _check_same_dtype(name: str, tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    dtype = fn(torch.empty(0, dtype=tensor.dtype)).dtype
+    if dtype != tensor.dtype:
+        raise StateError(
+            f"an offloaded model cannot change {name!r} from {tensor.dtype} to {dtype}; call remove() on the handle,"
+            " convert the model, and offload it again (or pass param_dtype to compute in another dtype)"
+        )

@@ -1,0 +1,51 @@
+"""Which blocks does a module need when it is called? A site ties one module to its blocks and to the engine."""
+
+from threading import get_ident
+from typing import TYPE_CHECKING
+
+from torch import is_autocast_cache_enabled, is_autocast_enabled, is_grad_enabled
+
+from millrace.runtime.autograd import in_backward
+from millrace.weights.movement.block import Block
+
+if TYPE_CHECKING:
+    from millrace.weights.passes.engine import Engine
+
+__all__ = ["Site"]
+
+
+class Site:
+    """One managed module.
+
+    `blocks` must be present while it computes. `main`: its call is the usual way to them (a layer); otherwise it is a
+    module inside of such a one and does nothing unless it is called on its own, or it has no blocks. `encloses`:
+    some site with main=True is inside it.
+    """
+
+    def __init__(self, engine: "Engine", name: str, blocks: tuple[Block, ...], *, main: bool, encloses: bool) -> None:
+        self.engine = engine
+        self.name = name
+        self.blocks = blocks
+        self.main = main
+        self._may_be_inside = bool(blocks) and not main
+        self.encloses = encloses
+        self.device = engine.device
+        self.companion: object = None  # what lives as long as the module
+
+    def is_inside(self) -> bool:
+        """Whether a call does nothing of its own: of a module inside of one whose visit, on this thread, brought all of
+        its blocks, or inside of a pass that has all blocks of the model bound. Most calls are such ones.
+        """
+        engine = self.engine
+        if engine.straight_for == get_ident():
+            return not (self.main and is_autocast_cache_enabled() and is_autocast_enabled(self.device.type))
+        calls = engine.calls
+        if calls:
+            if not self._may_be_inside or calls[-1].thread != get_ident():
+                return False
+        elif not (engine.everything_is_bound and self.blocks and is_grad_enabled() and in_backward()):
+            return False  # otherwise it is computed again
+        for block in self.blocks:  # noqa: SIM110  # a generator would cost more than all the rest
+            if not block.users:
+                return False
+        return True

@@ -1,0 +1,163 @@
+"""How many bytes may a model take, in which tier? As the user set, or as the machine has; checked before all else."""
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from millrace.config import ActivationConfig, OffloadConfig, format_bytes
+from millrace.errors import BudgetError
+from millrace.memory.arena import whole_pages
+from millrace.memory.disk import LEAST_READING_BYTES
+from millrace.runtime.device import free_device_bytes, is_accelerator
+from millrace.runtime.host import available_host_bytes
+from millrace.weights.model.inventory import Inventory
+from millrace.weights.model.partition import Partition
+from millrace.weights.rest.placement import Placement, place
+
+__all__ = ["Budgets"]
+
+_DEVICE_RESERVE = 0.1  # of what is free: workspaces and fragmentation, when no device_memory is given
+_READING_BYTES = 32 * 2**20  # keeps a drive busy
+_HOST_RESERVE = 0.15  # of what is available: the rest of the process, when no host_memory is given
+_ACTIVATIONS_SHARE = 0.25  # of host memory, where blocks rest on disk and nothing else is said
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """Ceilings in bytes. `device_bytes` holds the weights on the device and the modules' buffers."""
+
+    device_bytes: int
+    buffer_bytes: int
+    host_bytes: int
+
+    @classmethod
+    def of(cls, model: nn.Module, inventory: Inventory, config: OffloadConfig) -> "Budgets":
+        """What the user set, and else what device and host have to spare."""
+        weights_bytes = inventory.nbytes(list(inventory.members))
+        buffer_bytes = sum({id(buffer): buffer.nbytes for buffer in model.buffers()}.values())
+        device_bytes, host_bytes = config.device_memory_bytes, config.host_memory_bytes
+        if device_bytes is None and is_accelerator(config.device):
+            device_bytes = int(free_device_bytes(config.device) * (1 - _DEVICE_RESERVE))
+        elif device_bytes is None:
+            device_bytes = min(available_host_bytes() // 2, 2 * weights_bytes + buffer_bytes)
+        if host_bytes is None:  # the weights are there already, and are moved, not copied
+            held_bytes = weights_bytes if config.checkpoint is None else 0
+            host_bytes = int(available_host_bytes() * (1 - _HOST_RESERVE)) + held_bytes
+        return cls(device_bytes=device_bytes, buffer_bytes=buffer_bytes, host_bytes=host_bytes)
+
+    @property
+    def weights_bytes(self) -> int:
+        """What the device budget leaves for weights."""
+        return self.device_bytes - self.buffer_bytes
+
+    @property
+    def reading_bytes(self) -> int:
+        """Host memory through which blocks that rest on the host are read from a checkpoint."""
+        return max(LEAST_READING_BYTES, min(_READING_BYTES, self.host_bytes // 16))
+
+    def check(self, inventory: Inventory, parts: Partition, device: torch.device) -> None:
+        """Raises BudgetError for what cannot fit, before anything is allocated."""
+        sizes = {part.name: inventory.nbytes(part.keys) for part in parts.streamed}
+        kept_bytes = sum(inventory.nbytes(part.keys) for part in parts.resident) + self.buffer_bytes
+        order = {name: -index for index, name in enumerate(sizes)}  # of several that are as large, the first
+
+        def rank(names: frozenset[str]) -> tuple[int, int]:
+            return sum(map(sizes.__getitem__, names)), max(map(order.__getitem__, names))
+
+        largest = max(_at_once(inventory, parts), key=rank, default=frozenset[str]())
+        largest_bytes = sum(map(sizes.__getitem__, largest))
+        needed_bytes = kept_bytes + largest_bytes
+        if needed_bytes > self.device_bytes:
+            what = f"resident weights and buffers need {format_bytes(kept_bytes)}"
+            if largest:
+                blocks = " and ".join(map(repr, sorted(largest)))
+                what = f"block {blocks} needs" if len(largest) == 1 else f"blocks {blocks}, which share weights, need"
+                what += (
+                    f" {format_bytes(largest_bytes)} beside {format_bytes(kept_bytes)} of resident weights and buffers"
+                )
+            keys = [key for part in parts.streamed if part.name in largest for key in part.keys]
+            raise BudgetError(
+                f"{what}; device_memory allows {format_bytes(self.device_bytes)}; raise it to at least"
+                f" {format_bytes(needed_bytes, at_least=True)}"
+                + _smaller_blocks(inventory, keys, (self.device_bytes - kept_bytes) // 2)
+            )
+        wanted_bytes = min(self.device_bytes, sum(sizes.values()) + kept_bytes)
+        if is_accelerator(device) and wanted_bytes > (free_bytes := free_device_bytes(device)):
+            raise BudgetError(
+                f"device_memory={format_bytes(self.device_bytes)} is more than {device} has free,"
+                f" {format_bytes(free_bytes)}; lower it, or end what else uses the device"
+            )
+
+    def share_for_activations(
+        self, inventory: Inventory, parts: Partition, config: OffloadConfig
+    ) -> ActivationConfig | None:
+        """The settings of activations, with a share of host memory where blocks that may rest on disk would fill it.
+
+        Where these leave more than that, activations have what is left. Nobody said how much they need: what finds no
+        room stays on the device.
+        """
+        activations = config.activations
+        if activations is None or activations.host_memory_bytes is not None or config.disk is None:
+            return activations
+        share_bytes = int(self.host_bytes * _ACTIVATIONS_SHARE)
+        if replace(self, host_bytes=self.host_bytes - share_bytes).place(inventory, parts, config) == Placement():
+            return replace(activations, stays_without_room=True)
+        return replace(activations, host_memory_bytes=share_bytes, stays_without_room=True)
+
+    def place(self, inventory: Inventory, parts: Partition, config: OffloadConfig) -> Placement:
+        """Which blocks rest on the host, and which on disk. Raises BudgetError when they have no room."""
+        sizes = {part.name: inventory.nbytes(part.keys) for part in parts.streamed}
+        resident_bytes = sum(whole_pages(inventory.nbytes(part.keys)) for part in parts.resident)
+        if config.disk is not None or config.checkpoint is not None:
+            trained = [member.parameter for member in inventory.members.values() if member.parameter.requires_grad]
+            gradient_bytes = sum(p.numel() * (config.grad_dtype or p.dtype).itemsize for p in trained)
+            wide = {part.name: inventory.cast_bytes(part.keys) for part in parts.streamed}
+            free_bytes = self.host_bytes - resident_bytes - (self.reading_bytes if config.checkpoint is not None else 0)
+            return place(
+                {name: sizes[name] + wide[name] for name in sizes},
+                self.weights_bytes - sum(inventory.nbytes(part.keys) for part in parts.resident),
+                free_bytes,
+                gradient_bytes if config.disk is not None else 0,
+            )
+        arenas_bytes = resident_bytes + sum(map(whole_pages, sizes.values()))
+        if arenas_bytes > self.host_bytes:
+            raise BudgetError(
+                f"weights need {format_bytes(arenas_bytes)} of host memory in all; host_memory allows"
+                f" {format_bytes(self.host_bytes)}; raise it to at least {format_bytes(arenas_bytes, at_least=True)},"
+                ' or pass a directory, such as disk="/nvme/millrace", where blocks can rest'
+            )
+        return Placement()
+
+
+def _at_once(inventory: Inventory, parts: Partition) -> set[frozenset[str]]:
+    """The streamed parts, by name, that calls within each other use at the same time: a module's own and those whose
+    weights it holds, and those of the modules around it. Weights borrowed from modules it does not hold are only found
+    during a pass.
+    """
+    part_of = {key: part.name for part in parts.streamed for key in part.keys}
+    mains: dict[nn.Module, set[str]] = defaultdict(set)
+    for part in parts.streamed:
+        for site in part.sites:
+            mains[site].add(part.name)
+    used: set[frozenset[str]] = set()
+    seen: set[tuple[nn.Module, frozenset[str]]] = set()
+    inner = {child for module in inventory.names for child in module.children()}
+    waiting = [(module, frozenset[str]()) for module in inventory.names if module not in inner]
+    while waiting:
+        module, around = waiting.pop()
+        owned = {part_of[key] for key in inventory.owned.get(module, ()) if key in part_of}
+        now = around | mains[module] | owned
+        if (module, now) not in seen:
+            seen.add((module, now))
+            used.add(now)
+            waiting += [(child, now) for child in module.children()]
+    return used - {frozenset()}
+
+
+def _smaller_blocks(inventory: Inventory, keys: list[int], limit_bytes: int) -> str:
+    """The advice to cut these parameters into blocks of that size, where that can be done."""
+    if max((inventory.nbytes([key]) for key in keys), default=limit_bytes) >= limit_bytes:
+        return ""
+    return f", or pass smaller blocks such as blocks={format_bytes(limit_bytes).replace(' ', '')!r}"

@@ -1,0 +1,304 @@
+"""How do blocks that rest on disk come to the device? In chunks, through a ring of pinned host memory, ahead of use.
+
+Two threads take one fetch after the other: the first submits reads of files into chunks of the ring; the second gets a
+fetch when its block's onload was asked for, waits for its reads and submits the copies to the device. A chunk is used
+again when the copy that reads it has passed. Fetches that nobody asked for yet are guesses of the plan: what is read of
+all of them together fits into the ring (of the last one maybe a part; the rest follows when it is asked for), and they
+are withdrawn when another block is wanted before them, so no fetch waits for a chunk that only a later one would free.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+
+from millrace.memory.disk import Slot, StagingRing
+from millrace.runtime.lanes import Copy, Event, Lane, Lanes, Tick, Transfer
+from millrace.runtime.threads import Gate, Job, OneThread
+from millrace.weights.meter import Meter
+
+__all__ = ["Fetch", "Fetching", "Piece", "Target", "Way"]
+
+
+class ReadEvent(Event, Protocol):
+    """The end of a read, and when it began and ended, in seconds of one clock."""
+
+    def began_at(self) -> float: ...
+
+    def reached_at(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one read brings, and where it belongs."""
+
+    read: Callable[[torch.Tensor], ReadEvent]  # submits a read into a chunk, from its first byte on
+    nbytes: int  # that are read
+    parts: tuple[tuple[int, int, int], ...]  # (first byte in the chunk, bytes, first byte in the block)
+
+    def copies(self, chunk: torch.Tensor, buffer: torch.Tensor) -> list[Copy]:
+        """From the chunk to the block's buffer."""
+        return [(buffer[to : to + nbytes], chunk[begin : begin + nbytes]) for begin, nbytes, to in self.parts]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a fetched block goes."""
+
+    buffer: torch.Tensor
+    after: Event  # the buffer may be written from then on
+    more: Sequence[Copy]  # what homes hold that is not in the files; copied last
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a fetch comes to the two threads. Both may be told the same twice."""
+
+    submit_read: "Callable[[Fetch, int], None]"  # has `read` called with that many pieces
+    submit_send: "Callable[[Fetch], None]"  # has `send` called
+
+
+@dataclass
+class Fetch:
+    """One block on its way from disk.
+
+    Ctrl-C may strike whoever asks for it at any instruction. So both threads know for themselves how far they are:
+    what was broken off is asked for again, by whoever waits for the fetch or withdraws it.
+    """
+
+    pieces: Sequence[Piece]
+    nbytes: int  # of the block
+    contents: object  # of its homes when the fetch was submitted
+    before: Callable[[], None]  # to be done ahead of the first read
+    way: Way
+    arrived: "Job[Transfer]" = field(default_factory=Job)
+    ahead: int = 0  # pieces whose reads were submitted before it was asked for
+    _asked: "dict[str, list[Target | None]]" = field(default_factory=dict)  # whoever is first sets it, at one stroke
+    _handed_over: bool = False  # both threads know that it was asked for
+    _has_read: Gate = field(default_factory=Gate)
+    # the threads' own
+    _reads: "SimpleQueue[tuple[Piece, Slot, ReadEvent] | BaseException | None]" = field(default_factory=SimpleQueue)
+    _submitted: int = 0  # pieces whose reads were submitted
+    _all_submitted: bool = False  # or given up
+    _sending: bool = False
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether nobody has asked for it yet."""
+        return not self._asked
+
+    @property
+    def withdrawn(self) -> bool:
+        """Whether nobody wants it any more."""
+        return bool(self._asked) and self._asked["target"][0] is None
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes whose reads were submitted before it was asked for."""
+        return sum(piece.nbytes for piece in self.pieces[: self.ahead])
+
+    def read_ahead(self, pieces: int) -> None:
+        """Submits the reads of so many pieces more, if nobody has asked for it yet."""
+        if self.is_guess and pieces:
+            self.ahead = min(self.ahead + pieces, len(self.pieces))
+            self.way.submit_read(self, self.ahead)
+
+    def ask(self, target: Target | None) -> bool:
+        """Says where it goes; None: nowhere. False if that was said before."""
+        mine = [target]
+        first = self._asked.setdefault("target", mine) is mine
+        if not self._handed_over:
+            self.way.submit_read(self, len(self.pieces))
+            self.way.submit_send(self)
+            self._handed_over = True
+        return first
+
+    # It is an Event, for those who are about to write the homes.
+    def synchronize(self) -> None:
+        """The caller waits until homes and files are read no more, whatever came of it. A guess is withdrawn."""
+        if not self._has_read.is_open:
+            self.ask(None)
+            self._has_read.wait()
+
+    def query(self) -> bool:
+        """Whether that is so."""
+        return self._has_read.is_open
+
+    # on the two threads of Fetching
+    def read(self, ring: StagingRing, stop: int) -> None:
+        """Files into chunks: the pieces up to `stop` that were not read yet."""
+        if self._all_submitted:
+            return
+        try:
+            if not self.withdrawn and self._submitted == 0:
+                self.before()
+            for piece in self.pieces[self._submitted : stop]:
+                chunk = ring.acquire()
+                try:
+                    if chunk.free is not None:
+                        chunk.free.synchronize()
+                    reading = None if self.withdrawn else piece.read(chunk.memory)
+                except BaseException:
+                    ring.release(chunk, None)
+                    raise
+                if reading is None:
+                    ring.release(chunk, None)
+                    break
+                self._submitted += 1
+                self._reads.put((piece, chunk, reading))
+            if self._submitted == len(self.pieces) or self.withdrawn:
+                self._all_submitted = True
+                self._reads.put(None)
+        except BaseException as error:
+            self._all_submitted = True
+            self._reads.put(error)
+
+    def send(self, ring: StagingRing, lanes: Lanes) -> tuple[int, float]:
+        """Chunks to the device. What fails reaches whoever waits for the block. Bytes read, and seconds if all were."""
+        if self._sending:
+            return 0, 0.0
+        self._sending = True
+        target = self._asked["target"][0]
+        sent: list[tuple[Tick, Tick]] = []  # begin and end of the copies
+        spans: list[tuple[float, float]] = []  # of the reads
+        read_bytes = 0
+        failed: BaseException | None = None
+        while isinstance(item := self._reads.get(), tuple):
+            piece, chunk, reading = item
+            done: Event | None = None
+            try:
+                reading.synchronize()
+                read_bytes += piece.nbytes
+                spans.append((reading.began_at(), reading.reached_at()))
+                if target is not None and failed is None:
+                    sent.append(_copy(piece.copies(chunk.memory, target.buffer), target, lanes))
+                    done = sent[-1][1]
+            except BaseException as error:
+                failed = failed or error
+            ring.release(chunk, done)
+        failed = failed or item
+        try:
+            if target is not None and failed is None and (target.more or not sent):
+                sent.append(_copy(target.more, target, lanes))
+                sent[-1][1].synchronize()  # it reads homes
+        except BaseException as error:
+            failed = error
+        target = self._asked["target"][0] = None  # nothing but the block may keep the buffer alive
+        if failed is not None:
+            self.arrived.set_exception(failed)
+        elif sent:
+            self.arrived.set_result(Transfer(Lane.ONLOAD, (), self.nbytes, sent[0][0], sent[-1][1]))
+        self._has_read.open()
+        return read_bytes, _covered(spans) if len(spans) == len(self.pieces) else 0.0
+
+
+def _copy(copies: Sequence[Copy], target: Target, lanes: Lanes) -> tuple[Tick, Tick]:
+    transfer = lanes.copy(Lane.ONLOAD, copies, target.after)
+    return transfer.begun, transfer.done
+
+
+def _covered(spans: Sequence[tuple[float, float]]) -> float:
+    """Seconds in which at least one of the spans was under way."""
+    covered, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        covered += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return covered
+
+
+class Fetchable(Protocol):
+    """A block that rests on disk."""
+
+    nbytes: int
+
+    @property
+    def contents(self) -> object: ...
+
+    def fetch(self, chunk_bytes: int, way: Way) -> Fetch:
+        """What brings from disk what its homes hold now."""
+
+
+class Fetching:
+    """The way from disk for the blocks of one model."""
+
+    def __init__(self, ring: StagingRing, chunks: int, lanes: Lanes, meter: Meter) -> None:
+        self._meter = meter
+        self._ring = ring
+        self._chunks = chunks
+        self._lanes = lanes
+        self._reader = OneThread("millrace-fetch")
+        self._sender = OneThread("millrace-send")
+        self._way = Way(self._submit_read, self._submit_send)
+        self._ahead: dict[Fetchable, Fetch] = {}  # in the order of submission: not asked for yet
+        self._seconds_per_byte = float("inf")
+
+    def seconds(self, nbytes: int) -> float:
+        """How long so many bytes take from disk, at the best speed seen; 0.0 before the first fetch."""
+        return 0.0 if self._seconds_per_byte == float("inf") else nbytes * self._seconds_per_byte
+
+    def ahead(self, block: Fetchable) -> bool:
+        """Submits the fetch of a block whose onload is asked for later, in the order of these calls.
+
+        As much of it as the ring has room for, beside what comes before; more at the next call. False: that was not
+        all of it.
+        """
+        fetch = self._ahead.get(block)
+        if fetch is not None and not (fetch.is_guess and fetch.contents == block.contents):
+            self._withdraw(block)
+            fetch = None
+        room = self._chunks - sum(fetch.ahead for fetch in self._ahead.values())
+        if fetch is None:
+            if room <= 0:
+                return False
+            self._ahead[block] = fetch = block.fetch(self._ring.slot_bytes, self._way)
+        if fetch.ahead < len(fetch.pieces):
+            fetch.read_ahead(room)
+        return fetch.ahead == len(fetch.pieces)
+
+    def onload(self, block: Fetchable, target: Target) -> Fetch:
+        """The block goes to `target`: as it was fetched ahead, if it has the same contents still; else it is now."""
+        fetch = self._ahead.get(block)
+        if fetch is not None and fetch.contents == block.contents:
+            # Those before it, which nobody came for, would keep it waiting; so would those behind it, where a rest of
+            # it is still to be read: after Ctrl-C it may not be the last one.
+            others, at = list(self._ahead), list(self._ahead).index(block)
+            for other in others[:at] if fetch.ahead == len(fetch.pieces) else others[:at] + others[at + 1 :]:
+                self._withdraw(other)
+            if fetch.ask(target):
+                del self._ahead[block]
+                self._meter.fetched_ahead(fetch.ahead_bytes)
+                return fetch
+        self.withdraw_all()
+        fetch = block.fetch(self._ring.slot_bytes, self._way)
+        fetch.ask(target)
+        return fetch
+
+    def withdraw_all(self) -> None:
+        """What was fetched ahead is not wanted any more."""
+        for block in list(self._ahead):
+            self._withdraw(block)
+
+    def close(self) -> None:
+        """Ends the threads, when what was asked for has arrived."""
+        self.withdraw_all()
+        self._reader.shutdown(wait=True)
+        self._sender.shutdown(wait=True)
+        self._ring.close()
+
+    def _withdraw(self, block: Fetchable) -> None:
+        self._ahead[block].ask(None)
+        del self._ahead[block]  # not before: Ctrl-C would leave its chunks to nobody
+
+    def _submit_read(self, fetch: Fetch, stop: int) -> None:
+        self._reader.submit(fetch.read, self._ring, stop)
+
+    def _submit_send(self, fetch: Fetch) -> None:
+        self._sender.submit(self._send, fetch)
+
+    def _send(self, fetch: Fetch) -> None:
+        nbytes, seconds = fetch.send(self._ring, self._lanes)
+        self._meter.fetched(nbytes)
+        if seconds > 0:
+            self._seconds_per_byte = min(self._seconds_per_byte, seconds / nbytes)

@@ -1,0 +1,266 @@
+"""In which tier does each block rest? As many on the host as have room there, spread evenly; the rest on disk."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from millrace.config import format_bytes
+from millrace.errors import BudgetError
+from millrace.memory.arena import Arena, whole_pages
+from millrace.memory.disk import DiskStore, Request
+from millrace.memory.ledger import Ledger
+from millrace.weights.meter import Meter
+from millrace.weights.model.layout import lay_out
+from millrace.weights.model.slot import Layout
+from millrace.weights.rest.materialize import Materialized
+from millrace.weights.rest.tiers import CheckpointRest, DiskRest, HostRest, Rest
+
+__all__ = ["Placement", "Shelf", "place", "ring_size"]
+
+_CHUNK_BYTES = 8 * 2**20  # a request of this size has a drive's full speed
+_SMALLEST_CHUNK_BYTES = 2**12
+_RING_SHARE = 1 / 8  # of the host budget, for staging: what is more holds blocks
+_MOST_RING_SHARE = 1 / 4  # where an eighth is too little for one of the next two
+_ENOUGH_CHUNKS = 16  # the drive has its four, and nobody waits for a thread's turn
+_AHEAD_BLOCKS = 3  # on the device, of the largest: where that has less room, the ring is where the next one comes to
+_FEWEST_CHUNKS = 4  # one that is read, one that leaves, and their followers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Names of the blocks that rest on disk, and the staging memory that their weights and gradients pass through."""
+
+    on_disk: frozenset[str] = frozenset()
+    disk_bytes: int = 0  # that those take
+    chunk_bytes: int = 0  # of the ring for weights
+    chunks: int = 0
+    gradient_bytes: int | None = None  # of each half of what gradients pass through; None: as much as a block's
+
+
+def place(sizes: Mapping[str, int], device_bytes: int, host_bytes: int, all_gradient_bytes: int) -> Placement:
+    """Spreads blocks over host and disk. `sizes`: bytes by name, in order of use; `host_bytes`: what there is for them.
+
+    `device_bytes`: what blocks may take on the device.
+
+    Evenly, so that fetches are spread over the pass, and the drive works all the time. `all_gradient_bytes`, of a model
+    that trains, have what room the weights leave, else they rest on disk. Raises BudgetError when not even the staging
+    memory fits.
+    """
+    pages = {name: whole_pages(nbytes) for name, nbytes in sizes.items()}
+    total_bytes = sum(pages.values())
+    if total_bytes + all_gradient_bytes <= host_bytes:
+        return Placement()
+    chunk_bytes, chunks = ring_size(host_bytes, device_bytes, max(pages.values(), default=0))
+    gradient_bytes = 2 * chunk_bytes if all_gradient_bytes else 0
+    if total_bytes + 2 * gradient_bytes <= host_bytes:
+        return Placement(gradient_bytes=gradient_bytes or None)
+    staging_bytes = chunks * chunk_bytes + 2 * gradient_bytes
+    left_bytes = host_bytes - staging_bytes
+    if left_bytes < 0:
+        raise BudgetError(
+            f"blocks on disk pass through {format_bytes(staging_bytes)} of staging memory; host_memory leaves"
+            f" {format_bytes(host_bytes)} for it; raise it by {format_bytes(-left_bytes, at_least=True)}"
+        )
+    on_disk, kept_bytes, passed_bytes = set(), 0, 0
+    for name, nbytes in pages.items():
+        passed_bytes += nbytes
+        if kept_bytes + nbytes <= left_bytes * passed_bytes / total_bytes:
+            kept_bytes += nbytes
+        else:
+            on_disk.add(name)
+    return Placement(
+        on_disk=frozenset(on_disk),
+        disk_bytes=sum(pages[name] for name in on_disk),
+        chunk_bytes=chunk_bytes,
+        chunks=chunks,
+        gradient_bytes=gradient_bytes or 2 * chunk_bytes,
+    )
+
+
+def ring_size(host_bytes: int, device_bytes: int, largest_bytes: int) -> tuple[int, int]:
+    """Bytes of a chunk, and how many there are, of the ring through which blocks of at most `largest_bytes` come."""
+    chunk_bytes = _CHUNK_BYTES
+    while chunk_bytes > _SMALLEST_CHUNK_BYTES and chunk_bytes * _FEWEST_CHUNKS > host_bytes * _RING_SHARE:
+        chunk_bytes //= 2
+    wanted_bytes = _ENOUGH_CHUNKS * chunk_bytes
+    if device_bytes < _AHEAD_BLOCKS * largest_bytes:
+        wanted_bytes = max(wanted_bytes, largest_bytes + chunk_bytes)
+    ring_bytes = max(host_bytes * _RING_SHARE, min(host_bytes * _MOST_RING_SHARE, wanted_bytes))
+    return chunk_bytes, max(_FEWEST_CHUNKS, int(min(ring_bytes, 2 * largest_bytes)) // chunk_bytes)
+
+
+class HostRoom(Protocol):
+    """Who can make room in host memory."""
+
+    def make(self, nbytes: int) -> bool:
+        """Whether the host budget has room for `nbytes` more, at once or after blocks have moved to disk."""
+
+
+class Shelf:
+    """Makes the memory in which blocks and gradients rest, as a placement says.
+
+    `disk`: the directory of the disk tier, if there is one; it is opened when it is needed. `materialized`: parameters
+    that lie in a checkpoint. Closes both.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        ledger: Ledger,
+        meter: Meter,
+        placement: Placement,
+        disk: Path | None = None,
+        materialized: Materialized | None = None,
+    ) -> None:
+        self._device = device
+        self._ledger = ledger
+        self._meter = meter
+        self._placement = placement
+        self._materialized = materialized
+        self._disk = disk
+        self._store: DiskStore | None = None
+        self.room: HostRoom | None = None  # for what comes later than the model; None: what there is
+        if placement != Placement() and self.store is not None and materialized is None:
+            self.store.check_free(placement.disk_bytes)
+
+    @property
+    def store(self) -> DiskStore | None:
+        """The disk tier, opened for the first who asks; None when there is no directory for it."""
+        if self._store is None and self._disk is not None:
+            self._store = DiskStore(self._disk, self._ledger, log=self._meter.disk_log)
+        return self._store
+
+    @property
+    def most_staged_bytes(self) -> int | None:
+        """The most that gradients on their way may take at once, for each half of their staging memory."""
+        return self._placement.gradient_bytes
+
+    def rest_for(self, name: str, parameters: Sequence[nn.Parameter], layouts: Sequence[Layout], nbytes: int) -> Rest:
+        """Where a block of `nbytes` rests. Homes that travel in another dtype go to the same tier as their block."""
+        casts = [p for p, layout in zip(parameters, layouts, strict=True) if p.dtype != layout.dtype]
+        if name not in self._placement.on_disk and self.make_room(whole_pages(nbytes)):
+            rest = HostRest(Arena(nbytes, self._device, self._ledger, "weights"), nbytes)
+            if not casts:
+                self._read(parameters, rest.places(layouts))
+            return rest
+        names = self._names(parameters)
+        if self._materialized is not None and not casts and None not in names:
+            return CheckpointRest(self._materialized.checkpoint, name, [n for n in names if n], layouts)
+        if casts and None in names:
+            cast_layouts, cast_bytes = lay_out(casts, None)
+            homes = self.writable_rest_for(f"{name} (homes)", cast_bytes)
+            for parameter, place in zip(casts, homes.places(cast_layouts), strict=True):
+                place.copy_(parameter.detach())
+                parameter.data = place
+            homes.settle()
+        return self.writable_rest_for(name, nbytes)
+
+    def writable_rest_for(self, name: str, nbytes: int) -> DiskRest:
+        """Where a block rests on disk when it changes. Raises BudgetError when there is no disk."""
+        if self.store is None:
+            raise BudgetError(
+                f"weights of {name!r}, which lie in a checkpoint, change, and host_memory has no room; raise it"
+                ' or pass a directory, such as disk="/nvme/millrace", where changed weights can rest'
+            )
+        chunk_bytes = self._placement.chunk_bytes or ring_size(self._ledger.host_budget_bytes or 0, 0, 0)[0]
+        return DiskRest(self.store, name, nbytes, chunk_bytes, self._meter.spilled)
+
+    def check_gradients(self, nbytes: int) -> None:
+        """Raises BudgetError when gradients of `nbytes` have no room: on the host, if there is no disk."""
+        if self._disk is None:
+            self._ledger.check_host(nbytes, "gradients")
+
+    @property
+    def short_staging_bytes(self) -> int | None:
+        """As `most_staged_bytes` is where blocks rest on disk; None without a disk."""
+        return None if self.room is None else 2 * ring_size(self._ledger.host_budget_bytes or 0, 0, 0)[0]
+
+    def make_room(self, nbytes: int) -> bool:
+        """Whether `nbytes` more may be taken in host memory, where blocks move to disk for it; or nobody can help."""
+        return self.room is None or self.room.make(nbytes)
+
+    def gradient_memory(self, name: str, nbytes: int, *, missing_bytes: int = 0) -> "GradientMemory":
+        """Where the gradients of a block wait: on the host while its budget has room, else on disk if there is one.
+
+        `missing_bytes` of staging memory are still to be made.
+        """
+        staging_bytes = max(missing_bytes, 2 * (self._placement.gradient_bytes or 0))  # some may be held already
+        no_room = not self._ledger.has_room(whole_pages(nbytes) + staging_bytes)
+        if (name in self._placement.on_disk or no_room) and self.store is not None:
+            return DiskGradients(self.store, name, nbytes, self._meter.spilled)
+        return Arena(nbytes, self._device, self._ledger, "gradients")
+
+    def forked(self) -> None:
+        """In a process that was forked."""
+        self._ledger.forked()
+        if self._store is not None:
+            self._store.forked()
+
+    def synchronize(self) -> None:
+        """The host waits until what was written is on disk. Raises DiskError for a write that failed since."""
+        if self._store is not None:
+            self._store.synchronize()
+
+    def close(self) -> None:
+        """Gives the disk back, as far as no tensor is in use."""
+        if self._store is not None:
+            self._store.close()
+            self._store = self._disk = None
+        if self._materialized is not None:
+            self._materialized.checkpoint.close()
+
+    def _names(self, parameters: Sequence[nn.Parameter]) -> list[str | None]:
+        """The parameters' tensors in the checkpoint; None for those that are not there."""
+        made = self._materialized
+        return [None if made is None else made.name_of(parameter) for parameter in parameters]
+
+    def _read(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> None:
+        """Parameters that lie in a checkpoint are read into their places, past the page cache."""
+        if self._materialized is None:
+            return
+        found = {
+            name: (parameter, place)
+            for name, parameter, place in zip(self._names(parameters), parameters, places, strict=True)
+            if name is not None
+        }
+        self._materialized.checkpoint.read({name: place for name, (_, place) in found.items()}).synchronize()
+        for parameter, place in found.values():
+            parameter.data = place
+
+
+class GradientMemory(Protocol):
+    """Memory that gradients are carved from. It lives as long as any of them."""
+
+    def tensor(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """Bytes `offset` to `offset + nbytes` as a tensor of one dimension with a storage of its own."""
+
+
+class DiskGradients:
+    """Gradient memory in an extent of a disk store."""
+
+    def __init__(self, store: DiskStore, name: str, nbytes: int, spilled: Callable[[int], None]) -> None:
+        self._store, self._spilled = store, spilled
+        self._extent = store.allocate(f"{name} (gradients)", nbytes, "gradients")
+        self._address = store.mapping(self._extent).data_ptr()
+
+    def tensor(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """As in GradientMemory."""
+        return self._store.mapping(self._extent, offset, nbytes).view(dtype).detach()  # a view would keep its base
+
+    def offset_of(self, target: torch.Tensor) -> int:
+        """Where memory from `tensor` begins in the extent, in bytes."""
+        return target.data_ptr() - self._address
+
+    def write(self, target: torch.Tensor, piece: torch.Tensor) -> Request:
+        """Submits writing contiguous `piece` to where `target` lies, past the page cache."""
+        self._spilled(piece.nbytes)
+        return self._store.write(self._extent, piece.view(torch.uint8), self.offset_of(target))
+
+    def forget(self, written_bytes: int) -> None:
+        """So much was written as memory. Its pages stop counting as this process's; the file has them in time."""
+        self._spilled(written_bytes)
+        self._store.forget(self._extent)
