@@ -16,7 +16,7 @@ import millrace.optim
 from millrace.errors import DiskError
 from millrace.memory.disk import DiskStore
 from millrace.optim import AdamW, disk_state, matrices
-from tests.engine.models import loss_of, weight_bytes
+from tests.weights.models import loss_of, weight_bytes
 from tests.optim.references import MATRICES, RULES, assert_equal, copies, give_gradients, parameters, ties_up
 from tests.optim.test_overlap import SETTINGS, batch, decoder, offloaded, train
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 import millrace.optim
 from millrace.optim import AdamW, disk_state, eight_bit, kernel, threads, update
 from millrace.optim.kernel import Master
-from tests.engine.models import weight_bytes
+from tests.weights.models import weight_bytes
 from tests.optim.references import assert_equal, copies, give_gradients, parameters
 from tests.optim.test_overlap import SETTINGS, decoder, offloaded, train
 

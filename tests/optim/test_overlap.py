@@ -16,7 +16,7 @@ import millrace
 from millrace.optim import AdamW, norms
 from millrace.optim.devices import Member
 from millrace.runtime.autograd import without_overrides
-from tests.engine.models import Decoder, loss_of, weight_bytes
+from tests.weights.models import Decoder, loss_of, weight_bytes
 from tests.optim.references import assert_equal
 
 TOKENS = torch.arange(16).reshape(2, 8) % 32

@@ -13,7 +13,7 @@ from torch import nn
 import millrace
 from millrace.optim import AdamW
 from millrace.optim.devices import Member
-from tests.engine.models import loss_of
+from tests.weights.models import loss_of
 from tests.optim.references import assert_equal
 from tests.optim.test_overlap import SETTINGS, TOKENS, Held, batch, decoder, held, offloaded, train
 

@@ -14,7 +14,7 @@ import torch.multiprocessing
 from torch import nn
 
 import millrace
-from tests.engine.models import Decoder, loss_of, weight_bytes
+from tests.weights.models import Decoder, loss_of, weight_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import millrace
-from tests.engine.models import loss_of, weight_bytes
+from tests.weights.models import loss_of, weight_bytes
 
 
 @pytest.mark.emu("lazy", "random:0", "threads")

@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.engine.test_disk_tier import build
+from tests.weights.test_disk_tier import build
 from tests.nursery import Nursery
 
 TRAINING = """
 import sys, torch, millrace
 from millrace.planning import search
-from tests.engine.models import Decoder, loss_of
+from tests.weights.models import Decoder, loss_of
 search._MOVES = search._TRIALS = 20
 path, disk, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 with torch.device("meta"):

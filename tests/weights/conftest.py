@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from millrace.planning import search
-from tests.engine.models import Decoder
+from tests.weights.models import Decoder
 
 
 @pytest.fixture(autouse=True)

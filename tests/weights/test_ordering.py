@@ -18,7 +18,7 @@ from millrace.runtime.lanes import Lane, Lanes
 from millrace.weights.movement.block import Block, Presence
 from millrace.weights.movement.gradients import Gradients
 from millrace.weights.movement.residency import Residency
-from tests.engine.models import loss_of, weight_bytes
+from tests.weights.models import loss_of, weight_bytes
 
 pytestmark = pytest.mark.emu("random:0", "random:1")
 

@@ -17,8 +17,8 @@ from torch import nn
 import millrace
 from millrace.memory.disk import DiskStore
 from millrace.memory.ledger import Tier
-from tests.engine.models import Decoder, loss_of
-from tests.engine.test_lifetime import is_gone
+from tests.weights.models import Decoder, loss_of
+from tests.weights.test_lifetime import is_gone
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 

@@ -13,7 +13,7 @@ import millrace
 from millrace import api
 from millrace.memory import arena
 from millrace.memory.ledger import Tier
-from tests.engine.models import Decoder, loss_of, weight_bytes
+from tests.weights.models import Decoder, loss_of, weight_bytes
 
 
 def is_gone(reference: weakref.ref[Any]) -> bool:

@@ -19,7 +19,7 @@ from millrace.memory.ledger import Ledger, Tier
 from millrace.runtime.lanes import open_lanes
 from millrace.weights.meter import Meter
 from millrace.weights.rest.placement import DiskGradients, Placement, Shelf
-from tests.engine.models import Decoder, loss_of, weight_bytes
+from tests.weights.models import Decoder, loss_of, weight_bytes
 from tests.nursery import Nursery
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
@@ -265,7 +265,7 @@ import sys, torch
 import emulator.emu
 import millrace
 from millrace.planning import search
-from tests.engine.models import Decoder
+from tests.weights.models import Decoder
 search._MOVES = search._TRIALS = 20
 model = Decoder(layers=6, width=64, vocabulary=128)
 budgets = {"device_memory": "140KiB", "host_memory": "256KiB", "disk": sys.argv[2]}

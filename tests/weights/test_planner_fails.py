@@ -11,7 +11,7 @@ import millrace
 from millrace.planning import Problem
 from millrace.weights.movement import executor as executor_module
 from millrace.weights.movement.trace import _MOST_TRACES
-from tests.engine.models import Decoder, loss_of, weight_bytes
+from tests.weights.models import Decoder, loss_of, weight_bytes
 
 
 def fails(problem: Problem) -> NoReturn:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import millrace
-from tests.engine.models import loss_of, weight_bytes
+from tests.weights.models import loss_of, weight_bytes
 
 
 @pytest.fixture

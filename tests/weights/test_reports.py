@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import millrace
-from tests.engine.models import Decoder, loss_of, weight_bytes
+from tests.weights.models import Decoder, loss_of, weight_bytes
 
 
 def test_stats_count_what_moved(compute_device, decoder, tokens):

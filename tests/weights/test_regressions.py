@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import millrace
-from tests.engine.models import Decoder, loss_of, weight_bytes
+from tests.weights.models import Decoder, loss_of, weight_bytes
 
 
 def _train(model: Decoder, tokens: torch.Tensor) -> list[torch.Tensor]:

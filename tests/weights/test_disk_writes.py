@@ -18,7 +18,7 @@ from millrace.memory.disk.checksums import Checksums
 from millrace.memory.disk.file import DirectFile
 from millrace.memory.disk.mapping import Mapping
 from millrace.weights.movement.block import Block, Presence
-from tests.engine.models import weight_bytes
+from tests.weights.models import weight_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 

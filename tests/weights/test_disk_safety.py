@@ -16,8 +16,8 @@ from millrace.memory.disk import Checkpoint
 from millrace.memory.disk.mapping import Mapping
 from millrace.memory.ledger import Ledger
 from tests.disk.test_faults import spill_file
-from tests.engine.models import Decoder, loss_of, weight_bytes
-from tests.engine.test_disk_tier import assert_equal, build, offload, train
+from tests.weights.models import Decoder, loss_of, weight_bytes
+from tests.weights.test_disk_tier import assert_equal, build, offload, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 

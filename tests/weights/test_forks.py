@@ -11,7 +11,7 @@ import sys, torch, millrace
 device, disk = sys.argv[1:]
 if device == "emu":
     import emulator.emu
-from tests.engine.models import Decoder, loss_of, weight_bytes
+from tests.weights.models import Decoder, loss_of, weight_bytes
 
 class Data(torch.utils.data.Dataset):
     def __init__(self, model):
@@ -50,7 +50,7 @@ import os, sys, torch, millrace
 device, disk = sys.argv[1:]
 if device == "emu":
     import emulator.emu
-from tests.engine.models import Decoder, loss_of, weight_bytes
+from tests.weights.models import Decoder, loss_of, weight_bytes
 
 model = Decoder(layers=6, width=64, vocabulary=128)
 rest = {"host_memory": "256KiB", "disk": disk} if disk else {}
