@@ -296,7 +296,7 @@ class Offloaded:
 
         Raises DiskError for a write that failed and was not made good since.
         """
-        self._engine.wait_for_updates()
+        self._engine.updates.wait()
         for block in self._blocks():
             if block.arrival is not None:
                 block.arrival.done.synchronize()
@@ -321,7 +321,7 @@ class Offloaded:
         if self._attachment is not None:
             self._engine.process.check()
             self._engine.settle(updates=False)
-            if self._engine.state.computes:
+            if self._engine.progress.computes:
                 raise StateError("remove() was called within a forward or backward of the model; call it after that")
             self._let_go()
 
@@ -348,7 +348,7 @@ class Offloaded:
                 steps.callback(torch.accelerator.synchronize, self._config.device)
             for block in self._blocks():
                 steps.callback(block.wait_for_reads)
-            steps.callback(self._engine.wait_for_updates)
+            steps.callback(self._engine.updates.wait)
 
     def __enter__(self) -> "Offloaded":
         return self

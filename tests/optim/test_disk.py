@@ -16,9 +16,9 @@ import millrace.optim
 from millrace.errors import DiskError
 from millrace.memory.disk import DiskStore
 from millrace.optim import AdamW, disk_state, matrices
-from tests.weights.models import loss_of, weight_bytes
 from tests.optim.references import MATRICES, RULES, assert_equal, copies, give_gradients, parameters, ties_up
 from tests.optim.test_overlap import SETTINGS, batch, decoder, offloaded, train
+from tests.weights.models import loss_of, weight_bytes
 
 SHAPES = ((37, 13), (1,), (65536 + 5,), (3, 4, 5), (), (0,), (60, 1031))
 

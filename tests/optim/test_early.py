@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from millrace.errors import StateError
 from millrace.optim import Adafactor, AdamW
 from millrace.runtime.autograd import without_overrides
-from tests.weights.models import loss_of, weight_bytes
 from tests.optim.references import assert_equal
 from tests.optim.test_overlap import SETTINGS, BrokenError, batch, decoder, offloaded, raw, slow, train
+from tests.weights.models import loss_of, weight_bytes
 
 
 class InBackward:

@@ -14,9 +14,9 @@ from torch.nn import functional
 import millrace.optim
 from millrace.optim import AdamW, disk_state, eight_bit, kernel, threads, update
 from millrace.optim.kernel import Master
-from tests.weights.models import weight_bytes
 from tests.optim.references import assert_equal, copies, give_gradients, parameters
 from tests.optim.test_overlap import SETTINGS, decoder, offloaded, train
+from tests.weights.models import weight_bytes
 
 SHAPES = ((64, 70), (9,), (65536 + 5,), (3, 40, 41), (0,))  # three of them large enough
 OPTIMIZERS: dict[str, dict[str, Any]] = {

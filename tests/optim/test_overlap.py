@@ -16,8 +16,8 @@ import millrace
 from millrace.optim import AdamW, norms
 from millrace.optim.devices import Member
 from millrace.runtime.autograd import without_overrides
-from tests.weights.models import Decoder, loss_of, weight_bytes
 from tests.optim.references import assert_equal
+from tests.weights.models import Decoder, loss_of, weight_bytes
 
 TOKENS = torch.arange(16).reshape(2, 8) % 32
 SETTINGS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}

@@ -13,9 +13,9 @@ from torch import nn
 import millrace
 from millrace.optim import AdamW
 from millrace.optim.devices import Member
-from tests.weights.models import loss_of
 from tests.optim.references import assert_equal
 from tests.optim.test_overlap import SETTINGS, TOKENS, Held, batch, decoder, held, offloaded, train
+from tests.weights.models import loss_of
 
 Take = Callable[[list[nn.Parameter]], Callable[[], object]]
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import millrace
 from millrace.config import parse_bytes
-from millrace.weights.model import attachment
+from millrace.weights.passes import attachment
 from tests.units.models import Decoder, Snapshot, tokens
 
 LARGEST_BYTES, KEPT_BYTES = 4096, 768  # of the Decoder: its embedding; its positions and the scales of its layers

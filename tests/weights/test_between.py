@@ -181,7 +181,7 @@ def test_an_interrupt_between_two_layers_of_backward_leaves_nothing_bound(
         nonlocal entered
         caller = frame.f_back
         released = frame.f_code.co_name == "release" and caller is not None
-        if event == "call" and released and caller.f_code.co_name == "begin_backward_of":  # type: ignore[union-attr]
+        if event == "call" and released and caller.f_code.co_name == "reach":  # type: ignore[union-attr]
             entered += 1
             if entered == 2:
                 sys.setprofile(None)

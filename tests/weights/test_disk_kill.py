@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.weights.test_disk_tier import build
 from tests.nursery import Nursery
+from tests.weights.test_disk_tier import build
 
 TRAINING = """
 import sys, torch, millrace

@@ -19,8 +19,8 @@ from millrace.memory.ledger import Ledger, Tier
 from millrace.runtime.lanes import open_lanes
 from millrace.weights.meter import Meter
 from millrace.weights.rest.placement import DiskGradients, Placement, Shelf
-from tests.weights.models import Decoder, loss_of, weight_bytes
 from tests.nursery import Nursery
+from tests.weights.models import Decoder, loss_of, weight_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 

@@ -192,12 +192,12 @@ def test_a_backward_that_is_let_go_of_on_a_thread_of_ours_waits_for_nobody(compu
     model.load_state_dict(plain.state_dict())
     loss_of(plain, tokens.to(compute_device)).backward()
     with millrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2) as handle:
-        engine, told = handle._engine, []
+        backward, told = handle._engine._backward, []
 
         def let_go(_: torch.Tensor) -> None:
-            backward = engine._backward
-            handle._lanes._host.submit(engine.end_of_backward, backward, completed=False).result()
-            told.append(engine._backward is backward)
+            present = backward._present
+            handle._lanes._host.submit(backward._ended, present, completed=False).result()
+            told.append(present is not None and backward._present is present)
 
         model.layers[0].register_forward_hook(lambda _module, _inputs, output: output.register_hook(let_go) and None)
         loss_of(model, tokens).backward()

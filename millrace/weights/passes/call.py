@@ -3,18 +3,19 @@
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from millrace.weights.movement.block import Block
+from millrace.weights.passes.binding import bind
 from millrace.weights.passes.site import Site
 from millrace.weights.passes.stray import is_lending, lending_leaves
 
 if TYPE_CHECKING:
     from millrace.weights.passes.engine import Engine
 
-__all__ = ["Bindable", "Call", "bind", "release"]
+__all__ = ["Call"]
 
 
 class Call:
@@ -65,29 +66,3 @@ class Call:
                 self._ends.pop()()
             finally:
                 self.end()
-
-
-class Bindable(Protocol):
-    """What modules have in place of the user's own while they compute: a block's leaves, the device's buffers."""
-
-    users: int
-
-    def bind(self) -> None: ...
-
-    def unbind(self) -> None: ...
-
-
-def bind(blocks: Sequence[Bindable]) -> None:
-    """One more user of each block: with the first one the modules' attributes become the leaves."""
-    for block in blocks:
-        block.users += 1
-        if block.users == 1:
-            block.bind()
-
-
-def release(blocks: Sequence[Bindable]) -> None:
-    """The inverse of `bind`."""
-    for block in blocks:
-        if block.users == 1:
-            block.unbind()  # before it counts as done: an interrupt in between is made good by the next pass
-        block.users -= 1

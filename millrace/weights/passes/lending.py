@@ -16,7 +16,8 @@ from millrace.weights.model.slot import Slot
 from millrace.weights.movement.block import Block
 from millrace.weights.movement.executor import Executor
 from millrace.weights.movement.residency import Residency
-from millrace.weights.passes.call import Call, bind, release
+from millrace.weights.passes.binding import bind, release
+from millrace.weights.passes.call import Call
 from millrace.weights.passes.stray import Use
 
 __all__ = ["Lending"]

@@ -71,7 +71,7 @@ class Managed:
 
     def compiling(self, module: nn.Module) -> None:
         """A compiled block may be compiled through, because its visit is under way; a model around blocks may not."""
-        if not self.site.engine.state.computes:
+        if not self.site.engine.progress.computes:
             torch.compiler.disable(_refuse_compilation_of_all)()  # here: that loads the compiler
 
     @contextlib.contextmanager

@@ -37,13 +37,13 @@ class Site:
         its blocks, or inside of a pass that has all blocks of the model bound. Most calls are such ones.
         """
         engine = self.engine
-        if engine.straight_for == get_ident():
+        if engine.standing.straight_for == get_ident():
             return not (self.main and is_autocast_cache_enabled() and is_autocast_enabled(self.device.type))
         calls = engine.calls
         if calls:
             if not self._may_be_inside or calls[-1].thread != get_ident():
                 return False
-        elif not (engine.everything_is_bound and self.blocks and is_grad_enabled() and in_backward()):
+        elif not (engine.standing.everything and self.blocks and is_grad_enabled() and in_backward()):
             return False  # otherwise it is computed again
         for block in self.blocks:  # noqa: SIM110  # a generator would cost more than all the rest
             if not block.users:

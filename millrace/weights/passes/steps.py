@@ -100,7 +100,7 @@ class OptimizerSteps:
         if slots:
             self._meter.steps += 1
             self._meter.skipped_steps += self._skipped(optimizer)
-            self._engine.updates_changed()
+            self._engine.updates.changed()
             self._executor.homes_changed()
 
     def _slots_of(self, optimizer: Optimizer) -> list[Slot]:

@@ -1,0 +1,98 @@
+"""What do modules have in place of homes while they compute? Leaves of blocks, and the device's copies of buffers."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from millrace.weights.movement.block import Block
+from millrace.weights.movement.executor import Executor
+from millrace.weights.movement.residency import Residency
+
+__all__ = ["Bindable", "Standing", "bind", "release"]
+
+
+class Bindable(Protocol):
+    """What modules have in place of the user's own while they compute: a block's leaves, the device's buffers."""
+
+    users: int
+
+    def bind(self) -> None: ...
+
+    def unbind(self) -> None: ...
+
+
+def bind(blocks: Iterable[Bindable]) -> None:
+    """One more user of each block: with the first one the modules' attributes become the leaves."""
+    for block in blocks:
+        block.users += 1
+        if block.users == 1:
+            block.bind()
+
+
+def release(blocks: Iterable[Bindable]) -> None:
+    """The inverse of `bind`."""
+    for block in blocks:
+        if block.users == 1:
+            block.unbind()  # before it counts as done: an interrupt in between is made good by the next pass
+        block.users -= 1
+
+
+class Standing:
+    """What is bound from the beginning of a pass, or of a backward, to its end: residents and buffers.
+
+    And all blocks, where everything is there and nothing has to come or go: then calls within the pass do nothing.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        residents: Sequence[Block],
+        buffers: Bindable,
+        residency: Residency,
+        executor: Executor,
+    ) -> None:
+        self.blocks, self.residents, self.buffers = blocks, residents, buffers
+        self._residency = residency
+        self._executor = executor
+        self.everything = False  # all blocks are bound now
+        self.straight_for = 0  # the thread whose forward has everything bound: within it, calls are no visits
+
+    def begin(self, *, forward_on: int = 0) -> None:
+        """Residents come, and all are bound. `forward_on`: for a forward on that thread."""
+        self.bring(self.residents)
+        bind(self._all())
+        self._know(self._executor.everything_is_here, forward_on)
+
+    def end(self) -> None:
+        """They are free again."""
+        self._know(False)
+        release(self._all())
+
+    def bring(self, blocks: Iterable[Block]) -> None:
+        """They come, and compute waits for them."""
+        for block in blocks:
+            self._executor.bring(block)
+            self._residency.arrive(block)
+
+    def reset(self, calls: Sequence[Sequence[Block]], forward_on: int) -> None:
+        """Blocks are bound exactly for these calls, each with those of its visit: a forward on that thread, or none."""
+        users: Counter[Bindable] = Counter(block for blocks in calls for block in blocks)
+        if calls:
+            users.update(self._all())
+        self._know(bool(calls) and self._executor.everything_is_here, forward_on)
+        for block in (*self.blocks, *self.residents):
+            block.lent = False
+        everything: list[Bindable] = [*self.blocks, *self.residents, self.buffers]
+        for bound in everything:
+            if bound.users and not users[bound]:
+                bound.unbind()
+            bound.users = users[bound]
+
+    def _all(self) -> tuple[Bindable, ...]:
+        if self._executor.everything_is_here:
+            return (*self.residents, self.buffers, *self.blocks)
+        return (*self.residents, self.buffers)
+
+    def _know(self, everything: bool, forward_on: int = 0) -> None:
+        self.everything = everything
+        self.straight_for = forward_on if everything else 0
