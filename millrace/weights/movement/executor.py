@@ -195,6 +195,8 @@ class Executor:
                 return
 
     def _evict(self, block: Block) -> None:
+        if self.everything_fits and block.is_current(self._moment):
+            return  # nobody needs its memory, and a graph may
         if block.is_free:
             self._put_off.pop(block, None)
             self._residency.evict(block)
