@@ -215,7 +215,7 @@ def test_ctrl_c_at_any_line_of_a_fetch_leaves_nobody_waiting(
         a_pass()
     broken_off = 0
     for line in itertools.count(1, 29 if trains else 13):
-        with InterruptAt(line, "/engine/fetching.py") as interrupt:
+        with InterruptAt(line, "/rest/fetching.py") as interrupt:
             try:
                 a_pass()
             except KeyboardInterrupt:

@@ -35,20 +35,23 @@ class _Interrupt:
         self.left = after
 
     def __call__(self, frame: FrameType, event: str, _arg: Any) -> None:
-        if event == "call" and "/millrace/engine/" in frame.f_code.co_filename and frame.f_code.co_name != "__del__":
+        if event == "call" and "/millrace/weights/" in frame.f_code.co_filename and frame.f_code.co_name != "__del__":
             self.left -= 1
             if self.left == 0:
                 raise KeyboardInterrupt
 
 
 @pytest.mark.timeout(60)
-def test_training_after_interrupts_anywhere_in_the_engine_equals_plain(decoder: Decoder, tokens: torch.Tensor) -> None:
+@pytest.mark.parametrize("device_memory", [20000, "64MiB"])
+def test_training_after_interrupts_anywhere_in_the_engine_equals_plain(
+    decoder: Decoder, tokens: torch.Tensor, device_memory: int | str
+) -> None:
     weights = {name: tensor.clone() for name, tensor in decoder.state_dict().items()}
     expected = _train(decoder, tokens)
     decoder.load_state_dict(weights)
     decoder.zero_grad()
     chance = random.Random(0)
-    with millrace.offload(decoder, device="cpu", device_memory=20000):
+    with millrace.offload(decoder, device="cpu", device_memory=device_memory):
         for _ in range(8):
             with contextlib.suppress(KeyboardInterrupt):
                 sys.setprofile(_Interrupt(chance.randrange(1, 1200)))
