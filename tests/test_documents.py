@@ -1,9 +1,10 @@
-"""Do the Python examples in the documents run?
+"""Do the Python examples in the documents run, and are the things there that they name?
 
 Each page's ```python blocks run in order, in one namespace, in an empty directory that holds what the pages take for
 granted: a small causal language model saved in `my-model`, and `loader`, batches of token ids on the CPU.
 """
 
+import ast
 import re
 from pathlib import Path
 
@@ -37,3 +38,26 @@ def test_examples_of_a_page_run(page: Path, page_directory: Path):
     namespace: dict[str, object] = {"loader": [{"input_ids": tokens, "labels": tokens}] * 2}
     for block in PYTHON_BLOCK.findall(page.read_text()):
         exec(compile(block, str(page), "exec"), namespace)
+
+
+NAMED = re.compile(r"`(millrace/[\w/]+\.py)`(?: \(((?:`[\w.]+`(?:, )?)+)\))?")
+
+
+def names_in(file: Path) -> set[str]:
+    """Functions, classes, and methods as `Class.method`."""
+    names = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return names
+
+
+def test_the_tour_leads_to_what_is_there():
+    stops = NAMED.findall((ROOT / "docs" / "tour.md").read_text())
+    assert len(stops) > 25
+    for file, names in stops:
+        there = names_in(ROOT / file)
+        for name in re.findall(r"[\w.]+", names):
+            assert name in there, f"{file} has no {name}"

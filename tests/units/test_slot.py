@@ -78,7 +78,7 @@ def test_the_object_stays_and_moves_into_the_arena(weight: nn.Parameter) -> None
     assert isinstance(weight, Home)
     assert isinstance(weight, nn.Parameter)
     assert weight.tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert weight.data_ptr() == block.rest.whole.data_ptr()
+    assert weight.data_ptr() == block.rest.memory.data_ptr()
     assert ledger.held_bytes(Tier.HOST, "weights") > 0
     block.slots[0].release()
     assert type(weight) is nn.Parameter

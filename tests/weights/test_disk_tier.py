@@ -143,7 +143,7 @@ def test_inference_is_exact_and_reads_what_the_plan_says(
             model(tokens)
         handle.synchronize()
         stats = handle.stats()
-        on_disk = [block for block in handle._engine.blocks if not block.rest_is_host]
+        on_disk = [block for block in handle._engine.blocks if block.is_fetched]
         assert on_disk
         assert stats.spill_bytes == 0  # nothing changed
         # Each block from disk once a pass at most; one more of each may be on its way for the next.

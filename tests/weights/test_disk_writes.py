@@ -160,7 +160,7 @@ def test_between_forward_and_backward(
     def send_for_one(handle: millrace.Offloaded) -> Block:
         """As a plan would: which one it has on its way at that moment is another matter."""
         residency = handle._engine._residency
-        block = next(block for block in handle._engine.blocks if not block.rest_is_host)
+        block = next(block for block in handle._engine.blocks if block.is_fetched)
         residency.evict(block)
         residency.make_room(block, (), lambda _: 0.0)
         held.hold(f"'{block.name}'")

@@ -40,7 +40,7 @@ def offload(model: Decoder, device: torch.device, disk: Path) -> millrace.Offloa
 
 
 def layers_on_disk(handle: millrace.Offloaded) -> list[Any]:
-    found = [block for block in handle._engine.blocks if "layers" in block.name and not block.rest_is_host]
+    found = [block for block in handle._engine.blocks if "layers" in block.name and block.is_fetched]
     assert len(found) > 2
     assert all(block.nbytes > RING_BYTES for block in found)
     return found

@@ -19,7 +19,6 @@ from millrace.weights.model.places import Member, Places
 from millrace.weights.model.slot import Layout, Slot
 from millrace.weights.rest.fetching import Fetch, Way
 from millrace.weights.rest.placement import Shelf
-from millrace.weights.rest.tiers import HostRest, Stored
 
 __all__ = ["Block", "Presence"]
 
@@ -152,9 +151,9 @@ class Block:
         self._make_homes_readable()
         changed = [slot for slot in self.slots if slot.stale]
         copies: list[Copy] = []
-        if not isinstance(self.rest, HostRest) or not only_changes or 2 * len(changed) > len(self.slots):
-            if isinstance(self.rest, HostRest):
-                copies.append((self.buffer, self.rest.whole))
+        if not only_changes or self.is_fetched or 2 * len(changed) > len(self.slots):
+            if self.rest.memory is not None:
+                copies.append((self.buffer, self.rest.memory))
             changed = [slot for slot in self.slots if not slot.casts and not slot.in_place]
         # Detached: a view would keep its base, of which `is_free` does not know.
         copies += [(slot.layout.view(self.buffer).detach(), slot.source) for slot in changed if slot.layout.nbytes]
@@ -165,9 +164,9 @@ class Block:
         return copies
 
     @property
-    def rest_is_host(self) -> bool:
-        """Whether it rests in host memory, not on disk."""
-        return isinstance(self.rest, HostRest)
+    def is_fetched(self) -> bool:
+        """Whether it has to be fetched before it can be copied to the device: it does not rest in host memory."""
+        return self.rest.memory is None
 
     @property
     def contents(self) -> object:
@@ -176,8 +175,6 @@ class Block:
 
     def fetch(self, chunk_bytes: int, way: Way) -> Fetch:
         """What brings from disk what the homes hold now, in pieces of `chunk_bytes` at most."""
-        if not isinstance(self.rest, Stored):
-            raise StateError(f"block {self.name!r} rests in host memory and cannot be fetched")
         self._make_homes_readable()
         if self.contents != self._settled:
             self.make_writable()
@@ -190,7 +187,7 @@ class Block:
 
     def make_writable(self) -> None:
         """Homes that lie in a checkpoint, and change, move to where that is kept. Raises BudgetError without a disk."""
-        if isinstance(self.rest, HostRest) or self.rest.writable:
+        if self.rest.writable:
             return
         self.spill()
 
@@ -212,7 +209,7 @@ class Block:
 
     def _settle(self, contents: object) -> None:
         """The files of a block on disk get these contents of its homes, if they have others."""
-        if isinstance(self.rest, Stored) and (contents != self._settled or not self.rest.settled):
+        if self.is_fetched and (contents != self._settled or not self.rest.settled):
             self.rest.settle()
             self._settled = contents
 

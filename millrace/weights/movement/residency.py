@@ -141,13 +141,13 @@ class Residency:
 
     def fetch_ahead(self, block: Block) -> bool:
         """Submits the fetch of a block that is onloaded later. False: nothing more can be fetched ahead now."""
-        if self._fetching is None or block.rest_is_host:
+        if self._fetching is None or not block.is_fetched:
             return True
         return not block.being_updated and self._fetching.ahead(block)
 
     def load_seconds(self, block: Block, link: LinkSpeed) -> float:
         """How long the slowest part of the way to the device takes for a block."""
-        fetching = 0.0 if self._fetching is None or block.rest_is_host else self._fetching.seconds(block.nbytes)
+        fetching = 0.0 if self._fetching is None or not block.is_fetched else self._fetching.seconds(block.nbytes)
         return max(fetching, link.load_seconds(block.nbytes))
 
     def wait_for_consumed_reads(self) -> None:
@@ -206,7 +206,7 @@ class Residency:
 
     def _finish_copies(self, block: Block) -> None:
         """The host waits until nothing is copied into the block's buffer any more, whatever came of it."""
-        if not block.rest_is_host:
+        if block.is_fetched:
             block.wait_for_reads()
         self._lanes.copy(Lane.ONLOAD, (), self._lanes.mark()).done.synchronize()  # behind what was submitted before
 
@@ -289,7 +289,7 @@ class Residency:
         # Into a new buffer as soon as its memory is free: what compute was given since does not use it.
         after, block.allocated = block.allocated or self._lanes.mark(), None
         copies = block.copies_in(only_changes=only_changes)
-        if self._fetching is None or block.rest_is_host:
+        if self._fetching is None or not block.is_fetched:
             block.arrival = self._lanes.copy(Lane.ONLOAD, copies, after)
             block.read_until(block.arrival.done)
         else:

@@ -63,7 +63,7 @@ class Room:
 
     def _movable(self) -> list[Block]:
         """The largest first, those that stay on the device last: they are brought once more then."""
-        movable = [block for block in self._blocks() if block.rest_is_host and not block.users]
+        movable = [block for block in self._blocks() if not block.is_fetched and not block.users]
         return sorted(movable, key=lambda block: (block.index < 0, -block.nbytes))
 
     def _free(self, nbytes: int) -> bool:

@@ -12,49 +12,50 @@ from millrace.memory.disk import DISK_ALIGNMENT_BYTES, Checkpoint, DiskStore, Re
 from millrace.weights.model.slot import Layout
 from millrace.weights.rest.fetching import Piece
 
-__all__ = ["CheckpointRest", "DiskRest", "HostRest", "Rest", "Stored"]
+__all__ = ["CheckpointRest", "DiskRest", "HostRest", "Rest"]
 
 
 class Rest(ABC):
     """The bytes of one block at rest, as user code may see them: through tensors, one for each parameter."""
 
+    memory: torch.Tensor | None = None  # all of them, shape (nbytes,), for copies; None: they have to be fetched
     writable = True  # whether what is written through the places is kept there
 
     @abstractmethod
     def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
         """Each parameter's place: in a storage of its own, or in one that it shares as it did before."""
 
-
-class Stored(Rest):
-    """Bytes on disk. The places are mapped files; what travels is read past the page cache."""
-
-    @abstractmethod
     def pieces(self, chunk_bytes: int) -> Sequence[Piece]:
-        """The reads that bring the whole block, each of `chunk_bytes` at most."""
+        """The reads that bring the whole block, each of `chunk_bytes` at most, past the page cache."""
+        raise NotImplementedError(f"{type(self).__name__} has memory, and is not fetched")
 
-    @abstractmethod
-    def settle(self) -> None:
-        """What was written through the places goes to the files, and their pages leave this process."""
+    def settle(self) -> None:  # noqa: B027  # a place that is written where it is read has nothing to do
+        """What was written through the places goes to where the pieces are read, and leaves this process's memory."""
 
     @property
-    @abstractmethod
     def settled(self) -> bool:
         """Whether the last `settle` is under way or done, and did not fail."""
+        return True
 
 
 class HostRest(Rest):
-    """Bytes in an arena. `whole` is all of them, shape (nbytes,)."""
+    """Bytes in an arena."""
+
+    memory: torch.Tensor
 
     def __init__(self, arena: Arena, nbytes: int) -> None:
-        self.whole = arena.tensor(0, nbytes)
+        self.memory = arena.tensor(0, nbytes)
         self._arena = arena
 
     def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
         return _carve(layouts, self._arena.tensor)
 
 
-class DiskRest(Stored):
-    """Bytes in an extent of a disk store, read by `chunk_bytes`. `spilled` is told how many bytes go there."""
+class DiskRest(Rest):
+    """Bytes in an extent of a disk store, mapped for the places, and read by `chunk_bytes`.
+
+    `spilled` is told how many bytes go there.
+    """
 
     def __init__(
         self, store: DiskStore, name: str, nbytes: int, chunk_bytes: int, spilled: Callable[[int], None]
@@ -88,10 +89,11 @@ class DiskRest(Stored):
         )
 
 
-class CheckpointRest(Stored):
+class CheckpointRest(Rest):
     """Bytes of a block `what` where a checkpoint has them: nothing is written. `names`: of its tensors, in order.
 
-    The places are the parameters' own memory, mapped so that writes stay with this process.
+    The places are the parameters' own memory, mapped so that writes stay with this process: a block whose homes change
+    moves to a disk store.
     """
 
     writable = False
@@ -123,13 +125,6 @@ class CheckpointRest(Stored):
                 run.parts.append((begin - run.first, nbytes, layout.offset + at))
                 at += nbytes
         return [self._piece(run) for run in runs]
-
-    def settle(self) -> None:
-        """Nothing was written: a block whose homes change moves to the store."""
-
-    @property
-    def settled(self) -> bool:
-        return True
 
     def _piece(self, run: "_Run") -> Piece:
         pages_end = -(-run.end // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES
