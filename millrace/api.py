@@ -320,7 +320,7 @@ class Offloaded:
         """
         if self._attachment is not None:
             self._engine.process.check()
-            self._engine.settle(updates=False)
+            self._engine.quiesce(updates=False)
             if self._engine.progress.computes:
                 raise StateError("remove() was called within a forward or backward of the model; call it after that")
             self._let_go()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from millrace.activations.decisions import AsPlanned, Basis, ByCeiling, Decisions, Unplanned
-from millrace.activations.item import Item, Place
+from millrace.activations.item import Item, Presence
 from millrace.activations.stash import Stash
 from millrace.planning import ActivationPlan
 from millrace.runtime.device import allocated_bytes
@@ -181,7 +181,7 @@ class Course:
         self.used_unplanned |= recorded and self.plan is not None and item.index not in self.plan.position_of_use
         recorded = recorded and self.timed and not self.learned and item.index not in self._positions
         asked = stash.lanes.tick() if recorded else None
-        if item.place is Place.AWAY:
+        if item.presence is Presence.AWAY:
             stash.meter.demand_onloads += 1
             stash.send_for(item, needed=True)
         else:

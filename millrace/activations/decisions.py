@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Protocol
 
-from millrace.activations.item import Item, Place
+from millrace.activations.item import Item, Presence
 from millrace.activations.present import Items, Present
 from millrace.planning import ActivationPlan
 
@@ -95,10 +95,12 @@ class Unplanned:
 
     def to_let_go(self, item: Item) -> Iterable[Item]:
         """As `Decisions`."""
-        if item.place is Place.LEAVING:  # there was room for it
+        if item.presence is Presence.LEAVING:  # there was room for it
             self._sent.append(item.index)
             self._leaving.append(weakref.ref(item))
-        leaving = [other for ref in self._leaving if (other := ref()) is not None and other.place is Place.LEAVING]
+        leaving = [
+            other for ref in self._leaving if (other := ref()) is not None and other.presence is Presence.LEAVING
+        ]
         self._leaving = [weakref.ref(other) for other in leaving]
         return [other for other in leaving[:-_UNPLANNED_COPIES] if other.is_alone]
 
@@ -107,7 +109,7 @@ class Unplanned:
         found: list[Item] = []
         for place in range(bisect_left(self._sent, item.index) - 1, -1, -1):
             other = self._items[self._sent[place]]()
-            if other is not None and other.place is not Place.HERE and other.round != backward_round:
+            if other is not None and other.presence is not Presence.HERE and other.round != backward_round:
                 found.append(other)
                 if len(found) == _UNPLANNED_COPIES:
                     break
@@ -167,7 +169,7 @@ class ByCeiling:
             if other is None:
                 break
             index = other.index + 1
-            if other.is_alone and (other.place is Place.LEAVING or self._sends(other)):
+            if other.is_alone and (other.presence is Presence.LEAVING or self._sends(other)):
                 found.append(other)
                 over_bytes -= other.nbytes
                 crowd -= 1
@@ -184,7 +186,7 @@ class ByCeiling:
         found: list[Item] = []
         while self._next > 0:
             other = self._items[self._next - 1]()
-            if other is not None and other.place is Place.AWAY and other.round != backward_round:
+            if other is not None and other.presence is Presence.AWAY and other.round != backward_round:
                 here_bytes += other.nbytes
                 if here_bytes > self._ceiling_bytes:
                     break

@@ -14,10 +14,10 @@ from millrace.runtime.lanes import LateTransfer, Transfer
 if TYPE_CHECKING:
     from millrace.activations.course import Course
 
-__all__ = ["Claim", "Item", "Place"]
+__all__ = ["Claim", "Item", "Presence"]
 
 
-class Place(Enum):
+class Presence(Enum):
     """Where an item's bytes are."""
 
     HERE = "on the device"  # never sent out, or back again
@@ -74,12 +74,12 @@ class Item:
         self.note_version()
 
     @property
-    def place(self) -> Place:
+    def presence(self) -> Presence:
         if self.memory is None:
-            return Place.AWAY
+            return Presence.AWAY
         if self.arriving is not None:
-            return Place.ARRIVING
-        return Place.HERE if self.leaving is None else Place.LEAVING
+            return Presence.ARRIVING
+        return Presence.HERE if self.leaving is None else Presence.LEAVING
 
     def note_version(self) -> None:
         """From now on whoever is given the memory must not have written to it when the next one is."""

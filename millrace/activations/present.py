@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 
-from millrace.activations.item import Item, Place
+from millrace.activations.item import Item, Presence
 from millrace.memory.least import LeastTree
 
 __all__ = ["Items", "Present"]
@@ -88,4 +88,4 @@ _GONE = (0, 0)
 def _state(item: Item | None) -> tuple[int, int]:
     if item is None or item.memory is None:
         return _GONE
-    return item.nbytes, int(item.place is Place.LEAVING)
+    return item.nbytes, int(item.presence is Presence.LEAVING)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from millrace.activations.item import Claim, Item, Place
+from millrace.activations.item import Claim, Item, Presence
 from millrace.activations.meter import ActivationMeter
 from millrace.activations.streams import ComputeStreams
 from millrace.config import ActivationConfig
@@ -96,7 +96,7 @@ class Stash:
 
     def send_for(self, item: Item, *, needed: bool) -> None:
         """Allocates device memory and submits the copy back. Not `needed` yet: only if there is room on its way."""
-        if item.place is not Place.AWAY or not item.sent or not self._is_open(item, needed=needed):
+        if item.presence is not Presence.AWAY or not item.sent or not self._is_open(item, needed=needed):
             return
         with self.lanes.computing_on(item.stream):
             memory = torch.empty(item.nbytes, dtype=torch.uint8, device=self.lanes.device)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from millrace.activations import course as course_file
 from millrace.activations.course import Course, Expected
 from millrace.activations.decisions import Basis, ByCeiling, Decisions, Unplanned
-from millrace.activations.item import Item, Place
+from millrace.activations.item import Item, Presence
 from millrace.activations.meter import ActivationMeter
 from millrace.activations.stash import Stash
 from millrace.config import ActivationConfig
@@ -57,14 +57,14 @@ class PlainByCeiling:
         problem = self.plan.problem
         here = self.present()
         over_bytes = sum(other.nbytes for other in here) + max(self.saved) - self.forward_ceiling()
-        leaving = sum(other.place is Place.LEAVING for other in here)
+        leaving = sum(other.presence is Presence.LEAVING for other in here)
         crowd = 0 if problem.most_in_flight is None else leaving - problem.most_in_flight
         found = []
         for other in here:
             if over_bytes <= 0 and crowd <= 0:
                 break
             late = problem.budget_bytes is not None and over_bytes > 0
-            if other.is_alone and (other.place is Place.LEAVING or (late and self.sends(other))):
+            if other.is_alone and (other.presence is Presence.LEAVING or (late and self.sends(other))):
                 found.append(other)
                 over_bytes -= other.nbytes
                 crowd -= 1
@@ -79,7 +79,7 @@ class PlainByCeiling:
         found: list[Item] = []
         while self.next > 0:
             other = self.items[self.next - 1]()
-            if other is not None and other.place is Place.AWAY and other.round != backward_round:
+            if other is not None and other.presence is Presence.AWAY and other.round != backward_round:
                 here_bytes += other.nbytes
                 if here_bytes > self.ceiling():
                     break
@@ -129,12 +129,12 @@ class PlainUnplanned:
         return True
 
     def to_let_go(self, item: Item) -> list[Item]:
-        leaving = [other for ref in self.items if (other := ref()) is not None and other.place is Place.LEAVING]
+        leaving = [other for ref in self.items if (other := ref()) is not None and other.presence is Presence.LEAVING]
         return [other for other in leaving[:-2] if other.is_alone]
 
     def to_send_for(self, item: Item, backward_round: int) -> list[Item]:
         before = [other for ref in reversed(self.items[: item.index]) if (other := ref()) is not None]
-        return [other for other in before if other.place is not Place.HERE and other.round != backward_round][:2]
+        return [other for other in before if other.presence is not Presence.HERE and other.round != backward_round][:2]
 
     def goes(self, item: Item) -> None:
         pass

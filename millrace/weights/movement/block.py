@@ -67,7 +67,7 @@ class Block:
         self.order = -1  # its place among those that a forward needs first
         self._presence = Presence.ABSENT
         self._last_read: Event | None = None  # the end of the last copy that reads the homes
-        self._settled: object = None  # the contents that the files have
+        self._flushed: object = None  # the contents that the files have
         self._current_at = -1  # when the device copy was last found to be what the homes hold, see `is_current`
         members = list(members)
         parameters = [member.parameter for member in members]
@@ -88,7 +88,7 @@ class Block:
         self.places = Places(
             [(place, slot) for member, slot in zip(members, self.slots, strict=True) for place in member.places]
         )
-        self._settle(self.contents)
+        self._flush(self.contents)
 
     @property
     def presence(self) -> Presence:
@@ -176,11 +176,11 @@ class Block:
     def fetch(self, chunk_bytes: int, way: Way) -> Fetch:
         """What brings from disk what the homes hold now, in pieces of `chunk_bytes` at most."""
         self._make_homes_readable()
-        if self.contents != self._settled:
+        if self.contents != self._flushed:
             self.make_writable()
         contents = self.contents
         fetch = Fetch(
-            self.rest.pieces(chunk_bytes), self.nbytes, contents, partial(_settle, weakref.ref(self), contents), way
+            self.rest.pieces(chunk_bytes), self.nbytes, contents, partial(_flush, weakref.ref(self), contents), way
         )
         self.read_until(fetch)
         return fetch
@@ -207,11 +207,11 @@ class Block:
                 self.wait_for_reads()
                 slot.cast()
 
-    def _settle(self, contents: object) -> None:
+    def _flush(self, contents: object) -> None:
         """The files of a block on disk get these contents of its homes, if they have others."""
-        if self.is_fetched and (contents != self._settled or not self.rest.settled):
-            self.rest.settle()
-            self._settled = contents
+        if self.is_fetched and (contents != self._flushed or not self.rest.flushed):
+            self.rest.flush()
+            self._flushed = contents
 
     def point_leaves(self, buffer: torch.Tensor | None) -> None:
         """Leaves become views of `buffer`; without one, NaN of the right shape, of no memory and read-only."""
@@ -276,7 +276,7 @@ class Block:
         if self.buffer is not None:
             for slot in self.slots:
                 if slot.leaf_may_be_written and slot.keep_leaf_writes(self.buffer):
-                    self._settled = None
+                    self._flushed = None
         self.places.unbind()
 
     def lend(self) -> None:
@@ -318,11 +318,11 @@ class Block:
             slot.release()
 
 
-def _settle(block: "weakref.ref[Block]", contents: object) -> None:
+def _flush(block: "weakref.ref[Block]", contents: object) -> None:
     """For a thread, which does not keep a model alive that nobody else does."""
     present = block()
     if present is not None:
-        present._settle(contents)
+        present._flush(contents)
 
 
 class _AbsentLeaves:

@@ -183,7 +183,7 @@ class Engine:
         for block in (*self.blocks, *self.residents):
             block.wait_until_free()
 
-    def settle(self, *, updates: bool = True) -> None:
+    def quiesce(self, *, updates: bool = True) -> None:
         """The user looks at the model: a backward that raised is over, even if autograd's thread still holds it.
 
         With `updates`, the user also sees what every optimizer step has done.

@@ -106,7 +106,7 @@ class Managed:
 
     def _named_members(self, _module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
         """Behind `parameters()`, `zero_grad()` and their like: homes, also right after a backward that raised."""
-        self.site.engine.settle()
+        self.site.engine.quiesce()
         return own(*args, **kwargs)
 
     def _zero_grad(self, module: nn.Module, own: Any, set_to_none: bool = True) -> None:
@@ -114,7 +114,7 @@ class Managed:
         if not set_to_none:
             own(set_to_none=False)
             return
-        self.site.engine.settle(updates=False)
+        self.site.engine.quiesce(updates=False)
         for part in module.modules():
             for parameter in part._parameters.values():
                 if parameter is not None:
@@ -123,7 +123,7 @@ class Managed:
     def _save_to_state_dict(
         self, module: nn.Module, own: Any, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        self.site.engine.settle()
+        self.site.engine.quiesce()
         own(destination, prefix, keep_vars)
         if not keep_vars:  # a checkpoint is a host's: buffers rest on the device, parameters on the host
             for name, buffer in module._buffers.items():

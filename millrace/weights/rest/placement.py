@@ -156,7 +156,7 @@ class Shelf:
             for parameter, place in zip(casts, homes.places(cast_layouts), strict=True):
                 place.copy_(parameter.detach())
                 parameter.data = place
-            homes.settle()
+            homes.flush()
         return self.writable_rest_for(name, nbytes)
 
     def writable_rest_for(self, name: str, nbytes: int) -> DiskRest:

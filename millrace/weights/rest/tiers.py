@@ -29,12 +29,12 @@ class Rest(ABC):
         """The reads that bring the whole block, each of `chunk_bytes` at most, past the page cache."""
         raise NotImplementedError(f"{type(self).__name__} has memory, and is not fetched")
 
-    def settle(self) -> None:  # noqa: B027  # a place that is written where it is read has nothing to do
+    def flush(self) -> None:  # noqa: B027  # a place that is written where it is read has nothing to do
         """What was written through the places goes to where the pieces are read, and leaves this process's memory."""
 
     @property
-    def settled(self) -> bool:
-        """Whether the last `settle` is under way or done, and did not fail."""
+    def flushed(self) -> bool:
+        """Whether the last `flush` is under way or done, and did not fail."""
         return True
 
 
@@ -64,7 +64,7 @@ class DiskRest(Rest):
         self._store = store
         self._extent = store.allocate(name, nbytes, "weights")
         self._spilled = spilled
-        self._settling: Request | None = None
+        self._flushing: Request | None = None
 
     def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
         return _carve(layouts, partial(self._store.mapping, self._extent))
@@ -73,13 +73,13 @@ class DiskRest(Rest):
         whole = self._extent.nbytes
         return [self._piece(first, min(chunk_bytes, whole - first)) for first in range(0, whole, chunk_bytes)]
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         self._spilled(self._extent.nbytes)
-        self._settling = self._store.to_direct(self._extent, self._chunk_bytes)
+        self._flushing = self._store.to_direct(self._extent, self._chunk_bytes)
 
     @property
-    def settled(self) -> bool:
-        return self._settling is not None and self._settling.error is None
+    def flushed(self) -> bool:
+        return self._flushing is not None and self._flushing.error is None
 
     def _piece(self, first: int, nbytes: int) -> Piece:
         return Piece(
