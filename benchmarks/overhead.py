@@ -1,17 +1,19 @@
-"""What does a visit cost the host? Microseconds per block visit of 12 parameters, in forward and backward.
+"""What does a visit cost the host, beside what the layer itself costs it? For layers of 12 small parameters.
 
     python benchmarks/overhead.py [--device cpu|emu|cuda]
 
-Blocks are tiny, so that what remains is the Python and PyTorch work of a visit: streamed (loaded, bound, packed,
-evicted) and resident (bound and packed). Plain and offloaded passes alternate in one run; medians of their differences
-are shown. On the emulated accelerator (the default: its kernels are not run) copies cost what it takes to enqueue them
-there; on the CPU each copy wakes a thread.
+Layers are tiny, so that what remains is the Python and PyTorch work of a visit: streamed (loaded, bound, packed,
+evicted), and resident, where everything fits and stays. Plain and offloaded passes alternate in one run. Shown are the
+CPU seconds of the calling thread: the least of all rounds, and what ours has more, also as a share of the plain layer's
+own. The last row is a step of decoding, all weights resident, of layers that compute for about 200 us. On the emulated
+accelerator (the default: its kernels are not run) copies cost what it takes to enqueue them there; on the CPU each copy
+wakes a thread.
 """
 
 import argparse
 import copy
-import statistics
 import time
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -20,6 +22,7 @@ import millrace
 
 BLOCKS = 48
 WIDTH = 8
+DECODING_WIDTH = 192
 ROUNDS = 40
 PARAMETERS = 12
 
@@ -27,24 +30,51 @@ PARAMETERS = 12
 class Layer(nn.Module):
     """Twelve parameters: four linear layers and two normalisations."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.linears = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = self.linears[1](self.linears[0](self.norms[0](hidden)))
         return self.linears[3](self.linears[2](self.norms[1](hidden)))
 
 
-def pass_seconds(model: nn.Module, hidden: torch.Tensor) -> tuple[float, float]:
-    begin = time.perf_counter()
+def train(model: nn.Module, hidden: torch.Tensor) -> tuple[float, ...]:
+    """Seconds of forward and backward."""
+    begin = time.thread_time()
     loss = model(hidden).sum()
-    middle = time.perf_counter()
+    middle = time.thread_time()
     loss.backward()
-    end = time.perf_counter()
+    end = time.thread_time()
     model.zero_grad(set_to_none=True)
     return middle - begin, end - middle
+
+
+@torch.inference_mode()
+def infer(model: nn.Module, hidden: torch.Tensor) -> tuple[float, ...]:
+    begin = time.thread_time()
+    model(hidden)
+    return (time.thread_time() - begin,)
+
+
+def compared(
+    run: Callable[[nn.Module, torch.Tensor], tuple[float, ...]],
+    plain: nn.Module,
+    device: str,
+    blocks: int,
+    hidden: torch.Tensor,
+) -> list[tuple[float, float]]:
+    """For each part of the run: seconds of the plain layer, and what ours takes more. The budget holds `blocks`."""
+    block_bytes = sum(parameter.nbytes for parameter in plain[0].parameters()) + PARAMETERS * 64
+    model, on_device = copy.deepcopy(plain), copy.deepcopy(plain).to(device)
+    with millrace.offload(model, device=device, device_memory=blocks * block_bytes, blocks=list(model)):
+        for _ in range(6):
+            run(model, hidden)
+        pairs = [(run(on_device, hidden), run(model, hidden)) for _ in range(ROUNDS)]
+    own = [min(times) / len(plain) for times in zip(*(theirs for theirs, _ in pairs), strict=True)]
+    ours = [min(times) / len(plain) for times in zip(*(ours for _, ours in pairs), strict=True)]
+    return [(theirs, our - theirs) for theirs, our in zip(own, ours, strict=True)]
 
 
 def main() -> None:
@@ -58,22 +88,16 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     plain = nn.Sequential(*(Layer() for _ in range(BLOCKS)))
-    block_bytes = sum(parameter.nbytes for parameter in plain[0].parameters())
     hidden = torch.randn(4, WIDTH, device=device)
-    plain_on_device = copy.deepcopy(plain).to(device)
-    print(f"host microseconds per visit of a block with {PARAMETERS} parameters, {BLOCKS} blocks, {ROUNDS} rounds")
-    print(f"{'':12}{'forward':>10}{'backward':>10}   plain: forward, backward")
+    print(f"host microseconds of a layer of {PARAMETERS} parameters, {BLOCKS} layers, {ROUNDS} rounds, on {device}")
+    print(f"{'':24}{'plain':>8}{'more':>8}{'more/plain':>12}")
     for name, blocks in (("streamed", 4), ("resident", 3 * BLOCKS)):
-        model = copy.deepcopy(plain)
-        budget_bytes = blocks * (block_bytes + PARAMETERS * 64)
-        with millrace.offload(model, device=device, device_memory=budget_bytes, blocks=list(model)):
-            for _ in range(6):
-                pass_seconds(model, hidden)
-            pairs = [(pass_seconds(plain_on_device, hidden), pass_seconds(model, hidden)) for _ in range(ROUNDS)]
-        cost = [statistics.median(ours[part] - theirs[part] for theirs, ours in pairs) for part in (0, 1)]
-        own = [statistics.median(theirs[part] for theirs, _ in pairs) for part in (0, 1)]
-        row = "".join(f"{seconds / BLOCKS * 1e6:10.0f}" for seconds in (*cost, *own))
-        print(f"{name:12}{row[:20]}   {row[20:]}")
+        rows = [*compared(train, plain, device, blocks, hidden), *compared(infer, plain, device, blocks, hidden)]
+        for part, (own, more) in zip(("forward", "backward", "inference"), rows, strict=True):
+            print(f"{f'{name} {part}':24}{own * 1e6:8.0f}{more * 1e6:8.0f}{more / own:12.2f}")
+    wide = nn.Sequential(*(Layer(DECODING_WIDTH) for _ in range(BLOCKS)))
+    own, more = compared(infer, wide, device, 3 * BLOCKS, torch.randn(1, DECODING_WIDTH, device=device))[0]
+    print(f"{'decoding, resident':24}{own * 1e6:8.0f}{more * 1e6:8.0f}{more / own:12.2f}")
 
 
 if __name__ == "__main__":

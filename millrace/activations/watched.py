@@ -31,6 +31,10 @@ class _Watched:
         self.watcher = watcher
         self._outermost = outermost
 
+    def leaves_out(self) -> bool:
+        """Never."""
+        return False
+
     def call(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:

@@ -35,6 +35,9 @@ class Participant(Protocol):
     def methods(self) -> Mapping[str, Method]:
         """What takes the place of methods of the instance."""
 
+    def leaves_out(self) -> bool:
+        """Whether `call` would do nothing of its own now. Asked at every call."""
+
     def call(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -66,7 +69,10 @@ class _Calls:
                 self.participants[1].compiling(module)
             return type(module)._call_impl(module, *args, **kwargs)
         if len(self.participants) == 1:
-            return self.participants[0].call(module, self._inside, args, kwargs)
+            only = self.participants[0]
+            if self.compiled is None and self.entered is None and only.leaves_out():
+                return type(module)._call_impl(module, *args, **kwargs)
+            return only.call(module, self._inside, args, kwargs)
         return self.around(module, self._inside, args, kwargs)
 
     def around(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:

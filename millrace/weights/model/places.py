@@ -55,7 +55,11 @@ class Places:
     def _keep(self, places: Iterable[tuple[Place, Slot]]) -> None:
         self._all = list(places)
         # Most are attributes, and bound at every visit.
-        self._attributes = [(p.container, p.key, slot) for p, slot in self._all if isinstance(p.container, dict)]
+        self._attributes = [
+            (place.container, place.key, slot, slot.leaf)
+            for place, slot in self._all
+            if isinstance(place.container, dict)
+        ]
         self._others = [(place, slot) for place, slot in self._all if not isinstance(place.container, dict)]
 
     @property
@@ -65,9 +69,9 @@ class Places:
 
     def bind(self) -> None:
         """They hold the leaves."""
-        for parameters, key, slot in self._attributes:
-            leaf = slot.leaf
-            if parameters.get(key) is slot.home and leaf.requires_grad == slot.home.requires_grad:
+        for parameters, key, slot, leaf in self._attributes:
+            home = slot.home
+            if parameters.get(key) is home and leaf.requires_grad == home.requires_grad:
                 parameters[key] = leaf
             else:
                 self._bind(Place(parameters, key), slot)
@@ -85,8 +89,8 @@ class Places:
 
     def unbind(self) -> None:
         """They hold the homes again."""
-        for parameters, key, slot in self._attributes:
-            if parameters.get(key) is slot.leaf:
+        for parameters, key, slot, leaf in self._attributes:
+            if parameters.get(key) is leaf:
                 parameters[key] = slot.home
         for place, slot in self._others:
             if place.get() is slot.leaf:
@@ -110,7 +114,7 @@ class Places:
 
     def _check_still_tied(self, slot: Slot) -> None:
         """Raises LayoutError where modules that had one parameter together have several now."""
-        held = [parameters.get(key) for parameters, key, its_slot in self._attributes if its_slot is slot]
+        held = [parameters.get(key) for parameters, key, its_slot, _ in self._attributes if its_slot is slot]
         if len({id(parameter) for parameter in held if parameter is not None}) > 1:
             raise LayoutError(
                 f"parameter {slot.name!r} was offloaded as one that {len(held)} modules share, and not all have the"

@@ -138,6 +138,15 @@ class Slot:
         """Counts what the model itself writes to the leaf."""
         return self.leaf._version - self._outdated
 
+    @property
+    def mark(self) -> object:
+        """What `mark_loaded` has noted."""
+        return self._loaded
+
+    def mark_loaded_again(self, mark: object) -> None:
+        """A device copy of what the home held at that mark, and holds now, is being made."""
+        self._loaded = mark
+
     def mark_absent(self) -> None:
         """There is no device copy."""
         self._loaded = None

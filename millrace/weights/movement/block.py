@@ -13,7 +13,7 @@ from millrace.memory.buffers import references_beside
 from millrace.runtime.autograd import without_overrides
 from millrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
 from millrace.runtime.pending import LostUpdate, Pending, Watcher
-from millrace.weights.model.home import AwayLeaf, Leaf, point
+from millrace.weights.model.home import AwayLeaf, Home, Leaf, point
 from millrace.weights.model.layout import lay_out
 from millrace.weights.model.places import Member, Places
 from millrace.weights.model.slot import Layout, Slot
@@ -68,6 +68,12 @@ class Block:
         self._presence = Presence.ABSENT
         self._last_read: Event | None = None  # the end of the last copy that reads the homes
         self._flushed: object = None  # the contents that the files have
+        self._changes = 0  # of homes, that left no trace in them
+        self._homes: list[Home] | None = None
+        self._not_stale: object = None  # the signature with which the device copy was found to be what the homes hold
+        self._loaded: tuple[object, list[object]] | None = (
+            None  # the signature of the last copy of the whole, and marks
+        )
         self._current_at = -1  # when the device copy was last found to be what the homes hold, see `is_current`
         members = list(members)
         parameters = [member.parameter for member in members]
@@ -83,6 +89,8 @@ class Block:
         for slot in self.slots:
             slot.unit = self
             slot.on_change = self._changed
+        self._leaves = [slot.leaf for slot in self.slots]
+        self._leaf_versions: list[int] = []  # with which all that was written to them was kept
         self.slots_by_offset = sorted(self.slots, key=lambda slot: slot.layout.offset)
         self.slot_offsets = [slot.layout.offset for slot in self.slots_by_offset]
         self.places = Places(
@@ -117,7 +125,20 @@ class Block:
     @property
     def stale(self) -> bool:
         """Whether the device copy may differ from a home."""
-        return any(slot.stale for slot in self.slots)
+        signature = self._signature()
+        if self._not_stale is not None and signature == self._not_stale:
+            return False
+        if any(slot.stale for slot in self.slots):
+            return True
+        self._not_stale = signature
+        return False
+
+    def _signature(self) -> object:
+        """Differs when anything does by which slots tell that their homes have changed. Quicker than to ask them."""
+        homes = self._homes
+        if homes is None:
+            homes = self._homes = [slot.home for slot in self.slots]
+        return self._changes, [home._version for home in homes], [home.data_ptr() for home in homes]
 
     def is_current(self, moment: int) -> bool:
         """Whether the device copy is what the homes hold. `moment` counts when homes may have changed without notice.
@@ -132,6 +153,8 @@ class Block:
 
     def _changed(self) -> None:
         self._current_at = -1
+        self._changes += 1
+        self._homes = None
 
     @property
     def changed_since_load(self) -> bool:
@@ -148,6 +171,14 @@ class Block:
         """
         if self.buffer is None:
             raise StateError(f"block {self.name!r} has no buffer to copy into")
+        self.wait_for_updates()
+        signature = self._signature()
+        if self._loaded is not None and self._loaded[0] == signature and not only_changes:  # as the last time
+            for slot, mark in zip(self.slots, self._loaded[1], strict=True):
+                slot.check_shape()
+                slot.mark_loaded_again(mark)
+            self._not_stale = signature
+            return [] if self.rest.memory is None else [(self.buffer, self.rest.memory)]
         self._make_homes_readable()
         changed = [slot for slot in self.slots if slot.stale]
         copies: list[Copy] = []
@@ -161,6 +192,11 @@ class Block:
             if self.saved_by_autograd and slot.changed_since_load:
                 slot.outdate()
             slot.mark_loaded()
+        self._not_stale = None
+        if all(slot.in_place for slot in self.slots):
+            self._loaded = self._signature(), [slot.mark for slot in self.slots]
+        else:
+            self._loaded = None
         return copies
 
     @property
@@ -218,6 +254,7 @@ class Block:
         typed: dict[torch.dtype, torch.Tensor] = {}  # the buffer in each dtype
         if buffer is None:
             self._current_at = -1
+            self._not_stale = None
         with without_overrides():
             for slot in self.slots:
                 if buffer is None:
@@ -273,11 +310,17 @@ class Block:
 
     def unbind(self) -> None:
         """The modules' attributes become the homes again."""
+        leaves = self._leaves
+        if [leaf._version for leaf in leaves] != self._leaf_versions or any(leaf.handed_out for leaf in leaves):
+            self._keep_leaf_writes()
+        self.places.unbind()
+
+    def _keep_leaf_writes(self) -> None:
         if self.buffer is not None:
             for slot in self.slots:
                 if slot.leaf_may_be_written and slot.keep_leaf_writes(self.buffer):
                     self._flushed = None
-        self.places.unbind()
+            self._leaf_versions = [leaf._version for leaf in self._leaves]
 
     def lend(self) -> None:
         """Its user is one that may be taken back: whoever asked a module for a parameter, and got it."""

@@ -228,13 +228,16 @@ class Executor:
             and not visits_are_needed
             and self._course is not None
             and self._course.trace.refined
-            and all(self._is_here(block) for block in self._blocks)
+            and self._are_here(self._blocks)
         )
         if self.everything_is_here:
             self._record(Phase.FORWARD)
 
-    def _is_here(self, block: Block) -> bool:
-        return block.presence is Presence.PRESENT and not block.updates and block.is_current(self._moment)
+    def _are_here(self, blocks: Sequence[Block]) -> bool:
+        for block in blocks:
+            if block.presence is not Presence.PRESENT or block.updates or not block.is_current(self._moment):
+                return False
+        return True
 
     def _record(self, phase: Phase) -> None:
         """The pass as a whole, where it has no visits."""

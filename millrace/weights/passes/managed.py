@@ -46,6 +46,7 @@ class Managed:
     def __init__(self, module: nn.Module, site: "Site") -> None:
         self.site = site
         self._looks_at_homes = isinstance(module, nn.TransformerEncoder)
+        self.leaves_out = _never if self._looks_at_homes else site.is_inside
 
     @property
     def methods(self) -> dict[str, Method]:
@@ -133,6 +134,10 @@ class Managed:
     def _load_from_state_dict(self, _module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> None:
         self.site.engine.wait_until_free()  # homes are about to be written
         own(*args, **kwargs)
+
+
+def _never() -> bool:
+    return False
 
 
 def _looking_at_homes(forward: Callable[..., Any]) -> Callable[..., Any]:
