@@ -91,13 +91,14 @@ class _Walk:
 
     def _make_room(self, limit: int) -> None:
         """Give up what is used farthest ahead; pinned blocks last."""
+        pinned, gaps = self.room.pinned, self.tape.gaps
         while self.bytes > limit and self.held:
-            pinned = self.room.pinned
-            victim = max(self.held, key=lambda index: (self.tape.gaps[index].block not in pinned, self.held[index]))
-            if self.tape.gaps[victim].block in pinned and self.bytes <= self.tape.budget:
+            going = [index for index in self.held if gaps[index].block not in pinned] if pinned else self.held
+            if not going and self.bytes <= self.tape.budget:
                 return
+            victim = max(going or self.held, key=self.held.__getitem__)
             del self.held[victim]
-            self.bytes -= self.tape.gaps[victim].size
+            self.bytes -= gaps[victim].size
 
 
 def joined(rounds: list[list[bool]]) -> list[bool]:

@@ -91,17 +91,6 @@ def make_schedule(tape: Tape, choices: Sequence[int]) -> Schedule | None:
     return evaluate(tape, choices, profile(tape, choices))
 
 
-def peak_bytes(tape: Tape, schedule: Schedule) -> int:
-    """The most bytes at any slot, loads in flight among them."""
-    held = profile(tape, schedule.choices)
-    ahead = [choice == AHEAD for choice in schedule.choices if choice != KEEP]
-    for gap, issue, early in zip(schedule.loads, schedule.issues, ahead, strict=True):
-        if early:
-            for slot in range(issue, gap.end):
-                held[slot % tape.slots] += gap.size
-    return max(held)
-
-
 def _issue_slots(tape: Tape, loads: list[Gap], held: list[int]) -> list[int] | None:
     """The first slot from which each load fits until its use, in lane order. None when a ring does not settle."""
     issues: list[int] = []

@@ -9,8 +9,7 @@ from tests.weights.models import Decoder
 
 @pytest.fixture(autouse=True)
 def _short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A third of a second for each plan is more than a test of right results takes for anything else."""
-    monkeypatch.setattr(search, "_MOVES", 20)
+    """A tenth of a second for each plan is more than a test of right results takes for anything else."""
     monkeypatch.setattr(search, "_TRIALS", 20)
 
 

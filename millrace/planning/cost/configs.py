@@ -42,70 +42,16 @@ _HEAD_NORMS = {"qwen3", "qwen3_moe"}  # a norm over each query's and key's head
 _WIDE_NORMS = {"olmo2"}  # a norm over all queries and all keys
 _TIED = {"gpt2", "opt", "bloom", "gemma", "gemma2", "gpt_bigcode"}  # tied unless the config says otherwise
 
-
-# Types whose parameters the numbers below come to, by the count of transformers' own models; "": numbers alone.
-_COUNTED = {
-    "",
-    "bitnet",
-    "bloom",
-    "codegen",
-    "cohere",
-    "cohere2",
-    "cohere2_moe",
-    "cwm",
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "diffllama",
-    "emu3",
-    "ernie4_5",
-    "exaone4",
-    "falcon",
-    "flex_olmo",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "glm_moe_dsa",
-    "gpt2",
-    "gpt_bigcode",
-    "gpt_neox",
-    "gpt_oss",
-    "gptj",
-    "granite",
-    "granitemoe",
-    "granitemoeshared",
-    "helium",
-    "hyperclovax",
-    "internlm3",
-    "llama",
-    "minicpm3",
-    "minimax_m2",
-    "ministral3",
-    "mistral",
-    "mixtral",
-    "mpt",
-    "olmo",
-    "olmo2",
-    "olmo3",
-    "olmoe",
-    "opt",
-    "phi",
-    "phi3",
-    "phimoe",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "seed_oss",
-    "smollm3",
-    "solar_open",
-    "stablelm",
-    "vaultgemma",
-    "youtu",
-}
+# Types whose parameters the numbers below come to, by the count of transformers' own models: they are planned without
+# transformers, which is optional, takes seconds to import, and up to seconds more to make a large model on meta.
+_TYPES = """
+bitnet bloom codegen cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 deepseek_v32 diffllama emu3 ernie4_5
+exaone4 falcon flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm_moe_dsa gpt2 gpt_bigcode gpt_neox gpt_oss gptj
+granite granitemoe granitemoeshared helium hyperclovax internlm3 llama minicpm3 minimax_m2 ministral3 mistral mixtral
+mpt olmo olmo2 olmo3 olmoe opt phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm
+vaultgemma youtu
+"""
+_COUNTED = {"", *_TYPES.split()}  # "": numbers alone
 
 
 def is_counted(config: Mapping[str, Any]) -> bool:
