@@ -10,7 +10,7 @@ import torch
 from millrace.engine.fetching import Piece
 from millrace.engine.slot import Layout
 from millrace.memory.arena import Arena
-from millrace.memory.disk import DISK_ALIGNMENT_BYTES, Checkpoint, DiskStore, Request
+from millrace.memory.disk import DISK_ALIGNMENT_BYTES, Checkpoint, DiskStore, Request, disk_pages
 
 __all__ = ["CheckpointRest", "DiskRest", "HostRest", "Rest", "Stored"]
 
@@ -132,8 +132,7 @@ class CheckpointRest(Stored):
         return True
 
     def _piece(self, run: "_Run") -> Piece:
-        pages_end = -(-run.end // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES
-        nbytes = min(pages_end, self._checkpoint.size_bytes(run.path)) - run.first
+        nbytes = min(disk_pages(run.end), self._checkpoint.size_bytes(run.path)) - run.first
 
         def read(chunk: torch.Tensor) -> Request:
             return self._checkpoint.read_range(run.path, run.first, chunk[:nbytes], what=self._what)

@@ -57,7 +57,6 @@ class DiskStore:
         self._size_bytes = 0
         self._mappings: dict[Extent, Mapping] = {}
         self._unflushed: set[Extent] = set()  # pages of these did not reach the disk
-        self._moved: Counter[Access] = Counter()
         self._booked: Counter[str] = Counter()
         self._unbook = weakref.finalize(self, _unbook, ledger, self._booked)
         self._unbook.atexit = False
@@ -72,16 +71,6 @@ class DiskStore:
     def nbytes(self) -> int:
         """Bytes on disk."""
         return self._size_bytes
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that were read so far; through mappings not counted."""
-        return self._moved[Access.READ]
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes that were written so far; through mappings not counted."""
-        return self._moved[Access.WRITE]
 
     def check_free(self, nbytes: int) -> None:
         """Raises DiskError (ENOSPC) when `nbytes` more do not fit on the disk. To be asked before the first byte."""
@@ -229,7 +218,7 @@ class DiskStore:
             self._checksums.verify_all(extent, piece.begin, piece.end, address, self._file.name)
         else:
             self._checksums.verify(extent, piece, address, self._file.name)
-        self._count(Access.READ, extent, nbytes, begun_at)
+        self._log.note(Access.READ, extent.name, nbytes, begun_at)
 
     def _write_piece(self, extent: Extent, piece: Piece, memory: torch.Tensor, at: int) -> None:
         begun_at = time.perf_counter()
@@ -239,12 +228,7 @@ class DiskStore:
         else:
             self._checksums.note(extent, piece, address)
         self._file.write(address, nbytes, extent.offset + piece.begin, repr(extent.name))
-        self._count(Access.WRITE, extent, nbytes, begun_at)
-
-    def _count(self, access: Access, extent: Extent, nbytes: int, begun_at: float) -> None:
-        with self._lock:
-            self._moved[access] += nbytes
-        self._log.note(access, extent.name, nbytes, begun_at)
+        self._log.note(Access.WRITE, extent.name, nbytes, begun_at)
 
     def _hand_over(self, extent: Extent, mapping: Mapping, grain_bytes: int) -> None:
         begun_at = time.perf_counter()
