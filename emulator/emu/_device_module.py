@@ -28,6 +28,10 @@ class DeviceModule(types.ModuleType):
         return True
 
     @staticmethod
+    def _lazy_init() -> None:
+        """Until it was called, `torch.accelerator.synchronize()` of PyTorch 2.11 does nothing."""
+
+    @staticmethod
     def _is_in_bad_fork() -> bool:
         return False
 

@@ -20,10 +20,9 @@ from millrace.runtime.device import can_register_host_memory, is_accelerator, re
 __all__ = ["ALIGNMENT_BYTES", "KERNEL_ALIGNMENT_BYTES", "Arena", "aligned", "is_large", "whole_pages"]
 
 ALIGNMENT_BYTES = 64  # of every tensor in an arena or a block: a cache line, and any dtype's own alignment
-KERNEL_ALIGNMENT_BYTES = (
-    256  # of all but small ones: libraries choose kernels by alignments up to this one, so a weight
-)
-# at a lesser one could be computed with another kernel than in the plain run, and differ in the last bit
+# Of all but small ones: libraries choose kernels by alignments up to this one, so a weight at a lesser one could be
+# computed with another kernel than in the plain run, and differ in the last bit.
+KERNEL_ALIGNMENT_BYTES = 256
 
 
 def aligned(nbytes: int) -> int:

@@ -7,7 +7,7 @@ the weights of earlier ones leave. Order comes from events alone; the host waits
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from millrace.runtime.lanes import Lane, Lanes, Transfer, open_lanes
 
 __all__ = ["Member", "Twins"]
 
-_NONE = torch.empty(0, 0, 0)  # in place of what was not made yet: no shape of a parameter's
 _BATCH_BYTES = 32 * 2**20  # of gradients: long enough for the link, short enough to overlap
 
 
@@ -99,25 +98,19 @@ class Twins:
 
     def _make_room(self, members: Sequence[Member]) -> None:
         """Host memory for weights and gradients of parameters that have none yet, in one arena each."""
-        new = [
-            member
-            for member in members
-            if (twin := self._twins.get(member.parameter, _NONE)).dtype != member.place.dtype
-            or twin.shape != member.place.shape
-        ]
-        twins = self._carve([member.place for member in new])
-        self._twins |= zip((member.parameter for member in new), twins, strict=True)
-        sources = [
-            member
-            for member in members
-            if (held := self._gradients.get(member.parameter, _NONE)).dtype != member.gradient.dtype
-            or held.shape != member.gradient.shape
-        ]
-        gradients = self._carve([member.gradient for member in sources])
-        self._gradients |= zip((member.parameter for member in sources), gradients, strict=True)
+        self._add_like(self._twins, {member.parameter: member.place for member in members})
+        self._add_like(self._gradients, {member.parameter: member.gradient for member in members})
         for member in members:
             member.weights.host = self._twins[member.parameter]
             member.gradient = self._gradients[member.parameter]
+
+    def _add_like(self, held: dict[torch.Tensor, torch.Tensor], wanted: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        new = {
+            parameter: like
+            for parameter, like in wanted.items()
+            if (old := held.get(parameter)) is None or (old.dtype, old.shape) != (like.dtype, like.shape)
+        }
+        held |= zip(new, self._carve(list(new.values())), strict=True)
 
     def _carve(self, tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
         if not tensors:

@@ -20,7 +20,7 @@ import psutil
 import torch
 
 from millrace.errors import DiskError
-from millrace.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore, Extent, Request, Slot, StagingRing
+from millrace.memory.disk import DiskStore, Extent, Request, Slot, StagingRing
 from millrace.memory.ledger import Ledger, Tier
 from millrace.optim import eight_bit
 
@@ -55,13 +55,17 @@ class Part:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """One tensor of a part: its bytes on disk, with an order of their own, and their place in a slot."""
+    """One tensor of a part: its bytes on disk, with an order of their own, and their place in a slot's memory."""
 
     extent: Extent
     place: int  # in the slot
-    nbytes: int
     name: str
+    dtype: torch.dtype
     reads: bool
+
+    def within(self, slot: Slot) -> torch.Tensor:
+        """Its whole pages of memory."""
+        return slot.memory[self.place : self.place + self.extent.capacity_bytes]
 
 
 class _All:
@@ -100,19 +104,9 @@ class DiskState:
         weakref.finalize(self, _close, self._store, own)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes on disk."""
-        return self._store.nbytes
-
-    @property
     def host_bytes(self) -> int:
         """Bytes of host memory."""
         return self._ledger.held_bytes(Tier.HOST)
-
-    @property
-    def moved_bytes(self) -> tuple[int, int]:
-        """Bytes that were read and written so far."""
-        return self._store.read_bytes, self._store.written_bytes
 
     def synchronize(self) -> None:
         """Waits until all that was written is on disk; raises what failed."""
@@ -168,10 +162,8 @@ class DiskState:
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
 
         def fill(parts: list[Part]) -> None:
-            for part in parts:
-                for name, memory in part.tensors.items():
-                    start = eight_bit.nbytes(part.start, memory.dtype) // memory.itemsize
-                    memory.copy_(tensors[name][start : start + memory.numel()])
+            for memory, source in _pairs(parts, tensors):
+                memory.copy_(source)
 
         self.stream([Wanted(key, elements, dtypes, frozenset(dtypes))], fill)
 
@@ -184,10 +176,8 @@ class DiskState:
         }
 
         def copy(parts: list[Part]) -> None:
-            for part in parts:
-                for name, memory in part.tensors.items():
-                    start = eight_bit.nbytes(part.start, memory.dtype) // memory.itemsize
-                    fetched[name][start : start + memory.numel()] = memory
+            for memory, target in _pairs(parts, fetched):
+                target.copy_(memory)
 
         self.stream([Wanted(key, elements, dtypes, frozenset())], copy, writes=False)
         return fetched
@@ -215,19 +205,20 @@ class DiskState:
             chunk = CHUNK_ELEMENTS // 2 if wide else CHUNK_ELEMENTS
             for start in range(0, one.elements, chunk):
                 stop = min(start + chunk, one.elements)
-                sizes = {name: _pages(eight_bit.nbytes(stop - start, dtype)) for name, dtype in one.dtypes.items()}
-                if load and used + sum(sizes.values()) > self._ring.slot_bytes:
+                parts = {
+                    name: self._store.part(
+                        extents[name], eight_bit.nbytes(start, dtype), eight_bit.nbytes(stop - start, dtype)
+                    )
+                    for name, dtype in one.dtypes.items()
+                }
+                if load and used + sum(part.capacity_bytes for part in parts.values()) > self._ring.slot_bytes:
                     yield load
                     load, used = [], 0
                 stretches = []
-                for name, dtype in one.dtypes.items():
-                    nbytes = eight_bit.nbytes(stop - start, dtype)
-                    extent = self._store.part(extents[name], eight_bit.nbytes(start, dtype), nbytes)
-                    stretches.append(_Stretch(extent, used, nbytes, name, name not in one.fresh))
-                    used += sizes[name]
+                for name, part in parts.items():
+                    stretches.append(_Stretch(part, used, name, one.dtypes[name], name not in one.fresh))
+                    used += part.capacity_bytes
                 load.append((Part(index, start, stop, {}), stretches))
-                for stretch in stretches:
-                    load[-1][0].tensors[stretch.name] = torch.empty(0, dtype=one.dtypes[stretch.name], device="cpu")
         if load:
             yield load
 
@@ -246,27 +237,28 @@ class DiskState:
         requests = []
         for part, stretches in load:
             for stretch in stretches:
-                memory = slot.memory[stretch.place : stretch.place + _pages(stretch.nbytes)]
+                memory = stretch.within(slot)
                 if stretch.reads:
                     requests.append(self._store.read(stretch.extent, memory, after=slot.free))
                 else:
                     if slot.free is not None:
                         slot.free.synchronize()
                     memory.zero_()
-                dtype = part.tensors[stretch.name].dtype
-                part.tensors[stretch.name] = memory[: stretch.nbytes].view(dtype)
+                part.tensors[stretch.name] = memory[: stretch.extent.nbytes].view(stretch.dtype)
         return slot, load, _All(requests)
 
     def _write(self, slot: Slot, load: list[tuple[Part, list[_Stretch]]]) -> list[Request]:
         return [
-            self._store.write(stretch.extent, slot.memory[stretch.place : stretch.place + _pages(stretch.nbytes)])
-            for _, stretches in load
-            for stretch in stretches
+            self._store.write(stretch.extent, stretch.within(slot)) for _, stretches in load for stretch in stretches
         ]
 
 
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES
+def _pairs(parts: list[Part], tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each tensor of each part, and the same elements of `tensors`, flat."""
+    for part in parts:
+        for name, memory in part.tensors.items():
+            start = eight_bit.nbytes(part.start, memory.dtype) // memory.itemsize
+            yield memory, tensors[name][start : start + memory.numel()]
 
 
 def _remove_stale(directory: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from millrace.errors import DiskError, LayoutError, StateError
+from millrace.optim import refusals
 from millrace.optim.devices import Member, Twins
 from millrace.optim.disk_state import DiskState
 from millrace.optim.early import EarlyUpdates
@@ -19,8 +20,7 @@ from millrace.optim.norms import GradientNorms
 from millrace.optim.not_finite import NotFiniteSteps
 from millrace.optim.options import Options, comparable, snapshot
 from millrace.optim.overlap import Updater, by_unit
-from millrace.optim.refusals import check_gradient, check_one_model, check_overlap, check_parameter
-from millrace.optim.shares import Shares, fraction_that_fits
+from millrace.optim.shares import Shares
 from millrace.optim.weights import FULL, REMAINDER, Weights
 from millrace.runtime.autograd import without_overrides
 from millrace.runtime.holders import gradient_is_shared
@@ -57,28 +57,19 @@ class HostOptimizer(Optimizer):
         self._forget_weights()
         self._begin_anew(options)
         super().__init__(params, **stock)
-        check_one_model(self._places())
-        on_host = all(parameter.device.type == "cpu" for parameter in self._places())
-        if on_host and options.device_fraction not in (0, "auto"):
-            raise ValueError(
-                f"device_fraction={options.device_fraction} is a share of state that is updated on the accelerator its"
-                " parameters live on, and all parameters are on the CPU; leave it at 0"
-            )
+        refusals.check_one_model(self._places())
+        refusals.check_device_fraction(self._places(), options.device_fraction)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch.optim does. Raises ValueError for a parameter that is in it twice, or in another.
 
         LayoutError for one that is not plain bytes: a DTensor or another subclass, sparse, quantised, on meta.
         """
-        params = param_group["params"] if isinstance(param_group, dict) else None
-        if isinstance(params, list | tuple):
-            tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
-            if len({id(tensor) for tensor in tensors}) < len(tensors):
-                raise ValueError("optimizer contains a parameter group with duplicate parameters; name each one once")
+        refusals.check_duplicates(param_group)
         super().add_param_group(param_group)
         try:
             for parameter in self.param_groups[-1]["params"]:
-                check_parameter(self.param_groups, parameter)
+                refusals.check_parameter(self.param_groups, parameter)
         except LayoutError:
             self.param_groups.pop()
             raise
@@ -97,9 +88,9 @@ class HostOptimizer(Optimizer):
         when it did so later: then nothing goes on before a state was loaded.
         """
         places = self._places()
-        check_one_model(places)
+        refusals.check_one_model(places)
         if self.overlaps:
-            check_overlap(places, self._options.overlap)
+            refusals.check_overlap(places, self._options.overlap)
         self._interruption.check()
         loss = None
         if closure is not None:
@@ -202,9 +193,9 @@ class HostOptimizer(Optimizer):
         for device, present in places.items():
             if device.type == "cpu":
                 self._perform(present, scale)
+                self._written(present)
             else:
                 self._update_beside(device, present, scale)
-        self._written(members)
 
     def _update_beside(self, device: torch.device, members: list[Member], scale: float) -> None:
         """Parameters on an accelerator: what is updated there runs beside the transfers of what is updated here."""
@@ -213,23 +204,21 @@ class HostOptimizer(Optimizer):
             self._perform(on_device, scale)
         if on_host:
             if device not in self._twins:
-                options = self._options
-                self._twins[device] = Twins(device, pin=options.pin, overlap=options.overlap_d2h_h2d)
+                self._twins[device] = Twins(device, pin=self._options.pin, overlap=self._options.overlap_d2h_h2d)
             self._twins[device].update(on_host, lambda batch: self._perform(batch, scale))
-        for member in (*on_host, *on_device):
-            member.weights.written()
+        self._written([*on_host, *on_device])
 
     def _divided(self, device: torch.device, members: list[Member]) -> tuple[list[Member], list[Member]]:
         fraction = self._options.device_fraction
         if fraction == 0:
             return members, []
         shares = self._shares
-        everything = [parameter for parameter in self._places() if parameter.device == device]
-        splits = self.SPLITS and self._disk is None  # state on disk is that of whole parameters
-        if not isinstance(fraction, str):
-            shares.assign(everything, float(fraction), splits=splits)
-        elif shares.unassigned(everything):
-            shares.assign(everything, fraction_that_fits(everything, self._state_bytes()), splits=splits)
+        shares.assign(
+            [parameter for parameter in self._places() if parameter.device == device],
+            fraction,
+            len(self.ELEMENTWISE) * self._options.moment_dtype.itemsize + torch.float32.itemsize,
+            splits=self.SPLITS and self._disk is None,  # state on disk is that of whole parameters
+        )
         on_host, on_device = [], []
         for member in members:
             border = shares.host_elements(member.parameter)
@@ -242,10 +231,6 @@ class HostOptimizer(Optimizer):
                 for side, part, list_of_side in ((0, slice(0, border), on_host), (1, slice(border, None), on_device)):
                     list_of_side.append(member.piece(part, self._weights_of(member.parameter, side), states[side]))
         return on_host, on_device
-
-    def _state_bytes(self) -> int:
-        """Of one element, masters included."""
-        return len(self.ELEMENTWISE) * self._options.moment_dtype.itemsize + torch.float32.itemsize
 
     def _written(self, members: Sequence[Member]) -> None:
         torch.autograd.graph.increment_version([member.parameter for member in members])
@@ -270,7 +255,7 @@ class HostOptimizer(Optimizer):
     def _member(self, index: int, group: dict[str, Any], parameter: Any, gradient: Any = None) -> Member:
         """A parameter and the gradient to update it with; None: its own."""
         weights = self._weights_of(parameter)
-        check_gradient(type(self).__name__, index, parameter, parameter.grad if gradient is None else gradient)
+        refusals.check_gradient(type(self).__name__, index, parameter, parameter.grad if gradient is None else gradient)
         asks = gradient is None and (self.overlaps or self._norms is not None)
         shared = asks and gradient_is_shared(parameter)  # before this has it, too
         return Member(
@@ -286,7 +271,7 @@ class HostOptimizer(Optimizer):
         )
 
     def _weights_of(self, parameter: torch.Tensor, side: int = 0) -> Weights:
-        check_parameter(self.param_groups, parameter)
+        refusals.check_parameter(self.param_groups, parameter)
         weights = self._weights.get((parameter, side))
         if weights is not None and not weights.fit:
             self._follow(parameter, weights)
@@ -319,9 +304,7 @@ class HostOptimizer(Optimizer):
         gradients = {member.parameter: member.gradient for member in members}
         norm = self._norms.total(gradients, {member.parameter for member in members if member.shared})
         self.last_grad_norm = float(norm)
-        if not math.isfinite(self.last_grad_norm):
-            return None
-        return float(torch.clamp(limit / (norm + 1e-6), max=1.0))
+        return float(torch.clamp(limit / (norm + 1e-6), max=1.0)) if math.isfinite(self.last_grad_norm) else None
 
     @property
     def entries(self) -> defaultdict[torch.Tensor, Any]:

@@ -9,7 +9,33 @@ from millrace.errors import LayoutError
 from millrace.runtime.autograd import data_of, without_overrides
 from millrace.runtime.pending import name_of, unit_of
 
-__all__ = ["check_bytes", "check_gradient", "check_one_model", "check_overlap", "check_parameter"]
+__all__ = [
+    "check_bytes",
+    "check_device_fraction",
+    "check_duplicates",
+    "check_gradient",
+    "check_one_model",
+    "check_overlap",
+    "check_parameter",
+]
+
+
+def check_duplicates(param_group: Any) -> None:
+    """Raises ValueError for a parameter that is in a new group twice."""
+    params = param_group["params"] if isinstance(param_group, dict) else None
+    if isinstance(params, list | tuple):
+        tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
+        if len({id(tensor) for tensor in tensors}) < len(tensors):
+            raise ValueError("optimizer contains a parameter group with duplicate parameters; name each one once")
+
+
+def check_device_fraction(parameters: Iterable[torch.Tensor], fraction: float | str) -> None:
+    """Raises ValueError for a share of state on an accelerator where no parameter is on one."""
+    if fraction not in (0, "auto") and all(parameter.device.type == "cpu" for parameter in parameters):
+        raise ValueError(
+            f"device_fraction={fraction} is a share of state that is updated on the accelerator its parameters live on,"
+            " and all parameters are on the CPU; leave it at 0"
+        )
 
 
 def check_overlap(parameters: Iterable[torch.Tensor], overlap: str) -> None:

@@ -5,7 +5,7 @@ multiple of 128 elements: vector instructions and runs of 8-bit moments then mee
 and results have the same bits.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from millrace.optim.eight_bit import RUN_ELEMENTS
 from millrace.optim.weights import in_memory_order
 from millrace.runtime.device import free_device_bytes
 
-__all__ = ["SPLIT_ELEMENTS", "Shares", "fraction_that_fits"]
+__all__ = ["SPLIT_ELEMENTS", "Shares"]
 
 SPLIT_ELEMENTS = RUN_ELEMENTS
 _RESERVE = 0.1  # of free device memory: what "auto" leaves
@@ -28,9 +28,18 @@ class Shares:
         self._host_elements: dict[torch.Tensor, int] = {}
         self.pieces: dict[torch.Tensor, tuple[dict[str, Any], dict[str, Any]]] = {}
 
-    def assign(self, parameters: Iterable[torch.Tensor], device_fraction: float, *, splits: bool) -> None:
-        """Draws the border in parameters that have none yet. With `splits` it may run through a tensor."""
+    def assign(
+        self, parameters: Sequence[torch.Tensor], device_fraction: float | str, state_bytes: int, *, splits: bool
+    ) -> None:
+        """Draws the border in parameters, all of one device, that have none yet. `state_bytes` are of one element.
+
+        The fraction "auto" is what fits on the device. With `splits` the border may run through a tensor.
+        """
         new = [parameter for parameter in parameters if parameter not in self._host_elements]
+        if not new:
+            return
+        if isinstance(device_fraction, str):
+            device_fraction = _fraction_that_fits(parameters, state_bytes)
         left = round((1 - device_fraction) * sum(parameter.numel() for parameter in new))
         for parameter in new:
             count = parameter.numel()
@@ -41,10 +50,6 @@ class Shares:
                 share = round(share / SPLIT_ELEMENTS) * SPLIT_ELEMENTS if splits and dense else half
             self._host_elements[parameter] = min(share, count)
             left -= count
-
-    def unassigned(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether some of them have no border yet."""
-        return any(parameter not in self._host_elements for parameter in parameters)
 
     def host_elements(self, parameter: torch.Tensor) -> int:
         """How many elements of a parameter, the first ones in memory, are updated on the host."""
@@ -88,12 +93,11 @@ class Shares:
                     states[parameter][name] = value
 
 
-def fraction_that_fits(parameters: Iterable[torch.Tensor], state_bytes: int) -> float:
-    """The share of the state, of `state_bytes` per element, for which the accelerator has memory to spare.
+def _fraction_that_fits(parameters: Sequence[torch.Tensor], state_bytes: int) -> float:
+    """The share of the state for which the accelerator has memory to spare.
 
     What passes took at their peak stays free for the next ones.
     """
-    parameters = list(parameters)
     device = parameters[0].device
     passing = torch.accelerator.max_memory_allocated(device) - torch.accelerator.memory_allocated(device)
     spare = (free_device_bytes(device) - passing) * (1 - _RESERVE)

@@ -46,20 +46,17 @@ def perform(updates: Sequence[Update], gradient_scale: float, *, native: bool | 
     `native` chooses the kernel or PyTorch; None takes the kernel wherever it was built and knows the dtypes.
     """
     use_kernel = kernel.available() if native is None else native
-    known = [update for update in updates if use_kernel and _fits_kernel(update)]
-    rules = {id(update.rule): update.rule for update in known}
-    places = {key: index for index, key in enumerate(rules)}
-    found = (
-        kernel.run(
-            [_task(update, places[id(update.rule)]) for update in known],
-            [rule.constants(gradient_scale) for rule in rules.values()],
-        )
-        if known
-        else []
-    )
-    for update, (checksum, not_finite) in zip(known, found, strict=True):
-        update.checksum, update.not_finite = checksum, not_finite
-    others = [update for update in updates if not (use_kernel and _fits_kernel(update))]
+    known: list[Update] = []
+    others: list[Update] = []
+    for update in updates:
+        (known if use_kernel and _fits_kernel(update) else others).append(update)
+    if known:
+        rules = {id(update.rule): update.rule for update in known}
+        places = {key: index for index, key in enumerate(rules)}
+        tasks = [_task(update, places[id(update.rule)]) for update in known]
+        found = kernel.run(tasks, [rule.constants(gradient_scale) for rule in rules.values()])
+        for update, (checksum, not_finite) in zip(known, found, strict=True):
+            update.checksum, update.not_finite = checksum, not_finite
     if others:
         _perform_in_torch(others, gradient_scale)
 

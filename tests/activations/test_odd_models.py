@@ -178,6 +178,8 @@ def check(odd: Callable[[Tensor], Tensor], device: torch.device, budget: int) ->
     assert handle.stats().host_held_bytes == 0
 
 
+# PyTorch 2.15 tells that a selective checkpoint keeps tensors past the hooks, and that it will not in future.
+@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: getattr(odd, "__qualname__", "").split(".")[0])
 def test_odd_forwards(odd: Callable[[Tensor], Tensor], compute_device: torch.device) -> None:
     check(odd, compute_device, budget=0)

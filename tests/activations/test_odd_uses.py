@@ -69,7 +69,6 @@ def test_under_function_transforms(compute_device: torch.device) -> None:
         assert_same(step(model, rows(compute_device)), plain)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # in PyTorch's own forward mode
 def test_forward_mode_derivatives(compute_device: torch.device) -> None:
     """They save zeros that have no memory."""
     from torch.autograd import forward_ad

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from millrace.errors import StateError
 from millrace.memory.arena import Arena
-from millrace.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore, Extent, Request, encoding, store
+from millrace.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore, Extent, Request, store
 from millrace.memory.disk.extent import pieces
 from millrace.memory.ledger import Ledger, Tier
 
@@ -31,7 +31,6 @@ class Known:
     content: torch.Tensor
     mapping: torch.Tensor | None = None
     mapped: bool = False
-    encoded: bool = False
 
 
 class StoreAgainstDict(RuleBasedStateMachine):
@@ -41,13 +40,13 @@ class StoreAgainstDict(RuleBasedStateMachine):
     def begin(self) -> None:
         self.small_pieces = [
             mock.patch.object(store, "pieces", partial(pieces, piece_bytes=PIECE_BYTES)),
-            *(mock.patch.object(module, "PIECE_BYTES", PIECE_BYTES) for module in (store, encoding)),
+            mock.patch.object(store, "PIECE_BYTES", PIECE_BYTES),
         ]
         for patch in self.small_pieces:
             patch.start()
         self.directory = tempfile.TemporaryDirectory(prefix="millrace-test-")
         self.ledger = Ledger()
-        self.store = DiskStore(self.directory.name, self.ledger, codec="planes")
+        self.store = DiskStore(self.directory.name, self.ledger)
         self.known: list[Known] = []
         self.reads: list[tuple[Request, torch.Tensor, torch.Tensor]] = []  # request, what came, what should come
         self.seed = 0
@@ -61,14 +60,12 @@ class StoreAgainstDict(RuleBasedStateMachine):
     def chosen(self, number: int) -> Known:
         return self.known[number % len(self.known)]
 
-    @rule(nbytes=SIZES, element_bytes=st.sampled_from([None, 1, 2, 4]))
-    def allocate(self, nbytes: int, element_bytes: int | None) -> None:
-        extent = self.store.allocate(f"w{len(self.known)}", nbytes, "weights", element_bytes)
+    @rule(nbytes=SIZES)
+    def allocate(self, nbytes: int) -> None:
+        extent = self.store.allocate(f"w{len(self.known)}", nbytes, "weights")
         content = self.random(nbytes, aligned=True)
-        if element_bytes is not None:
-            content[::2] = 3  # so that it can be encoded
         self.store.write(extent, content.clone())
-        self.known.append(Known(extent, content, encoded=element_bytes is not None))
+        self.known.append(Known(extent, content))
 
     @precondition(lambda self: self.known)
     @rule(number=st.integers(0), at=st.floats(0, 1), part=st.floats(0, 1), aligned=st.booleans(), whole=st.booleans())
@@ -97,10 +94,6 @@ class StoreAgainstDict(RuleBasedStateMachine):
     @rule(number=st.integers(0), value=st.integers(0, 255))
     def write_through_the_mapping(self, number: int, value: int) -> None:
         known = self.chosen(number)
-        if known.encoded:
-            with pytest.raises(StateError, match="is stored encoded"):
-                self.store.mapping(known.extent)
-            return
         self.store.to_mapping(known.extent).synchronize()
         known.mapping, known.mapped = self.store.mapping(known.extent), True
         assert torch.equal(known.mapping, known.content)
@@ -139,7 +132,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
                 self.store.read(known.extent, known.content)
         assert list(Path(self.directory.name).iterdir()) == []
         self.known.clear()
-        self.store = DiskStore(self.directory.name, self.ledger, codec="planes")
+        self.store = DiskStore(self.directory.name, self.ledger)
 
     @invariant()
     def every_byte_is_booked(self) -> None:

@@ -153,7 +153,6 @@ def test_replaced_and_added_modules(compute_device: torch.device) -> None:
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_a_module_of_torchscript_that_comes_later_is_refused(compute_device: torch.device) -> None:
     model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     x = torch.ones(2, 8, device=compute_device)

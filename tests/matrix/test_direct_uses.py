@@ -84,7 +84,6 @@ def with_a_derivative(model: Direct, x: Tensor) -> Tensor:
     return outputs[0] + outputs[1]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # PyTorch's own, in jvp
 @pytest.mark.parametrize("use", [as_sparse, for_each_row, with_a_derivative])
 def test_results_that_have_no_storage(use: Callable[[Direct, Tensor], Tensor]) -> None:
     """Of a home that somebody keeps, and that no call brought."""

@@ -327,7 +327,6 @@ def test_functional_calls(compute_device: torch.device) -> None:
     assert_exact(DENSE.build, script, compute_device)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # PyTorch's own, in jvp
 @pytest.mark.parametrize("transform", ["jvp", "vmap"])
 def test_function_transforms(transform: str) -> None:
     def make() -> nn.Module:

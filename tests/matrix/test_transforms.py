@@ -34,7 +34,6 @@ def stacked(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: torch.stack([value, value * 3]) for name, value in values(model).items()}
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # PyTorch's own, in jvp
 @pytest.mark.parametrize(
     "transform",
     [
@@ -57,7 +56,6 @@ def test_what_works(transform: Transform) -> None:
     assert handle.stats().device_peak_bytes <= handle.stats().device_budget_bytes
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize(
     ("transform", "advice"),
     [

@@ -75,6 +75,16 @@ WAYS: dict[str, Take] = {
 }
 
 
+def step_and_then(optimizer: AdamW, write: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step, whose updates begin late where they may, and `write` as soon as it returns."""
+    with monkeypatch.context() as patch:
+        if optimizer.overlaps:
+            Held(patch).release_soon()
+        optimizer.step()
+        write()
+        optimizer.synchronize()
+
+
 @pytest.mark.emu("random:0")
 @pytest.mark.parametrize("way", list(WAYS))
 def test_gradients_that_are_written_after_the_step(
@@ -86,13 +96,7 @@ def test_gradients_that_are_written_after_the_step(
         with offloaded(model):
             optimizer = AdamW(model.parameters(), overlap=overlap, **SETTINGS)
             loss_of(model, TOKENS).backward()
-            write = WAYS[way](held(optimizer))
-            with monkeypatch.context() as patch:
-                if overlap == "forward":
-                    Held(patch).release_soon()
-                optimizer.step()
-                write()
-                optimizer.synchronize()
+            step_and_then(optimizer, WAYS[way](held(optimizer)), monkeypatch)
         trained.append(list(model.parameters()))
     assert_equal(*trained)
 
@@ -112,12 +116,7 @@ def test_gradients_kept_from_an_earlier_step(emu_device: ModuleType, way: str, m
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=False)
                 loss_of(model, batch(step)).backward()
-            with monkeypatch.context() as patch:
-                if overlap != "none":
-                    Held(patch).release_soon()
-                optimizer.step()
-                write()
-                optimizer.synchronize()
+            step_and_then(optimizer, write, monkeypatch)
         trained.append(list(model.parameters()))
     assert_equal(trained[0], trained[1])
     assert_equal(trained[0], trained[2])
@@ -181,14 +180,23 @@ def test_a_backward_that_needs_no_weight_waits_for_updates_that_read_gradients(
             optimizer = AdamW(model.parameters(), overlap=overlap, **SETTINGS)
             loss = model(torch.ones(2, 8)).square().sum()
             loss.backward(retain_graph=True)
-            with monkeypatch.context() as patch:
-                if overlap == "forward":
-                    Held(patch).release_soon()
-                optimizer.step()
-                loss.backward()  # adds to the gradients
-                optimizer.synchronize()
+            step_and_then(optimizer, loss.backward, monkeypatch)  # which adds to the gradients
         trained.append([*model.parameters(), *gradients(list(model.parameters()))])
     assert_equal(*trained)
+
+
+LIMIT = 0.05  # of the norm
+
+
+def clipping(model: nn.Module, inside: bool) -> AdamW:
+    return AdamW(model.parameters(), max_grad_norm=LIMIT if inside else None, **SETTINGS)
+
+
+def clipped_step(optimizer: AdamW, inside: bool) -> None:
+    if not inside:
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], LIMIT)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def test_norms_of_gradients_that_are_written_without_a_trace(emu_device: ModuleType) -> None:
@@ -197,16 +205,13 @@ def test_norms_of_gradients_that_are_written_without_a_trace(emu_device: ModuleT
     for inside in (True, False):
         model = decoder()
         with offloaded(model):
-            optimizer = AdamW(model.parameters(), max_grad_norm=0.05 if inside else None, **SETTINGS)
+            optimizer = clipping(model, inside)
             for step in range(5):
                 loss_of(model, batch(step)).backward()
                 arrays = [gradient.numpy() for gradient in gradients(held(optimizer))]
                 for array in arrays:
                     array *= 3
-                if not inside:
-                    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-                optimizer.step()
-                optimizer.zero_grad()
+                clipped_step(optimizer, inside)
         trained.append(list(model.parameters()))
     assert_equal(*trained)
 
@@ -230,16 +235,13 @@ def test_norms_after_a_backward_unlike_those_before() -> None:
         model = nn.ModuleDict({"layers": nn.ModuleList([Branches(), Branches()])})
         model.forward = lambda x, both, model=model: model.layers[1](model.layers[0](x, both), both)  # type: ignore[method-assign, misc]
         with millrace.offload(model, device="cpu"):
-            optimizer = AdamW(model.parameters(), max_grad_norm=0.05 if inside else None, **SETTINGS)
+            optimizer = clipping(model, inside)
             for step in range(6):
                 x = torch.full((2, 8), 1.0 + step)
                 model(x, True).square().sum().backward()
                 if step > 3:
                     model(x, False).square().sum().backward()
-                if not inside:
-                    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-                optimizer.step()
-                optimizer.zero_grad()
+                clipped_step(optimizer, inside)
         trained.append(list(model.parameters()))
     assert_equal(*trained)
 

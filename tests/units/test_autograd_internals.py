@@ -336,8 +336,6 @@ def test_no_override_makes_plain_tensors() -> None:
     assert not torch.overrides.has_torch_function((tensor,))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # the first jvp loads decompositions so
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # PyTorch's own, in jvp
 def test_in_transform_of_any_kind() -> None:
     seen = []
 
@@ -363,7 +361,6 @@ def test_runs_in_backward_of_nodes_that_it_goes_through() -> None:
     assert seen == [[True, False], [True, False]]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # PyTorch's own, in jvp
 def test_in_gradient_transform_and_no_other() -> None:
     found = []
 

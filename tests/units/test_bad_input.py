@@ -244,7 +244,6 @@ def test_parameters_that_have_no_plain_bytes(model: Decoder, make: Any, reason: 
     refused(put(model, make()), millrace.LayoutError, match)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_scripted_part(compute_device: torch.device) -> None:
     """A class that nothing can be mixed into."""
     model = Decoder()

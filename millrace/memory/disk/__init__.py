@@ -1,7 +1,7 @@
 """Where do the bytes of the disk tier lie, and how do they come and go? See docs/design/disk.md."""
 
 from millrace.memory.disk.checkpoint import LEAST_READING_BYTES, Checkpoint
-from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, Extent
+from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, Extent, disk_pages
 from millrace.memory.disk.log import DiskLog
 from millrace.memory.disk.newborn import TensorsOnDisk
 from millrace.memory.disk.requests import Access, Request
@@ -20,4 +20,5 @@ __all__ = [
     "Slot",
     "StagingRing",
     "TensorsOnDisk",
+    "disk_pages",
 ]

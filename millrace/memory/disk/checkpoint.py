@@ -23,7 +23,7 @@ from millrace.errors import CheckpointError, DiskError
 from millrace.memory.arena import Arena
 from millrace.memory.disk import mapping
 from millrace.memory.disk.checkpoint_files import find_files
-from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, PIECE_BYTES, Extent, check_memory, pieces
+from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, PIECE_BYTES, Extent, check_memory, disk_pages, pieces
 from millrace.memory.disk.file import DirectFile
 from millrace.memory.disk.log import DiskLog
 from millrace.memory.disk.requests import Access, Kind, Request, Requests
@@ -212,7 +212,7 @@ class Checkpoint:
         """Reads the pages around bytes `begin` to `end`, and lays out the parts that lie there."""
         file, what = self._unchanged(path, repr(parts[0].name)), repr(parts[0].name)
         first = begin - begin % DISK_ALIGNMENT_BYTES
-        last = min(-(-end // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES, self._states[path][0])
+        last = min(disk_pages(end), self._states[path][0])
         bounce = bounces.get()  # there is one for each thread
         try:
             file.read(bounce.data_ptr(), last - first, first, what)
@@ -237,7 +237,7 @@ class Checkpoint:
         """Memory that threads read whole pages into. No range that is read at once is larger."""
         biggest = max((size for size, _ in self._states.values()), default=0)
         share = max(1, memory_bytes // _THREADS // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES
-        nbytes = min(PIECE_BYTES, share, -(-biggest // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES)
+        nbytes = min(PIECE_BYTES, share, disk_pages(biggest))
         self._bounce_bytes = nbytes
         arena = Arena(nbytes * _THREADS, torch.device("cpu"), ledger, "staging")
         bounces: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()

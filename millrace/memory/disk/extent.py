@@ -5,11 +5,16 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["DISK_ALIGNMENT_BYTES", "PIECE_BYTES", "Extent", "Piece", "check_memory", "pieces"]
+__all__ = ["DISK_ALIGNMENT_BYTES", "PIECE_BYTES", "Extent", "Piece", "check_memory", "disk_pages", "pieces"]
 
 # What direct I/O asks of offsets, lengths and memory, and mmap of offsets.
 DISK_ALIGNMENT_BYTES = max(4096, mmap.PAGESIZE)
 PIECE_BYTES = 8 << 20  # of one request to the drive; measured, see docs/design/disk.md
+
+
+def disk_pages(nbytes: int) -> int:
+    """`nbytes` rounded up to whole pages of the disk."""
+    return -(-nbytes // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -22,8 +27,8 @@ class Extent:
 
     @property
     def capacity_bytes(self) -> int:
-        """`nbytes` rounded up to the alignment: the bytes that it takes on disk."""
-        return -(-self.nbytes // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES
+        """The bytes that it takes on disk."""
+        return disk_pages(self.nbytes)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from millrace.errors import StateError
-from millrace.memory.arena import Arena, whole_pages
-from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES
+from millrace.memory.arena import Arena
+from millrace.memory.disk.extent import disk_pages
 from millrace.memory.ledger import Ledger
 from millrace.runtime.lanes import Event
 
@@ -35,7 +35,7 @@ class StagingRing:
     def __init__(self, slot_bytes: int, slots: int, device: torch.device, ledger: Ledger) -> None:
         if slots < 1:
             raise ValueError(f"a staging ring of {slots} slots holds nothing; give one at least")
-        self.slot_bytes = whole_pages(-(-slot_bytes // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES)
+        self.slot_bytes = disk_pages(max(1, slot_bytes))
         arena = Arena(self.slot_bytes * slots, device, ledger, _PURPOSE)
         self._memory = [arena.tensor(index * self.slot_bytes, self.slot_bytes) for index in range(slots)]
         self._free: deque[tuple[int, Event | None]] = deque((index, None) for index in range(slots))

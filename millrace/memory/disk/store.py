@@ -18,13 +18,11 @@ import torch
 from millrace.errors import DiskError, StateError
 from millrace.memory.disk.checksums import Checksums
 from millrace.memory.disk.directory import StoreDirectory
-from millrace.memory.disk.encoding import Codec, Encoding
 from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, PIECE_BYTES, Extent, Piece, check_memory, pieces
 from millrace.memory.disk.file import DirectFile
 from millrace.memory.disk.log import DiskLog
 from millrace.memory.disk.mapping import Mapping
 from millrace.memory.disk.requests import Access, Kind, Request, Requests
-from millrace.memory.disk.staging import StagingRing
 from millrace.memory.ledger import Ledger, Tier
 from millrace.runtime.lanes import Event
 
@@ -42,32 +40,16 @@ class DiskStore:
     Reads and writes of the same bytes happen in the order of their submission (reads beside each other). What `write`
     wrote is checked when `read` reads it; what was written through a mapping, when it was handed over.
 
-    `codec`: whether extents that say how many bytes their elements have are stored encoded: never ("none"), always
-    ("planes": byte planes apart, with zstd, each piece raw where that gains less than 5%), or where that is faster than
-    the drive, as measured ("auto"). Encoded pieces take as much room as raw ones, but fewer bytes travel. A codec takes
-    32 MiB of host memory.
-
     Raises ValueError when `directory` is a file, StateError when another store or process uses it, DiskError when no
     file can be made there.
     """
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        ledger: Ledger,
-        *,
-        codec: Codec = "none",
-        log: DiskLog | None = None,
-    ) -> None:
+    def __init__(self, directory: str | os.PathLike[str], ledger: Ledger, *, log: DiskLog | None = None) -> None:
         self._directory = StoreDirectory(directory)
         self._ledger = ledger
         self._log = log or DiskLog()
         name = f"the spill file in {self._directory.path}"
         self._file = DirectFile(self._directory.create_file(), name, writable=True)
-        self._encoding: Encoding | None = None
-        if codec != "none":
-            ring = StagingRing(PIECE_BYTES, _THREADS, torch.device("cpu"), ledger)
-            self._encoding = Encoding(self._file, ring, _THREADS, automatic=codec == "auto")
         self._requests = Requests(_THREADS)
         self._checksums = Checksums()
         self._lock = threading.Lock()
@@ -75,7 +57,6 @@ class DiskStore:
         self._size_bytes = 0
         self._mappings: dict[Extent, Mapping] = {}
         self._unflushed: set[Extent] = set()  # pages of these did not reach the disk
-        self._moved: Counter[Access] = Counter()
         self._booked: Counter[str] = Counter()
         self._unbook = weakref.finalize(self, _unbook, ledger, self._booked)
         self._unbook.atexit = False
@@ -91,24 +72,13 @@ class DiskStore:
         """Bytes on disk."""
         return self._size_bytes
 
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that were read so far; through mappings not counted."""
-        return self._moved[Access.READ]
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes that were written so far; through mappings not counted."""
-        return self._moved[Access.WRITE]
-
     def check_free(self, nbytes: int) -> None:
         """Raises DiskError (ENOSPC) when `nbytes` more do not fit on the disk. To be asked before the first byte."""
         self._directory.check_free(nbytes, "the disk tier")
 
-    def allocate(self, name: str, nbytes: int, purpose: str, element_bytes: int | None = None) -> Extent:
+    def allocate(self, name: str, nbytes: int, purpose: str) -> Extent:
         """Takes `nbytes` of disk, rounded up to pages, for good; `name` is what errors say. Contents are arbitrary.
 
-        With `element_bytes` the store's codec may encode it; then it cannot be mapped.
         Raises DiskError (ENOSPC), and takes nothing, when the disk has no room.
         """
         with self._lock:
@@ -129,8 +99,6 @@ class DiskStore:
             self._booked[purpose] += extent.capacity_bytes
             self._ledger.add(Tier.DISK, purpose, extent.capacity_bytes)
             self._extents.append(extent)
-            if self._encoding is not None and element_bytes is not None:
-                self._encoding.add(extent, element_bytes)
             return extent
 
     def part(self, extent: Extent, offset: int, nbytes: int) -> Extent:
@@ -169,8 +137,6 @@ class DiskStore:
         """
         with self._lock:
             self._refuse_closed(extent.name)
-            if self._encoding is not None and extent in self._encoding:
-                raise StateError(f"{extent.name!r} is stored encoded: read it, or allocate it without element_bytes")
             if extent not in self._mappings:
                 self._mappings[extent] = Mapping(
                     self._file.descriptor, extent.offset, extent.capacity_bytes, shared=True
@@ -219,8 +185,6 @@ class DiskStore:
                 return
             self._unbook()
         self._requests.close()
-        if self._encoding is not None:
-            self._encoding.close()
         self._mappings.clear()
         self._file.close()
         self._directory.close()
@@ -242,24 +206,19 @@ class DiskStore:
             partial(job, extent, piece, memory, piece.begin - offset) for piece in pieces(offset, memory.nbytes)
         ]
         span = reach = (offset, offset + memory.nbytes)
-        if extent not in self._mappings:  # checksums and the codec are of whole pieces
+        if extent not in self._mappings:  # checksums are of whole pieces
             reach = (offset // PIECE_BYTES * PIECE_BYTES, -(-span[1] // PIECE_BYTES) * PIECE_BYTES)
         return self._requests.submit(Request(extent, access, jobs, Kind.TRANSFER, span, reach), after)
 
     def _read_piece(self, extent: Extent, piece: Piece, memory: torch.Tensor, at: int) -> None:
         begun_at = time.perf_counter()
         address, nbytes = memory.data_ptr() + at, piece.end - piece.begin
-        if self._encoding is not None and extent in self._encoding:
-            moved = self._encoding.read(extent, piece, memory.view(-1)[at : at + nbytes])
-        else:
-            self._file.read(address, nbytes, extent.offset + piece.begin, repr(extent.name))
-            moved = nbytes
+        self._file.read(address, nbytes, extent.offset + piece.begin, repr(extent.name))
         if extent in self._mappings:
             self._checksums.verify_all(extent, piece.begin, piece.end, address, self._file.name)
         else:
             self._checksums.verify(extent, piece, address, self._file.name)
-        self._count(Access.READ, moved)
-        self._log.note(Access.READ, extent.name, moved, begun_at)
+        self._log.note(Access.READ, extent.name, nbytes, begun_at)
 
     def _write_piece(self, extent: Extent, piece: Piece, memory: torch.Tensor, at: int) -> None:
         begun_at = time.perf_counter()
@@ -268,17 +227,8 @@ class DiskStore:
             self._checksums.forget_all(extent)
         else:
             self._checksums.note(extent, piece, address)
-        if self._encoding is not None and extent in self._encoding:
-            moved = self._encoding.write(extent, piece, memory.view(-1)[at : at + nbytes])
-        else:
-            self._file.write(address, nbytes, extent.offset + piece.begin, repr(extent.name))
-            moved = nbytes
-        self._count(Access.WRITE, moved)
-        self._log.note(Access.WRITE, extent.name, moved, begun_at)
-
-    def _count(self, access: Access, nbytes: int) -> None:
-        with self._lock:
-            self._moved[access] += nbytes
+        self._file.write(address, nbytes, extent.offset + piece.begin, repr(extent.name))
+        self._log.note(Access.WRITE, extent.name, nbytes, begun_at)
 
     def _hand_over(self, extent: Extent, mapping: Mapping, grain_bytes: int) -> None:
         begun_at = time.perf_counter()

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from millrace.memory.arena import Arena
-from millrace.memory.disk import DISK_ALIGNMENT_BYTES, Checkpoint, DiskStore, Request
+from millrace.memory.disk import DISK_ALIGNMENT_BYTES, Checkpoint, DiskStore, Request, disk_pages
 from millrace.weights.model.slot import Layout
 from millrace.weights.rest.fetching import Piece
 
@@ -127,8 +127,7 @@ class CheckpointRest(Rest):
         return [self._piece(run) for run in runs]
 
     def _piece(self, run: "_Run") -> Piece:
-        pages_end = -(-run.end // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES
-        nbytes = min(pages_end, self._checkpoint.size_bytes(run.path)) - run.first
+        nbytes = min(disk_pages(run.end), self._checkpoint.size_bytes(run.path)) - run.first
 
         def read(chunk: torch.Tensor) -> Request:
             return self._checkpoint.read_range(run.path, run.first, chunk[:nbytes], what=self._what)
