@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from millrace.errors import LayoutError, StateError
@@ -90,8 +89,7 @@ class Slot:
         )
         self.leaf.handed_out = False
         self.leaf.owner = weakref.ref(self)
-        self._outdated = 0  # how often `outdate` was called
-        self._leaf_version = self.leaf_version
+        self._leaf_version = self.leaf._version
         self.leaf.point(absent)
         self.leaf.__class__ = AwayLeaf
         self._move_in()
@@ -127,16 +125,6 @@ class Slot:
         """A device copy of what the home holds now is being made."""
         self._loaded = self._read()
         self.loaded_token = self.token
-
-    def outdate(self) -> None:
-        """What autograd itself has saved of the leaf is no longer there: it raises where that is needed."""
-        increment_version(self.leaf)
-        self._outdated += 1
-
-    @property
-    def leaf_version(self) -> int:
-        """Counts what the model itself writes to the leaf."""
-        return self.leaf._version - self._outdated
 
     @property
     def mark(self) -> object:
@@ -181,8 +169,7 @@ class Slot:
     @property
     def leaf_may_be_written(self) -> bool:
         """Whether the model may have written to the leaf since that was last kept."""
-        leaf = self.leaf  # `leaf_version` by hand: asked at the end of every visit
-        return leaf._version != self._leaf_version + self._outdated or leaf.handed_out
+        return self.leaf._version != self._leaf_version or self.leaf.handed_out
 
     def keep_leaf_writes(self, buffer: torch.Tensor) -> bool:
         """What the model wrote to the leaf (nn.Embedding's max_norm, a codebook's `weight.data`) is the home's too.
@@ -191,7 +178,7 @@ class Slot:
         """
         if not self.leaf_may_be_written:
             return False
-        self._leaf_version = self.leaf_version
+        self._leaf_version = self.leaf._version
         self.leaf.handed_out = False
         written = raw_data(self.leaf)
         self._check_shape(written)

@@ -60,7 +60,6 @@ class Block:
         self.allocated: Event | None = None  # when whoever had the buffer's memory before is done with it
         self.arrival: Transfer | LateTransfer | None = None  # the last copy into the buffer
         self.users = 0  # visits under way that have it bound
-        self.saved_by_autograd = False  # itself, in a graph that may be there still, and not by handles
         self.lent = False  # one of them is a module that was only asked for a parameter: it can be taken back
         self.updates: list[Pending] = []  # write the homes; whoever reads those waits for them
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()  # are told when gradients are complete
@@ -151,6 +150,11 @@ class Block:
             self._current_at = moment
         return True
 
+    @property
+    def is_known_current(self) -> bool:
+        """Whether nothing was written to a home since `is_current` said so."""
+        return self._current_at >= 0
+
     def _changed(self) -> None:
         self._current_at = -1
         self._changes += 1
@@ -189,8 +193,6 @@ class Block:
         # Detached: a view would keep its base, of which `is_free` does not know.
         copies += [(slot.layout.view(self.buffer).detach(), slot.source) for slot in changed if slot.layout.nbytes]
         for slot in self.slots:
-            if self.saved_by_autograd and slot.changed_since_load:
-                slot.outdate()
             slot.mark_loaded()
         self._not_stale = None
         if all(slot.in_place for slot in self.slots):
@@ -258,8 +260,6 @@ class Block:
         with without_overrides():
             for slot in self.slots:
                 if buffer is None:
-                    if self.saved_by_autograd:
-                        slot.outdate()
                     point(slot.leaf, slot.absent)
                     slot.mark_absent()
                     continue
@@ -267,8 +267,6 @@ class Block:
                 if dtype not in typed:
                     typed[dtype] = buffer.view(dtype)
                 point(slot.leaf, slot.layout.view(typed[dtype]))
-        if buffer is None:
-            self.saved_by_autograd = False
 
     def read_until(self, done: Event) -> None:
         """The homes are being read, and may not be written before `done`."""

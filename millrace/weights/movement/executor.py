@@ -49,18 +49,14 @@ class Executor:
         self._last_used: dict[Block, int] = {}
         self._planner_failed = False  # once it has, nobody is told again
         self._all_bytes = sum(block.nbytes for block in self._blocks)
-        self.everything_fits = False  # in this cycle: no block has to go for another one
-        self.everything_is_here = False  # ... and all are present, with what the homes hold: a cycle without visits
+        self.everything_is_here = False  # with what the homes hold, and nothing has to go: a cycle without visits
 
     # cycles -----------------------------------------------------------------------------------------------------------
-    def begin_pass(self, name: str, *, visits_are_needed: bool) -> None:
-        """An outermost forward begins, and a cycle with it.
-
-        `visits_are_needed`: for more than to bring blocks. Otherwise there are none where `everything_is_here`.
-        """
+    def begin_pass(self, name: str) -> None:
+        """An outermost forward begins, and a cycle with it."""
         if self._entry is not None:  # a forward with gradients that no backward followed
             self._close()
-        self._open(Entry(name, Phase.FORWARD, torch.is_grad_enabled()), visits_are_needed=visits_are_needed)
+        self._open(Entry(name, Phase.FORWARD, torch.is_grad_enabled()))
 
     def end_pass(self) -> None:
         """The outermost forward ends: without gradients, no backward can follow."""
@@ -72,8 +68,6 @@ class Executor:
         self._moment += 1
         if self._entry is None:
             self._open(Entry("", Phase.BACKWARD, True))
-        elif self.everything_is_here:
-            self._record(Phase.BACKWARD)
 
     def end_cycle(self) -> None:
         """The cycle is over; loads for the next one are submitted, as far as its homes do not change before."""
@@ -195,8 +189,6 @@ class Executor:
                 return
 
     def _evict(self, block: Block) -> None:
-        if self.everything_fits and block.is_current(self._moment):
-            return  # nobody needs its memory, and a graph may
         if block.is_free:
             self._put_off.pop(block, None)
             self._residency.evict(block)
@@ -207,7 +199,7 @@ class Executor:
         return self._clock - self._last_used.get(block, 0)  # unknown: what was used last is needed first
 
     # learning ---------------------------------------------------------------------------------------------------------
-    def _open(self, entry: Entry, *, visits_are_needed: bool = True) -> None:
+    def _open(self, entry: Entry) -> None:
         self._meter.cycle_begins()
         last, self._course = self._course, None
         self._entry = entry
@@ -222,27 +214,24 @@ class Executor:
             turn = last.turn + 1 if last is not None and last.plan is plan else 0
             self._course = Course(trace, plan, turn)
         self._drop_old_copies()
-        self.everything_fits = self._all_bytes <= self._residency.streaming_budget_bytes
         self.everything_is_here = (
-            self.everything_fits
-            and not visits_are_needed
+            not entry.gradients  # for which a visit has more to do than to bring blocks
             and self._course is not None
             and self._course.trace.refined
+            and self._all_bytes <= self._residency.streaming_budget_bytes
             and self._are_here(self._blocks)
         )
-        if self.everything_is_here:
-            self._record(Phase.FORWARD)
+        if self.everything_is_here:  # one record for all of it
+            now = self._lanes.tick()
+            self._records.append(
+                VisitRecord((), entry.phase, entry.site, now, now, self._other_bytes(), self._meter.sample())
+            )
 
     def _are_here(self, blocks: Sequence[Block]) -> bool:
         for block in blocks:
             if block.presence is not Presence.PRESENT or block.updates or not block.is_current(self._moment):
                 return False
         return True
-
-    def _record(self, phase: Phase) -> None:
-        """The pass as a whole, where it has no visits."""
-        now, name = self._lanes.tick(), "" if self._entry is None else self._entry.site
-        self._records.append(VisitRecord((), phase, name, now, now, self._other_bytes(), self._meter.sample()))
 
     def _close(self) -> None:
         """Learns from the cycle that ends."""

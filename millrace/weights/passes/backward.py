@@ -62,7 +62,6 @@ class Backward:
         self._calls = calls
         self._recover = recover
         self._site: Site | None = None  # that it is at
-        self._giving: object = None  # the block that gives gradients
         self._present: object | None = None  # the one under way
         self._ending: Callable[[], EndOfBackward | None] = lambda: None  # gone when autograd is done with it
         self._computing_again = contextlib.ExitStack()  # functions may be called again in it
@@ -122,9 +121,6 @@ class Backward:
         """The gradient of a leaf is complete, as far as is known."""
         self._begin()  # a block that saves nothing is never unpacked
         with without_overrides():
-            if self._executor.everything_fits and slot.unit is not self._giving:  # and may come without a visit
-                self._giving = slot.unit
-                self._gradients.leave_block()
             self._gradients.take(slot)
 
     def _begin(self) -> None:
@@ -139,8 +135,6 @@ class Backward:
         self._present, self._ending = present, weakref.ref(end)
         self._progress.becomes(PassState.BACKWARD)
         self._executor.begin_backward()
-        if self._executor.everything_fits:  # autograd itself may have saved what homes no longer hold
-            self._standing.bring(self._standing.blocks)
         self._standing.begin()
         self._updates.changed()
         self._computing_again.enter_context(lending_leaves(self._lending))
@@ -186,7 +180,7 @@ class Backward:
         self._progress.becomes(PassState.FORWARD if self._calls else PassState.AT_REST)
 
     def _bind_for_calls(self) -> None:
-        self._standing.reset([call.blocks for call in self._calls], self._progress.thread)
+        self._standing.reset([call.blocks for call in self._calls])
 
     def undo(self) -> None:
         """Nothing of it is under way any more."""

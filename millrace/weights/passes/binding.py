@@ -40,7 +40,8 @@ def release(blocks: Iterable[Bindable]) -> None:
 class Standing:
     """What is bound from the beginning of a pass, or of a backward, to its end: residents and buffers.
 
-    And all blocks, where everything is there and nothing has to come or go: then calls within the pass do nothing.
+    And all blocks, in a forward without gradients where everything is there and nothing has to come or go: then the
+    calls of layers do nothing.
     """
 
     def __init__(
@@ -54,32 +55,32 @@ class Standing:
         self.blocks, self.residents, self.buffers = blocks, residents, buffers
         self._residency = residency
         self._executor = executor
-        self.everything = False  # all blocks are bound now
+        self._bound: list[tuple[Bindable, ...]] = []  # of a forward, and of a backward within it
         self.straight_for = 0  # the thread whose forward has everything bound: within it, calls are no visits
 
     def begin(self, *, forward_on: int = 0) -> None:
         """Residents come, and all are bound. `forward_on`: for a forward on that thread."""
-        self.bring(self.residents)
-        bind(self._all())
-        self._know(self._executor.everything_is_here, forward_on)
-
-    def end(self) -> None:
-        """They are free again."""
-        self._know(False)
-        release(self._all())
-
-    def bring(self, blocks: Iterable[Block]) -> None:
-        """They come, and compute waits for them."""
-        for block in blocks:
+        for block in self.residents:
             self._executor.bring(block)
             self._residency.arrive(block)
+        everything = bool(forward_on) and self._executor.everything_is_here
+        bound = (*self.residents, self.buffers, *(self.blocks if everything else ()))
+        bind(bound)
+        self._bound.append(bound)
+        self.straight_for = forward_on if everything else 0
 
-    def reset(self, calls: Sequence[Sequence[Block]], forward_on: int) -> None:
-        """Blocks are bound exactly for these calls, each with those of its visit: a forward on that thread, or none."""
-        users: Counter[Bindable] = Counter(block for blocks in calls for block in blocks)
-        if calls:
-            users.update(self._all())
-        self._know(bool(calls) and self._executor.everything_is_here, forward_on)
+    def end(self) -> None:
+        """Those of the last beginning are free again."""
+        self.straight_for = 0
+        if self._bound:
+            release(self._bound[-1])
+            self._bound.pop()
+
+    def reset(self, calls: Sequence[Sequence[Block]]) -> None:
+        """Blocks are bound exactly for these calls, each with those of its visit; no longer straight."""
+        self.straight_for = 0
+        del self._bound[1 if calls else 0 :]  # of a forward, while that is under way
+        users: Counter[Bindable] = Counter(block for blocks in (*calls, *self._bound) for block in blocks)
         for block in (*self.blocks, *self.residents):
             block.lent = False
         everything: list[Bindable] = [*self.blocks, *self.residents, self.buffers]
@@ -87,12 +88,3 @@ class Standing:
             if bound.users and not users[bound]:
                 bound.unbind()
             bound.users = users[bound]
-
-    def _all(self) -> tuple[Bindable, ...]:
-        if self._executor.everything_is_here:
-            return (*self.residents, self.buffers, *self.blocks)
-        return (*self.residents, self.buffers)
-
-    def _know(self, everything: bool, forward_on: int = 0) -> None:
-        self.everything = everything
-        self.straight_for = forward_on if everything else 0

@@ -49,7 +49,7 @@ class Call:
             # The cache would keep low-precision copies of the weights on the device, also of weights that changed.
             torch.set_autocast_cache_enabled(False)
             self._ends.append(partial(torch.set_autocast_cache_enabled, True))
-        if torch.is_grad_enabled() and not engine.autograd_saves_weights():
+        if torch.is_grad_enabled():
             saved = engine.saved_tensors(self.site)
             saved.push()
             self._ends.append(saved.pop)

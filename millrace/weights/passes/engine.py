@@ -207,16 +207,13 @@ class Engine:
         self._follow_buffers()
         if torch.is_grad_enabled():
             self._gradients.prepare([*self.residents, *self.blocks])
-        self._executor.begin_pass(site.name, visits_are_needed=not saving_is_left_to_autograd())
+        self._executor.begin_pass(site.name)
         self.standing.begin(forward_on=self.progress.thread)
-        if self.autograd_saves_weights():
-            for block in (*self.blocks, *self.residents):
-                block.saved_by_autograd = True
         return self._handover.inputs(args, kwargs)
 
     def end_pass(self) -> None:
         """The outermost call ends: what its copies read of homes has been read, so homes may be written."""
-        self.progress.becomes(PassState.BETWEEN)
+        self.progress.state = PassState.BETWEEN  # from whatever has been broken off
         self.standing.end()
         self._executor.end_pass()
         self._residency.wait_for_consumed_reads()
@@ -232,14 +229,10 @@ class Engine:
             pop_left_over(self._residency)
             stop_lending(self.lending)
             self.lending.forget()
-            self.standing.reset((), 0)
+            self.standing.reset(())
             self._residency.mend((*self.blocks, *self.residents))
             self._backward.undo()
             self.progress.state = PassState.AT_REST
-
-    def autograd_saves_weights(self) -> bool:
-        """Whether a visit leaves it to autograd to save weights: their memory stays, and nobody else saves."""
-        return self._executor.everything_fits and saving_is_left_to_autograd()
 
     def saved_tensors(self, site: Site) -> SavedTensors:
         """Hooks for what autograd saves in a visit of the site."""

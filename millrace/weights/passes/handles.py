@@ -165,7 +165,7 @@ def _handle_of(block: Block, tensor: torch.Tensor, recompute: Callable[[Any], An
         block,
         slot,
         slot.loaded_token,
-        slot.leaf_version,
+        slot.leaf._version,
         dtype,
         tensor.size(),
         tensor.stride(),
@@ -186,10 +186,10 @@ def _weight(handle: Handle) -> torch.Tensor:
             f"parameter {slot.name!r} was modified in place after forward used it and before backward did (version"
             f" {slot.token[0]}; expected version {handle.token[0]}); run backward before optimizer.step() and the like"
         )
-    if slot.leaf_version != handle.leaf_version:
+    if slot.leaf._version != handle.leaf_version:
         raise WeightChangedError(
             f"parameter {slot.name!r} was modified in place by the model itself after forward had used it (version"
-            f" {slot.leaf_version}; expected version {handle.leaf_version}); use it after the change, or a clone of it"
+            f" {slot.leaf._version}; expected version {handle.leaf_version}); use it after the change, or a clone of it"
         )
     if handle.block.buffer is None:
         raise WeightChangedError(f"block {handle.block.name!r} is not present")

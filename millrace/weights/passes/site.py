@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from torch import is_autocast_cache_enabled, is_autocast_enabled, is_grad_enabled
 
-from millrace.runtime.autograd import in_backward
 from millrace.weights.movement.block import Block
+from millrace.weights.passes.stray import is_lending
 
 if TYPE_CHECKING:
     from millrace.weights.passes.engine import Engine
@@ -38,14 +38,20 @@ class Site:
         """
         engine = self.engine
         if engine.standing.straight_for == get_ident():
-            return not (self.main and is_autocast_cache_enabled() and is_autocast_enabled(self.device.type))
+            return not self.main or self._needs_no_visit()
         calls = engine.calls
-        if calls:
-            if not self._may_be_inside or calls[-1].thread != get_ident():
-                return False
-        elif not (engine.standing.everything and self.blocks and is_grad_enabled() and in_backward()):
-            return False  # otherwise it is computed again
+        if not calls or not self._may_be_inside or calls[-1].thread != get_ident():
+            return False
         for block in self.blocks:  # noqa: SIM110  # a generator would cost more than all the rest
             if not block.users:
                 return False
         return True
+
+    def _needs_no_visit(self) -> bool:
+        """Whether the call of a layer has nothing to do where all blocks are bound for a forward without gradients."""
+        if is_grad_enabled() or (is_autocast_cache_enabled() and is_autocast_enabled(self.device.type)):
+            return False  # there are gradients after all, or a cache that would keep copies of weights
+        for block in self.blocks:
+            if not block.is_known_current:
+                return False
+        return is_lending(self.engine.lending)
