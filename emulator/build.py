@@ -55,6 +55,7 @@ def compile_flags() -> list[str]:
     return [
         "-std=c++20",
         "-O1",  # quick to build; the time of a run goes into the kernels of the CPU
+        "-DNDEBUG",  # as PyTorch itself is built: one of its debug assertions (2.11, undefined tensors) is wrong
         "-fPIC",
         "-fvisibility=hidden",
         "-Wall",
