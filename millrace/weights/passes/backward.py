@@ -162,7 +162,10 @@ class Backward:
     def _finish(self, *, completed: bool) -> None:
         self._computing_again.close()
         self._present = None
-        self._progress.becomes(PassState.ENDING)
+        if completed:
+            self._progress.becomes(PassState.ENDING)
+        else:
+            self._progress.state = PassState.ENDING  # from whatever it had come to
         if self._site is not None:
             release(self._site.blocks)
             self._site = None
