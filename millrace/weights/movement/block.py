@@ -70,9 +70,8 @@ class Block:
         self._changes = 0  # of homes, that left no trace in them
         self._homes: list[Home] | None = None
         self._not_stale: object = None  # the signature with which the device copy was found to be what the homes hold
-        self._loaded: tuple[object, list[object]] | None = (
-            None  # the signature of the last copy of the whole, and marks
-        )
+        # The signature with which a copy of all was made last, and what the slots noted then.
+        self._loaded: tuple[object, list[object]] | None = None
         self._current_at = -1  # when the device copy was last found to be what the homes hold, see `is_current`
         members = list(members)
         parameters = [member.parameter for member in members]
