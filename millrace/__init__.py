@@ -14,8 +14,10 @@ from millrace.errors import (
     WeightChangedError,
 )
 from millrace.integrations.transformers import from_pretrained
+from millrace.loading import load
 from millrace.planning.cost import Hardware, RunPlan
 from millrace.report import ActivationStats, Stats
+from millrace.saving import Saving, save
 
 __version__ = "0.1.0"
 
@@ -32,14 +34,17 @@ __all__ = [
     "Offloaded",
     "Probe",
     "RunPlan",
+    "Saving",
     "StateError",
     "Stats",
     "WeightChangedError",
     "__version__",
     "from_pretrained",
+    "load",
     "mark_not_offload",
     "offload",
     "offload_activations",
     "plan",
     "probe",
+    "save",
 ]

@@ -3,8 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import threading
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from millrace import live
 from millrace.activation_offloading import ActivationOffloading
 from millrace.activations.targets import check_targets
 from millrace.activations.watched import refuse_watched
@@ -27,7 +26,8 @@ from millrace.report import Planned, Report, RunRecord, Stats
 from millrace.runtime.device import is_accelerator, resolve_device
 from millrace.runtime.grad_scaler import make_grad_scaler_wait
 from millrace.runtime.lanes import open_lanes
-from millrace.weights.meter import Meter
+from millrace.runtime.pending import unit_of
+from millrace.weights.meter import Checkpointed, Meter
 from millrace.weights.model.inventory import Inventory, take_inventory
 from millrace.weights.model.module_buffers import ModuleBuffers
 from millrace.weights.model.partition import Partition, partition
@@ -47,8 +47,6 @@ from millrace.weights.rest.materialize import Materialized, materialize
 from millrace.weights.rest.placement import Placement, Shelf
 
 __all__ = ["Offloaded", "offload"]
-
-_live_handles: "weakref.WeakSet[Offloaded]" = weakref.WeakSet()
 
 
 def offload(
@@ -187,7 +185,7 @@ class Offloaded:
             not_finite=lambda optimizer: optimizer.not_finite_steps if isinstance(optimizer, HostOptimizer) else 0,
         )
         self._steps.watch()
-        _live_handles.add(self)
+        live.handles.add(self)
 
     def _wire(self, model: nn.Module, inventory: Inventory, parts: Partition, placement: Placement) -> None:
         config = self._config
@@ -254,6 +252,7 @@ class Offloaded:
             steps=self._meter.steps,
             skipped_steps=self._meter.skipped_steps,
             not_finite_steps=self._steps.not_finite_steps(),
+            **self._meter.saved(),
         )
 
     def reset_stats(self) -> None:
@@ -319,14 +318,31 @@ class Offloaded:
         or in a write to disk, when the model is let go of all the same.
         """
         if self._attachment is not None:
-            self._engine.process.check()
-            self._engine.quiesce(updates=False)
-            if self._engine.progress.computes:
-                raise StateError("remove() was called within a forward or backward of the model; call it after that")
-            self._let_go()
+            self._check_between_passes("remove()")
+            self.let_go()
 
-    def _let_go(self) -> None:
-        """All of it, whatever fails; raises what did."""
+    def blocks_at_rest(self, what: str) -> list[Block]:
+        """All blocks, with nothing under way. Raises StateError when `what` is called within a pass."""
+        self._check_between_passes(what)
+        self.synchronize()
+        return self._blocks()
+
+    def manages(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter is one of this model's."""
+        return getattr(unit_of(parameter), "manager", None) is self._shelf
+
+    def note_checkpoint(self, saving: Checkpointed) -> None:
+        """The stats count it."""
+        self._meter.checkpoints.append(saving)
+
+    def _check_between_passes(self, what: str) -> None:
+        self._engine.process.check()
+        self._engine.quiesce(updates=False)
+        if self._engine.progress.computes:
+            raise StateError(f"{what} was called within a forward or backward of the model; call it after that")
+
+    def let_go(self) -> None:
+        """As `remove()`, wherever the model is; all of it, whatever fails. Raises what did."""
         if self._attachment is None:
             return
         with contextlib.ExitStack() as steps:  # the last one first
@@ -337,7 +353,7 @@ class Offloaded:
             if self._leave_grad_scaler is not None:
                 steps.callback(self._leave_grad_scaler)
             steps.callback(self._steps.unwatch)
-            steps.callback(_live_handles.discard, self)
+            steps.callback(live.handles.discard, self)
             steps.callback(setattr, self, "_attachment", None)
             steps.callback(self._attachment.detach)
             steps.callback(self._residency.close)
@@ -373,28 +389,11 @@ class Offloaded:
         self._fetching = Fetching(ring, chunks, self._lanes, self._meter)
         return self._fetching
 
-    def _forked(self) -> None:
+    def forked(self) -> None:
+        """In a process that was forked: its parent has the threads, and the files."""
         self._shelf.forked()
         for block in self._blocks():
             block.forked()
 
     def _blocks(self) -> list[Block]:
         return [*self._engine.blocks, *self._engine.residents]
-
-
-def _remove_all() -> None:
-    """Whatever is in flight at exit ends before the devices and the interpreter do; passes of other threads or not."""
-    with contextlib.ExitStack() as handles:
-        for handle in list(_live_handles):
-            handles.callback(handle._let_go)
-
-
-def _forked() -> None:
-    """A child has none of the threads that its parent's models rely on, and leaves their files alone."""
-    for handle in list(_live_handles):
-        handle._forked()
-    _live_handles.clear()
-
-
-os.register_at_fork(after_in_child=_forked)
-threading._register_atexit(_remove_all)  # type: ignore[attr-defined]  # atexit's turn comes after executors have ended

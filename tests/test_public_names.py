@@ -18,16 +18,19 @@ PUBLIC_NAMES = [
     "Offloaded",
     "Probe",
     "RunPlan",
+    "Saving",
     "StateError",
     "Stats",
     "WeightChangedError",
     "__version__",
     "from_pretrained",
+    "load",
     "mark_not_offload",
     "offload",
     "offload_activations",
     "plan",
     "probe",
+    "save",
 ]
 
 

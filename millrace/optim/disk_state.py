@@ -11,16 +11,17 @@ import shutil
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from millrace.errors import DiskError
-from millrace.memory.disk import DiskStore, Extent, Request, Slot, StagingRing
+from millrace.errors import DiskError, StateError
+from millrace.memory.disk import DiskStore, Extent, Origin, Request, Slot, StagingRing, TensorAtRest, read_bytes
 from millrace.memory.ledger import Ledger, Tier
 from millrace.optim import eight_bit
 
@@ -182,6 +183,28 @@ class DiskState:
         self.stream([Wanted(key, elements, dtypes, frozenset())], copy, writes=False)
         return fetched
 
+    def at_rest(self, key: Any, elements: int) -> dict[str, TensorAtRest]:
+        """The tensors of a parameter, flat, to be read while nothing is written to them."""
+        found = {}
+        for name in self.holds(key):
+            extent, dtype = self._extents[key][name]
+            like = torch.empty(eight_bit.nbytes(elements, dtype) // dtype.itemsize, dtype=dtype, device="meta")
+            chunk = _chunk_elements(self._extents[key][other][1] for other in self.holds(key))
+            origin = self._store.origin(extent, eight_bit.nbytes(chunk, dtype))
+            found[name] = TensorAtRest(like, partial(_read, origin))
+        return found
+
+    def fill(self, key: Any, elements: int, tensors: Mapping[str, TensorAtRest]) -> None:
+        """As `keep`, with tensors that are elsewhere on disk: some elements of them at a time are in memory."""
+        dtypes = {name: tensor.like.dtype for name, tensor in tensors.items()}
+
+        def read(parts: list[Part]) -> None:
+            for part in parts:
+                for name, memory in part.tensors.items():
+                    tensors[name].read(eight_bit.nbytes(part.start, memory.dtype), memory.view(torch.uint8))
+
+        self.stream([Wanted(key, elements, dtypes, frozenset(dtypes))], read)
+
     def lend(self, key: Any, elements: int) -> dict[str, torch.Tensor]:
         """The tensors of a parameter as memory, flat, read from disk as it is touched; until `take_back`."""
         self.synchronize()  # parts are written in an order of their own
@@ -201,8 +224,7 @@ class DiskState:
         used = 0
         for index, one in enumerate(wanted):
             extents = self._extents_of(one)
-            wide = sum(dtype.itemsize for dtype in one.dtypes.values()) > _MOST_BYTES_PER_ELEMENT  # float64
-            chunk = CHUNK_ELEMENTS // 2 if wide else CHUNK_ELEMENTS
+            chunk = _chunk_elements(one.dtypes.values())
             for start in range(0, one.elements, chunk):
                 stop = min(start + chunk, one.elements)
                 parts = {
@@ -251,6 +273,16 @@ class DiskState:
         return [
             self._store.write(stretch.extent, stretch.within(slot)) for _, stretches in load for stretch in stretches
         ]
+
+
+def _chunk_elements(dtypes: Iterable[torch.dtype]) -> int:
+    wide = sum(dtype.itemsize for dtype in dtypes) > _MOST_BYTES_PER_ELEMENT  # float64
+    return CHUNK_ELEMENTS // 2 if wide else CHUNK_ELEMENTS
+
+
+def _read(origin: Origin, begin: int, memory: torch.Tensor) -> None:
+    if not read_bytes(origin, begin, memory):
+        raise StateError("an optimizer's state on disk was read after the optimizer was gone")
 
 
 def _pairs(parts: list[Part], tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

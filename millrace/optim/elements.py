@@ -1,10 +1,12 @@
 """How does an optimizer step that works element by element? All parameters at once, in one pass over memory."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from millrace.memory.disk import TensorAtRest
 from millrace.optim import eight_bit, kernel, update
 from millrace.optim.devices import Member
 from millrace.optim.disk_state import DiskState, Part, Wanted
@@ -221,6 +223,29 @@ class ElementOptimizer(HostOptimizer):
                 self._lent[parameter] = {name: weights.shaped(flat) for name, flat in lent.items()}
                 self.entries[parameter].update(self._lent[parameter])
 
+    def _at_rest(self, parameter: torch.Tensor) -> dict[str, TensorAtRest]:
+        if self._disk is None or parameter in self._lent:
+            return {}
+        weights, found = self._weights_of(parameter), self._disk.at_rest(parameter, parameter.numel())
+        return {name: replace(one, like=weights.shaped(one.like)) for name, one in found.items()}
+
+    def fill(self, parameter: torch.Tensor, tensors: Mapping[str, TensorAtRest]) -> None:
+        _, group = self._places()[parameter]
+        weights = self._weights_of(parameter)
+        kept = {**self._dtypes(group, weights), **weights.master_dtypes}
+        as_kept = {
+            name
+            for name, one in tensors.items()
+            if one.like.dtype == kept.get(name) and one.like.stride() == weights.shaped(_flat_like(one)).stride()
+        }
+        on_disk = None if parameter.device.type != "cpu" else self._disk
+        if on_disk is not None and as_kept == set(tensors):
+            on_disk.fill(parameter, parameter.numel(), tensors)
+            return
+        self.entries[parameter].update({name: one.load() for name, one in tensors.items()})
+        if on_disk is not None:
+            self._to_disk(on_disk, parameter, group, weights, self.entries[parameter])
+
     def _take_loaded(self) -> None:
         super()._take_loaded()
         if self._disk is None:
@@ -228,3 +253,7 @@ class ElementOptimizer(HostOptimizer):
         for parameter, (_, group) in self._places().items():
             if parameter.device.type == "cpu" and parameter in self.entries:
                 self._to_disk(self._disk, parameter, group, self._weights_of(parameter), self.entries[parameter])
+
+
+def _flat_like(tensor: TensorAtRest) -> torch.Tensor:
+    return torch.empty(tensor.like.numel(), dtype=tensor.like.dtype, device="meta")

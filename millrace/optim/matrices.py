@@ -1,10 +1,12 @@
 """How do optimizers step that need a whole matrix at once? One parameter at a time, with PyTorch's own arithmetic."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from millrace.memory.disk import TensorAtRest
 from millrace.optim import kernel, narrow
 from millrace.optim.devices import Member
 from millrace.optim.disk_state import DiskState
@@ -12,6 +14,7 @@ from millrace.optim.kernel import Master
 from millrace.optim.optimizer import HostOptimizer
 from millrace.optim.options import Options
 from millrace.optim.update import scaled
+from millrace.optim.weights import Weights
 from millrace.runtime.torch_rules import adafactor, muon
 
 __all__ = ["Adafactor", "Muon"]
@@ -39,7 +42,7 @@ class _MatrixOptimizer(HostOptimizer):
                 self._fetch(self._disk, member)
                 begun.add(index)
                 self._update_one(member, scale)
-                self._spill(self._disk, member)
+                self._spill(self._disk, member.parameter, member.weights, member.state)
 
     def _update_one(self, member: Member, scale: float) -> None:
         weights = member.weights
@@ -74,20 +77,17 @@ class _MatrixOptimizer(HostOptimizer):
                 member.state[name] = _lying_as(flat, shape, member.weights.host)
         self._lent.pop(member.parameter, None)
 
-    def _spill(self, disk: DiskState, member: Member) -> None:
-        state = member.state
+    def _spill(self, disk: DiskState, parameter: torch.Tensor, weights: Weights, state: dict[str, Any]) -> None:
         large = {
             name: value
             for name, value in state.items()
             if isinstance(value, torch.Tensor) and value.nbytes >= LEAST_BYTES
         }
         for name, value in large.items():
-            like = _lying_as(
-                torch.empty(value.numel(), dtype=value.dtype, device="cpu"), value.shape, member.weights.host
-            )
+            like = _lying_as(torch.empty(value.numel(), dtype=value.dtype, device="cpu"), value.shape, weights.host)
             flat = value if value.stride() == like.stride() else like.copy_(value)
-            disk.keep((member.parameter, name), value.numel(), {name: flat.as_strided((value.numel(),), (1,))})
-        self._resting[member.parameter] = {name: value.shape for name, value in large.items()}
+            disk.keep((parameter, name), value.numel(), {name: flat.as_strided((value.numel(),), (1,))})
+        self._resting[parameter] = {name: value.shape for name, value in large.items()}
         for name in large:
             del state[name]
 
@@ -99,6 +99,20 @@ class _MatrixOptimizer(HostOptimizer):
                 host = self._weights_of(parameter).host
                 self._lent[parameter] = {name: _lying_as(lent[name], shapes[name], host) for name in lent}
                 self.entries[parameter].update(self._lent[parameter])
+
+    def _at_rest(self, parameter: torch.Tensor) -> dict[str, TensorAtRest]:
+        if self._disk is None or parameter in self._lent:
+            return {}
+        host, found = self._weights_of(parameter).host, {}
+        for name, shape in self._resting.get(parameter, {}).items():
+            one = self._disk.at_rest((parameter, name), shape.numel())[name]
+            found[name] = replace(one, like=_lying_as(one.like, shape, host))
+        return found
+
+    def fill(self, parameter: torch.Tensor, tensors: Mapping[str, TensorAtRest]) -> None:
+        self.entries[parameter].update({name: one.load() for name, one in tensors.items()})
+        if self._disk is not None and parameter.device.type == "cpu":
+            self._spill(self._disk, parameter, self._weights_of(parameter), self.entries[parameter])
 
     def _forget_weights(self) -> None:
         super()._forget_weights()

@@ -65,6 +65,17 @@ class GradientNorms:
     def abandoned(self) -> None:
         """Nothing to do: norms count for gradients that are delivered."""
 
+    def clipping(
+        self, limit: float, gradients: Mapping[Any, torch.Tensor], shared: Collection[Any]
+    ) -> tuple[float | None, float]:
+        """The factor for all gradients, by the arithmetic of torch.nn.utils.clip_grad_norm_, and their norm.
+
+        None where that is not finite.
+        """
+        norm = self.total(gradients, shared)
+        factor = float(torch.clamp(limit / (norm + 1e-6), max=1.0)) if norm.isfinite() else None
+        return factor, float(norm)
+
     def total(self, gradients: Mapping[Any, torch.Tensor], shared: Collection[Any]) -> torch.Tensor:
         """The norm of all of them, with the arithmetic of `torch.nn.utils.get_total_norm`.
 

@@ -1,7 +1,6 @@
 """What do all optimizers of millrace share? State and update in host memory, and the conventions of torch.optim."""
 
 import contextlib
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,10 +10,12 @@ from torch.optim import Optimizer
 
 from millrace.errors import DiskError, LayoutError, StateError
 from millrace.optim import refusals
+from millrace.optim.at_rest import StateAtRest
 from millrace.optim.devices import Member, Twins
 from millrace.optim.disk_state import DiskState
 from millrace.optim.early import EarlyUpdates
 from millrace.optim.interruption import Interruption
+from millrace.optim.kernel import Master
 from millrace.optim.loading import values_from
 from millrace.optim.norms import GradientNorms
 from millrace.optim.not_finite import NotFiniteSteps
@@ -23,6 +24,7 @@ from millrace.optim.overlap import Updater, by_unit
 from millrace.optim.shares import Shares
 from millrace.optim.weights import FULL, REMAINDER, Weights
 from millrace.runtime.autograd import without_overrides
+from millrace.runtime.capture import before_write, will_write
 from millrace.runtime.holders import gradient_is_shared
 from millrace.runtime.pending import Pending, Unit, watch
 
@@ -32,7 +34,7 @@ __all__ = ["HostOptimizer"]
 _OWN = ("_options", "_not_finite", "skipped_steps", "last_step_skipped", "last_grad_norm")
 
 
-class HostOptimizer(Optimizer):
+class HostOptimizer(StateAtRest, Optimizer):
     """An optimizer whose state and update live in host memory, for parameters on the host or on an accelerator.
 
     It stands before a stock optimizer of torch.optim among the bases of a class: param groups, defaults, validation and
@@ -46,7 +48,7 @@ class HostOptimizer(Optimizer):
     # Names of the state that has its parameter's shape, in the state dtype.
     ELEMENTWISE: tuple[str, ...] = ()
     SPLITS = True  # whether a tensor may be updated in two pieces
-    _disk: DiskState | None  # where the state rests, with tier="disk"
+    asks_before_write = True  # as runtime.capture wants it: for each parameter, when its update begins
 
     def __init__(self, params: Any, *, options: Options, **stock: Any) -> None:
         self._options = options
@@ -166,9 +168,11 @@ class HostOptimizer(Optimizer):
         snapshots = {key: snapshot(group) for key, group in groups.items()}
         for member in members:
             member.group = snapshots[id(member.group)]
+        will_write([member.parameter for member in members])
         self._written(members)
 
         def perform(batch: Sequence[Member]) -> None:
+            before_write([member.parameter for member in batch])
             self._perform(batch, scale)
             if self._early is not None:
                 self._early.performed(member.parameter for member in batch)
@@ -187,6 +191,7 @@ class HostOptimizer(Optimizer):
         return begun
 
     def _update_now(self, members: list[Member], scale: float) -> None:
+        before_write([member.parameter for member in members])
         places: dict[torch.device, list[Member]] = defaultdict(list)
         for member in members:
             places[member.parameter.device].append(member)
@@ -219,18 +224,7 @@ class HostOptimizer(Optimizer):
             len(self.ELEMENTWISE) * self._options.moment_dtype.itemsize + torch.float32.itemsize,
             splits=self.SPLITS and self._disk is None,  # state on disk is that of whole parameters
         )
-        on_host, on_device = [], []
-        for member in members:
-            border = shares.host_elements(member.parameter)
-            if border == member.parameter.numel():
-                on_host.append(member)
-            elif border == 0:
-                on_device.append(member)
-            else:
-                states = shares.split(member.parameter, member.state)
-                for side, part, list_of_side in ((0, slice(0, border), on_host), (1, slice(border, None), on_device)):
-                    list_of_side.append(member.piece(part, self._weights_of(member.parameter, side), states[side]))
-        return on_host, on_device
+        return shares.divide(members, self._weights_of)
 
     def _written(self, members: Sequence[Member]) -> None:
         torch.autograd.graph.increment_version([member.parameter for member in members])
@@ -283,6 +277,10 @@ class HostOptimizer(Optimizer):
         weights.look()
         return weights
 
+    def master_form_of(self, parameter: torch.Tensor) -> Master:
+        """How the exact value of a parameter is kept."""
+        return self._weights_of(parameter).form
+
     def _follow(self, parameter: torch.Tensor, before: Weights) -> None:
         """A parameter was given another dtype, device or layout, as `model.to()` does: its state follows."""
         before.check_layout(keeps_order=self._disk is not None or parameter in self._shares.pieces)
@@ -297,19 +295,15 @@ class HostOptimizer(Optimizer):
         state.update({name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)})
 
     def _clipping_factor(self, members: Sequence[Member]) -> float | None:
-        """The factor for all gradients, by the arithmetic of torch.nn.utils.clip_grad_norm_; None: skip this step."""
+        """The factor for all gradients; None: skip this step."""
         limit = self._options.max_grad_norm
         if limit is None or self._norms is None or not members:
             return 1.0
         gradients = {member.parameter: member.gradient for member in members}
-        norm = self._norms.total(gradients, {member.parameter for member in members if member.shared})
-        self.last_grad_norm = float(norm)
-        return float(torch.clamp(limit / (norm + 1e-6), max=1.0)) if math.isfinite(self.last_grad_norm) else None
-
-    @property
-    def entries(self) -> defaultdict[torch.Tensor, Any]:
-        """`state`, without waiting for updates that are under way."""
-        return self.__dict__["state"]  # type: ignore[no-any-return]
+        factor, self.last_grad_norm = self._norms.clipping(
+            limit, gradients, {member.parameter for member in members if member.shared}
+        )
+        return factor
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
@@ -346,6 +340,7 @@ class HostOptimizer(Optimizer):
         for hook in before.values():
             state_dict = hook(self, state_dict) or state_dict
         values = values_from(self.param_groups, state_dict, self.ELEMENTWISE, self._options.moment_dtype)
+        before_write(list(self._places()))
         self._forget_weights()
         if self._disk is not None:
             self._disk = self._disk.emptied()

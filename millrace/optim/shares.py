@@ -5,14 +5,15 @@ multiple of 128 elements: vector instructions and runs of 8-bit moments then mee
 and results have the same bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from millrace.optim import eight_bit
+from millrace.optim.devices import Member
 from millrace.optim.eight_bit import RUN_ELEMENTS
-from millrace.optim.weights import in_memory_order
+from millrace.optim.weights import Weights, in_memory_order
 from millrace.runtime.device import free_device_bytes
 
 __all__ = ["SPLIT_ELEMENTS", "Shares"]
@@ -51,9 +52,22 @@ class Shares:
             self._host_elements[parameter] = min(share, count)
             left -= count
 
-    def host_elements(self, parameter: torch.Tensor) -> int:
-        """How many elements of a parameter, the first ones in memory, are updated on the host."""
-        return self._host_elements[parameter]
+    def divide(
+        self, members: Sequence[Member], weights_of: Callable[[torch.Tensor, int], Weights]
+    ) -> tuple[list[Member], list[Member]]:
+        """What is updated on the host, and what on the device; of a split parameter a piece each, 0 and 1."""
+        on_host, on_device = [], []
+        for member in members:
+            border = self._host_elements[member.parameter]
+            if border == member.parameter.numel():
+                on_host.append(member)
+            elif border == 0:
+                on_device.append(member)
+            else:
+                states = self.split(member.parameter, member.state)
+                for side, part, list_of_side in ((0, slice(0, border), on_host), (1, slice(border, None), on_device)):
+                    list_of_side.append(member.piece(part, weights_of(member.parameter, side), states[side]))
+        return on_host, on_device
 
     def split(self, parameter: torch.Tensor, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state of the two pieces, on the host and on the device; taken out of `state` at first."""

@@ -21,7 +21,8 @@ class Stats:
     there.
     `steps` counts optimizer steps over managed parameters, `skipped_steps` those of them that changed nothing because
     gradients were not finite (with `max_grad_norm` of an optimizer of millrace), `not_finite_steps` those in which such
-    an optimizer updated weights with gradients that were not.
+    an optimizer updated weights with gradients that were not. Checkpoints have `saved_bytes`; writing them took
+    `save_seconds`, most of it beside training with `wait=False`, which waited `save_wait_seconds` for it.
     """
 
     device_peak_bytes: int
@@ -41,6 +42,9 @@ class Stats:
     steps: int
     skipped_steps: int
     not_finite_steps: int
+    saved_bytes: int = 0
+    save_seconds: float = 0.0
+    save_wait_seconds: float = 0.0
 
     @property
     def stall_share(self) -> float:
@@ -63,7 +67,12 @@ class Stats:
             ("compute", f"{self.compute_seconds:.3f} s"),
             ("stall", f"{self.stall_seconds:.3f} s ({self.stall_share:.1%})"),
             ("optimizer steps", str(self.steps) + self._skips()),
+            *self._save_rows(),
         ]
+
+    def _save_rows(self) -> list[Row]:
+        waited = f"in {self.save_seconds:.3f} s, updates waited {self.save_wait_seconds:.3f} s for it"
+        return [("checkpoints", f"{format_bytes(self.saved_bytes)} {waited}")] if self.saved_bytes else []
 
     def _disk_rows(self) -> list[Row]:
         moved = f"{format_bytes(self.fetch_bytes)} fetched, {format_bytes(self.spill_bytes)} spilled"

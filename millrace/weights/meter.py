@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from millrace.memory.disk import Access, DiskLog
 from millrace.memory.ledger import Ledger, Tier
@@ -12,7 +13,7 @@ from millrace.runtime.lanes import Lane, Lanes, LateTransfer, Tick, Transfer
 from millrace.runtime.link import LaneUse, LinkSpeed
 from millrace.runtime.spans import Moved, Sample, Span, Waited, cut_by, spans_of
 
-__all__ = ["Meter", "Timing", "VisitRecord"]
+__all__ = ["Checkpointed", "Meter", "Timing", "VisitRecord"]
 
 
 @dataclass
@@ -36,6 +37,21 @@ class Timing:
     compute_seconds: float
 
 
+class Checkpointed(Protocol):
+    """A checkpoint of the model."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def seconds(self) -> float:
+        """That writing it took."""
+
+    @property
+    def waited_seconds(self) -> float:
+        """That updates waited for it."""
+
+
 class Meter:
     """Counts what moves. Seconds are read from ticks cycles later, when reading them waits for nothing."""
 
@@ -57,6 +73,15 @@ class Meter:
         self.steps = self.skipped_steps = 0
         self._stall_seconds = self._compute_seconds = 0.0
         self._unread.clear()
+        self.checkpoints: list[Checkpointed] = []
+
+    def saved(self) -> dict[str, Any]:
+        """What the stats say of checkpoints."""
+        return {
+            "saved_bytes": sum(saving.nbytes for saving in self.checkpoints),
+            "save_seconds": sum(saving.seconds for saving in self.checkpoints),
+            "save_wait_seconds": sum(saving.waited_seconds for saving in self.checkpoints),
+        }
 
     def onloaded(self, nbytes: int) -> None:
         """The onload of a block was submitted."""

@@ -1,8 +1,12 @@
 """Where do the bytes of the disk tier lie, and how do they come and go? See docs/design/disk.md."""
 
+from millrace.memory.disk.at_rest import TensorAtRest
+from millrace.memory.disk.bounce import neighbours_follow, read_bytes, write_bytes
 from millrace.memory.disk.checkpoint import LEAST_READING_BYTES, Checkpoint
 from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, Extent, disk_pages
+from millrace.memory.disk.file import DirectFile
 from millrace.memory.disk.log import DiskLog
+from millrace.memory.disk.mapping import Origin, origin_of
 from millrace.memory.disk.newborn import TensorsOnDisk
 from millrace.memory.disk.requests import Access, Request
 from millrace.memory.disk.staging import Slot, StagingRing
@@ -13,12 +17,19 @@ __all__ = [
     "LEAST_READING_BYTES",
     "Access",
     "Checkpoint",
+    "DirectFile",
     "DiskLog",
     "DiskStore",
     "Extent",
+    "Origin",
     "Request",
     "Slot",
     "StagingRing",
+    "TensorAtRest",
     "TensorsOnDisk",
     "disk_pages",
+    "neighbours_follow",
+    "origin_of",
+    "read_bytes",
+    "write_bytes",
 ]

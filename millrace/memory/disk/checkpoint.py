@@ -11,6 +11,7 @@ import os
 import queue
 import time
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -93,7 +94,8 @@ class Checkpoint:
         record = self._record(name)
         if record.path not in self._mappings:
             file = self._files[record.path]
-            self._mappings[record.path] = mapping.Mapping(file.descriptor, 0, file.size(), shared=False)
+            mapped = self._mappings[record.path] = mapping.Mapping(file.descriptor, 0, file.size(), shared=False)
+            mapped.show(_Bytes(weakref.ref(self), record.path, file.size()))
         memory = self._mappings[record.path].tensor(record.offset, record.nbytes)
         self._addresses[memory.data_ptr()] = name
         return memory.view(record.dtype).view(record.shape)
@@ -244,6 +246,35 @@ class Checkpoint:
         for index in range(_THREADS):
             bounces.put(arena.tensor(index * nbytes, nbytes))
         return bounces
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """What a private mapping shows: one of the files, where nothing was written to it."""
+
+    checkpoint: "weakref.ref[Checkpoint]"
+    path: str
+    nbytes: int
+
+    def grain(self, offset: int) -> tuple[int, int]:
+        first = offset // PIECE_BYTES * PIECE_BYTES
+        return first, min(first + PIECE_BYTES, self.nbytes)
+
+    def read(self, destination: torch.Tensor, offset: int) -> Request | None:
+        checkpoint = self.checkpoint()
+        mapped = None if checkpoint is None else checkpoint._mappings.get(self.path)
+        if checkpoint is None or mapped is None or mapped.written(offset, destination.nbytes) is not False:
+            return None
+        return checkpoint.read_range(self.path, offset, destination, what=Path(self.path).name)
+
+    def shows(self, path: str, offset: int, offset_there: int) -> bool:
+        checkpoint = self.checkpoint()
+        mapped = None if checkpoint is None else checkpoint._mappings.get(self.path)
+        same = offset == offset_there and os.path.realpath(path) == os.path.realpath(self.path)
+        return same and mapped is not None and mapped.written(offset, 1) is False
+
+    def write(self, source: torch.Tensor, offset: int) -> Request | None:
+        return None
 
 
 def _state(descriptor: int) -> tuple[int, int]:

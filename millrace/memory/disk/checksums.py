@@ -9,7 +9,7 @@ import errno
 import xxhash
 
 from millrace.errors import DiskError
-from millrace.memory.disk.extent import Extent, Piece
+from millrace.memory.disk.extent import PIECE_BYTES, Extent, Piece
 
 __all__ = ["Checksums", "checksum"]
 
@@ -60,6 +60,10 @@ class Checksums:
             if last > end:
                 break
             self._compare(sums[index], extent, first, last, address + first - begin, file)
+
+    def grain_bytes(self, extent: Extent) -> int:
+        """Of so many bytes each checksum of an extent is."""
+        return self._handed_over.get(extent, (PIECE_BYTES, []))[0]
 
     def forget_all(self, extent: Extent) -> None:
         """What `note_all` noted holds no more."""

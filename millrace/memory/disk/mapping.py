@@ -5,12 +5,14 @@ import functools
 import mmap
 import os
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-__all__ = ["Mapping"]
+from millrace.memory.disk.requests import Request
+
+__all__ = ["Mapping", "Origin", "origin_of"]
 
 _WAIT_WRITE_WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_: for writes under way, all that is dirty, for its end
 _MAP_FIXED = 16
@@ -37,6 +39,39 @@ def _sync_file_range() -> Any:
     return _call("sync_file_range", _int, _int, _offset, _offset, ctypes.c_uint)
 
 
+class Origin(Protocol):
+    """Bytes of a file, past the page cache. Offsets count from the first that a mapping shows."""
+
+    def grain(self, offset: int) -> tuple[int, int]:
+        """What to read for the byte at `offset`: first and last but one of those that have a checksum together."""
+
+    def read(self, destination: torch.Tensor, offset: int) -> Request | None:
+        """Submits reading into uint8 memory of the CPU; None when only the mapping itself shows what is there."""
+
+    def shows(self, path: str, offset: int, offset_there: int) -> bool:
+        """Whether the byte at `offset` is that at `offset_there` of the file `path`, and always will be."""
+
+    def write(self, source: torch.Tensor, offset: int) -> Request | None:
+        """Submits writing from uint8 memory of the CPU; None when what is there must be written through the mapping."""
+
+
+_origins: dict[int, tuple[int, Origin]] = {}  # by address: bytes of the mapping, and what it shows
+
+
+def origin_of(tensor: torch.Tensor) -> tuple[Origin, int] | None:
+    """What a tensor of the CPU shows, and the offset of its first byte there; None for memory that is no mapping."""
+    first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    for begin, (nbytes, origin) in list(_origins.items()):  # at one stroke: mappings end whenever they are collected
+        if begin <= first < last <= begin + nbytes:
+            return origin, first - begin
+    return None
+
+
+def _unmap(address: int, nbytes: int) -> None:
+    _origins.pop(address, None)
+    _munmap(address, nbytes)
+
+
 class Mapping:
     """`nbytes` at `offset` (a multiple of the page size) of an open file as memory.
 
@@ -50,7 +85,11 @@ class Mapping:
         self._offset = offset
         self.address = self._map(None, flags, descriptor)
         self._memory = (ctypes.c_char * self._nbytes).from_address(self.address)
-        weakref.finalize(self._memory, _munmap, self.address, self._nbytes).atexit = False
+        weakref.finalize(self._memory, _unmap, self.address, self._nbytes).atexit = False
+
+    def show(self, origin: Origin) -> None:
+        """`origin_of` finds `origin` for memory of this mapping from now on."""
+        _origins[self.address] = self._nbytes, origin
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """Bytes `offset` to `offset + nbytes` as a uint8 tensor of shape (nbytes,) with a storage of its own."""
@@ -61,6 +100,7 @@ class Mapping:
     def make_private(self, descriptor: int) -> None:
         """From now on writes stay with this process, at the same addresses. Raises OSError when that fails."""
         self._map(self.address, mmap.MAP_PRIVATE | _MAP_FIXED, descriptor)
+        _origins.pop(self.address, None)
 
     def _map(self, where: int | None, flags: int, descriptor: int) -> int:
         protection = mmap.PROT_READ | mmap.PROT_WRITE

@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 
@@ -21,7 +22,7 @@ from millrace.memory.disk.directory import StoreDirectory
 from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, PIECE_BYTES, Extent, Piece, check_memory, pieces
 from millrace.memory.disk.file import DirectFile
 from millrace.memory.disk.log import DiskLog
-from millrace.memory.disk.mapping import Mapping
+from millrace.memory.disk.mapping import Mapping, Origin
 from millrace.memory.disk.requests import Access, Kind, Request, Requests
 from millrace.memory.ledger import Ledger, Tier
 from millrace.runtime.lanes import Event
@@ -66,6 +67,11 @@ class DiskStore:
     def direct(self) -> bool:
         """Whether reads and writes bypass the page cache."""
         return self._file.direct
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `close` has not been called."""
+        return self._unbook.alive
 
     @property
     def nbytes(self) -> int:
@@ -141,8 +147,13 @@ class DiskStore:
                 self._mappings[extent] = Mapping(
                     self._file.descriptor, extent.offset, extent.capacity_bytes, shared=True
                 )
+                self._mappings[extent].show(self.origin(extent))
                 self._checksums.forget(extent)
             return self._mappings[extent].tensor(offset, extent.nbytes - offset if nbytes is None else nbytes)
+
+    def origin(self, extent: Extent, part_bytes: int | None = None) -> Origin:
+        """The extent for those who know nothing of stores; written in parts of that many bytes, or as a whole."""
+        return _Bytes(weakref.ref(self), extent, part_bytes)
 
     def to_mapping(self, extent: Extent) -> Request:
         """Hands the extent over to those who use its mapping: done when all reads and writes before are."""
@@ -181,7 +192,7 @@ class DiskStore:
     def close(self) -> None:
         """Waits for what was submitted, and gives the disk back, as far as no mapping is in use. Twice is fine."""
         with self._lock:
-            if not self._unbook.alive:
+            if not self.is_open:
                 return
             self._unbook()
         self._requests.close()
@@ -254,7 +265,7 @@ class DiskStore:
             ) from error
 
     def _refuse_closed(self, name: str) -> None:
-        if not self._unbook.alive:
+        if not self.is_open:
             raise StateError(f"{name!r} cannot be reached: the disk store is closed")
 
     def _warn(self) -> None:
@@ -269,6 +280,38 @@ class DiskStore:
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """An extent, as long as its store is open. `part_bytes`: where it is written in parts, the size of those."""
+
+    store: "weakref.ref[DiskStore]"
+    extent: Extent
+    part_bytes: int | None = None
+
+    def grain(self, offset: int) -> tuple[int, int]:
+        store = self._open()
+        size = self.part_bytes or (PIECE_BYTES if store is None else store._checksums.grain_bytes(self.extent))
+        first = offset // size * size
+        return first, min(first + size, self.extent.nbytes)
+
+    def read(self, destination: torch.Tensor, offset: int) -> Request | None:
+        store = self._open()
+        if store is None or self.part_bytes is None:
+            return None if store is None else store.read(self.extent, destination, offset)
+        return store.read(store.part(self.extent, offset, destination.nbytes), destination)
+
+    def shows(self, path: str, offset: int, offset_there: int) -> bool:
+        return False  # its file has no name
+
+    def write(self, source: torch.Tensor, offset: int) -> Request | None:
+        store = self._open()
+        return None if store is None else store.write(self.extent, source, offset)
+
+    def _open(self) -> DiskStore | None:
+        store = self.store()
+        return store if store is not None and store.is_open else None
 
 
 def _unbook(ledger: Ledger, booked: Counter[str]) -> None:

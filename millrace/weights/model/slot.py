@@ -256,10 +256,11 @@ class Slot:
                 " again after it"
             )
 
-    def move_to(self, rest: torch.Tensor) -> None:
-        """`rest` is the slot's place from now on, with what the home or the cast of it holds."""
+    def move_to(self, rest: torch.Tensor, *, keeps: bool = True) -> None:
+        """`rest` is the slot's place from now on; `keeps`: with what the home or the cast of it holds."""
         with torch.no_grad():
-            rest.copy_(self.rest if self.casts else self.data)
+            if keeps:
+                rest.copy_(self.rest if self.casts else self.data)
             if self.in_place:
                 self.home.point(rest)
             self._keep(rest)

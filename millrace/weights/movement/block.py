@@ -222,18 +222,26 @@ class Block:
         self.read_until(fetch)
         return fetch
 
-    def make_writable(self) -> None:
-        """Homes that lie in a checkpoint, and change, move to where that is kept. Raises BudgetError without a disk."""
-        if self.rest.writable:
-            return
-        self.spill()
+    def flush(self) -> None:
+        """Begins to bring to the files what was written to the homes, as the next fetch would."""
+        if self.is_fetched and self.rest.writable:
+            self._make_homes_readable()
+            self._flush(self.contents)
 
-    def spill(self) -> None:
+    def make_writable(self, *, keeps: bool = True) -> None:
+        """Homes that lie in a checkpoint, and change, move to where that is kept. Raises BudgetError without a disk.
+
+        `keeps`: with what they hold.
+        """
+        if not self.rest.writable:
+            self.spill(keeps=keeps)
+
+    def spill(self, *, keeps: bool = True) -> None:
         """The block moves to the disk tier, from host memory or a checkpoint. Its memory goes with its last user."""
         self.wait_until_free()
         rest = self._shelf.writable_rest_for(self.name, self.nbytes)
         for slot, place in zip(self.slots, rest.places([slot.layout for slot in self.slots]), strict=True):
-            slot.move_to(place)
+            slot.move_to(place, keeps=keeps)
         self.rest = rest
 
     def _make_homes_readable(self) -> None:

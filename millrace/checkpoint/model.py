@@ -1,0 +1,128 @@
+"""Which tensors of a model are saved, in which file, and under which names? As Hugging Face's libraries have them."""
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from millrace.errors import CheckpointError
+
+__all__ = ["SavedModel", "saved_model", "state_of"]
+
+
+@dataclass(kw_only=True)
+class SavedModel:
+    """What is saved of a model. Names are those of its state_dict."""
+
+    files: dict[str, dict[str, str]] = field(default_factory=dict)  # stem of a file: name there, name in the model
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)  # names of the same tensor: the one it is saved under
+    extra_state: dict[str, Any] = field(default_factory=dict)  # what modules save that is no tensor
+    trained_only: bool = False
+
+
+def saved_model(model: nn.Module, directory: Path) -> SavedModel:
+    """What is saved of `model`; its configuration is written into `directory`, as its library writes it.
+
+    Of a PEFT model that is its adapters. Raises CheckpointError for tensors that are on meta.
+    """
+    model = _unwrapped(model)
+    saved = SavedModel()
+    state = state_of(model)
+    saved.extra_state = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftModel):
+        _take_adapters(model, tensors, saved, directory, peft)
+    else:
+        _take_all(model, tensors, saved, stem=_write_configuration(model, directory))
+    away = [name for name, tensor in saved.tensors.items() if tensor.is_meta]
+    if away:
+        raise CheckpointError(f"{away[0]!r} (of {len(away)}) is on meta and has no value to save; load the model first")
+    return saved
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """The state_dict, with the parameters themselves: parameters, buffers, and what modules keep besides."""
+    state: dict[str, Any] = _unwrapped(model).state_dict(keep_vars=True)
+    return dict(state)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Without what torch.compile puts around it."""
+    inner = model._modules.get("_orig_mod")
+    return model if inner is None else inner
+
+
+def _take_all(model: nn.Module, tensors: Mapping[str, torch.Tensor], saved: SavedModel, stem: str) -> None:
+    left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    first: dict[Any, str] = {}
+    # Buffers come first in the file: a forward may write to them, so they are read before saving returns.
+    order = sorted(tensors, key=lambda name: (isinstance(tensors[name], nn.Parameter), name in tied))
+    for name in order:
+        tensor = tensors[name]
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        known = first.setdefault(place, name) if tensor.numel() and not tensor.is_meta else name
+        if known != name:
+            saved.shared[name] = known
+        elif name not in left_out:
+            saved.tensors[name] = tensor
+    saved.shared = {name: there for name, there in saved.shared.items() if there in saved.tensors}
+    saved.files = {stem: {name: name for name in saved.tensors}}
+
+
+def _take_adapters(
+    model: Any, tensors: Mapping[str, torch.Tensor], saved: SavedModel, directory: Path, peft: Any
+) -> None:
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    for adapter, config in model.peft_config.items():
+        within = "" if adapter == "default" else f"{adapter}/"
+        (directory / within).mkdir(exist_ok=True)
+        config.save_pretrained(directory / within)
+        found = peft.get_peft_model_state_dict(
+            model, state_dict=dict(tensors), adapter_name=adapter, save_embedding_layers=False
+        )
+        files = {there: names[id(tensor)] for there, tensor in found.items() if id(tensor) in names}
+        if len(files) < len(found):
+            lost = next(there for there, tensor in found.items() if id(tensor) not in names)
+            raise CheckpointError(
+                f"PEFT saves {lost!r} of adapter {adapter!r} as something that is not in the model; save this kind of"
+                " adapter with its own save_pretrained"
+            )
+        saved.files[f"{within}adapter_model"] = files
+        saved.tensors |= {name: tensors[name] for name in files.values()}
+    trained = [name for name, tensor in tensors.items() if tensor.requires_grad and name not in saved.tensors]
+    saved.files["trained"] = {name: name for name in trained}
+    saved.tensors |= {name: tensors[name] for name in trained}
+    saved.trained_only = True
+
+
+def _write_configuration(model: nn.Module, directory: Path) -> str:
+    """What `from_pretrained` wants beside the weights, if the model is of a library that has that; their stem there."""
+    transformers, diffusers = sys.modules.get("transformers"), sys.modules.get("diffusers")
+    if transformers is not None and isinstance(model, transformers.PreTrainedModel):
+        with _without_progress(transformers):
+            model.save_pretrained(directory, state_dict={}, save_original_format=False)
+        return "model"
+    if diffusers is not None and isinstance(model, diffusers.ModelMixin):
+        model.save_config(directory)
+        return "diffusion_pytorch_model"
+    return "model"
+
+
+@contextlib.contextmanager
+def _without_progress(transformers: Any) -> Iterator[None]:
+    logging = transformers.utils.logging
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()

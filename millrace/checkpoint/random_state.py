@@ -1,0 +1,55 @@
+"""Which random numbers come next? The states of all generators that a training run draws from."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["random_state", "restore_random_state"]
+
+
+def random_state() -> dict[str, Any]:
+    """Of Python, NumPy, PyTorch's CPU, and each device of the accelerator, as plain values and tensors."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, torch.tensor(numbers, dtype=torch.int64, device="cpu"), gauss],
+        "numpy": [
+            str(kind),
+            torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
+        "torch": torch.get_rng_state(),
+        "devices": _device_states(),
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """The inverse. Of devices, those that are there now."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    module = _device_module()
+    if module is not None:
+        for index, numbers in list(enumerate(state["devices"]))[: torch.accelerator.device_count()]:
+            module.set_rng_state(numbers, index)
+
+
+def _device_states() -> list[torch.Tensor]:
+    module = _device_module()
+    if module is None:
+        return []
+    return [module.get_rng_state(index).cpu() for index in range(torch.accelerator.device_count())]
+
+
+def _device_module() -> Any:
+    """The accelerator's module, if it has generators."""
+    if not torch.accelerator.is_available():
+        return None
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    return module if hasattr(module, "get_rng_state") else None

@@ -1,0 +1,131 @@
+"""Where do a checkpoint's bytes come from? Host memory, a device, or the disk tier; some of a tensor's at a time."""
+
+import ctypes
+import math
+import threading
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from millrace.errors import StateError
+from millrace.memory.disk import TensorAtRest, origin_of, read_bytes
+from millrace.runtime.device import is_accelerator
+
+__all__ = ["Literal", "Source", "SourceAtRest", "TensorSource", "nbytes_of"]
+
+_SMALL_BYTES = 1 << 14
+
+
+class Source(Protocol):
+    """Bytes of a checkpoint's file."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def read(self, begin: int, memory: torch.Tensor) -> None:
+        """Fills uint8 `memory` with the bytes from `begin` on."""
+
+
+@dataclass(frozen=True)
+class Literal:
+    """Bytes that are there."""
+
+    name: str
+    data: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+    def read(self, begin: int, memory: torch.Tensor) -> None:
+        ctypes.memmove(memory.data_ptr(), self.data[begin : begin + memory.nbytes], memory.nbytes)
+
+
+@dataclass(frozen=True)
+class SourceAtRest:
+    """A tensor on disk."""
+
+    name: str
+    tensor: TensorAtRest
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def read(self, begin: int, memory: torch.Tensor) -> None:
+        self.tensor.read(begin, memory)
+
+
+class TensorSource:
+    """A strided tensor, its elements in the order of their indices."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.name = name
+        self.nbytes = nbytes_of(tensor)
+        if self.nbytes <= _SMALL_BYTES:  # not worth holding up whoever writes to it
+            tensor = tensor.detach().to("cpu", copy=True)
+        self._tensor = tensor.detach()
+        self._version = None if tensor.is_inference() else tensor._version
+
+    def expect_writes(self) -> None:
+        """Who writes to the tensor waits until it has been read."""
+        self._version = None
+
+    def read(self, begin: int, memory: torch.Tensor) -> None:
+        """Fills `memory`. Raises StateError when the tensor changed since this source was made."""
+        tensor = self._tensor
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            self._read_elements(begin, memory)
+        elif not self._read_file(begin, memory):
+            ctypes.memmove(memory.data_ptr(), tensor.data_ptr() + begin, memory.nbytes)
+        version = self._version
+        if version is not None and tensor._version != version:
+            raise StateError(
+                f"{self.name!r} was written to while it was being saved, so nothing was saved; write to it after"
+                " wait(), or call millrace.save with wait=True"
+            )
+
+    def _read_file(self, begin: int, memory: torch.Tensor) -> bool:
+        found = origin_of(self._tensor)
+        return found is not None and read_bytes(found[0], found[1] + begin, memory)
+
+    def _read_elements(self, begin: int, memory: torch.Tensor) -> None:
+        """Rows of the first dimension, as few as hold the bytes, are made contiguous memory of the CPU."""
+        tensor, end = self._tensor, begin + memory.nbytes
+        if tensor.is_contiguous():
+            tensor = tensor.view(-1)
+        if tensor.dim() == 0:
+            tensor = tensor.view(1)
+        row_bytes = max(1, math.prod(tensor.shape[1:])) * tensor.itemsize
+        first, last = begin // row_bytes, -(-end // row_bytes)
+        if is_accelerator(tensor.device):
+            with _stream(tensor.device):  # beside what the device computes
+                flat = tensor[first:last].contiguous().to("cpu")
+        else:
+            flat = tensor[first:last].contiguous()
+        ctypes.memmove(memory.data_ptr(), flat.data_ptr() + begin - first * row_bytes, memory.nbytes)
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of all elements of a strided tensor, whatever its strides."""
+    return tensor.numel() * tensor.itemsize
+
+
+class _Streams(threading.local):
+    """For copies from devices: of each thread."""
+
+    def __init__(self) -> None:
+        self.of: dict[torch.device, torch.Stream] = {}
+
+
+_streams = _Streams()
+
+
+def _stream(device: torch.device) -> torch.Stream:
+    if device not in _streams.of:
+        _streams.of[device] = torch.Stream(device)
+    return _streams.of[device]

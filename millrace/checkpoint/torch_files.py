@@ -1,0 +1,67 @@
+"""What is in a file that `torch.save` wrote, and where in it do its tensors lie? Nothing of theirs is read for that."""
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from millrace.checkpoint.reading import PlaceInFile
+from millrace.errors import CheckpointError
+
+__all__ = ["TorchFile", "open_torch_file"]
+
+_NAME_LENGTH_AT, _LOCAL_HEADER_BYTES = 26, 30  # of a record in a zip archive
+
+
+@dataclass(frozen=True)
+class TorchFile:
+    """`tree`: what was saved, its tensors mapped from the file."""
+
+    tree: Any
+    _first_byte: int  # of the file, that lies at `_address`
+    _address: int
+
+    def place(self, tensor: torch.Tensor) -> PlaceInFile:
+        """Where one of its tensors lies, whose elements have no gaps."""
+        return PlaceInFile(tensor.data_ptr() - self._address + self._first_byte, tensor.numel() * tensor.element_size())
+
+
+def open_torch_file(path: Path) -> TorchFile:
+    """Reads what is around the tensors, and nothing that could run code. Raises CheckpointError."""
+    try:
+        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+            first_bytes = {}
+            for record in archive.infolist():
+                if "/data/" in record.filename and record.file_size:
+                    file.seek(record.header_offset + _NAME_LENGTH_AT)
+                    lengths = file.read(4)
+                    name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
+                    first = record.header_offset + _LOCAL_HEADER_BYTES + name + extra
+                    first_bytes[first] = record.file_size
+        tree = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+    except (OSError, RuntimeError, zipfile.BadZipFile, ValueError, EOFError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is no sound file of torch.save: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # an unpickler has errors of its own
+        raise CheckpointError(f"{path} cannot be read safely: {str(error).splitlines()[0]}") from error
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors_of(tree)}
+    storages.pop(0, None)
+    if not storages:
+        return TorchFile(tree, 0, 0)
+    # The file is mapped as a whole: storages lie as far from each other as in the file.
+    address, first = min(storages), min(first_bytes, default=0)
+    if {begin - address + first: nbytes for begin, nbytes in storages.items()} != first_bytes:
+        raise CheckpointError(f"the tensors of {path} do not lie as torch.save lays them out; save it anew")
+    return TorchFile(tree, first, address)
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """All tensors of nested dicts, lists and tuples."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        return [tensor for value in tree.values() for tensor in tensors_of(value)]
+    if isinstance(tree, list | tuple):
+        return [tensor for value in tree for tensor in tensors_of(value)]
+    return []

@@ -1,0 +1,245 @@
+"""How do a checkpoint's bytes reach the drive? Pieces are read into a little memory, and written from there.
+
+One thread reads the pieces, in the order of the files; what an optimizer is about to write comes first. Others write
+them. So reading is as far ahead of the drive as there is memory, and training waits for reading alone.
+"""
+
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from millrace.checkpoint.files import Layout, Stretch
+from millrace.checkpoint.manifest import PIECE_BYTES, FileRecord
+from millrace.checkpoint.sources import TensorSource
+from millrace.config import format_bytes
+from millrace.errors import DiskError
+from millrace.memory.disk import DirectFile, neighbours_follow
+from millrace.memory.disk.checksums import checksum
+from millrace.memory.pages import map_pages
+from millrace.runtime.capture import begin_capture, end_capture
+from millrace.runtime.threads import Gate
+
+__all__ = ["Writing"]
+
+WRITERS = 4  # that keep a drive busy; measured, see docs/design/checkpoints.md
+LEAST_SLOTS = WRITERS + 2
+
+
+class _Piece:
+    """Some neighbouring bytes of a file."""
+
+    def __init__(self, file: str, index: int, begin: int, end: int) -> None:
+        self.file, self.index, self.begin, self.end = file, index, begin, end
+        self.stretches: list[Stretch] = []
+        self.read = Gate()
+        self.begun = False
+
+    def fill(self, memory: torch.Tensor) -> None:
+        """Reads it into `memory`."""
+        reached = self.begin
+        for stretch in self.stretches:
+            begin, end = max(stretch.begin, self.begin), min(stretch.end, self.end)
+            if begin > reached:
+                memory[reached - self.begin : begin - self.begin].zero_()
+            stretch.source.read(begin - stretch.begin, memory[begin - self.begin : end - self.begin])
+            reached = end
+        memory[reached - self.begin :].zero_()
+
+
+class Writing:
+    """The files of `layouts` on their way into `directory`.
+
+    `owner`: the parameter that a source belongs to, by file and name, if it belongs to one. `finish` is called with the
+    records of all files when they are written and safe from a loss of power, `clean_up` when anything failed.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        layouts: Sequence[Layout],
+        owner: Callable[[str, str], Any],
+        memory_bytes: int,
+        finish: Callable[[Mapping[str, FileRecord]], None],
+        clean_up: Callable[[], None],
+    ) -> None:
+        self._finish, self._clean_up = finish, clean_up
+        self._pieces: list[_Piece] = []
+        self._of: dict[Any, list[_Piece]] = defaultdict(list)
+        self._sources: dict[Any, list[TensorSource]] = defaultdict(list)
+        self._checksums: dict[str, list[int]] = {}
+        self._sizes = {layout.name: layout.nbytes for layout in layouts}
+        self.nbytes = sum(self._sizes.values())
+        self.waited_seconds = 0.0  # that somebody was held up who was about to write
+        self.seconds = 0.0
+        self._error: BaseException | None = None
+        self._done = Gate()
+        self._urgent: SimpleQueue[_Piece] = SimpleQueue()
+        self._filled: SimpleQueue[tuple[_Piece, torch.Tensor] | None] = SimpleQueue()
+        self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
+        self._files: dict[str, DirectFile] = {}
+        try:
+            self._open(directory, layouts, owner)
+        except BaseException:
+            for file in self._files.values():
+                file.close()
+            raise
+        slots = min(max(LEAST_SLOTS, memory_bytes // PIECE_BYTES), len(self._pieces))
+        for _ in range(slots):
+            self._free.put(torch.frombuffer(map_pages(PIECE_BYTES, touched=False), dtype=torch.uint8))
+        self._writers = [threading.Thread(target=self._write, name="millrace-save-write") for _ in range(WRITERS)]
+        self._reader = threading.Thread(target=self._run, name="millrace-save")
+
+    def start(self) -> None:
+        """Begins. Optimizers ask this before they write, from now on."""
+        begin_capture(self)
+        self._reader.start()
+
+    def expect(self, parameters: Sequence[Any]) -> None:
+        """As in `runtime.capture.Capture`."""
+        for parameter in parameters:
+            for source in self._sources.get(parameter, []):
+                source.expect_writes()
+
+    def hurry(self, parameters: Sequence[Any] | None) -> None:
+        """As in `runtime.capture.Capture`."""
+        lists = self._of.values() if parameters is None else [self._of.get(p, []) for p in parameters]
+        waiting = [piece for pieces in lists for piece in pieces if not piece.read.is_open]
+        if not waiting:
+            return
+        begun_at = time.perf_counter()
+        for piece in waiting:
+            self._urgent.put(piece)
+        for piece in waiting:
+            piece.read.wait()
+        self.waited_seconds += time.perf_counter() - begun_at
+
+    def wait(self) -> None:
+        """Waits until all of it is on the drive. Raises what failed."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._done.is_open
+
+    def _open(self, directory: Path, layouts: Sequence[Layout], owner: Callable[[str, str], Any]) -> None:
+        for layout in layouts:
+            (directory / layout.name).parent.mkdir(exist_ok=True)
+            self._files[layout.name] = _new_file(directory / layout.name, layout.nbytes)
+            pieces = [
+                _Piece(layout.name, index, begin, min(begin + PIECE_BYTES, layout.nbytes))
+                for index, begin in enumerate(range(0, layout.nbytes, PIECE_BYTES))
+            ]
+            self._checksums[layout.name] = [0] * len(pieces)
+            for stretch in layout.stretches:
+                among = pieces[stretch.begin // PIECE_BYTES : -(-stretch.end // PIECE_BYTES)]
+                whose = owner(layout.name, stretch.source.name)
+                for piece in among:
+                    piece.stretches.append(stretch)
+                if whose is not None:
+                    self._of[whose] += among
+                    if isinstance(stretch.source, TensorSource):
+                        self._sources[whose].append(stretch.source)
+            self._pieces += pieces
+
+    def _run(self) -> None:
+        begun_at = time.perf_counter()
+        for writer in self._writers:
+            writer.start()
+        try:
+            with neighbours_follow():
+                self._read()
+        except BaseException as error:
+            self._fail(error)
+        end_capture(self)
+        for _ in self._writers:
+            self._filled.put(None)
+        for writer in self._writers:
+            writer.join()
+        for piece in self._pieces:  # after a failure
+            if not piece.read.is_open:
+                piece.read.open()
+        try:
+            if self._error is None:
+                for name, file in self._files.items():
+                    _flush(file, name)
+                self._finish({name: FileRecord(size, self._checksums[name]) for name, size in self._sizes.items()})
+        except BaseException as error:
+            self._fail(error)
+        for file in self._files.values():
+            file.close()
+        if self._error is not None:
+            self._clean_up()
+        self._pieces.clear()
+        self._of.clear()
+        self._sources.clear()
+        self.seconds = time.perf_counter() - begun_at
+        self._done.open()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+
+    def _read(self) -> None:
+        in_order = iter(self._pieces)
+        while self._error is None:
+            memory = self._free.get()
+            try:
+                piece = self._urgent.get_nowait()
+            except Empty:
+                found = next(in_order, None)
+                if found is None:
+                    return
+                piece = found
+            if piece.begun:
+                self._free.put(memory)
+                continue
+            piece.begun = True
+            part = memory[: piece.end - piece.begin]
+            piece.fill(part)
+            piece.read.open()
+            self._filled.put((piece, part))
+
+    def _write(self) -> None:
+        while (item := self._filled.get()) is not None:
+            piece, part = item
+            try:
+                if self._error is None:
+                    self._checksums[piece.file][piece.index] = checksum(part.data_ptr(), part.nbytes)
+                    self._files[piece.file].write(part.data_ptr(), part.nbytes, piece.begin, piece.file)
+            except BaseException as error:
+                self._fail(error)
+            self._free.put(part.as_strided((PIECE_BYTES,), (1,), 0))
+
+
+def _new_file(path: Path, nbytes: int) -> DirectFile:
+    """An empty file with room for so many bytes. Raises DiskError."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise DiskError(error.errno, f"{path} cannot be made: {error.strerror}") from error
+    try:
+        if nbytes:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        return DirectFile(descriptor, str(path), writable=True)
+    except OSError as error:
+        os.close(descriptor)
+        raise DiskError(
+            error.errno,
+            f"{path}: {format_bytes(nbytes)} could not be taken: {error.strerror}. Free space, or save elsewhere.",
+        ) from error
+
+
+def _flush(file: DirectFile, name: str) -> None:
+    try:
+        os.fsync(file.descriptor)
+    except OSError as error:
+        raise DiskError(error.errno, f"{name} did not reach the drive: {error.strerror}") from error

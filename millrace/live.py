@@ -1,0 +1,54 @@
+"""Which models are offloaded now? All are let go of at exit, and forgotten in a process that was forked."""
+
+import contextlib
+import os
+import threading
+import weakref
+from typing import Protocol
+
+from torch import nn
+
+__all__ = ["Handle", "handle_of", "handles"]
+
+
+class Handle(Protocol):
+    """The handle on an offloaded model."""
+
+    def manages(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter is one of this model's."""
+
+    def let_go(self) -> None:
+        """Makes the model an ordinary one again; all of it, whatever fails. Raises what did."""
+
+    def forked(self) -> None:
+        """This process was forked."""
+
+
+handles: "weakref.WeakSet[Handle]" = weakref.WeakSet()
+
+
+def handle_of(model: nn.Module) -> Handle | None:
+    """The handle on an offloaded model, or on one that is a part of `model`; None when nothing of it is offloaded."""
+    for parameter in model.parameters():
+        for handle in list(handles):
+            if handle.manages(parameter):
+                return handle
+    return None
+
+
+def _let_all_go() -> None:
+    """Whatever is in flight at exit ends before the devices and the interpreter do; passes of other threads or not."""
+    with contextlib.ExitStack() as steps:
+        for handle in list(handles):
+            steps.callback(handle.let_go)
+
+
+def _forked() -> None:
+    """A child has none of the threads that its parent's models rely on, and leaves their files alone."""
+    for handle in list(handles):
+        handle.forked()
+    handles.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
+threading._register_atexit(_let_all_go)  # type: ignore[attr-defined]  # atexit's turn comes after executors have ended

@@ -1,0 +1,38 @@
+"""How does a checkpoint go on in another precision? Masters become weights, and weights masters, to the last bit."""
+
+from typing import Any
+
+import torch
+
+from millrace.optim import narrow
+from millrace.optim.kernel import Master
+from millrace.optim.optimizer import HostOptimizer
+from millrace.optim.weights import FULL, REMAINDER
+
+__all__ = ["adopt_exact", "take_exact"]
+
+
+def take_exact(weight: torch.Tensor, state: dict[str, Any]) -> torch.Tensor | None:
+    """The float32 values of a narrow `weight`, by the master in its `state`, which goes; None where there is none."""
+    for name, form in ((REMAINDER, Master.SPLIT), (FULL, Master.FULL)):
+        master = state.pop(name, None)
+        if isinstance(master, torch.Tensor):
+            return narrow.join(weight, master.contiguous(), form)
+    return None
+
+
+@torch.no_grad()
+def adopt_exact(optimizer: HostOptimizer, parameter: torch.Tensor, exact: torch.Tensor, state: dict[str, Any]) -> None:
+    """`exact`, float32, is the value of a narrow parameter: it is rounded as the optimizer does, `state` gets the rest.
+
+    Where the optimizer keeps no masters of such weights, it is only rounded.
+    """
+    form = optimizer.master_form_of(parameter)
+    if form is Master.IS_WEIGHT:
+        parameter.copy_(exact)
+        return
+    rounded = torch.empty(exact.shape, dtype=parameter.dtype, device="cpu")
+    name, dtype = (REMAINDER, torch.int16) if form is Master.SPLIT else (FULL, torch.float32)
+    state[name] = torch.empty(exact.shape, dtype=dtype, device="cpu")
+    narrow.part(exact, rounded, state[name], form)
+    parameter.copy_(rounded)

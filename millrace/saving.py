@@ -1,0 +1,229 @@
+"""How is training saved, and gone on with? `save()` and `load()`: weights, optimizer, random numbers, and the rest."""
+
+import contextlib
+import io
+import os
+import pickle
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from millrace.api import Offloaded
+from millrace.checkpoint.directory import NewDirectory, check_keep, remove_older, write_whole
+from millrace.checkpoint.files import literal, torch_file, weight_files
+from millrace.checkpoint.manifest import EXTRA, MANIFEST, FileRecord, Manifest
+from millrace.checkpoint.model import saved_model
+from millrace.checkpoint.optimizers import Optimizers, optimizer_file, plain_optimizers, state_of_optimizer
+from millrace.checkpoint.random_state import random_state
+from millrace.checkpoint.writing import Writing
+from millrace.config import Size, parse_bytes
+from millrace.errors import CheckpointError
+from millrace.live import handle_of
+from millrace.optim.optimizer import HostOptimizer
+
+__all__ = ["Saving", "save"]
+
+_HOST_BYTES = 32 << 20  # that a checkpoint passes through where training waits for it
+_HOST_BYTES_BESIDE = 256 << 20  # and where it goes on
+
+
+class Saving:
+    """A checkpoint on its way to the drive."""
+
+    def __init__(self, path: Path, writing: Writing) -> None:
+        self.path = path
+        self._writing = writing
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._writing.done
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the checkpoint."""
+        return self._writing.nbytes
+
+    @property
+    def seconds(self) -> float:
+        """How long it took; 0.0 before it is done."""
+        return self._writing.seconds
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long optimizers waited with their updates until what they change had been read."""
+        return self._writing.waited_seconds
+
+    def wait(self) -> None:
+        """Waits until the checkpoint is whole and safe from a loss of power. Raises what failed in saving it."""
+        self._writing.wait()
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    extra: Any = None,
+    keep: int | None = None,
+    wait: bool = True,
+    host_memory: Size | None = None,
+) -> Saving:
+    """Saves a training run as the directory `path`, from whatever tiers it is on. It is whole, or not there.
+
+    The directory is a checkpoint of Hugging Face's libraries: `from_pretrained(path)` reads the weights (of a PEFT
+    model its adapters, and what else trains). `optimizer.pt` is what `torch.save(optimizer.state_dict(), ...)` writes:
+    `optimizer.load_state_dict(torch.load("optimizer.pt", mmap=True))` reads it without millrace. Random states of
+    Python, NumPy and PyTorch are saved, too. `millrace.load` checks every byte.
+
+    - `optimizer`: one, or several; of millrace or of PyTorch.
+    - `extra`: plain values, tensors, and lists and dicts of these; what has a `state_dict()` (a scheduler, a
+      GradScaler, a data loader) is saved as that. `load` returns it.
+    - `keep`: of the checkpoints beside `path` that are named alike but for the number at the end (`step-300`), so many
+      stay; older ones go when this one is whole.
+    - `wait`: False returns while the checkpoint is being written. Optimizers wait with the update of a parameter until
+      it has been read; who writes to parameters otherwise calls `wait()` on the result before that. One checkpoint is
+      written at a time. At the end of the process it is waited for.
+    - `host_memory`: bytes that it passes through: 32 MiB, or with `wait=False` 256 MiB, with which the drive may lag
+      behind.
+
+    Gradients are not saved: save after `optimizer.step()`.
+
+    Raises StateError within a forward or backward, DiskError when the drive fails or is full, CheckpointError for what
+    cannot be saved (meta tensors, objects in `extra`), ValueError and TypeError for arguments that make no sense.
+    Nothing has changed then: a checkpoint that was there is there still.
+    """
+    path = Path(path).expanduser().absolute()
+    if keep is not None:
+        check_keep(path, keep)
+    memory_bytes = _HOST_BYTES if wait else _HOST_BYTES_BESIDE
+    if host_memory is not None:
+        memory_bytes = parse_bytes(host_memory, name="host_memory")
+    optimizers = plain_optimizers(optimizer)
+    handle = handle_of(model)
+    blocks = handle.blocks_at_rest("millrace.save") if isinstance(handle, Offloaded) else []
+    _wait_for_last()
+    directory = NewDirectory(path)
+    try:
+        for block in blocks:
+            block.flush()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        writing = _writing(directory, model, optimizers, extra, keep, memory_bytes)
+    except BaseException:
+        directory.discard()
+        raise
+    saving = Saving(path, writing)
+    _last[:] = [saving]
+    writing.start()
+    if isinstance(handle, Offloaded):
+        handle.note_checkpoint(saving)
+    if wait:
+        saving.wait()
+    else:
+        writing.hurry([_BUFFERS])
+    return saving
+
+
+_last: list[Saving] = []  # the one that was begun last, in this process
+_BUFFERS = object()  # whose bytes are read before `save` returns
+
+
+def _wait_for_last() -> None:
+    """Of a checkpoint that is being written, until it is whole, or has failed."""
+    for saving in _last:
+        with contextlib.suppress(Exception):  # which is for whoever waits for that one
+            saving.wait()
+
+
+def _writing(
+    directory: NewDirectory,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    extra: Any,
+    keep: int | None,
+    memory_bytes: int,
+) -> Writing:
+    """The checkpoint, laid out, with every file in it opened."""
+    saved = saved_model(model, directory.path)
+    configuration = [path for path in sorted(directory.path.rglob("*")) if path.is_file()]
+    layouts = [literal(str(path.relative_to(directory.path)), path.read_bytes()) for path in configuration]
+    for path in configuration:
+        path.unlink()
+    owners: dict[tuple[str, str], Any] = {}
+    weights: dict[str, tuple[str, str]] = {}
+    for stem, names in saved.files.items():
+        files, places = weight_files({there: saved.tensors[name] for there, name in names.items()}, stem)
+        layouts += files
+        for there, file in places.items():
+            tensor = saved.tensors[names[there]]
+            weights[names[there]] = file, there
+            owners[file, there] = tensor if isinstance(tensor, nn.Parameter) else _BUFFERS
+    for number, optimizer in enumerate(optimizers):
+        file = optimizer_file(number)
+        layouts.append(torch_file(file, state_of_optimizer(optimizer, _state(optimizer)), directory.path))
+        for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            owners[file, f"state.{index}"] = parameter
+    layouts.append(literal(EXTRA, _extra_bytes(extra, saved.extra_state)))
+    manifest = partial(
+        Manifest,
+        weights=weights,
+        shared=saved.shared,
+        trained_only=saved.trained_only,
+        optimizers=[optimizer_file(number) for number in range(len(optimizers))],
+        made_by={name: version(name) for name in ("millrace", "torch")},
+    )
+
+    def finish(files: Mapping[str, FileRecord]) -> None:
+        write_whole(directory.path / MANIFEST, manifest(files=files).to_json())
+        directory.publish()
+        if keep is not None:
+            remove_older(directory.target, keep)
+
+    def owner(file: str, source: str) -> Any:
+        return owners.get((file, source), owners.get((file, ".".join(source.split(".")[:2]))))
+
+    return Writing(directory.path, layouts, owner, memory_bytes, finish, directory.discard)
+
+
+def _state(optimizer: Optimizer) -> Mapping[Any, Mapping[str, Any]]:
+    return optimizer.state_at_rest() if isinstance(optimizer, HostOptimizer) else optimizer.state
+
+
+def _extra_bytes(extra: Any, module_state: Mapping[str, Any]) -> bytes:
+    """What `load` gives back and restores, as `torch.save` writes it. Raises CheckpointError for objects."""
+    tree = {"extra": _plain(extra), "module_state": dict(module_state), "random": random_state()}
+    buffer = io.BytesIO()
+    try:
+        torch.save(tree, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except (pickle.PicklingError, pickle.UnpicklingError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"extra holds what cannot be read back safely ({str(error).splitlines()[0]}); give plain values, tensors,"
+            " lists, dicts, and what has a state_dict()"
+        ) from error
+    return buffer.getvalue()
+
+
+def _plain(value: Any) -> Any:
+    """What has a state_dict() is saved as that."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu")
+    if callable(getattr(value, "state_dict", None)):
+        return _plain(value.state_dict())
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return type(value)(_plain(entry) for entry in value)
+    return value
+
+
+threading._register_atexit(_wait_for_last)  # type: ignore[attr-defined]  # before models are let go of
