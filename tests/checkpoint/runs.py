@@ -84,7 +84,10 @@ def run(
         if place == "disk":
             small = {"host_memory": f"{24 * dtype.itemsize}KiB", "disk": disk / "weights"}
             settings |= {"tier": "disk", "disk": disk / "state"}
-        budget = {"device_memory": 3 * (WIDTH + 1) * WIDTH * dtype.itemsize + 4096, "blocks": [model.table, *model.layers]}
+        budget = {
+            "device_memory": 3 * (WIDTH + 1) * WIDTH * dtype.itemsize + 4096,
+            "blocks": [model.table, *model.layers],
+        }
         handle = millrace.offload(model, device=device, **budget, **small)
     parameters: list[nn.Parameter] = [p for p in model.parameters() if p.dim() == 2 or optimizer != "Muon"]
     made = getattr(millrace.optim, optimizer)(parameters, lr=1e-2, **settings)
