@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from millrace.api import Offloaded
 from millrace.checkpoint.contents import Contents, SavedOptimizer, SavedTensor, own_contents
 from millrace.checkpoint.destinations import filling
+from millrace.checkpoint.distributed import is_distributed, load_distributed
 from millrace.checkpoint.foreign import foreign_contents
 from millrace.checkpoint.manifest import EXTRA, MANIFEST
 from millrace.checkpoint.model import state_of
@@ -36,7 +37,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     """Loads what `millrace.save` saved as `path` into `model` and `optimizer`, in place; returns `extra`.
 
     Checkpoints of other programs load as well: of transformers' Trainer and accelerate (their directories), Lightning
-    (`.ckpt`), files of torch.save and of safetensors. What is in them besides is returned (`scheduler`, ...).
+    (`.ckpt`), torch.distributed.checkpoint, files of torch.save and of safetensors. What is in them besides is returned
+    (`scheduler`, ...).
 
     Whatever the tiers, budgets and blocks were, and are now; a run goes on bit for bit when dtypes agree. Others are
     converted: weights that were float32 become a narrow model's with exact masters, where the optimizer keeps these,
@@ -54,6 +56,10 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     for one in optimizers:
         if isinstance(one, HostOptimizer):
             one.synchronize()
+    if is_distributed(directory):
+        tensors = {name: value for name, value in state_of(model).items() if isinstance(value, torch.Tensor)}
+        load_distributed(directory, tensors, optimizers)
+        return None
     with contextlib.ExitStack() as stack:
         is_own = any((directory / name).exists() for name in (MANIFEST, EXTRA))
         contents = own_contents(directory, stack) if is_own else foreign_contents(directory, stack)
