@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from millrace.api import Offloaded
 from millrace.checkpoint.contents import Contents, SavedOptimizer, SavedTensor, own_contents
 from millrace.checkpoint.destinations import filling
-from millrace.checkpoint.distributed import is_distributed, load_distributed
 from millrace.checkpoint.foreign import foreign_contents
 from millrace.checkpoint.manifest import EXTRA, MANIFEST
 from millrace.checkpoint.model import state_of
@@ -56,7 +55,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     for one in optimizers:
         if isinstance(one, HostOptimizer):
             one.synchronize()
-    if is_distributed(directory):
+    if (directory / ".metadata").is_file():
+        from millrace.checkpoint.distributed import load_distributed  # here: it takes half a second
+
         tensors = {name: value for name, value in state_of(model).items() if isinstance(value, torch.Tensor)}
         load_distributed(directory, tensors, optimizers)
         return None

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
 from millrace.errors import CheckpointError
 
-__all__ = ["is_distributed", "load_distributed"]
+__all__ = ["load_distributed"]
 
 _OPTIMIZERS = re.compile(
     r"(.*\.)?state\.(.+)\.([^.]+)"
@@ -23,14 +25,9 @@ _OPTIMIZERS = re.compile(
 _NAMES = 3  # groups of it
 
 
-def is_distributed(path: Path) -> bool:
-    """Whether `path` is such a checkpoint."""
-    return (path / ".metadata").is_file()
-
-
 def load_distributed(path: Path, state: Mapping[str, torch.Tensor], optimizers: Sequence[Optimizer]) -> None:
     """Into the tensors of a model's state_dict, and one optimizer. Raises CheckpointError when they do not fit."""
-    found = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    found = FileSystemReader(path).read_metadata().state_dict_metadata
     _load(path, _weights(path, state, found))
     if optimizers:
         if len(optimizers) > 1:
@@ -44,15 +41,15 @@ def _weights(path: Path, state: Mapping[str, torch.Tensor], found: Mapping[str, 
     first = next(iter(state))
     prefixes = [key[: -len(first)] for key in found if key == first or key.endswith(f".{first}")]
     for prefix in prefixes:
-        missing = [name for name in state if prefix + name not in found]
-        other = [name for name in state if name not in missing and found[prefix + name].size != state[name].shape]
+        if any(prefix + name not in found for name in state):
+            continue
+        other = [name for name, tensor in state.items() if found[prefix + name].size != tensor.shape]
         if other:
             raise CheckpointError(
                 f"{other[0]!r} has the shape {tuple(found[prefix + other[0]].size)} in {path}, and"
                 f" {tuple(state[other[0]].shape)} in the model; load it into the model that was saved"
             )
-        if not missing:
-            return {prefix + name: tensor for name, tensor in state.items()}
+        return {prefix + name: tensor for name, tensor in state.items()}
     raise CheckpointError(
         f"{path} does not hold all weights of the model, such as {first!r}; load it into the saved one"
     )
@@ -103,6 +100,6 @@ def _place(stored: TensorStorageMetadata | BytesStorageMetadata) -> Any:
 def _load(path: Path, wanted: dict[str, Any]) -> None:
     try:
         with torch.no_grad():
-            dcp.load(wanted, checkpoint_id=path, no_dist=True)
-    except (OSError, RuntimeError, ValueError, dcp.api.CheckpointException) as error:
+            load(wanted, checkpoint_id=path, no_dist=True)
+    except (OSError, RuntimeError, ValueError, CheckpointException) as error:
         raise CheckpointError(f"{path} could not be read: {str(error).splitlines()[0]}") from error

@@ -188,7 +188,7 @@ def test_distributed_checkpoints(tmp_path: Path, place: str, named: bool) -> Non
         assert other.optimizer.param_groups[0]["lr"] == 1e-2
         other.step()
     with pytest.raises(millrace.CheckpointError, match="does not hold all weights"):
-        millrace.load(tmp_path / "dcp", torch.nn.Linear(2, 2))
+        millrace.load(tmp_path / "dcp", torch.nn.LSTM(2, 2))
 
 
 def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
