@@ -20,7 +20,7 @@ from millrace.checkpoint.manifest import EXTRA, MANIFEST
 from millrace.checkpoint.model import state_of
 from millrace.checkpoint.optimizers import Optimizers, plain_optimizers
 from millrace.checkpoint.random_state import restore_random_state
-from millrace.checkpoint.reading import Place, SavedFile, read_all
+from millrace.checkpoint.reading import Place, PlaceInFile, SavedFile, read_all
 from millrace.errors import CheckpointError
 from millrace.live import handle_of
 from millrace.memory.disk import TensorAtRest, origin_of
@@ -205,7 +205,8 @@ class _State:
                 if not isinstance(value, torch.Tensor):
                     state[number][name] = value
                     continue
-                at, what = self._saved.content.place(value), f"state.{number}.{name}"
+                at = PlaceInFile(self._saved.content.offset(value), value.numel() * value.element_size())
+                what = f"state.{number}.{name}"
                 like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
                 if streams and at.nbytes > _SMALL_BYTES:
                     on_disk[number][name] = self._saved.file.at_rest(at, like, what)

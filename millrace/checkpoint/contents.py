@@ -11,10 +11,10 @@ import torch
 
 from millrace.checkpoint.manifest import EXTRA, MANIFEST, read_manifest
 from millrace.checkpoint.reading import PlaceInFile, SavedFile
-from millrace.checkpoint.torch_files import TorchFile, open_torch_file
 from millrace.errors import CheckpointError
 from millrace.memory.disk import TensorAtRest
 from millrace.memory.disk.safetensors_header import read_header
+from millrace.memory.disk.torch_files import TorchFile, open_torch_file
 
 __all__ = ["Contents", "SavedOptimizer", "SavedTensor", "own_contents"]
 

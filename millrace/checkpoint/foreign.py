@@ -19,10 +19,10 @@ import torch
 
 from millrace.checkpoint.contents import Contents, SavedOptimizer, SavedTensor, opener
 from millrace.checkpoint.reading import PlaceInFile, SavedFile
-from millrace.checkpoint.torch_files import TorchFile, open_torch_file
 from millrace.errors import CheckpointError
 from millrace.memory.disk.checkpoint_files import find_files
 from millrace.memory.disk.safetensors_header import read_header
+from millrace.memory.disk.torch_files import TorchFile, open_torch_file
 
 __all__ = ["foreign_contents"]
 
@@ -81,7 +81,8 @@ def _tensors(tree: Any, content: TorchFile, file: SavedFile) -> dict[str, SavedT
             raise CheckpointError(
                 f"{name!r} is not contiguous in {file.path}; save it as a safetensors file, or with .contiguous()"
             )
-        found[name] = SavedTensor(name, file, content.place(tensor), tensor.dtype, tuple(tensor.shape))
+        at = PlaceInFile(content.offset(tensor), tensor.numel() * tensor.element_size())
+        found[name] = SavedTensor(name, file, at, tensor.dtype, tuple(tensor.shape))
     if not found:
         raise CheckpointError(f"{file.path} holds no tensors that are a model's state_dict")
     return found

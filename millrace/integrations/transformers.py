@@ -36,7 +36,7 @@ def from_pretrained(
     if not isinstance(path_or_config, str | os.PathLike):
         model = _new_model(path_or_config, settings.get("disk"))
         return model, offload(model.requires_grad_(trainable), **settings)
-    model, checkpoint = open_pretrained(path_or_config)
+    model, checkpoint = open_pretrained(path_or_config, disk=settings.get("disk"))
     try:
         model.requires_grad_(trainable)
         return model, offload(model, checkpoint=checkpoint, **settings)
@@ -45,8 +45,13 @@ def from_pretrained(
         raise
 
 
-def open_pretrained(path: str | os.PathLike[str]) -> "tuple[PreTrainedModel, Checkpoint]":
-    """The model whose weights are mapped files, and the files: for `millrace.offload(model, checkpoint=...)`."""
+def open_pretrained(
+    path: str | os.PathLike[str], *, disk: str | os.PathLike[str] | None = None
+) -> "tuple[PreTrainedModel, Checkpoint]":
+    """The model whose weights are mapped files, and the files: for `millrace.offload(model, checkpoint=...)`.
+
+    Weights that the library puts together of several in the files (experts) are written to `disk` for that.
+    """
     directory = Path(path).expanduser()
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} has no config.json; give the directory of a transformers model")
@@ -62,7 +67,8 @@ def open_pretrained(path: str | os.PathLike[str]) -> "tuple[PreTrainedModel, Che
     checkpoint = Checkpoint(directory, Ledger())
     try:
         weights = {name: checkpoint.tensor(name) for name in checkpoint.records}
-        model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype="auto")
+        with contextlib.nullcontext() if disk is None else TensorsOnDisk(disk, made_one=checkpoint.forget_pages):
+            model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype="auto")
         weights.clear()
         if model.can_generate():
             _take_generation_config(model, directory)

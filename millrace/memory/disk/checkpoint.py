@@ -1,4 +1,4 @@
-"""How are weights read from a safetensors checkpoint as it is? By name, in the background, or as memory; in place.
+"""How are weights read from a checkpoint as it is? By name, in the background, or as memory; in place.
 
 Tensors lie anywhere in such a file, direct I/O wants whole pages: so a thread reads the pages around them into memory
 of its own, and lays the tensors out from there.
@@ -29,6 +29,7 @@ from millrace.memory.disk.file import DirectFile
 from millrace.memory.disk.log import DiskLog
 from millrace.memory.disk.requests import Access, Kind, Request, Requests
 from millrace.memory.disk.safetensors_header import TensorRecord, read_header
+from millrace.memory.disk.torch_files import torch_records
 from millrace.memory.ledger import Ledger
 from millrace.runtime.lanes import Event
 
@@ -37,6 +38,7 @@ __all__ = ["LEAST_READING_BYTES", "Checkpoint"]
 _THREADS = 4
 LEAST_READING_BYTES = _THREADS * DISK_ALIGNMENT_BYTES  # a page for each
 _MEMORY_BYTES = 32 << 20
+_ZIP = b"PK\x03\x04"
 _GAP_BYTES = 64 << 10  # bytes between two tensors that are rather read than left out
 
 
@@ -51,7 +53,9 @@ class _Part:
 
 
 class Checkpoint:
-    """The tensors of safetensors files: one file, an index with its shards, or a directory. Never written to.
+    """The tensors of safetensors files, or of torch.save's: one file, an index with its shards, or a directory.
+
+    They are never written to.
 
     `records` says of each tensor its file, offset, dtype, shape and bytes. Every header is checked in full: sizes,
     ranges without overlap or hole, dtypes, names, and files that lead out of the directory.
@@ -168,6 +172,11 @@ class Checkpoint:
         ]
         return self._requests.submit(Request(extent, Access.READ, jobs, Kind.TRANSFER, (0, 0)), after)
 
+    def forget_pages(self) -> None:
+        """What was read through memory from `tensor` counts no more as this process's. Undoes writes to it."""
+        for mapped in self._mappings.values():
+            mapped.forget()
+
     def close(self) -> None:
         """Waits for what was submitted and closes the files. Memory from `tensor` stays."""
         self._requests.close()
@@ -183,7 +192,8 @@ class Checkpoint:
             raise DiskError(error.errno, f"{path} cannot be opened: {error.strerror}") from error
         self._files[path] = DirectFile(descriptor, path, writable=False)
         self._states[path] = _state(descriptor)
-        found = {record.name: record for record in read_header(descriptor, path)}
+        is_zip = os.pread(descriptor, len(_ZIP), 0) == _ZIP  # as files of torch.save are
+        found = {record.name: record for record in (torch_records(path) if is_zip else read_header(descriptor, path))}
         missing = sorted(names - found.keys()) if names is not None else []
         if missing:
             raise CheckpointError(

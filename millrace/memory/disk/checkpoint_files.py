@@ -9,25 +9,32 @@ __all__ = ["CheckpointFiles", "find_files"]
 
 CheckpointFiles = dict[Path, frozenset[str] | None]  # the tensors to take from each file; None: all of them
 
-_INDEX = "*.safetensors.index.json"
+_INDICES = ("*.safetensors.index.json", "*.bin.index.json")
+_WEIGHTS = ("*.safetensors", "pytorch_model.bin")
 
 
 def find_files(path: Path) -> CheckpointFiles:
-    """The files of the checkpoint `path`: a safetensors file, an index, or a directory with one index or with files.
+    """The files of the checkpoint `path`: a file, an index, or a directory with one index or with files.
+
+    Of safetensors, or else of torch.save.
 
     Raises CheckpointError when there are none, or when a name leads out of the directory.
     """
     path = path.expanduser()
     if path.is_dir():
-        indices = sorted(path.glob(_INDEX))
+        indices = next(filter(None, (sorted(path.glob(pattern)) for pattern in _INDICES)), [])
         if len(indices) > 1:
             names = ", ".join(index.name for index in indices)
             raise CheckpointError(f"{path} has {len(indices)} indices ({names}); give the path of one of them")
         if indices:
             return _indexed(indices[0])
-        files = [_inside(path, file.name) for file in sorted(path.glob("*.safetensors"))]
+        found = next(filter(None, (sorted(path.glob(pattern)) for pattern in _WEIGHTS)), [])
+        files = [_inside(path, file.name) for file in found]
         if not files:
-            raise CheckpointError(f"{path} has no safetensors file; give a directory with one, or save the model again")
+            raise CheckpointError(
+                f"{path} has no safetensors file and no pytorch_model.bin; give a directory with one, or save the model"
+                " again"
+            )
         return dict.fromkeys(files)
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist; give a safetensors file, its index, or their directory")

@@ -12,11 +12,12 @@ import torch
 
 from millrace.memory.disk.requests import Request
 
-__all__ = ["Mapping", "Origin", "origin_of"]
+__all__ = ["Mapping", "Origin", "copy_on_disk", "origin_of"]
 
 _WAIT_WRITE_WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_: for writes under way, all that is dirty, for its end
 _MAP_FIXED = 16
 _PRESENT, _SWAPPED, _OF_FILE = (np.uint64(bit) for bit in (63, 62, 61))  # of an entry in a page map
+_COPIED_BYTES = 4 << 20
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -55,6 +56,7 @@ class Origin(Protocol):
         """Submits writing from uint8 memory of the CPU; None when what is there must be written through the mapping."""
 
 
+_shared: dict[int, int] = {}  # bytes of shared mappings, by address
 _origins: dict[int, tuple[int, Origin]] = {}  # by address: bytes of the mapping, and what it shows
 
 
@@ -67,7 +69,35 @@ def origin_of(tensor: torch.Tensor) -> tuple[Origin, int] | None:
     return None
 
 
+def copy_on_disk(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """`destination.copy_(source)`; what of either is a shared mapping does not stay in this process's memory.
+
+    That is so for contiguous tensors: some of them at a time. Others are copied as a whole.
+    """
+    if not (destination.is_contiguous() and source.is_contiguous()) or source.nbytes <= _COPIED_BYTES:
+        destination.copy_(source)
+        return
+    to, of = destination.view(-1), source.view(-1)
+    step = _COPIED_BYTES // source.itemsize
+    for begin in range(0, to.numel(), step):
+        to[begin : begin + step].copy_(of[begin : begin + step])
+        for one in (to, of):
+            _release(one.data_ptr() + begin * one.itemsize, min(step, to.numel() - begin) * one.itemsize)
+
+
+def _release(first: int, nbytes: int) -> None:
+    """Whole pages of shared mappings among these bytes count no more as memory; the file has what they hold."""
+    for address, size in list(_shared.items()):
+        if address <= first < address + size:
+            begin = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+            end = min(first + nbytes, address + size) // mmap.PAGESIZE * mmap.PAGESIZE
+            if begin < end:
+                _madvise(begin, end - begin, mmap.MADV_DONTNEED)
+            return
+
+
 def _unmap(address: int, nbytes: int) -> None:
+    _shared.pop(address, None)
     _origins.pop(address, None)
     _munmap(address, nbytes)
 
@@ -85,6 +115,8 @@ class Mapping:
         self._offset = offset
         self.address = self._map(None, flags, descriptor)
         self._memory = (ctypes.c_char * self._nbytes).from_address(self.address)
+        if shared:
+            _shared[self.address] = self._nbytes
         weakref.finalize(self._memory, _unmap, self.address, self._nbytes).atexit = False
 
     def show(self, origin: Origin) -> None:
@@ -101,6 +133,7 @@ class Mapping:
         """From now on writes stay with this process, at the same addresses. Raises OSError when that fails."""
         self._map(self.address, mmap.MAP_PRIVATE | _MAP_FIXED, descriptor)
         _origins.pop(self.address, None)
+        _shared.pop(self.address, None)
 
     def _map(self, where: int | None, flags: int, descriptor: int) -> int:
         protection = mmap.PROT_READ | mmap.PROT_WRITE

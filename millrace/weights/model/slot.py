@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from millrace.errors import LayoutError, StateError
+from millrace.memory.disk import copy_on_disk
 from millrace.runtime.autograd import without_overrides
 from millrace.runtime.pending import Unit
 from millrace.weights.model.accumulation import node_is_kept
@@ -260,7 +261,7 @@ class Slot:
         """`rest` is the slot's place from now on; `keeps`: with what the home or the cast of it holds."""
         with torch.no_grad():
             if keeps:
-                rest.copy_(self.rest if self.casts else self.data)
+                copy_on_disk(rest, self.rest if self.casts else self.data)
             if self.in_place:
                 self.home.point(rest)
             self._keep(rest)
@@ -285,7 +286,7 @@ class Slot:
             if self.casts:
                 self.cast()
             elif not self.in_place and self.rest.data_ptr() == self._rest_address:  # not what other processes have
-                self.rest.copy_(self.data)
+                copy_on_disk(self.rest, self.data)
                 self.home.point(self.rest)
             if self.home.grad is not None and self.home.grad.device.type != "cpu":
                 self.home.grad = self.home.grad.to("cpu")

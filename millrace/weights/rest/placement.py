@@ -11,7 +11,7 @@ from torch import nn
 from millrace.config import format_bytes
 from millrace.errors import BudgetError
 from millrace.memory.arena import Arena, whole_pages
-from millrace.memory.disk import DiskStore, Request
+from millrace.memory.disk import DiskStore, Request, copy_on_disk
 from millrace.memory.ledger import Ledger
 from millrace.weights.meter import Meter
 from millrace.weights.model.layout import lay_out
@@ -154,7 +154,7 @@ class Shelf:
             cast_layouts, cast_bytes = lay_out(casts, None)
             homes = self.writable_rest_for(f"{name} (homes)", cast_bytes)
             for parameter, place in zip(casts, homes.places(cast_layouts), strict=True):
-                place.copy_(parameter.detach())
+                copy_on_disk(place, parameter.detach())
                 parameter.data = place
             homes.flush()
         return self.writable_rest_for(name, nbytes)

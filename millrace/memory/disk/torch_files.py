@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from millrace.checkpoint.reading import PlaceInFile
 from millrace.errors import CheckpointError
+from millrace.memory.disk.safetensors_header import TensorRecord
 
-__all__ = ["TorchFile", "open_torch_file"]
+__all__ = ["TorchFile", "open_torch_file", "torch_records"]
 
 _NAME_LENGTH_AT, _LOCAL_HEADER_BYTES = 26, 30  # of a record in a zip archive
 
@@ -23,9 +23,9 @@ class TorchFile:
     _first_byte: int  # of the file, that lies at `_address`
     _address: int
 
-    def place(self, tensor: torch.Tensor) -> PlaceInFile:
-        """Where one of its tensors lies, whose elements have no gaps."""
-        return PlaceInFile(tensor.data_ptr() - self._address + self._first_byte, tensor.numel() * tensor.element_size())
+    def offset(self, tensor: torch.Tensor) -> int:
+        """Where in the file the first byte of one of its tensors is."""
+        return tensor.data_ptr() - self._address + self._first_byte if tensor.numel() else 0
 
 
 def open_torch_file(path: Path) -> TorchFile:
@@ -65,3 +65,19 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, list | tuple):
         return [tensor for value in tree for tensor in tensors_of(value)]
     return []
+
+
+def torch_records(path: str) -> list[TensorRecord]:
+    """The tensors of a state_dict that `torch.save` wrote. Raises CheckpointError for anything else."""
+    content = open_torch_file(Path(path))
+    tree = content.tree
+    if not isinstance(tree, dict) or not all(isinstance(name, str) for name in tree):
+        raise CheckpointError(f"{path} holds a {type(tree).__name__}, and no state_dict of tensors by name")
+    records = []
+    for name, tensor in tree.items():
+        if isinstance(tensor, torch.Tensor):
+            if not tensor.is_contiguous():
+                raise CheckpointError(f"{name!r} is not contiguous in {path}; save it anew, as a safetensors file")
+            shape, nbytes = tuple(tensor.shape), tensor.numel() * tensor.element_size()
+            records.append(TensorRecord(name, path, tensor.dtype, shape, content.offset(tensor), nbytes))
+    return records
