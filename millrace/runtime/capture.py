@@ -41,19 +41,18 @@ def will_write(parameters: Sequence[Any]) -> None:
 
 
 def begin_capture(capture: Capture) -> None:
-    """From now on it is asked, by optimizers of PyTorch too."""
+    """From now on it is asked, by optimizers of PyTorch too.
+
+    The hook on these stays: a thread that removed it would break the step that another is in.
+    """
     _captures.append(capture)
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def end_capture(capture: Capture) -> None:
-    """It has read everything. Twice is fine."""
-    if capture in _captures:
-        _captures.remove(capture)
-    if not _captures:
-        while _hooks:
-            _hooks.pop().remove()
+    """It has read everything."""
+    _captures.remove(capture)
 
 
 def _before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:

@@ -105,3 +105,23 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
         millrace.save(tmp_path / f"step-{number}", model, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other-1", "step-10", "step-11", "step-x"]
     assert millrace.checkpoint.newest(tmp_path) == tmp_path / "step-11"
+
+
+def test_a_checkpoint_may_end_within_a_step(tmp_path: Path, held_up: threading.Event) -> None:
+    """Threads that write it leave the hooks alone that the step is going through."""
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(2, 64)).sum().backward()
+    saving = millrace.save(tmp_path / "step-1", model, optimizer, wait=False)
+
+    def ends(*_: Any) -> None:
+        held_up.set()
+        saving.wait()
+
+    optimizer.register_step_pre_hook(ends)
+    hook = torch.optim.optimizer.register_optimizer_step_pre_hook(ends)
+    try:
+        optimizer.step()
+    finally:
+        hook.remove()
+    assert saving.done
