@@ -22,7 +22,7 @@ EPILOG = """\
 Memory is bytes, text such as 8GiB, or a share of the model's weights such as 25%.
 Ctrl-C or SIGTERM ends the run after the current step and saves a checkpoint; the same command goes on from there, as
 if nothing had happened. A second Ctrl-C ends it at once.
-Exit codes: 0 trained and saved, 1 the training failed, 2 the input cannot be used,
+Exit codes: 0 trained and saved, 1 the training failed or memory ran out, 2 the input cannot be used,
 3 stopped on request after a checkpoint was saved, 130 stopped at once.
 """
 

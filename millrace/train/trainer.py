@@ -27,6 +27,7 @@ from millrace.train.config import TrainConfig, TrainInputError
 from millrace.train.data import Batch, Batches, Sequences, read_sequences
 from millrace.train.evaluation import Evaluation, evaluate
 from millrace.train.model import Tokens, check_vocabulary, load_model, load_tokens, weight_bytes
+from millrace.train.out_of_memory import explained
 from millrace.train.placement import place
 from millrace.train.progress import Progress, StepRecord
 from millrace.train.resume import Past
@@ -79,19 +80,20 @@ def train(config: TrainConfig, progress: Progress) -> TrainResult:
     Goes on where an interrupted run of the same settings left off. When it is asked to stop, it leaves a checkpoint
     and no model.
 
-    Raises TrainInputError before training for input that cannot be used, BudgetError when the model does not fit the
-    budgets, and TrainingFailedError when the loss is not finite or differs from the plain run's.
+    Raises TrainInputError before training for input that cannot be used, OutOfMemoryError when a tier has no room, and
+    TrainingFailedError when the loss is not finite or differs from the plain run's.
     """
-    job = _read(config, progress)
-    with stop_on_signals(progress.note) as stop:
-        past = Past()
-        if job.begins_at is None:
-            past.plain_losses.extend(_plain_losses(job, progress, stop))
-        if stop.requested:
-            raise TrainingFailedError("stopped before the first step; nothing was saved")
-        result = _train(job, past, progress, stop)
-        if result.checkpoint is None:
-            _save(job, result)
+    with explained(config):
+        job = _read(config, progress)
+        with stop_on_signals(progress.note) as stop:
+            past = Past()
+            if job.begins_at is None:
+                past.plain_losses.extend(_plain_losses(job, progress, stop))
+            if stop.requested:
+                raise TrainingFailedError("stopped before the first step; nothing was saved")
+            result = _train(job, past, progress, stop)
+            if result.checkpoint is None:
+                _save(job, result)
     return result
 
 
