@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from millrace.cli.config_file import with_config_file
+from millrace.cli.other_flags import in_our_words
 from millrace.cli.progress import BarProgress, LineProgress, describe_evaluation
 from millrace.config import format_bytes
 from millrace.train.config import TrainConfig, TrainInputError
@@ -22,6 +23,7 @@ EPILOG = """\
 Memory is bytes, text such as 8GiB, or a share of the model's weights such as 25%.
 Ctrl-C or SIGTERM ends the run after the current step and saves a checkpoint; the same command goes on from there, as
 if nothing had happened. A second Ctrl-C ends it at once.
+Flags of DiffSynth-Studio and of Megatron for offloading are taken, with a note of what each one became.
 Exit codes: 0 trained and saved, 1 the training failed or memory ran out, 2 the input cannot be used,
 3 stopped on request after a checkpoint was saved, 130 stopped at once.
 """
@@ -61,8 +63,11 @@ def _form(setting: Declared) -> dict[str, Any]:
 
 
 def rewrite(arguments: list[str]) -> list[str]:
-    """The arguments of `millrace train` with those of a config file."""
-    return with_config_file(arguments)
+    """The arguments of `millrace train` with those of a config file, and in our words."""
+    arguments, notes = in_our_words(with_config_file(arguments))
+    for note in notes:
+        print(note, file=sys.stderr)
+    return arguments
 
 
 def run_train(arguments: argparse.Namespace) -> int:
