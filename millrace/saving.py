@@ -217,7 +217,7 @@ def _plain(value: Any) -> Any:
     """What has a state_dict() is saved as that."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu")
-    if callable(getattr(value, "state_dict", None)):
+    if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
         return _plain(value.state_dict())
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}

@@ -10,12 +10,16 @@ from millrace.memory.disk import origin_of, write_bytes
 
 __all__ = ["filling"]
 
+_PLAIN = (torch.Tensor, torch.nn.Buffer)
+
 
 def filling(tensor: torch.Tensor, dtype: torch.dtype) -> Callable[[int, torch.Tensor], None]:
     """`put(begin, memory)` gets the bytes from `begin` on of a contiguous tensor of `dtype` and of `tensor`'s shape.
 
     Whole elements, from several threads. Others than those of `tensor`'s dtype are converted, as `copy_` does.
     """
+    if type(tensor) not in _PLAIN and not isinstance(tensor, torch.nn.Parameter):
+        return _Whole(tensor, dtype)  # a buffer of an offloaded model wants to know of it
     tensor = tensor.detach()
     if tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous():
         return _memory_of(tensor)

@@ -45,7 +45,7 @@ class Manifest:
             for name, file in self.files.items()
         }
         content = {"format": _FORMAT, "piece_bytes": PIECE_BYTES, **body}
-        return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode() + b"\n"
+        return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode()
 
 
 def read_manifest(directory: Path) -> Manifest:

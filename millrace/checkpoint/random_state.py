@@ -1,6 +1,7 @@
 """Which random numbers come next? The states of all generators that a training run draws from."""
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ def random_state() -> dict[str, Any]:
     }
 
 
-def restore_random_state(state: dict[str, Any]) -> None:
+def restore_random_state(state: Mapping[str, Any]) -> None:
     """The inverse. Of devices, those that are there now."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))

@@ -1,0 +1,107 @@
+"""Does training go on while a checkpoint is written, and does the checkpoint hold what was there when it was begun?"""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import millrace
+from millrace.checkpoint import writing
+from tests.checkpoint.runs import assert_equal, run
+
+
+@pytest.fixture
+def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The drive takes nothing before this is set."""
+    goes_on = threading.Event()
+    write = writing.DirectFile.write
+
+    def waits(*arguments: Any) -> None:
+        goes_on.wait()
+        write(*arguments)
+
+    monkeypatch.setattr(writing.DirectFile, "write", waits)
+    return goes_on
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+@pytest.mark.parametrize("place", ["device", "host", "disk"])
+def test_a_step_changes_nothing_that_is_being_saved(tmp_path: Path, place: str, overlap: str) -> None:
+    with run(place, tmp_path / "tiers", overlap=overlap) as one:
+        one.step(2)
+        begun = one.values()
+        saving = millrace.save(tmp_path / "step-2", one.model, one.optimizer, wait=False)
+        one.step(3)
+        saving.wait()
+        after = one.values()
+        millrace.load(tmp_path / "step-2", one.model, one.optimizer)
+        assert_equal(one.values(), begun)
+        one.step(3)
+        assert_equal(one.values(), after)
+
+
+def test_training_does_not_wait_for_the_drive(tmp_path: Path, held_up: threading.Event) -> None:
+    with run("host", tmp_path) as one:
+        one.step()
+        begun = one.values()
+        saving = millrace.save(tmp_path / "step-1", one.model, one.optimizer, wait=False)
+        one.step(2)
+        assert not saving.done
+        assert not (tmp_path / "step-1").exists()
+        held_up.set()
+        saving.wait()
+        millrace.load(tmp_path / "step-1", one.model, one.optimizer)
+        assert_equal(one.values(), begun)
+        assert one.handle is not None
+        assert one.handle.stats().saved_bytes == saving.nbytes > 0
+        assert "checkpoints" in one.handle.report().to_text()
+
+
+def test_optimizers_of_pytorch_wait_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for number in range(3):
+        model(torch.randn(4, 256)).sum().backward()
+        optimizer.step()
+        begun = [p.detach().clone() for p in model.parameters()]
+        saving = millrace.save(tmp_path / f"step-{number}", model, optimizer, wait=False, host_memory="24MiB")
+        optimizer.step()
+        assert not torch.equal(begun[0], model[0].weight)
+        saving.wait()
+        again = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
+        millrace.load(tmp_path / f"step-{number}", again)
+        assert_equal([p.detach() for p in again.parameters()], begun)
+
+
+def test_a_write_that_nobody_held_up_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, goes_on = threading.Event(), threading.Event()
+    fill = writing._Piece.fill
+
+    def waits(piece: Any, memory: torch.Tensor) -> None:
+        reading.set()
+        goes_on.wait()
+        fill(piece, memory)
+
+    monkeypatch.setattr(writing._Piece, "fill", waits)
+    model = torch.nn.Linear(256, 256)
+    saving = millrace.save(tmp_path / "step-1", model, wait=False)
+    reading.wait()
+    with torch.no_grad():
+        model.weight.mul_(2)
+    goes_on.set()
+    with pytest.raises(millrace.StateError, match="'weight' was written to while it was being saved"):
+        saving.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    (tmp_path / "step-x").mkdir()
+    (tmp_path / "other-1").mkdir()
+    for number in (1, 2, 3, 10, 11):
+        millrace.save(tmp_path / f"step-{number}", model, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other-1", "step-10", "step-11", "step-x"]
+    assert millrace.checkpoint.newest(tmp_path) == tmp_path / "step-11"

@@ -1,0 +1,163 @@
+"""What does a checkpoint that is damaged, or a drive that fails, do? An error that names file and tensor, no more."""
+
+import errno
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import millrace
+from tests.checkpoint.runs import Net, Run, assert_equal, run
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Iterator[tuple[Run, Path]]:
+    """A run, and its checkpoint."""
+    with run("host", tmp_path) as one:
+        one.step(2)
+        millrace.save(tmp_path / "step-2", one.model, one.optimizer, extra={"note": list(range(100))})
+        yield one, tmp_path / "step-2"
+
+
+FILES = ["model.safetensors", "optimizer.pt", "extra.pt", "millrace.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_byte_anywhere_is_told(saved: tuple[Run, Path], name: str) -> None:
+    one, path = saved
+    sound = (path / name).read_bytes()
+    chance = random.Random(name)
+    for place in [0, len(sound) - 1, *(chance.randrange(len(sound)) for _ in range(40))]:
+        data = bytearray(sound)
+        data[place] ^= 1 << chance.randrange(8)
+        (path / name).write_bytes(data)
+        with pytest.raises(millrace.CheckpointError, match=name.replace(".", r"\.")):
+            millrace.load(path, one.model, one.optimizer)
+    (path / name).write_bytes(sound)
+    wanted = one.values()
+    one.step()
+    millrace.load(path, one.model, one.optimizer)
+    assert_equal(one.values(), wanted)
+
+
+def test_a_flipped_byte_of_a_tensor_is_told_with_its_name(saved: tuple[Run, Path]) -> None:
+    one, path = saved
+    data = bytearray((path / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (path / "model.safetensors").write_bytes(data)
+    with pytest.raises(millrace.CheckpointError, match=r"model\.safetensors: bytes .*'[a-z_.0-9]+'.*checksum"):
+        millrace.load(path, one.model, one.optimizer)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["truncated", "missing", "longer"])
+def test_a_file_that_is_not_whole_is_told_before_anything_changes(
+    saved: tuple[Run, Path], name: str, damage: str
+) -> None:
+    one, path = saved
+    one.step()
+    wanted = one.values()
+    if damage == "missing":
+        (path / name).unlink()
+    else:
+        with (path / name).open("r+b") as file:
+            file.truncate((path / name).stat().st_size + (1 if damage == "longer" else -1))
+    with pytest.raises(millrace.CheckpointError, match=name.replace(".", r"\.")):
+        millrace.load(path, one.model, one.optimizer)
+    assert_equal(one.values(), wanted)
+
+
+class _Fault:
+    """A system call that fails from its n-th on."""
+
+    def __init__(self, call: Any, number: int, after: int) -> None:
+        self.call, self.number, self.left = call, number, after
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(self.number, os.strerror(self.number))
+        return self.call(*arguments)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize(("call", "after"), [("posix_fallocate", 1), ("pwritev", 0), ("pwritev", 2), ("fsync", 1)])
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_drive_that_fails_leaves_the_checkpoint_of_before(
+    saved: tuple[Run, Path], monkeypatch: pytest.MonkeyPatch, number: int, call: str, after: int, wait: bool
+) -> None:
+    one, path = saved
+    wanted = one.values()
+    one.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, _Fault(getattr(os, call), number, after))
+        with pytest.raises(millrace.DiskError) as raised:
+            millrace.save(path, one.model, one.optimizer, wait=wait).wait()
+        assert raised.value.errno == number
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["step-2"]
+    one.step()  # nobody waits for what failed
+    millrace.load(path, one.model, one.optimizer)
+    assert_equal(one.values(), wanted)
+
+
+def test_what_cannot_be_written_to_is_told(saved: tuple[Run, Path], tmp_path: Path) -> None:
+    one, _ = saved
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(millrace.DiskError, match="cannot be made"):
+        millrace.save(tmp_path / "file" / "step-1", one.model)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(millrace.DiskError, match="is no checkpoint of millrace, so it is not replaced"):
+        millrace.save(tmp_path / "mine", one.model)
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+
+
+def test_bad_input_is_told(saved: tuple[Run, Path], tmp_path: Path) -> None:
+    one, _ = saved
+    with pytest.raises(millrace.CheckpointError, match="extra holds what cannot be read back safely"):
+        millrace.save(tmp_path / "x", one.model, extra={"function": Net})
+    with pytest.raises(ValueError, match="keep=2 wants a name that ends in a number"):
+        millrace.save(tmp_path / "last", one.model, keep=2)
+    with pytest.raises(ValueError, match="keep is 0"):
+        millrace.save(tmp_path / "step-3", one.model, keep=0)
+    with pytest.raises(TypeError, match="optimizer is a dict"):
+        millrace.save(tmp_path / "step-3", one.model, {"lr": 1})  # type: ignore[arg-type]
+    with pytest.raises(millrace.CheckpointError, match="nowhere"):
+        millrace.load(tmp_path / "nowhere", one.model)
+    with torch.device("meta"):
+        absent = Net(torch.float32)
+    with pytest.raises(millrace.CheckpointError, match=r"'.*' \(of \d+\) is on meta"):
+        millrace.save(tmp_path / "step-3", absent)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-2"]
+
+
+def test_another_model_is_refused_before_anything_changes(saved: tuple[Run, Path]) -> None:
+    _, path = saved
+    for model, what in (
+        (torch.nn.Linear(3, 3), "which the model does not have"),
+        (_wider(), "has the shape"),
+        (_deeper(), r"lacks 'layers\.4"),
+    ):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(millrace.CheckpointError, match=what):
+            millrace.load(path, model)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    one = Net(torch.float32)
+    with pytest.raises(millrace.CheckpointError, match="parameters in its groups"):
+        millrace.load(path, one, torch.optim.AdamW([one.table.weight]))
+
+
+def _wider() -> Net:
+    model = Net(torch.float32)
+    model.layers[2] = torch.nn.Linear(65, 64)
+    return model
+
+
+def _deeper() -> Net:
+    model = Net(torch.float32)
+    model.layers.append(torch.nn.Linear(64, 64))
+    return model

@@ -1,0 +1,71 @@
+"""What is left of a run that is killed at any moment? A whole checkpoint, from which it goes on as if nothing had been.
+
+`KILLS=200 pytest tests/checkpoint/test_killed.py` kills as often for each kind.
+"""
+
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.runs import run
+from tests.nursery import Nursery
+
+KILLS = int(os.environ.get("KILLS", "4"))
+STEPS = 12
+RUN = """
+import pathlib, sys, torch, millrace, millrace.checkpoint
+sys.path.insert(0, sys.argv[4])
+from tests.checkpoint.runs import run
+place, wait, directory = sys.argv[1], sys.argv[2] == "wait", pathlib.Path(sys.argv[3])
+torch.set_num_threads(1)
+with run(place, directory / "tiers", device="cpu", overlap="forward") as one:
+    done = 0
+    newest = millrace.checkpoint.newest(directory / "checkpoints")
+    if newest is not None:
+        done = millrace.load(newest, one.model, one.optimizer)["done"]
+    print("begins after", done, flush=True)
+    saving = None
+    while done < 12:
+        one.step()
+        done += 1
+        path = directory / "checkpoints" / f"step-{done}"
+        saving = millrace.save(path, one.model, one.optimizer, extra={"done": done}, keep=2, wait=wait)
+    if saving is not None:
+        saving.wait()
+    torch.save(one.values(), directory / "values.pt")
+"""
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("wait", ["wait", "beside"])
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_a_killed_run_goes_on(tmp_path: Path, nursery: Nursery, place: str, wait: str) -> None:
+    with run(place, tmp_path / "whole", overlap="forward") as whole:
+        whole.step(STEPS)
+        wanted = whole.values()
+    chance = random.Random(f"{place} {wait}")
+    kills, ends = 0, 0
+    while kills < KILLS or not ends:
+        child = nursery.start(RUN, place, wait, tmp_path, os.getcwd())
+        begun = child.read_line()
+        assert begun, child.errors
+        if kills < KILLS:
+            time.sleep(chance.random() * 0.3)
+            child.send(signal.SIGKILL)
+            kills += 1
+        code = child.wait()
+        if code == -signal.SIGKILL:
+            continue
+        assert code == 0, child.errors  # it was at its end already
+        ends += 1
+        assert all(map(torch.equal, torch.load(tmp_path / "values.pt"), wanted))
+        left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+        assert left == sorted(f"step-{number}" for number in (STEPS - 1, STEPS)), "nothing else stays behind"
+        shutil.rmtree(tmp_path / "checkpoints")
+        (tmp_path / "values.pt").unlink()

@@ -1,0 +1,184 @@
+"""Do checkpoints of other programs load, and do other programs load ours? Weights and optimizer state, to the last bit."""
+
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import lightning
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import millrace
+import millrace.optim
+from tests.checkpoint.runs import Net, assert_equal
+
+CONFIG = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+
+
+def llama(*, tied: bool = True, seed: int = 0) -> transformers.LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG, tie_word_embeddings=tied))
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 2) -> None:
+    for step in range(steps):
+        tokens = torch.arange(step, step + 24).view(2, 12)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values(model: nn.Module, optimizer: Any = None) -> list[torch.Tensor]:
+    state = {} if optimizer is None else optimizer.state_dict()["state"]
+    entries = [value for number in sorted(state) for _, value in sorted(state[number].items())]
+    return [value.detach().clone() for value in [*model.state_dict().values(), *entries]]
+
+
+def goes_on(path: Path, wanted: list[torch.Tensor], groups: Any = None) -> Any:
+    """Loads into an offloaded model whose optimizer is ours; the values are these."""
+    model = llama(seed=1)
+    handle = millrace.offload(model, device="cpu", device_memory="200KiB")
+    optimizer = millrace.optim.AdamW(model.parameters() if groups is None else groups(model), lr=0.5)
+    extra = millrace.load(path, model, optimizer)
+    assert_equal(values(model, optimizer), wanted)
+    handle.remove()
+    return extra
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shard_bytes", [None, 20000])
+def test_transformers_reads_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, shard_bytes: int | None
+) -> None:
+    if shard_bytes is not None:
+        monkeypatch.setattr("millrace.checkpoint.files.SHARD_BYTES", shard_bytes)
+    model = llama(tied=tied)
+    handle = millrace.offload(model, device="cpu", device_memory="200KiB")
+    optimizer = millrace.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer)
+    millrace.save(tmp_path / "step-2", model, optimizer)
+    shards = len(list((tmp_path / "step-2").glob("model*.safetensors")))
+    assert shards == 1 if shard_bytes is None else shards > 2
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "step-2")
+    assert type(again) is transformers.LlamaForCausalLM
+    assert_equal(values(again), values(model))
+    stock = torch.optim.AdamW(again.parameters(), lr=7.0, fused=True)
+    stock.load_state_dict(torch.load(tmp_path / "step-2" / "optimizer.pt", mmap=True, weights_only=True))
+    assert stock.param_groups[0]["lr"] == 1e-2
+    stock.param_groups[0]["fused"] = True  # whose arithmetic ours has
+    train(again, stock)
+    train(model, optimizer)
+    handle.remove()
+    assert_equal(values(again, stock), values(model, optimizer))
+
+
+def test_a_mixture_of_experts_is_read_by_transformers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**CONFIG, num_local_experts=4))
+    millrace.save(tmp_path / "moe", model)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
+    assert_equal(values(again), values(model))
+
+
+def test_the_trainers_checkpoint(tmp_path: Path) -> None:
+    model = llama()
+    data = [{"input_ids": list(range(n, n + 8)), "labels": list(range(n, n + 8))} for n in range(16)]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, save_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True
+    )
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data)
+    trainer.train()
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        decayed = set(trainer.get_decay_parameter_names(model))
+        named = list(model.named_parameters())
+        return [
+            {"params": [p for name, p in named if name in decayed]},
+            {"params": [p for name, p in named if name not in decayed]},
+        ]
+
+    optimizer = trainer.optimizer
+    extra = goes_on(tmp_path / "checkpoint-2", values(model, getattr(optimizer, "optimizer", optimizer)), groups)
+    assert extra["trainer_state"]["global_step"] == 2
+    assert extra["scheduler"]["last_epoch"] == 2
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_accelerates_state(tmp_path: Path, safe: bool) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = llama()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+    train(model, optimizer)
+    accelerator.save_state(str(tmp_path / "state"), safe_serialization=safe)
+    goes_on(tmp_path / "state", values(model, optimizer.optimizer))
+
+
+class Module(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = llama()
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=batch, labels=batch).loss  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightnings_checkpoint(tmp_path: Path) -> None:
+    module = Module()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader([torch.arange(12) for _ in range(4)], batch_size=2))
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    extra = goes_on(tmp_path / "last.ckpt", values(module.model, trainer.optimizers[0]))
+    assert extra["global_step"] == 2
+
+
+def test_files_of_torch_and_of_safetensors(tmp_path: Path) -> None:
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2}, tmp_path / "both.pt")
+    model.save_pretrained(tmp_path / "pretrained")
+    assert goes_on(tmp_path / "both.pt", values(model, optimizer)) == {"step": 2}
+    for name in ("weights.pt", "pretrained", "pretrained/model.safetensors"):
+        again = llama(seed=2)
+        millrace.load(tmp_path / name, again)
+        assert_equal(values(again), values(model))
+
+
+def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
+    model = Net(torch.float32)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "note.pt").write_text("no checkpoint")
+    torch.save([1, 2], tmp_path / "list.pt")
+    torch.save({"weights": Net}, tmp_path / "code.pt")
+    for name, what in (
+        ("empty", "holds no weights"),
+        ("note.pt", "no sound file of torch.save"),
+        ("list.pt", "holds a list, and no state_dict"),
+        ("code.pt", "cannot be read safely"),
+        ("nowhere", "does not exist"),
+    ):
+        with pytest.raises(millrace.CheckpointError, match=what):
+            millrace.load(tmp_path / name, model)

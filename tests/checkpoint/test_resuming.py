@@ -1,0 +1,148 @@
+"""Is 3 steps, saved and loaded, and 3 more, the same as 6? From each tier into each other, to the last bit."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import millrace
+from tests.checkpoint.runs import Net, Run, assert_equal, run
+
+PLACES = ("device", "host", "disk")
+KINDS = {
+    "fp32": {"dtype": torch.float32},
+    "bf16": {"dtype": torch.bfloat16},
+    "8bit": {"dtype": torch.float32, "state_dtype": "8bit"},
+}
+
+
+def assert_on_disk(place: str, one: Run) -> None:
+    if place == "disk" and one.handle is not None:
+        stats = one.handle.stats()
+        assert stats.fetch_bytes > 0
+        assert stats.disk_bytes > 0
+        assert one.optimizer.state_on_disk
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimizer", ["AdamW", "Lion", "Adafactor", "Muon"])
+def test_a_run_goes_on_wherever_it_was(tmp_path: Path, optimizer: str, kind: str, overlap: str) -> None:
+    if kind == "8bit" and optimizer in ("Adafactor", "Muon"):
+        pytest.skip("these keep float32 state, and refuse another")
+    settings: dict[str, Any] = {**KINDS[kind], "overlap": overlap}
+    with run("device", tmp_path / "plain", optimizer, **settings) as whole:
+        whole.step(6)
+        wanted = whole.values()
+    for place in PLACES:
+        with run(place, tmp_path / place, optimizer, **settings) as first:
+            first.step(3)
+            millrace.save(tmp_path / f"from-{place}-3", first.model, first.optimizer, extra={"place": place})
+            first.step(3)  # saving changed nothing
+            assert_equal(first.values(), wanted)
+            assert_on_disk(place, first)
+    for place, other in [(place, other) for place in PLACES for other in PLACES]:
+        with run(other, tmp_path / f"{place}-{other}", optimizer, seed=1, **settings) as second:
+            second.step()
+            extra = millrace.load(tmp_path / f"from-{place}-3", second.model, second.optimizer)
+            assert extra == {"place": place}
+            second.step(3)
+            assert_equal(second.values(), wanted)
+            assert_on_disk(other, second)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor", "Muon"])
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_plain_pytorch_and_millrace_go_on_from_each_other(tmp_path: Path, name: str, place: str) -> None:
+    def plain() -> Run:
+        torch.manual_seed(5)
+        model = Net(torch.float32)
+        parameters = [p for p in model.parameters() if p.dim() == 2 or name != "Muon"]
+        fused = {"fused": True} if name == "AdamW" else {}
+        return Run(model, getattr(torch.optim, name)(parameters, lr=1e-2, **fused))
+
+    whole = plain()
+    whole.step(3)
+    millrace.save(tmp_path / "plain-3", whole.model, whole.optimizer)
+    whole.step(3)
+    with run(place, tmp_path, name, seed=1) as ours:
+        millrace.load(tmp_path / "plain-3", ours.model, ours.optimizer)
+        ours.step(1)
+        millrace.save(tmp_path / "ours-4", ours.model, ours.optimizer)
+        ours.step(2)
+        assert_equal(ours.values(), whole.values())
+    back = plain()
+    millrace.load(tmp_path / "ours-4", back.model, back.optimizer)
+    back.step(2)
+    assert_equal(back.values(), whole.values())
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_precision_changes_without_losing_a_bit(tmp_path: Path, place: str) -> None:
+    """A float32 run goes on in bfloat16 with exact masters, and back."""
+    with run("host", tmp_path / "wide") as wide:
+        wide.step(2)
+        millrace.save(tmp_path / "wide-2", wide.model, wide.optimizer)
+        wanted = wide.values()
+    with run(place, tmp_path / "narrow", dtype=torch.bfloat16, seed=1) as narrow:
+        millrace.load(tmp_path / "wide-2", narrow.model, narrow.optimizer)
+        assert all(p.dtype == torch.bfloat16 for p in narrow.model.parameters())
+        millrace.save(tmp_path / "narrow-2", narrow.model, narrow.optimizer)
+    with run(place, tmp_path / "again", seed=2) as again:
+        again.step()
+        millrace.load(tmp_path / "narrow-2", again.model, again.optimizer)
+        exact = [value for value in again.values() if value.dtype == torch.float32]
+        same = [value for value in wanted if value.dtype == torch.float32]
+        assert len(exact) == len(same) > 0
+        buffers = {tuple(b.shape) for b in (again.model.norm.running_mean, again.model.norm.running_var)}  # narrow once
+        assert all(torch.equal(a, b) for a, b in zip(exact, same, strict=True) if tuple(a.shape) not in buffers)
+
+
+def test_without_an_optimizer_weights_come_alone(tmp_path: Path) -> None:
+    with run("host", tmp_path) as first:
+        first.step(2)
+        millrace.save(tmp_path / "both-2", first.model, first.optimizer)
+        wanted = {name: value.clone() for name, value in first.model.state_dict().items()}
+    model = Net(torch.float32)
+    before = torch.get_rng_state()
+    millrace.load(tmp_path / "both-2", model)
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+    assert model.head.weight is model.table.weight
+
+
+def test_inside_of_a_pass_is_refused(tmp_path: Path) -> None:
+    with run("host", tmp_path) as one:
+        one.step()
+
+        def save(*_args: Any) -> None:
+            with pytest.raises(millrace.StateError, match=r"millrace\.save was called within a forward or backward"):
+                millrace.save(tmp_path / "inside", one.model)
+            with pytest.raises(millrace.StateError, match=r"millrace\.load was called within a forward or backward"):
+                millrace.load(tmp_path / "inside", one.model)
+
+        with contextlib.closing(_Hook(one.model.layers[1].register_forward_hook(save))):
+            one.step()
+    assert not (tmp_path / "inside").exists()
+
+
+class _Hook:
+    def __init__(self, handle: Any) -> None:
+        self.close = handle.remove
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_on_the_accelerator(tmp_path: Path, compute_device: torch.device, place: str) -> None:
+    with run(place, tmp_path / "whole", device=compute_device) as whole:
+        whole.step(3)
+        millrace.save(tmp_path / "half-3", whole.model, whole.optimizer)
+        whole.step(3)
+        wanted = whole.values()
+    for other in PLACES:
+        with run(other, tmp_path / other, device=compute_device, seed=1) as second:
+            second.step()
+            millrace.load(tmp_path / "half-3", second.model, second.optimizer)
+            second.step(3)
+            assert_equal(second.values(), wanted)
