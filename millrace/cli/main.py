@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"millrace {parsed.command}: {error}", file=sys.stderr)
         return BAD_INPUT if isinstance(error, ValueError | TypeError) else FAILED
     except KeyboardInterrupt:
-        print(f"millrace {parsed.command}: interrupted; nothing was saved", file=sys.stderr)
+        print(f"millrace {parsed.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output is gone; flushing it at exit would fail again.

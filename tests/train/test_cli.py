@@ -51,7 +51,7 @@ def test_a_second_ctrl_c_ends_at_once(arguments: list[str], monkeypatch: pytest.
 
     monkeypatch.setattr(Run, "step", interrupted)
     assert main([*arguments, "--plain"]) == 130
-    assert capsys.readouterr().err.splitlines()[-1] == "millrace train: interrupted; nothing was saved"
+    assert capsys.readouterr().err.splitlines()[-1] == "millrace train: interrupted"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -57,6 +57,19 @@ def test_targets_are_those_named(settings: Settings, progress: Progress, tmp_pat
         )
 
 
+@pytest.mark.parametrize("model_directory", ["llama"], indirect=True)
+def test_a_checkpoint_holds_adapters_and_their_state_alone(
+    settings: Settings, progress: Progress, tmp_path: Path, model_directory: Path
+):
+    result = train(settings(model=model_directory, lora_rank=2, save_every=3), progress)
+    checkpoint = tmp_path / "out" / "checkpoints" / "step-00000003"
+    assert [path.name for path in checkpoint.glob("*.safetensors")] == ["adapter_model.safetensors"]
+    trained = sum(tensor.nbytes for tensor in load_file(checkpoint / "adapter_model.safetensors").values())
+    assert trained < result.weight_bytes / 4
+    state = torch.load(checkpoint / "optimizer.pt")["state"]
+    assert sum(each["exp_avg"].nbytes for each in state.values()) == trained
+
+
 def test_adapters_need_a_model(settings: Settings):
     with pytest.raises(TrainInputError, match="--lora-rank adapts a model that is trained already"):
         settings(lora_rank=4)
