@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from millrace.checkpoint.random_state import random_state, restore_random_state
 from millrace.train.data import Sequences
 from millrace.train.run import Run, learned_tokens
 
@@ -32,7 +33,7 @@ def evaluate(run: Run, sequences: Sequences, *, batch_size: int, step: int) -> E
     """The model's loss on all of `sequences`. Modes and random numbers are as before afterwards."""
     loader = DataLoader(sequences, batch_size=batch_size, collate_fn=sequences.collate, generator=torch.Generator())
     total, tokens = 0.0, 0
-    with _as_for_use(run.model), torch.random.fork_rng():
+    with _left_as_it_is(run.model):
         for batch in loader:
             count = learned_tokens(batch)
             if count:
@@ -42,12 +43,13 @@ def evaluate(run: Run, sequences: Sequences, *, batch_size: int, step: int) -> E
 
 
 @contextmanager
-def _as_for_use(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; then each module as it was."""
-    modes = {module: module.training for module in model.modules()}
+def _left_as_it_is(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; then each module and all random numbers as they were."""
+    modes, random = {module: module.training for module in model.modules()}, random_state()
     model.eval()
     try:
         yield
     finally:
         for module, mode in modes.items():
             module.training = mode
+        restore_random_state(random)

@@ -1,10 +1,13 @@
 """Is the model measured rightly, and does training not notice?"""
 
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -54,6 +57,24 @@ def test_training_is_the_same_with_evaluation_and_the_best_model_is_kept(
     last = measured(tmp_path / "out", eval_file.read_bytes(), config.sequence_length)
     assert last == pytest.approx(result.evaluations[-1].loss, rel=1e-5)
     assert AutoTokenizer.from_pretrained(tmp_path / "out" / "best")("a")["input_ids"] == [97]
+
+
+def test_random_numbers_are_as_before_whatever_the_model_draws(
+    settings: Settings, progress: Progress, tmp_path: Path, eval_file: Path, emu_device: ModuleType, monkeypatch: Any
+):
+    """Training in which forward draws from every generator, in evaluation too."""
+    from millrace.train.run import Run
+
+    plain = Run.loss
+
+    def loss(self: Run, batch: Any) -> torch.Tensor:
+        noise = torch.randn(1) + torch.randn(1, device="emu:0").cpu() + random.random() + np.random.random()
+        return plain(self, batch) * float(1 + 0.01 * noise)
+
+    monkeypatch.setattr(Run, "loss", loss)
+    without = train(settings(device="emu:0", output=tmp_path / "without"), progress)
+    result = train(settings(device="emu:0", eval_text=(eval_file,), eval_every=1), progress)
+    assert result.losses == without.losses
 
 
 def test_perplexity_is_the_exponential_of_the_loss():
