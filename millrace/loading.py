@@ -36,7 +36,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     """Loads what `millrace.save` saved as `path` into `model` and `optimizer`, in place; returns `extra`.
 
     Checkpoints of other programs load as well: of transformers' Trainer and accelerate (their directories), Lightning
-    (`.ckpt`), files of torch.save and of safetensors. What is in them besides is returned (`scheduler`, ...).
+    (`.ckpt`), torch.distributed.checkpoint, files of torch.save and of safetensors. What is in them besides is returned
+    (`scheduler`, ...).
 
     Whatever the tiers, budgets and blocks were, and are now; a run goes on bit for bit when dtypes agree. Others are
     converted: weights that were float32 become a narrow model's with exact masters, where the optimizer keeps these,
@@ -54,6 +55,12 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     for one in optimizers:
         if isinstance(one, HostOptimizer):
             one.synchronize()
+    if (directory / ".metadata").is_file():
+        from millrace.checkpoint.distributed import load_distributed  # here: it takes half a second
+
+        tensors = {name: value for name, value in state_of(model).items() if isinstance(value, torch.Tensor)}
+        load_distributed(directory, tensors, optimizers)
+        return None
     with contextlib.ExitStack() as stack:
         is_own = any((directory / name).exists() for name in (MANIFEST, EXTRA))
         contents = own_contents(directory, stack) if is_own else foreign_contents(directory, stack)

@@ -5,6 +5,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from millrace.checkpoint.manifest import read_manifest
+from millrace.checkpoint.reading import SavedFile
+from millrace.config import format_bytes
 from millrace.errors import MillraceError
 from millrace.runtime.checks import Machine, findings
 from millrace.runtime.device import resolve_device
@@ -24,6 +27,9 @@ def add_doctor_command(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     parser.add_argument("--device", metavar="DEVICE", help="compute device (default: the accelerator, else cpu)")
     parser.add_argument("--disk", type=Path, metavar="DIR", help="where a run would spill (default: temporary files)")
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="read all of a checkpoint, and say if it is whole"
+    )
     parser.add_argument("--symptoms", action="store_true", help="what usually goes wrong with a run, and why")
     parser.set_defaults(run=run_doctor)
 
@@ -32,6 +38,9 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     if arguments.symptoms:
         for row in SYMPTOMS:
             print(f"{row.symptom}\n  cause    {row.cause}\n  confirm  {row.confirm}\n  fix      {row.fix}\n")
+        return 0
+    if arguments.checkpoint is not None:
+        print(_checked(arguments.checkpoint))
         return 0
     disk = arguments.disk or Path(tempfile.gettempdir())
     if not disk.is_dir():
@@ -46,3 +55,14 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     if not found:
         print("nothing wrong was found; millrace probe measures how fast it is")
     return 1 if any(finding.severe for finding in found) else 0
+
+
+def _checked(directory: Path) -> str:
+    """Raises CheckpointError, naming the file, when a byte of it is not as it was written."""
+    manifest = read_manifest(directory)
+    for name, record in manifest.files.items():
+        file = SavedFile(directory / name, record)
+        file.verify()
+        file.close()
+    nbytes = sum(record.nbytes for record in manifest.files.values())
+    return f"{directory} is whole: {len(manifest.files)} files, {format_bytes(nbytes)}, as they were written"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import millrace
+from millrace.cli.main import main
 from tests.checkpoint.runs import Net, Run, assert_equal, run
 
 
@@ -161,3 +162,15 @@ def _deeper() -> Net:
     model = Net(torch.float32)
     model.layers.append(torch.nn.Linear(64, 64))
     return model
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_doctor_reads_all_of_it(saved: tuple[Run, Path], capsys: pytest.CaptureFixture[str], name: str) -> None:
+    _, path = saved
+    assert main(["doctor", "--checkpoint", str(path)]) == 0
+    assert "is whole: 3 files" in capsys.readouterr().out
+    data = bytearray((path / name).read_bytes())
+    data[len(data) // 2] ^= 4
+    (path / name).write_bytes(data)
+    assert main(["doctor", "--checkpoint", str(path)]) == 2
+    assert name in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Do checkpoints of other programs load, and do other programs load ours? Weights and optimizer state, to the last bit."""
+"""Do checkpoints of other programs load, and do these load ours? Weights and optimizer state, to the last bit."""
 
 from pathlib import Path
 from typing import Any
@@ -7,12 +7,14 @@ import accelerate
 import lightning
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import millrace
 import millrace.optim
-from tests.checkpoint.runs import Net, assert_equal
+from tests.checkpoint.runs import Net, assert_equal, run
 
 CONFIG = {
     "vocab_size": 96,
@@ -165,6 +167,28 @@ def test_files_of_torch_and_of_safetensors(tmp_path: Path) -> None:
         again = llama(seed=2)
         millrace.load(tmp_path / name, again)
         assert_equal(values(again), values(model))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_distributed_checkpoints(tmp_path: Path, place: str, named: bool) -> None:
+    with run("host", tmp_path / "a") as one:
+        one.step(2)
+        model, optimizer = one.model.state_dict(), one.optimizer.state_dict()
+        if named:
+            model, optimizer = get_state_dict(one.model, one.optimizer)
+        dcp.save({"model": model, "optim": optimizer}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+        wanted = one.values()
+    with run(place, tmp_path / "b", seed=1) as other:
+        other.step()
+        other.optimizer.param_groups[0]["lr"] = 5.0
+        millrace.load(tmp_path / "dcp", other.model, other.optimizer)
+        assert_equal(other.values(), wanted)
+        assert other.optimizer.param_groups[0]["lr"] == 1e-2
+        other.step()
+    with pytest.raises(millrace.CheckpointError, match="does not hold all weights"):
+        millrace.load(tmp_path / "dcp", torch.nn.LSTM(2, 2))
 
 
 def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:

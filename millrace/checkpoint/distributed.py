@@ -1,0 +1,105 @@
+"""How is a checkpoint of torch.distributed.checkpoint loaded? By its own reader, in place, however many ranks wrote it.
+
+Saving needs nothing of ours: `dcp.save(get_state_dict(model, optimizer))` works with an offloaded model as with any.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.optim import Optimizer
+
+from millrace.errors import CheckpointError
+
+__all__ = ["load_distributed"]
+
+_OPTIMIZERS = re.compile(
+    r"(.*\.)?state\.(.+)\.([^.]+)"
+)  # the optimizer's prefix, a parameter's number or name, an entry
+_NAMES = 3  # groups of it
+
+
+def load_distributed(path: Path, state: Mapping[str, torch.Tensor], optimizers: Sequence[Optimizer]) -> None:
+    """Into the tensors of a model's state_dict, and one optimizer. Raises CheckpointError when they do not fit."""
+    found = FileSystemReader(path).read_metadata().state_dict_metadata
+    _load(path, _weights(path, state, found))
+    if optimizers:
+        if len(optimizers) > 1:
+            raise CheckpointError(
+                f"{path}: load the optimizers one by one, with torch.distributed.checkpoint's own call"
+            )
+        _load_optimizer(path, state, optimizers[0], found)
+
+
+def _weights(path: Path, state: Mapping[str, torch.Tensor], found: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    first = next(iter(state))
+    prefixes = [key[: -len(first)] for key in found if key == first or key.endswith(f".{first}")]
+    for prefix in prefixes:
+        if any(prefix + name not in found for name in state):
+            continue
+        other = [name for name, tensor in state.items() if found[prefix + name].size != tensor.shape]
+        if other:
+            raise CheckpointError(
+                f"{other[0]!r} has the shape {tuple(found[prefix + other[0]].size)} in {path}, and"
+                f" {tuple(state[other[0]].shape)} in the model; load it into the model that was saved"
+            )
+        return {prefix + name: tensor for name, tensor in state.items()}
+    raise CheckpointError(
+        f"{path} does not hold all weights of the model, such as {first!r}; load it into the saved one"
+    )
+
+
+def _load_optimizer(
+    path: Path, state: Mapping[str, torch.Tensor], optimizer: Optimizer, found: Mapping[str, Any]
+) -> None:
+    numbers = {parameter: number for number, parameter in enumerate(_parameters(optimizer))}
+    by_name = {name: numbers[tensor] for name, tensor in state.items() if tensor in numbers}
+    by_name |= {str(number): number for number in numbers.values()}
+    wanted: dict[str, Any] = {}
+    entries: dict[str, tuple[int, str]] = {}
+    prefix = ""
+    for key, stored in found.items():
+        match = _OPTIMIZERS.fullmatch(key)
+        if match is not None and match[2] in by_name:
+            prefix, entries[key] = match[1] or "", (by_name[match[2]], match[_NAMES])
+            wanted[key] = _place(stored)
+    settings = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for name in group:
+            key = f"{prefix}param_groups.{number}.{name}"
+            if name != "params" and key in found:
+                settings[key], wanted[key] = (number, name), _place(found[key])
+    if not entries:
+        raise CheckpointError(f"{path} holds no state of an optimizer of these parameters; load the model alone")
+    _load(path, wanted)
+    loaded: dict[int, dict[str, Any]] = {}
+    for key, (parameter, name) in entries.items():
+        loaded.setdefault(parameter, {})[name] = wanted[key]
+    groups = optimizer.state_dict()["param_groups"]
+    for key, (number, name) in settings.items():
+        groups[number][name] = wanted[key]
+    optimizer.load_state_dict({"state": loaded, "param_groups": groups})
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _place(stored: TensorStorageMetadata | BytesStorageMetadata) -> Any:
+    if isinstance(stored, TensorStorageMetadata):
+        return torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
+    return None
+
+
+def _load(path: Path, wanted: dict[str, Any]) -> None:
+    try:
+        with torch.no_grad():
+            load(wanted, checkpoint_id=path, no_dist=True)
+    except (OSError, RuntimeError, ValueError, CheckpointException) as error:
+        raise CheckpointError(f"{path} could not be read: {str(error).splitlines()[0]}") from error
