@@ -3,16 +3,17 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import millrace
+from millrace.cli.config_file import nearest
 from millrace.cli.doctor import add_doctor_command
 from millrace.cli.generate import add_generate_command
 from millrace.cli.plan import add_plan_command
 from millrace.cli.probe import add_probe_command
 from millrace.cli.report import add_report_command
-from millrace.cli.train import add_train_command
+from millrace.cli.train import add_train_command, rewrite
 from millrace.errors import MillraceError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -21,11 +22,13 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 class Parser(argparse.ArgumentParser):
     """argparse, with an error in one line."""
 
+    commands: Mapping[str, argparse.ArgumentParser]
+
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = Parser(prog="millrace", description="Train and run PyTorch models that are larger than device memory.")
     parser.add_argument("--version", action="version", version=f"millrace {millrace.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -35,12 +38,31 @@ def build_parser() -> argparse.ArgumentParser:
     add_probe_command(commands)
     add_report_command(commands)
     add_doctor_command(commands)
+    parser.commands = commands.choices
     return parser
+
+
+def _parse(parser: Parser, arguments: list[str]) -> argparse.Namespace:
+    """Ends the process with a line that names the nearest flag where one is unknown."""
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        command = parser.commands[parsed.command]
+        name = unknown[0].partition("=")[0]
+        known = [option for action in command._actions for option in action.option_strings]
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{nearest(name, known)}")
+    return parsed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0, 1 when it failed, 2 for input that cannot be used."""
-    parsed = build_parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if given[:1] == ["train"]:
+            given = ["train", *rewrite(given[1:])]
+        parsed = _parse(build_parser(), given)
+    except MillraceError as error:
+        print(f"millrace {given[0]}: {error}", file=sys.stderr)
+        return BAD_INPUT
     try:
         code: int = parsed.run(parsed)
     except MillraceError as error:
@@ -48,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"millrace {parsed.command}: {error}", file=sys.stderr)
         return BAD_INPUT if isinstance(error, ValueError | TypeError) else FAILED
     except KeyboardInterrupt:
-        print(f"millrace {parsed.command}: interrupted; nothing was saved", file=sys.stderr)
+        print(f"millrace {parsed.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output is gone; flushing it at exit would fail again.

@@ -1,1 +1,16 @@
-"""What does `millrace train` do? The reference trainer; `millrace.train.trainer.train` is its entrance."""
+"""What does `millrace train` do? The reference trainer; `millrace.train.trainer.train` is its entrance.
+
+| question | file |
+|---|---|
+| what a run can be told, and what is refused | `config.py`, `checks.py`; `settings.py`: how a setting is declared |
+| which files are read, as what | `files.py`; conversations: `chat.py` |
+| tokens, sequences, batches and their order | `data.py` |
+| which model, which adapters | `model.py`; the built-in one's tokens: `byte_tokenizer.py` |
+| where its weights live | `placement.py` |
+| what updates it | `optimizer.py`, `schedule.py` |
+| one step; the whole run | `run.py`; `trainer.py` |
+| how good the model is | `evaluation.py` |
+| how a run ends early, and goes on | `stop.py`; `resume.py` |
+| what is said when memory runs out | `out_of_memory.py` |
+| what is told on the way | `progress.py`, `scalars.py` |
+"""

@@ -1,10 +1,12 @@
-"""Which model does a run train? One from a transformers directory, or a small Llama with random weights."""
+"""Which model does a run train? One from a transformers directory, or a small Llama; or adapters on it."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
@@ -14,11 +16,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.pytorch_utils import Conv1D
 
 from millrace.integrations.transformers import open_pretrained
 from millrace.memory.disk import Checkpoint
 from millrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer, encode_bytes
-from millrace.train.config import DTYPES, HEAD_SIZE, TrainConfig, TrainInputError
+from millrace.train.checks import HEAD_SIZE
+from millrace.train.config import DTYPES, TrainConfig, TrainInputError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +60,7 @@ def load_tokens(config: TrainConfig) -> Tokens:
     return Tokens(encode=encode, tokenizer=tokenizer)
 
 
-def load_model(config: TrainConfig) -> tuple[PreTrainedModel, Checkpoint | None]:
+def load_model(config: TrainConfig) -> tuple[PreTrainedModel | PeftModel, Checkpoint | None]:
     """The model on the CPU, in training mode, with weights that follow from `config` alone. Raises TrainInputError.
 
     With `config.disk` the weights of a saved model are mapped from its files, which come with it, and not loaded.
@@ -80,13 +84,38 @@ def load_model(config: TrainConfig) -> tuple[PreTrainedModel, Checkpoint | None]
         # The first name is that of transformers 5's later releases, where the second warns.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
+    if config.lora_rank is not None:
+        model = _adapted(model, config)
     model.train()
     return model, checkpoint
 
 
-def check_vocabulary(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+def _adapted(model: PreTrainedModel, config: TrainConfig) -> PeftModel:
+    """The model with adapters that are trained while its weights are not."""
+    if config.gradient_checkpointing:
+        model.enable_input_require_grads()  # else a checkpoint of frozen weights has nothing to compute gradients of
+    targets = config.lora_targets
+    transposed = any(isinstance(module, Conv1D) for module in model.modules())  # as GPT-2 has its weights
+    torch.manual_seed(config.seed)
+    adapters = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        fan_in_fan_out=transposed,
+        target_modules=targets[0] if targets == ("all-linear",) else list(targets),
+    )
+    try:
+        with warnings.catch_warnings():  # PEFT asks transformers by a name that is about to go
+            warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
+            return get_peft_model(model, adapters)
+    except ValueError as error:
+        raise TrainInputError(f"--lora-targets {' '.join(targets)}: {_first_line(error)}") from error
+
+
+def check_vocabulary(model: PreTrainedModel, largest: int) -> None:
     """Raises TrainInputError when the text holds a token that the model has no embedding for."""
-    largest, rows = int(tokens.max()), model.get_input_embeddings().weight.shape[0]
+    rows = model.get_input_embeddings().weight.shape[0]
     if largest >= rows:
         raise TrainInputError(
             f"the tokenizer gives token {largest}, but the model embeds tokens below {rows}; "
@@ -131,6 +160,7 @@ def _mapped_model(directory: Path) -> tuple[PreTrainedModel, Checkpoint]:
         raise TrainInputError(
             f"model directory {directory} holds a {type(model).__name__}, which is no causal language model"
         )
+    model.name_or_path = str(directory)  # which PEFT writes beside adapters
     return model, checkpoint
 
 

@@ -1,7 +1,10 @@
 """What does a training run tell whoever watches it? Notes, and one record for each step."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from millrace.train.evaluation import Evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,5 +26,7 @@ class Progress(Protocol):
     def note(self, text: str) -> None: ...
 
     def step(self, record: StepRecord) -> None: ...
+
+    def evaluation(self, measured: "Evaluation") -> None: ...
 
     def close(self) -> None: ...

@@ -1,61 +1,78 @@
 """What happens in one optimizer step? Forward and backward of each micro-batch, clipping, update."""
 
 import copy
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-import millrace.optim
+from millrace.train.chat import IGNORED
 from millrace.train.config import TrainConfig
+from millrace.train.data import Batch
+from millrace.train.optimizer import Optimizers
+from millrace.train.schedule import make_schedule
+
+
+def learned_tokens(batch: Batch) -> int:
+    """How many tokens of a micro-batch are predicted: those with a label, but for the first of each sequence."""
+    return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 
 class Run:
-    """A causal language model whose parameters are host tensors, its optimizer, and the step counter.
+    """A causal language model, its optimizer and schedule, and the order in which they are used.
 
     This is the loop as any user of PyTorch writes it: it trains an offloaded model and knows nothing of offloading.
     """
 
-    def __init__(self, model: nn.Module, config: TrainConfig, device: torch.device) -> None:
-        self._model = model
+    plain = False
+
+    def __init__(self, model: nn.Module, config: TrainConfig, device: torch.device, *, steps: int) -> None:
+        self.model = model
         self._device = device
-        self._parameters = list(model.parameters())
-        self._optimizer = self._make_optimizer(config)
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(
-            self._optimizer, lambda step: min(1.0, (step + 1) / (config.warmup_steps + 1))
-        )
-        self._max_grad_norm = config.max_grad_norm
+        self.optimizers = Optimizers(model, config, plain=self.plain)
+        self._schedules = [make_schedule(optimizer, config, steps=steps) for optimizer in self.optimizers.all]
 
-    def _make_optimizer(self, config: TrainConfig) -> torch.optim.Optimizer:
-        """AdamW; its state rests on disk where the model does."""
-        settings: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
-        if config.disk is None:
-            return torch.optim.AdamW(self._parameters, **settings, fused=True)
-        return millrace.optim.AdamW(self._parameters, **settings, tier="disk", disk=config.disk / "optimizer")
-
-    def step(self, batches: Sequence[torch.Tensor]) -> float:
-        """One update from micro-batches of token ids (batch, length) int64; the mean of their losses."""
-        losses = [self._backward(batch.to(self._device), share=1 / len(batches)) for batch in batches]
+    def step(self, batches: Sequence[Batch]) -> float:
+        """One update from micro-batches; the mean loss of all tokens that are learned."""
+        counts = [learned_tokens(batch) for batch in batches]
+        losses = [
+            self._backward(batch, share=count / sum(counts)) for batch, count in zip(batches, counts, strict=True)
+        ]
         self._collect_gradients()
-        nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
-        self._optimizer.step()
-        self._schedule.step()
-        self._optimizer.zero_grad()
-        self._publish_weights()
-        return float(torch.stack(losses).mean())
+        self.optimizers.step()
+        for schedule in self._schedules:
+            schedule.step()
+        self.optimizers.zero_grad()
+        self.publish_weights()
+        return float(torch.stack(losses).sum())
 
-    def _backward(self, tokens: torch.Tensor, *, share: float) -> torch.Tensor:
-        loss: torch.Tensor = self._model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        (loss * share).backward()
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """The mean loss of a micro-batch."""
+        on_device = {name: tensor.to(self._device) for name, tensor in batch.items()}
+        loss: torch.Tensor = self.model(**on_device, use_cache=False).loss
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the model and its optimizers."""
+        return {"schedules": [schedule.state_dict() for schedule in self._schedules]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The model and its optimizers are loaded already."""
+        for schedule, own in zip(self._schedules, state["schedules"], strict=True):
+            schedule.load_state_dict(own)
+        self.publish_weights()
+
+    def _backward(self, batch: Batch, *, share: float) -> torch.Tensor:
+        loss = self.loss(batch) * share
+        loss.backward()
         return loss.detach().float()
 
     def _collect_gradients(self) -> None:
         """Called between backward and the update."""
 
-    def _publish_weights(self) -> None:
-        """Called after the update."""
+    def publish_weights(self) -> None:
+        """Called after the update, and when weights were loaded."""
 
 
 class PlainRun(Run):
@@ -65,16 +82,15 @@ class PlainRun(Run):
     own AdamW rounds differently, and then the two could not be compared bit for bit.
     """
 
-    def __init__(self, model: nn.Module, config: TrainConfig, device: torch.device) -> None:
-        super().__init__(model, config, device)
+    plain = True
+
+    def __init__(self, model: nn.Module, config: TrainConfig, device: torch.device, *, steps: int) -> None:
+        super().__init__(model, config, device, steps=steps)
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []  # host, device
         if device.type != "cpu":
             on_device = copy.deepcopy(model).to(device)
-            self._copies = list(zip(self._parameters, on_device.parameters(), strict=True))
-            self._model = on_device
-
-    def _make_optimizer(self, config: TrainConfig) -> torch.optim.Optimizer:
-        return super()._make_optimizer(dataclasses.replace(config, disk=None))
+            self._copies = list(zip(model.parameters(), on_device.parameters(), strict=True))
+            self.model = on_device
 
     def _collect_gradients(self) -> None:
         for host, device in self._copies:
@@ -82,6 +98,7 @@ class PlainRun(Run):
             device.grad = None
 
     @torch.no_grad()
-    def _publish_weights(self) -> None:
+    def publish_weights(self) -> None:
         for host, device in self._copies:
-            device.copy_(host)
+            if host.requires_grad:
+                device.copy_(host)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from millrace.train.config import TrainInputError
+from millrace.train.evaluation import Evaluation
 from millrace.train.progress import Progress, StepRecord
 
 __all__ = ["ScalarProgress"]
@@ -36,6 +37,11 @@ class ScalarProgress:
         for name, value in scalars.items():
             if value is not None:
                 self._writer.add_scalar(f"millrace/{name}", value, record.step)
+
+    def evaluation(self, measured: Evaluation) -> None:
+        self._progress.evaluation(measured)
+        self._writer.add_scalar("millrace/evaluation loss", measured.loss, measured.step)
+        self._writer.add_scalar("millrace/perplexity", measured.perplexity, measured.step)
 
     def close(self) -> None:
         self._progress.close()

@@ -1,28 +1,40 @@
 """In which order does a training run do its work? Check, read, compare with plain PyTorch, train, save."""
 
+import contextlib
 import copy
 import dataclasses
 import itertools
 import json
 import math
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from peft import PeftModel
+from transformers import PreTrainedModel, set_seed
 
 import millrace
 from millrace.config import format_bytes
 from millrace.errors import MillraceError
 from millrace.memory.disk import Checkpoint
 from millrace.report import Report
+from millrace.train import resume
 from millrace.train.config import TrainConfig, TrainInputError
+from millrace.train.data import Batch, Batches, Sequences, read_sequences
+from millrace.train.evaluation import Evaluation, evaluate
 from millrace.train.model import Tokens, check_vocabulary, load_model, load_tokens, weight_bytes
+from millrace.train.out_of_memory import explained
+from millrace.train.placement import place
 from millrace.train.progress import Progress, StepRecord
+from millrace.train.resume import Past
 from millrace.train.run import PlainRun, Run
 from millrace.train.stop import StopRequest, stop_on_signals
-from millrace.train.text import Windows, find_text_files, read_tokens
+
+_STEPS_PER_LOOK = 10  # at what is held, where looking waits for updates that are to overlap
 
 
 class TrainingFailedError(MillraceError, RuntimeError):
@@ -31,16 +43,18 @@ class TrainingFailedError(MillraceError, RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What a run did. `stats` and `report` are None for a plain run; `stopped`: it ended early, on request."""
+    """What a run did, before it was interrupted too; `tokens` and `seconds` are since. `stats` and `report` are None
+    where millrace did not move weights; `checkpoint`: the run was stopped, and goes on from there."""
 
     losses: tuple[float, ...]
     plain_losses: tuple[float, ...]
+    evaluations: tuple[Evaluation, ...]
     tokens: int
     seconds: float
     weight_bytes: int
     stats: millrace.Stats | None
     report: Report | None
-    stopped: bool
+    checkpoint: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,56 +64,86 @@ class Job:
     config: TrainConfig
     device: torch.device
     tokens: Tokens
-    windows: Windows
-    model: PreTrainedModel
+    sequences: Sequences
+    eval_sequences: Sequences | None
+    model: PreTrainedModel | PeftModel
     checkpoint: Checkpoint | None  # the files that its weights are mapped from
     weight_bytes: int
     steps: int
+    terms: resume.Terms
+    begins_at: Path | None  # the checkpoint that it goes on from
 
 
 def train(config: TrainConfig, progress: Progress) -> TrainResult:
     """Trains as `config` says, writes the model and its tokenizer to `config.output`, and tells `progress`.
 
-    Raises TrainInputError before training for input that cannot be used, BudgetError when the model does not fit the
-    budgets, and TrainingFailedError when the loss is not finite or differs from the plain run's.
+    Goes on where an interrupted run of the same settings left off. When it is asked to stop, it leaves a checkpoint
+    and no model.
+
+    Raises TrainInputError before training for input that cannot be used, OutOfMemoryError when a tier has no room, and
+    TrainingFailedError when the loss is not finite or differs from the plain run's.
     """
-    job = _read(config, progress)
-    with stop_on_signals(progress.note) as stop:
-        plain_losses = _plain_losses(job, progress, stop)
-        if stop.requested:
-            raise TrainingFailedError("stopped before the first step; nothing was saved")
-        result = _train(job, plain_losses, progress, stop)
-        _save(job, result)
+    with explained(config):
+        job = _read(config, progress)
+        with stop_on_signals(progress.note) as stop:
+            past = Past()
+            if job.begins_at is None:
+                past.plain_losses.extend(_plain_losses(job, progress, stop))
+            if stop.requested:
+                raise TrainingFailedError("stopped before the first step; nothing was saved")
+            result = _train(job, past, progress, stop)
+            if result.checkpoint is None:
+                _save(job, result)
     return result
 
 
-def _read(config: TrainConfig, progress: Progress) -> Job:
-    _check_output(config)
-    device = config.compute_device()
-    files = find_text_files(config)
+def prepare(config: TrainConfig, progress: Progress) -> Sequences:
+    """Only reads and tokenizes the data; `datasets` keeps what it makes for the run that trains on it."""
     tokens = load_tokens(config)
-    token_ids = read_tokens(files, tokens)
-    windows = Windows(token_ids, length=config.sequence_length, seed=config.seed)
+    sequences = read_sequences(config, tokens, paths=config.text, option="--text", note=progress.note)
+    progress.note(f"{sequences.files} files, {sequences.tokens:,} tokens, {len(sequences)} sequences")
+    return sequences
+
+
+def _read(config: TrainConfig, progress: Progress) -> Job:
+    begins_at = resume.find_checkpoint(config)
+    device = config.compute_device()
+    tokens = load_tokens(config)
+    sequences = read_sequences(config, tokens, paths=config.text, option="--text", note=progress.note)
+    eval_sequences = None
+    if config.eval_text:
+        eval_sequences = read_sequences(
+            config, tokens, paths=config.eval_text, option="--eval-text", note=progress.note
+        )
+    per_step = config.batch_size * config.accumulate
+    steps = config.steps or max(1, int(len(sequences) * config.epochs) // per_step)
+    terms = resume.Terms.of(config, data=sequences.digest(), steps=steps)
+    if begins_at is not None:
+        resume.check_terms(begins_at, terms)
     model, checkpoint = load_model(config)
-    check_vocabulary(model, token_ids)
-    _check_comparable(config, model)
-    steps = config.steps or max(1, int(len(windows) * config.epochs) // (config.batch_size * config.accumulate))
-    job = Job(
+    for each in (sequences, eval_sequences):
+        if each is not None:
+            check_vocabulary(model, each.largest_token)
+    _make_output(config)
+    progress.note(
+        f"{type(model).__name__}, {format_bytes(weight_bytes(model))} of weights, on {device}: "
+        f"{sequences.files} files, {sequences.tokens:,} tokens, {steps} steps"
+    )
+    if begins_at is not None:
+        progress.note(f"going on from {begins_at}")
+    return Job(
         config=config,
         device=device,
         tokens=tokens,
-        windows=windows,
+        sequences=sequences,
+        eval_sequences=eval_sequences,
         model=model,
         checkpoint=checkpoint,
         weight_bytes=weight_bytes(model),
         steps=steps,
+        terms=terms,
+        begins_at=begins_at,
     )
-    _make_output(config)
-    progress.note(
-        f"{type(model).__name__}, {format_bytes(job.weight_bytes)} of weights, on {device}: "
-        f"{len(files)} files, {len(token_ids):,} tokens, {steps} steps"
-    )
-    return job
 
 
 def _plain_losses(job: Job, progress: Progress, stop: StopRequest) -> list[float]:
@@ -107,129 +151,168 @@ def _plain_losses(job: Job, progress: Progress, stop: StopRequest) -> list[float
     if job.config.compare_plain == 0:
         return []
     progress.note(f"the first {job.config.compare_plain} steps without millrace, to compare with")
-    torch.manual_seed(job.config.seed)
-    run = PlainRun(copy.deepcopy(job.model), job.config, job.device)
+    set_seed(job.config.seed)
+    run = PlainRun(copy.deepcopy(job.model), job.config, job.device, steps=job.steps)
     losses: list[float] = []
-    for batches in itertools.islice(_steps_of(job), job.config.compare_plain):
+    for batches in itertools.islice(_steps_of(_batches(job), job.config), job.config.compare_plain):
         if stop.requested:
             break
         losses.append(run.step(batches))
     return losses
 
 
-def _train(job: Job, plain_losses: Sequence[float], progress: Progress, stop: StopRequest) -> TrainResult:
-    handle = None if job.config.plain else _offload(job)
-    torch.manual_seed(job.config.seed)
-    run = (Run if handle else PlainRun)(job.model, job.config, job.device)
-    losses: list[float] = []
-    stats = handle.stats() if handle else None
-    started = time.monotonic()
-    for batches in itertools.islice(_steps_of(job), job.steps):
-        if stop.requested:
-            break
-        step_started, before = time.monotonic(), stats
-        losses.append(run.step(batches))
-        record = StepRecord(
-            step=len(losses),
-            steps=job.steps,
-            loss=losses[-1],
-            tokens=sum(batch.numel() for batch in batches),
-            seconds=time.monotonic() - step_started,
-        )
-        if handle is not None and before is not None:
-            stats = handle.stats()
-            record = _with_tiers(record, before, stats)
-        progress.step(record)
-        _check_loss(losses, plain_losses)
-    seconds = time.monotonic() - started
+def _train(job: Job, past: Past, progress: Progress, stop: StopRequest) -> TrainResult:
+    if job.config.plain:
+        return _train_placed(job, None, past, progress, stop)
+    handle = place(job.model, job.config, job.device, job.checkpoint, weight_bytes=job.weight_bytes)
+    try:
+        return _train_placed(job, handle, past, progress, stop)
+    except BaseException:
+        with contextlib.suppress(MillraceError):  # where a pass was broken off
+            if handle is not None:
+                handle.remove()
+        raise
+
+
+def _train_placed(
+    job: Job, handle: millrace.Offloaded | None, past: Past, progress: Progress, stop: StopRequest
+) -> TrainResult:
+    config = job.config
+    set_seed(config.seed)
+    run = (PlainRun if config.plain else Run)(job.model, config, job.device, steps=job.steps)
+    batches = _batches(job)
+    if job.begins_at is not None:
+        past = resume.load_checkpoint(job.begins_at, job.model, run, batches)
+    meter = _Meter(job, handle)
+    steps = _steps_of(batches, config)
+    saver = resume.Saver(config, job.terms, job.model, run, batches)
+    while len(past.losses) < job.steps and not stop.requested:
+        micro_batches, started = next(steps), time.monotonic()
+        past.losses.append(run.step(micro_batches))
+        progress.step(meter.record(past, micro_batches, time.monotonic() - started))
+        _check_loss(past)
+        if _evaluate(job, run, past, progress):
+            meter.leave_out()
+        if config.save_every and len(past.losses) % config.save_every == 0:
+            saver.save(past)
+    stopped_at = None
+    if len(past.losses) < job.steps:
+        stopped_at = config.checkpoints / resume.name_of(past)
+        if stopped_at != job.begins_at:
+            saver.save(past)
     progress.close()
     result = TrainResult(
-        losses=tuple(losses),
-        plain_losses=tuple(plain_losses),
-        tokens=len(losses) * job.config.batch_size * job.config.accumulate * job.config.sequence_length,
-        seconds=seconds,
+        losses=tuple(past.losses),
+        plain_losses=tuple(past.plain_losses),
+        evaluations=tuple(past.evaluations),
+        tokens=meter.tokens,
+        seconds=meter.seconds,
         weight_bytes=job.weight_bytes,
-        stats=stats,
-        report=handle.report() if handle else None,
-        stopped=stop.requested,
+        stats=None if handle is None else handle.stats(),
+        report=None if handle is None else handle.report(),
+        checkpoint=stopped_at,
     )
-    if handle:
+    if handle is not None:
         handle.remove()
     return result
 
 
-def _with_tiers(record: StepRecord, before: millrace.Stats, after: millrace.Stats) -> StepRecord:
-    return dataclasses.replace(
-        record,
-        device_bytes=after.device_peak_bytes,
-        host_bytes=after.host_bytes,
-        disk_bytes=after.disk_bytes,
-        stall_seconds=after.stall_seconds - before.stall_seconds,
-    )
+class _Meter:
+    """Counts tokens, time and bytes of a run since it began or went on."""
+
+    def __init__(self, job: Job, handle: millrace.Offloaded | None) -> None:
+        self._job = job
+        self._handle = handle
+        self._every = _STEPS_PER_LOOK if job.config.overlap == "forward" else 1
+        self._stalled_seconds = 0.0 if handle is None else handle.stats().stall_seconds
+        self.tokens = 0
+        self.seconds = 0.0
+
+    def leave_out(self) -> None:
+        """What millrace counted since the last step was not of training."""
+        if self._handle is not None:
+            self._stalled_seconds = self._handle.stats().stall_seconds
+
+    def record(self, past: Past, batches: Sequence[Batch], seconds: float) -> StepRecord:
+        step, tokens = len(past.losses), sum(batch["input_ids"].numel() for batch in batches)
+        self.tokens += tokens
+        self.seconds += seconds
+        record = StepRecord(step=step, steps=self._job.steps, loss=past.losses[-1], tokens=tokens, seconds=seconds)
+        if self._handle is None or step % self._every:
+            return record
+        stats = self._handle.stats()
+        before, self._stalled_seconds = self._stalled_seconds, stats.stall_seconds
+        return dataclasses.replace(
+            record,
+            device_bytes=stats.device_peak_bytes,
+            host_bytes=stats.host_bytes,
+            disk_bytes=stats.disk_bytes,
+            stall_seconds=(self._stalled_seconds - before) / self._every,
+        )
 
 
-def _offload(job: Job) -> millrace.Offloaded:
-    return millrace.offload(
-        job.model,
-        device=job.device,
-        device_memory=job.config.budget_bytes("device_memory", weight_bytes=job.weight_bytes),
-        host_memory=job.config.budget_bytes("host_memory", weight_bytes=job.weight_bytes),
-        disk=None if job.config.disk is None else job.config.disk / "weights",
-        checkpoint=job.checkpoint,
-    )
+def _batches(job: Job) -> Batches:
+    return Batches(job.sequences, batch_size=job.config.batch_size, seed=job.config.seed)
 
 
-def _steps_of(job: Job) -> Iterator[list[torch.Tensor]]:
+def _steps_of(batches: Batches, config: TrainConfig) -> Iterator[list[Batch]]:
     """The micro-batches of each step, without end."""
-    batches = job.windows.batches(job.config.batch_size)
+    one_by_one = iter(batches)
     while True:
-        yield list(itertools.islice(batches, job.config.accumulate))
+        yield list(itertools.islice(one_by_one, config.accumulate))
 
 
-def _check_loss(losses: Sequence[float], plain_losses: Sequence[float]) -> None:
+def _check_loss(past: Past) -> None:
     """Raises TrainingFailedError when the last loss is not finite, or is not the plain run's to the last bit."""
-    step, loss = len(losses), losses[-1]
-    if step <= len(plain_losses) and loss.hex() != plain_losses[step - 1].hex():
+    step, loss = len(past.losses), past.losses[-1]
+    if step <= len(past.plain_losses) and loss.hex() != past.plain_losses[step - 1].hex():
         raise TrainingFailedError(
-            f"the loss of step {step} is {loss!r}, but {plain_losses[step - 1]!r} without millrace: "
+            f"the loss of step {step} is {loss!r}, but {past.plain_losses[step - 1]!r} without millrace: "
             "this is a defect of millrace; please report it with the command line"
         )
     if not math.isfinite(loss):
-        raise TrainingFailedError(f"the loss of step {step} is {loss}; nothing was saved; try a lower --learning-rate")
+        raise TrainingFailedError(f"the loss of step {step} is {loss}; no model was saved; try a lower --learning-rate")
 
 
-def _check_output(config: TrainConfig) -> None:
-    if config.output.is_dir() and any(config.output.iterdir()):
-        raise TrainInputError(f"output directory {config.output} is not empty; name another, or empty it")
-
-
-def _check_comparable(config: TrainConfig, model: PreTrainedModel) -> None:
-    low = {parameter.dtype for parameter in model.parameters()} - {torch.float32}
-    if config.compare_plain and config.disk is not None and low:
-        raise TrainInputError(
-            f"--compare-plain with --disk needs weights of float32: for {low.pop()} the optimizer on disk keeps exact "
-            "float32 masters, which PyTorch's does not; leave one of the options out"
-        )
+def _evaluate(job: Job, run: Run, past: Past, progress: Progress) -> bool:
+    """Measures where it is time to, and keeps the model when there was no better one."""
+    config, step = job.config, len(past.losses)
+    if job.eval_sequences is None or (step < job.steps and (not config.eval_every or step % config.eval_every)):
+        return False
+    measured = evaluate(run, job.eval_sequences, batch_size=config.batch_size, step=step)
+    progress.evaluation(measured)
+    if all(measured.loss < other.loss for other in past.evaluations):
+        new = config.output_directory / "best.new"
+        _save_model(job, new)
+        best = config.output_directory / "best"
+        shutil.rmtree(best, ignore_errors=True)
+        new.rename(best)
+    past.evaluations.append(measured)
+    return True
 
 
 def _make_output(config: TrainConfig) -> None:
     """Makes the output directory, before hours are spent on what cannot be written."""
     try:
-        config.output.mkdir(parents=True, exist_ok=True)
+        config.output_directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise TrainInputError(
             f"output directory {config.output} cannot be made: {error.strerror}; name another"
         ) from error
 
 
+def _save_model(job: Job, directory: Path) -> None:
+    job.model.save_pretrained(directory)
+    job.tokens.tokenizer.save_pretrained(directory)
+
+
 def _save(job: Job, result: TrainResult) -> None:
-    output = job.config.output
-    job.model.save_pretrained(output)
-    job.tokens.tokenizer.save_pretrained(output)
+    output = job.config.output_directory
+    _save_model(job, output)
     if result.report is not None:
         result.report.save(output / "millrace-run.json")
-    summary = {
+    summary: dict[str, Any] = {
         "settings": dataclasses.asdict(job.config),
         **dataclasses.asdict(dataclasses.replace(result, report=None)),
     }
-    (output / "training.json").write_text(json.dumps(summary, indent=2, default=str) + "\n")
+    (output / resume.FINISHED).write_text(json.dumps(summary, indent=2, default=str) + "\n")

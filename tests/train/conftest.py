@@ -4,12 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from millrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer
 from millrace.train.config import TrainConfig
+from millrace.train.evaluation import Evaluation
 from millrace.train.progress import StepRecord
 
 
@@ -19,6 +21,7 @@ class Recorder:
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.records: list[StepRecord] = []
+        self.evaluations: list[Evaluation] = []
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -26,8 +29,20 @@ class Recorder:
     def step(self, record: StepRecord) -> None:
         self.records.append(record)
 
+    def evaluation(self, measured: Evaluation) -> None:
+        self.evaluations.append(measured)
+
     def close(self) -> None:
         pass
+
+
+@pytest.fixture(autouse=True)
+def data_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `datasets` keeps for later runs is kept for this test; processes that it starts find it, too."""
+    cache = tmp_path_factory.mktemp("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(cache))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    datasets.disable_progress_bars()
 
 
 @pytest.fixture

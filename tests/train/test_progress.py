@@ -3,6 +3,7 @@
 import pytest
 
 from millrace.cli.progress import LINES, BarProgress, LineProgress, describe
+from millrace.train.evaluation import Evaluation
 from millrace.train.progress import StepRecord
 
 PLAIN = StepRecord(step=1, steps=1, loss=2.5, tokens=1000, seconds=0.5)
@@ -33,6 +34,22 @@ def test_a_terminal_shows_a_bar(capsys: pytest.CaptureFixture[str]):
     shown = capsys.readouterr().err
     assert "about to begin\n" in shown
     assert "stall 10%" in shown
+
+
+def test_a_log_tells_how_long_the_rest_takes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    now = iter([0.0, 30.0, 60.0, 90.0])
+    monkeypatch.setattr("millrace.cli.progress.time.monotonic", lambda: next(now))
+    progress = LineProgress()
+    for step in range(11, 15):  # the first of a run that goes on
+        progress.step(StepRecord(step=step, steps=14, loss=1.0, tokens=1, seconds=1.0))
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("tokens/s")[2] for line in lines] == ["", ", 01:00 left", ", 00:30 left", ""]
+
+
+def test_evaluations_are_told(capsys: pytest.CaptureFixture[str]):
+    for progress in (LineProgress(), BarProgress()):
+        progress.evaluation(Evaluation(step=20, loss=2.0))
+        assert "evaluation after step 20: loss 2.0000, perplexity 7.39\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("steps", [1, 5, 1000])

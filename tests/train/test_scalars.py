@@ -1,9 +1,11 @@
 """Does TensorBoard get each step's numbers?"""
 
+import math
 from pathlib import Path
 
 import pytest
 
+from millrace.train.evaluation import Evaluation
 from millrace.train.progress import StepRecord
 from millrace.train.scalars import ScalarProgress
 
@@ -18,6 +20,9 @@ class Listener:
     def step(self, record: StepRecord) -> None:
         self.heard.append(record.step)
 
+    def evaluation(self, measured: Evaluation) -> None:
+        self.heard.append(measured)
+
     def close(self) -> None:
         self.heard.append("closed")
 
@@ -30,11 +35,14 @@ def test_each_step_is_a_point_and_the_other_progress_hears_it_too(tmp_path: Path
     progress.note("begins")
     for step in (1, 2):
         progress.step(StepRecord(step=step, steps=2, loss=4.0 / step, tokens=100, seconds=0.5, device_bytes=7))
+    measured = Evaluation(step=2, loss=1.0)
+    progress.evaluation(measured)
     progress.close()
-    assert listener.heard == ["begins", 1, 2, "closed"]
+    assert listener.heard == ["begins", 1, 2, measured, "closed"]
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
     assert [point.value for point in events.Scalars("millrace/loss")] == [4.0, 2.0]
     assert [point.value for point in events.Scalars("millrace/tokens per second")] == [200.0, 200.0]
     assert [point.step for point in events.Scalars("millrace/device bytes, peak")] == [1, 2]
+    assert [point.value for point in events.Scalars("millrace/perplexity")] == [pytest.approx(math.e)]
     assert "millrace/stall seconds" not in events.Tags()["scalars"]  # not measured, so not shown

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from millrace.errors import BudgetError
 from millrace.train import trainer
 from millrace.train.config import TrainConfig, TrainInputError
 from millrace.train.progress import Progress
@@ -84,14 +83,6 @@ def test_on_disk_losses_and_saved_weights_equal_the_plain_run(
     assert [*(tmp_path / "disk" / "optimizer").iterdir(), *(tmp_path / "disk" / "weights").iterdir()] == []
 
 
-def test_on_disk_low_precision_is_not_compared(settings: Settings, progress: Progress, tmp_path: Path):
-    with pytest.raises(
-        TrainInputError, match=r"--compare-plain with --disk needs weights of float32: for torch\.bfloat16"
-    ):
-        train(settings(disk=tmp_path / "disk", dtype="bfloat16", compare_plain=1), progress)
-    assert len(train(settings(disk=tmp_path / "disk", dtype="bfloat16"), progress).losses) == 3
-
-
 def test_a_model_from_a_directory_trains_and_loads_without_millrace(
     settings: Settings, progress: Progress, model_directory: Path, tmp_path: Path
 ):
@@ -143,14 +134,9 @@ def test_a_loss_that_differs_in_the_last_bit_fails_the_run(
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run(settings: Settings, progress: Progress, tmp_path: Path):
-    with pytest.raises(TrainingFailedError, match="nothing was saved; try a lower --learning-rate"):
+    with pytest.raises(TrainingFailedError, match="no model was saved; try a lower --learning-rate"):
         train(settings(learning_rate=1e30, max_grad_norm=1e30, steps=20, plain=True), progress)
     assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_a_budget_that_no_block_fits_is_refused_before_training(settings: Settings, progress: Progress):
-    with pytest.raises(BudgetError, match="device_memory"):
-        train(settings(device_memory="1KiB"), progress)
 
 
 @pytest.mark.parametrize("spoilt", ["config.json", "model.safetensors", "tokenizer.json"])

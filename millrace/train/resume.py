@@ -1,0 +1,157 @@
+"""How does an interrupted run go on as if nothing had happened? From a checkpoint, with the settings it began with."""
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import millrace
+from millrace.checkpoint import newest
+from millrace.train.config import TrainConfig, TrainInputError
+from millrace.train.data import Batches
+from millrace.train.evaluation import Evaluation
+from millrace.train.run import Run
+from millrace.train.settings import declared, flag
+
+__all__ = [
+    "FINISHED",
+    "Past",
+    "Saver",
+    "Terms",
+    "check_terms",
+    "find_checkpoint",
+    "load_checkpoint",
+    "name_of",
+]
+
+FINISHED = "training.json"  # in the output directory, when the model is there
+_TERMS = "run.json"  # beside the checkpoints
+_KEPT = {"checkpoints", "best", "best.new"}  # what an interrupted run leaves in its output directory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What the result follows from: settings, data, and steps where the schedule ends with them."""
+
+    settings: dict[str, Any]
+    data: str
+    steps: int | None
+
+    @staticmethod
+    def of(config: TrainConfig, *, data: str, steps: int) -> "Terms":
+        deciding = {about.name: getattr(config, about.name) for about in declared(TrainConfig) if about.decides}
+        plain = json.loads(json.dumps(deciding, default=str))  # as a file gives them back
+        return Terms(settings=plain, data=data, steps=None if config.schedule == "constant" else steps)
+
+
+@dataclass(kw_only=True)
+class Past:
+    """What a run has behind it."""
+
+    losses: list[float] = dataclasses.field(default_factory=list)
+    plain_losses: list[float] = dataclasses.field(default_factory=list)
+    evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
+
+
+def find_checkpoint(config: TrainConfig) -> Path | None:
+    """The checkpoint from which the run goes on; None when it begins.
+
+    Raises TrainInputError when there is none where `config.resume` says so, and for an output directory that holds
+    anything but an interrupted run.
+    """
+    output = config.output_directory
+    finished = (output / FINISHED).exists()
+    if isinstance(config.resume, Path):
+        directory = config.resume
+        checkpoint = directory if (directory.parent / _TERMS).is_file() else _newest(directory)
+    else:
+        directory, checkpoint = output, _newest(output)
+    if config.resume is not None and checkpoint is None:
+        raise TrainInputError(f"--resume: {directory} has no whole checkpoint; leave it out to begin anew")
+    others = output.is_dir() and {path.name for path in output.iterdir()} - _KEPT
+    own = config.resume is not None and checkpoint is not None and checkpoint.is_relative_to(output)
+    if others and not own and (finished or checkpoint is None):
+        raise TrainInputError(f"output directory {output} is not empty; name another, or empty it")
+    return checkpoint
+
+
+def _newest(directory: Path) -> Path | None:
+    for place in (directory / "checkpoints", directory):
+        if (place / _TERMS).is_file():
+            return newest(place)
+    return None
+
+
+def _write_terms(config: TrainConfig, terms: Terms) -> None:
+    config.checkpoints.mkdir(parents=True, exist_ok=True)
+    file = config.checkpoints / _TERMS
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(dataclasses.asdict(terms), indent=2) + "\n")
+    os.replace(new, file)
+
+
+def check_terms(checkpoint: Path, terms: Terms) -> None:
+    """Raises TrainInputError that names what is not as it was when the run began."""
+    file = checkpoint.parent / _TERMS
+    try:
+        before = Terms(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise TrainInputError(f"{file}, which tells how the run began, cannot be read: {error}") from error
+    differing = [
+        f"{flag(name)} was {_shown(before.settings.get(name))} and is {_shown(value)}"
+        for name, value in terms.settings.items()
+        if before.settings.get(name) != value
+    ]
+    if before.steps != terms.steps and not differing:
+        differing.append(f"--steps was {before.steps} and is {terms.steps}")
+    if not differing and before.data != terms.data:
+        differing.append("the data of --text is not what it was")
+    if differing:
+        raise TrainInputError(
+            f"{checkpoint} is of a run that would end otherwise: {'; '.join(differing)}; give what it was, or another"
+            " --output to begin anew"
+        )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "not given"
+    return "not given" if value is None else str(value)
+
+
+def name_of(past: Past) -> str:
+    return f"step-{len(past.losses):08}"
+
+
+class Saver:
+    """Writes checkpoints of a run."""
+
+    def __init__(self, config: TrainConfig, terms: Terms, model: Any, run: Run, batches: Batches) -> None:
+        self._config = config
+        self._terms = terms
+        self._model = model
+        self._run = run
+        self._batches = batches
+        self._last: Path | None = None
+
+    def save(self, past: Past) -> None:
+        """All that the rest of the run follows from, in a directory that is there as a whole or not at all."""
+        path = self._config.checkpoints / name_of(past)
+        if path == self._last:
+            return
+        _write_terms(self._config, self._terms)
+        extra = {"run": self._run, "data": self._batches, "past": dataclasses.asdict(past)}
+        millrace.save(path, self._model, self._run.optimizers.all, extra=extra, keep=self._config.keep)
+        self._last = path
+
+
+def load_checkpoint(checkpoint: Path, model: Any, run: Run, batches: Batches) -> Past:
+    """Everything as `Saver` found it; the last thing before training goes on, as it sets random numbers."""
+    extra = millrace.load(checkpoint, model, run.optimizers.all)
+    run.load_state_dict(extra["run"])
+    batches.load_state_dict(extra["data"])
+    past = extra["past"]
+    evaluations = [Evaluation(**evaluation) for evaluation in past["evaluations"]]
+    return Past(losses=past["losses"], plain_losses=past["plain_losses"], evaluations=evaluations)

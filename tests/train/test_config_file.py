@@ -1,0 +1,68 @@
+"""Do flags come from a YAML file, and does a key that is none name the nearest?"""
+
+from pathlib import Path
+
+import pytest
+
+from millrace.cli.config_file import with_config_file
+from millrace.cli.main import main
+from millrace.train.config import TrainInputError
+
+FILE = """
+text: [one.txt, two.txt]
+output: out
+batch-size: 8
+learning_rate: 1.0e-3
+device_memory: 25%
+packing: false
+gradient_checkpointing: true
+plain: false
+steps:
+offload_activations: {layers: 2, min_bytes: 1KiB}
+resume: true
+"""
+
+
+def test_each_key_becomes_its_flag_and_the_command_line_comes_last(tmp_path: Path):
+    (tmp_path / "run.yaml").write_text(FILE)
+    for form in (["--config", f"{tmp_path}/run.yaml"], [f"--config={tmp_path}/run.yaml"]):
+        assert with_config_file(["--seed", "1", *form, "--batch-size", "2"]) == [
+            *("--text", "one.txt", "two.txt", "--output=out", "--batch-size=8", "--learning-rate=0.001"),
+            *("--device-memory=25%", "--no-packing", "--gradient-checkpointing"),
+            *("--offload-activations", "layers=2", "min_bytes=1KiB", "--resume", "--seed", "1", "--batch-size", "2"),
+        ]
+    assert with_config_file(["--seed", "1"]) == ["--seed", "1"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (
+            "batchsize: 3",
+            "'batchsize' is no flag of millrace train (did you mean batch_size?); see millrace train --help",
+        ),
+        ("xyz: 3", "'xyz' is no flag of millrace train; see millrace train --help"),
+        ("- a", "holds a list; write a flag and its value in a line"),
+        ("a: [", "is no YAML: while parsing"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, content: str, says: str):
+    (tmp_path / "run.yaml").write_text(content)
+    with pytest.raises(TrainInputError) as raised:
+        with_config_file(["--config", f"{tmp_path}/run.yaml"])
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+    with pytest.raises(TrainInputError, match=r"nothing\.yaml cannot be read: No such file"):
+        with_config_file(["--config", f"{tmp_path}/nothing.yaml"])
+
+
+def test_a_run_takes_its_settings_from_a_file(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "run.yaml").write_text("steps: 2\nbatch_size: many\n")
+    given = [argument for argument in arguments if argument not in ("--steps", "3")]
+    with pytest.raises(SystemExit) as ended:
+        main([*given, "--config", str(tmp_path / "run.yaml"), "--plain"])
+    assert ended.value.code == 2
+    assert "argument --batch-size: invalid int value: 'many'" in capsys.readouterr().err
+    (tmp_path / "run.yaml").write_text("steps: 2\nbatch_size: 1\nplain: true\n")
+    assert main([*given, "--config", str(tmp_path / "run.yaml")]) == 0
+    assert "step 2/2" in capsys.readouterr().err

@@ -1,0 +1,314 @@
+"""Does each flag do what it says? Where none of the other files says so."""
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import millrace
+from millrace.cli.main import build_parser, main
+from millrace.cli.train import run_train
+from millrace.train import placement, trainer
+from millrace.train.config import OPTIMIZERS, TrainConfig, TrainInputError
+from millrace.train.optimizer import Optimizers
+from millrace.train.progress import Progress
+from millrace.train.schedule import make_schedule
+from millrace.train.trainer import train
+
+Settings = Callable[..., TrainConfig]
+
+
+def parsed(*flags: str, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
+    """What the command line makes of these flags."""
+    made: list[TrainConfig] = []
+
+    def take(config: TrainConfig, progress: Progress) -> None:
+        made.append(config)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "train", take)
+    assert main(["train", "--text", "a", "--output", "b", "--disk", "d", "--eval-text", "e", *flags]) == 130
+    return made[0]
+
+
+# For each flag: how it is given, and what a run is told.
+FLAGS: dict[str, tuple[str, Any]] = {
+    "text": ("--text one two", (Path("one"), Path("two"))),
+    "include": ("--include *.py *.c", ("*.py", "*.c")),
+    "exclude": ("--exclude tests/*", ("tests/*",)),
+    "format": ("--format chat", "chat"),
+    "packing": ("--no-packing", False),
+    "sequence_length": ("--sequence-length 8", 8),
+    "data_only": ("--data-only", True),
+    "model": ("--model directory", Path("directory")),
+    "layers": ("--layers 3", 3),
+    "hidden_size": ("--hidden-size 128", 128),
+    "dtype": ("--dtype bfloat16", "bfloat16"),
+    "output": ("--output other", Path("other")),
+    "lora_rank": ("--lora-rank 8 --model m", 8),
+    "lora_alpha": ("--lora-alpha 32", 32.0),
+    "lora_dropout": ("--lora-dropout 0.1", 0.1),
+    "lora_targets": ("--lora-targets q_proj v_proj", ("q_proj", "v_proj")),
+    "device": ("--device cpu", "cpu"),
+    "device_memory": ("--device-memory 25%", "25%"),
+    "host_memory": ("--host-memory 2GiB", "2GiB"),
+    "disk": ("--disk e", Path("e")),
+    "blocks": ("--blocks model.layers.* lm_head", ("model.layers.*", "lm_head")),
+    "resident": ("--resident lm_head", ("lm_head",)),
+    "prefetch": ("--prefetch 2", 2),
+    "param_dtype": ("--param-dtype bfloat16", "bfloat16"),
+    "grad_dtype": ("--grad-dtype float32", "float32"),
+    "gradient_checkpointing": ("--gradient-checkpointing", True),
+    "offload_activations": ("--offload-activations layers=2 tier=disk", ("layers=2", "tier=disk")),
+    "optimizer": ("--optimizer lion", "lion"),
+    "optimizer_options": ("--optimizer-options betas=(0.9,0.95)", ("betas=(0.9,0.95)",)),
+    "optimizer_tier": ("--optimizer-tier host", "host"),
+    "state_dtype": ("--state-dtype 8bit", "8bit"),
+    "master_form": ("--master-form full", "full"),
+    "overlap": ("--overlap forward", "forward"),
+    "device_fraction": ("--device-fraction 0.5", 0.5),
+    "overlap_d2h_h2d": ("--no-overlap-d2h-h2d", False),
+    "steps": ("--steps 7", 7),
+    "epochs": ("--epochs 0.5", 0.5),
+    "batch_size": ("--batch-size 7", 7),
+    "accumulate": ("--accumulate 7", 7),
+    "learning_rate": ("--learning-rate 1e-3", 1e-3),
+    "schedule": ("--schedule cosine", "cosine"),
+    "warmup_steps": ("--warmup-steps 7", 7),
+    "weight_decay": ("--weight-decay 0", 0.0),
+    "max_grad_norm": ("--max-grad-norm 0", 0.0),
+    "seed": ("--seed 7", 7),
+    "compare_plain": ("--compare-plain 7", 7),
+    "plain": ("--plain", True),
+    "eval_text": ("--eval-text one two", (Path("one"), Path("two"))),
+    "eval_every": ("--eval-every 7", 7),
+    "save_every": ("--save-every 7", 7),
+    "keep": ("--keep 7", 7),
+    "resume": ("--resume", True),
+    "tensorboard": ("--tensorboard t", Path("t")),
+}
+
+
+def test_every_setting_has_a_flag_and_every_flag_a_line_above():
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    assert list(FLAGS) == names
+    command = build_parser().commands["train"]
+    options = {option for action in command._actions for option in action.option_strings}
+    known = {"-h", "--help", "--config", *("--" + name.replace("_", "-") for name in names)}
+    assert options == known | {"--no-packing", "--no-overlap-d2h-h2d"}
+
+
+@pytest.mark.parametrize("name", [name for name in FLAGS if name not in ("data_only", "plain", "tensorboard")])
+def test_a_flag_becomes_its_setting(monkeypatch: pytest.MonkeyPatch, name: str):
+    flags, value = FLAGS[name]
+    assert getattr(parsed(*flags.split(), monkeypatch=monkeypatch), name) == value
+    if name == "resume":
+        assert parsed("--resume", "there", monkeypatch=monkeypatch).resume == Path("there")
+
+
+def test_help_says_each_default_once():
+    text = re.sub(r"\s+", " ", build_parser().commands["train"].format_help())
+    assert "--keep N checkpoints to keep (default: 2)" in text
+    assert "3 stopped on request after a checkpoint was saved" in text
+    assert text.count("(default: the accelerator, else cpu)") == 1
+
+
+def test_data_only_reads_and_trains_nothing(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([*arguments, "--data-only"]) == 0
+    assert re.search(r"1 files, [0-9,]+ tokens, [0-9]+ sequences", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_not_given_is_named():
+    for given, missing in (({"text": (Path("a"),)}, "no output is given"), ({"output": Path("b")}, "no text is given")):
+        with pytest.raises(TrainInputError, match=missing):
+            TrainConfig(**given)
+
+
+# memory ---------------------------------------------------------------------------------------------------------------
+def test_memory_flags_reach_offload(
+    settings: Settings, progress: Progress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked: dict[str, Any] = {}
+    real = millrace.offload
+
+    def offload(model: Any, **given: Any) -> Any:
+        asked.update(given)
+        return real(model, **given)
+
+    monkeypatch.setattr(millrace, "offload", offload)
+    train(
+        settings(
+            blocks=("model.layers.*",),
+            resident=("lm_head",),
+            prefetch=1,
+            param_dtype="bfloat16",
+            grad_dtype="float32",
+            offload_activations=("layers=2", "min_bytes=1KiB", "modules=*.mlp,*.self_attn"),
+        ),
+        progress,
+    )
+    assert asked["blocks"] == ["model.layers.*"]
+    assert asked["resident"] == ("lm_head",)
+    assert asked["prefetch"] == 1
+    assert asked["param_dtype"] is torch.bfloat16
+    assert asked["grad_dtype"] is torch.float32
+    assert asked["activations"] == {"layers": 2, "min_bytes": "1KiB", "modules": ["*.mlp", "*.self_attn"]}
+
+
+@pytest.mark.parametrize(("given", "becomes"), [(("64KiB",), "64KiB"), (("auto",), "auto"), (("lm_*",), ["lm_*"])])
+def test_blocks_are_a_size_or_patterns(given: tuple[str, ...], becomes: Any):
+    assert placement._blocks(given) == becomes
+
+
+def test_activations_leave_and_the_losses_stay(settings: Settings, progress: Progress, emu_device: ModuleType):
+    common = {"device": "emu:0", "device_memory": "75%"}
+    offloaded = train(settings(compare_plain=3, offload_activations=("min_bytes=1KiB",), **common), progress)
+    assert offloaded.losses == offloaded.plain_losses
+    assert offloaded.report is not None
+    assert "activations" in str(offloaded.report)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_weights_may_stay_on_the_device_with_a_share_of_the_state(
+    settings: Settings, progress: Progress, tmp_path: Path, emu_device: ModuleType, fraction: float
+):
+    plain = train(settings(plain=True, device="emu:0", output=tmp_path / "plain"), progress)
+    staying = train(
+        settings(device="emu:0", device_fraction=fraction, offload_activations=(), overlap_d2h_h2d=False), progress
+    )
+    assert staying.stats is None
+    assert staying.losses == pytest.approx(plain.losses, abs=1e-5)
+    if fraction == 0:
+        assert staying.losses == plain.losses
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"device_fraction": 2.0}, "--device-fraction is 2.0; give 0 to 1, or auto"),
+        ({"device_fraction": 0.5, "resident": ("a",)}, "weights that stay on the device, so --resident do not apply"),
+        ({"device_fraction": 0.5, "overlap": "forward"}, "so --overlap do not apply"),
+        ({"device_fraction": 0.5, "compare_plain": 1}, "--compare-plain is for updates in host memory"),
+        ({"optimizer_tier": "disk"}, "--optimizer-tier disk needs a directory; name one with --disk"),
+        ({"overlap": "backward"}, "give --max-grad-norm 0, or --overlap forward"),
+        ({"overlap": "backward", "max_grad_norm": 0.0, "accumulate": 2}, "leave --accumulate out"),
+        ({"overlap": "backward", "max_grad_norm": 0.0, "optimizer": "muon"}, "--optimizer muon is two"),
+        ({"state_dtype": "8bit", "optimizer": "muon"}, "--state-dtype is float32 with --optimizer muon"),
+        ({"optimizer": "adam2"}, "--optimizer is 'adam2'; give one of adamw, adam"),
+        ({"optimizer_options": ("momentum",)}, "--optimizer-options momentum: give NAME=VALUE"),
+        ({"offload_activations": ("layer=2",)}, "--offload-activations has no setting 'layer'; give one of layers"),
+        ({"offload_activations": ("fraction=2",)}, "--offload-activations: fraction=2 is not between 0 and 1"),
+        ({"offload_activations": ("tier=disk",)}, "--offload-activations tier=disk needs a directory"),
+        ({"param_dtype": "bfloat16", "compare_plain": 1}, "--compare-plain is for weights in their own dtype"),
+        ({"lora_dropout": 1.0}, "--lora-dropout is 1.0"),
+        ({"save_every": 0}, "--save-every is 0; give 1 or more"),
+        ({"keep": 0}, "--keep is 0; give 1 or more"),
+        ({"schedule": "square"}, "--schedule is 'square'; give one of constant, linear, cosine"),
+    ],
+)
+def test_values_that_no_run_could_use_are_named(settings: Settings, changes: dict[str, Any], says: str):
+    with pytest.raises(TrainInputError) as raised:
+        settings(**changes)
+    assert says in str(raised.value)
+
+
+# optimizers -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rule", OPTIMIZERS)
+def test_each_optimizer_equals_the_plain_run(settings: Settings, progress: Progress, rule: str):
+    result = train(settings(optimizer=rule, compare_plain=3, device_memory="70%", learning_rate=1e-2), progress)
+    assert result.losses == result.plain_losses
+    assert len(set(result.losses)) == 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": "sgd", "optimizer_options": ("momentum=0.9", "nesterov=true")},
+        {"state_dtype": "bfloat16"},
+        {"state_dtype": "8bit"},
+        {"dtype": "bfloat16", "master_form": "full"},
+        {"overlap": "forward"},
+        {"overlap": "backward", "max_grad_norm": 0.0},
+        {"optimizer_tier": "disk", "disk": "disk"},
+        {"optimizer_tier": "disk", "disk": "disk", "optimizer": "muon"},
+        {"max_grad_norm": 0.0},
+        {"dtype": "bfloat16", "disk": "disk"},
+    ],
+    ids=lambda changes: "-".join(map(str, changes)),
+)
+def test_where_and_how_state_is_kept_changes_nothing_to_a_plain_run(
+    settings: Settings, progress: Progress, tmp_path: Path, changes: Mapping[str, Any]
+):
+    changes = {**changes, **({"disk": tmp_path / "disk"} if "disk" in changes else {})}
+    result = train(settings(compare_plain=3, device_memory="70%", learning_rate=1e-2, **changes), progress)
+    assert result.losses == result.plain_losses
+    assert len(set(result.losses)) == 3
+
+
+def made(settings: Settings, *, plain: bool = False, **changes: Any) -> Optimizers:
+    torch.manual_seed(0)
+    config = settings(**changes)
+    from millrace.train.model import load_model
+
+    return Optimizers(load_model(config)[0], config, plain=plain)
+
+
+def test_settings_reach_the_optimizer(settings: Settings, tmp_path: Path):
+    (lion,) = made(settings, optimizer="lion", weight_decay=0.5, optimizer_options=("betas=(0.8,0.9)",)).all
+    assert type(lion) is millrace.optim.Lion
+    assert lion.defaults["betas"] == (0.8, 0.9)
+    assert lion.defaults["weight_decay"] == 0.5
+    matrices, others = made(settings, optimizer="muon").all
+    assert {type(matrices), type(others)} == {millrace.optim.Muon, millrace.optim.AdamW}
+    assert len(matrices.param_groups[0]["params"]) == 4 * 7  # of four layers; not of embedding and head
+    assert type(made(settings, plain=True).all[0]) is torch.optim.AdamW
+    assert type(made(settings, plain=True, dtype="bfloat16").all[0]) is millrace.optim.AdamW
+    with pytest.raises(TrainInputError, match=r"--optimizer adamw with momentum=1: .*momentum"):
+        made(settings, optimizer_options=("momentum=1",))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("constant", [0, 0.5, 1, 1, 1, 1]),
+        ("linear", [0, 0.5, 1, 0.75, 0.5, 0.25]),
+        ("cosine", [0, 0.5, 1, 0.8535534, 0.5, 0.1464466]),
+    ],
+)
+def test_schedules_rise_and_fall(settings: Settings, schedule: str, rates: list[float]):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    follows = make_schedule(optimizer, settings(schedule=schedule, warmup_steps=2), steps=6)
+    seen = []
+    for _ in rates:
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        follows.step()
+    assert seen == pytest.approx(rates, abs=1e-6)
+
+
+def test_the_gradient_is_that_of_all_tokens_however_they_are_cut_into_micro_batches(
+    settings: Settings, progress: Progress, tmp_path: Path
+):
+    """Examples of unequal length: a mean of means would weigh the tokens of short ones more."""
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(f'{{"text": "{"x" * (3 * n + 1)}"}}\n' for n in range(8)))
+    common = {"text": (path,), "packing": False, "plain": True, "steps": 3, "learning_rate": 1e-2}
+    one = train(settings(batch_size=4, output=tmp_path / "one", **common), progress)
+    four = train(settings(batch_size=1, accumulate=4, output=tmp_path / "four", **common), progress)
+    assert four.losses == pytest.approx(one.losses, rel=1e-5)
+
+
+def test_a_command_without_the_libraries_names_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "datasets.utils.logging", None)
+    arguments = argparse.Namespace(text=[Path("a")], output=Path("b"))
+    with pytest.raises(TrainInputError, match=r"datasets.* is not installed; run: pip install 'millrace\[train\]'"):
+        run_train(arguments)

@@ -1,0 +1,75 @@
+"""Are adapters trained on a model that stays as it is, and saved alone?"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
+
+from millrace.train.config import TrainConfig, TrainInputError
+from millrace.train.progress import Progress
+from millrace.train.trainer import train
+
+Settings = Callable[..., TrainConfig]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"lora_dropout": 0.5}, {"gradient_checkpointing": True}, {"disk": "disk", "host_memory": "90%"}],
+    ids=lambda changes: "-".join(changes) or "default",
+)
+def test_adapters_equal_the_plain_runs_and_are_saved_alone(
+    settings: Settings, progress: Progress, tmp_path: Path, model_directory: Path, changes: dict[str, Any]
+):
+    changes = {**changes, **({"disk": tmp_path / "disk"} if "disk" in changes else {})}
+    adapters = {"lora_rank": 4, "lora_alpha": 8.0, "learning_rate": 1e-2, "model": model_directory}
+    result = train(settings(compare_plain=3, device_memory="90%", **adapters, **changes), progress)
+    assert result.losses == result.plain_losses
+    assert result.losses[2] < result.losses[0]
+    saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert all("lora_" in name for name in saved)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.peft_config["default"].r == 4
+    assert loaded.peft_config["default"].lora_alpha == 8.0
+    base = load_file(model_directory / "model.safetensors")
+    for name, weight in loaded.get_base_model().state_dict().items():
+        if (plain := name.replace(".base_layer", "")) in base:
+            assert torch.equal(weight, base[plain]), name
+    assert result.stats is not None
+    assert result.stats.onload_bytes > 0
+
+
+@pytest.mark.parametrize("model_directory", ["llama"], indirect=True)
+def test_targets_are_those_named(settings: Settings, progress: Progress, tmp_path: Path, model_directory: Path):
+    train(settings(model=model_directory, lora_rank=2, lora_targets=("q_proj", "v_proj")), progress)
+    saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert {name.split(".")[-3] for name in saved} == {"q_proj", "v_proj"}
+    assert len(saved) == 4 * 2 * 2
+    with pytest.raises(TrainInputError, match=r"--lora-targets nowhere: Target modules .*nowhere.* not found"):
+        train(
+            settings(model=model_directory, lora_rank=2, lora_targets=("nowhere",), output=tmp_path / "two"), progress
+        )
+
+
+@pytest.mark.parametrize("model_directory", ["llama"], indirect=True)
+def test_a_checkpoint_holds_adapters_and_their_state_alone(
+    settings: Settings, progress: Progress, tmp_path: Path, model_directory: Path
+):
+    result = train(settings(model=model_directory, lora_rank=2, save_every=3), progress)
+    checkpoint = tmp_path / "out" / "checkpoints" / "step-00000003"
+    assert [path.name for path in checkpoint.glob("*.safetensors")] == ["adapter_model.safetensors"]
+    trained = sum(tensor.nbytes for tensor in load_file(checkpoint / "adapter_model.safetensors").values())
+    assert trained < result.weight_bytes / 4
+    state = torch.load(checkpoint / "optimizer.pt")["state"]
+    assert sum(each["exp_avg"].nbytes for each in state.values()) == trained
+
+
+def test_adapters_need_a_model(settings: Settings):
+    with pytest.raises(TrainInputError, match="--lora-rank adapts a model that is trained already"):
+        settings(lora_rank=4)
