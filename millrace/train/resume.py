@@ -1,5 +1,6 @@
 """How does an interrupted run go on as if nothing had happened? From a checkpoint, with the settings it began with."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -126,7 +127,7 @@ def name_of(past: Past) -> str:
 
 
 class Saver:
-    """Writes checkpoints of a run."""
+    """Writes checkpoints beside training, one at a time; as a context it waits for the last one."""
 
     def __init__(self, config: TrainConfig, terms: Terms, model: Any, run: Run, batches: Batches) -> None:
         self._config = config
@@ -134,17 +135,30 @@ class Saver:
         self._model = model
         self._run = run
         self._batches = batches
-        self._last: Path | None = None
+        self._saving: millrace.Saving | None = None
 
     def save(self, past: Past) -> None:
         """All that the rest of the run follows from, in a directory that is there as a whole or not at all."""
         path = self._config.checkpoints / name_of(past)
-        if path == self._last:
+        if self._saving is not None and self._saving.path == path.absolute():
             return
+        self.wait()
         _write_terms(self._config, self._terms)
         extra = {"run": self._run, "data": self._batches, "past": dataclasses.asdict(past)}
-        millrace.save(path, self._model, self._run.optimizers.all, extra=extra, keep=self._config.keep)
-        self._last = path
+        optimizers = self._run.optimizers.all
+        self._saving = millrace.save(path, self._model, optimizers, extra=extra, keep=self._config.keep, wait=False)
+
+    def wait(self) -> None:
+        """Raises what failed in writing the last one."""
+        if self._saving is not None:
+            self._saving.wait()
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with contextlib.nullcontext() if kind is None else contextlib.suppress(millrace.MillraceError):
+            self.wait()
 
 
 def load_checkpoint(checkpoint: Path, model: Any, run: Run, batches: Batches) -> Past:

@@ -185,21 +185,21 @@ def _train_placed(
         past = resume.load_checkpoint(job.begins_at, job.model, run, batches)
     meter = _Meter(job, handle)
     steps = _steps_of(batches, config)
-    saver = resume.Saver(config, job.terms, job.model, run, batches)
-    while len(past.losses) < job.steps and not stop.requested:
-        micro_batches, started = next(steps), time.monotonic()
-        past.losses.append(run.step(micro_batches))
-        progress.step(meter.record(past, micro_batches, time.monotonic() - started))
-        _check_loss(past)
-        if _evaluate(job, run, past, progress):
-            meter.leave_out()
-        if config.save_every and len(past.losses) % config.save_every == 0:
-            saver.save(past)
-    stopped_at = None
-    if len(past.losses) < job.steps:
-        stopped_at = config.checkpoints / resume.name_of(past)
-        if stopped_at != job.begins_at:
-            saver.save(past)
+    with resume.Saver(config, job.terms, job.model, run, batches) as saver:
+        while len(past.losses) < job.steps and not stop.requested:
+            micro_batches, started = next(steps), time.monotonic()
+            past.losses.append(run.step(micro_batches))
+            progress.step(meter.record(past, micro_batches, time.monotonic() - started))
+            _check_loss(past)
+            if _evaluate(job, run, past, progress):
+                meter.leave_out()
+            if config.save_every and len(past.losses) % config.save_every == 0:
+                saver.save(past)
+        stopped_at = None
+        if len(past.losses) < job.steps:
+            stopped_at = config.checkpoints / resume.name_of(past)
+            if stopped_at != job.begins_at:
+                saver.save(past)
     progress.close()
     result = TrainResult(
         losses=tuple(past.losses),
