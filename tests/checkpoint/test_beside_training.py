@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import millrace
 from millrace.checkpoint import writing
@@ -119,7 +120,7 @@ def test_a_checkpoint_may_end_within_a_step(tmp_path: Path, held_up: threading.E
         saving.wait()
 
     optimizer.register_step_pre_hook(ends)
-    hook = torch.optim.optimizer.register_optimizer_step_pre_hook(ends)
+    hook = register_optimizer_step_pre_hook(ends)
     try:
         optimizer.step()
     finally:
