@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,10 @@ def test_a_second_ctrl_c_ends_at_once(arguments: list[str], monkeypatch: pytest.
 
     def interrupted(self, batches):
         os.kill(os.getpid(), signal.SIGINT)
+        while signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # another thread may have got it
+            time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
 
     monkeypatch.setattr(Run, "step", interrupted)
     assert main([*arguments, "--plain"]) == 130
