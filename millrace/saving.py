@@ -226,4 +226,5 @@ def _plain(value: Any) -> Any:
     return value
 
 
+os.register_at_fork(after_in_child=_last.clear)  # a child has none of the threads that write
 threading._register_atexit(_wait_for_last)  # type: ignore[attr-defined]  # before models are let go of

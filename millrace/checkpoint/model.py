@@ -108,7 +108,10 @@ def _write_configuration(model: nn.Module, directory: Path) -> str:
     transformers, diffusers = sys.modules.get("transformers"), sys.modules.get("diffusers")
     if transformers is not None and isinstance(model, transformers.PreTrainedModel):
         with _without_progress(transformers):
-            model.save_pretrained(directory, state_dict={}, save_original_format=False)
+            if getattr(model, "_hf_peft_config_loaded", False):  # with these it would save adapters alone
+                model.config.save_pretrained(directory)
+            else:
+                model.save_pretrained(directory, state_dict={}, save_original_format=False)
         return "model"
     if diffusers is not None and isinstance(model, diffusers.ModelMixin):
         model.save_config(directory)

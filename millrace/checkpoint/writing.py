@@ -179,9 +179,14 @@ class Writing:
             file.close()
         if self._error is not None:
             self._clean_up()
-        self._pieces.clear()
-        self._of.clear()
-        self._sources.clear()
+        for held in (
+            self._pieces,
+            self._of,
+            self._sources,
+            self._files,
+        ):  # the memory goes, though the figures are kept
+            held.clear()
+        self._free, self._filled, self._urgent = SimpleQueue(), SimpleQueue(), SimpleQueue()
         self.seconds = time.perf_counter() - begun_at
         self._done.open()
 
