@@ -5,7 +5,6 @@ would write of its state_dict, so that `torch.load` reads it.
 """
 
 import json
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +17,12 @@ from millrace.checkpoint.sources import Literal, Source, SourceAtRest, TensorSou
 from millrace.errors import CheckpointError
 from millrace.memory.disk import TensorAtRest
 from millrace.memory.disk.safetensors_header import DTYPES
+from millrace.memory.disk.torch_files import storage_ranges
 
 __all__ = ["Layout", "Stretch", "literal", "torch_file", "weight_files"]
 
 SHARD_BYTES = 5 << 30
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_NAME_LENGTH_AT, _LOCAL_HEADER_BYTES = 26, 30  # of a record in a zip archive
 
 
 @dataclass(frozen=True)
@@ -147,8 +146,7 @@ def _with_sources(name: str, skeleton: Path, sources: Sequence[Source]) -> Layou
 
     They are numbered as the tensors come in the tree.
     """
-    with zipfile.ZipFile(skeleton) as archive:
-        records = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+    ranges = storage_ranges(skeleton)
     stretches, end = [], 0
     with skeleton.open("rb") as file:
 
@@ -158,20 +156,15 @@ def _with_sources(name: str, skeleton: Path, sources: Sequence[Source]) -> Layou
                 stretches.append(Stretch(end, begin, Literal(name, data)))
 
         for number, source in enumerate(sources):
-            record = records[f"data/{number}"]
-            file.seek(record.header_offset + _NAME_LENGTH_AT)
-            lengths = file.read(4)
-            begin = record.header_offset + _LOCAL_HEADER_BYTES + lengths[0] + 256 * lengths[1]
-            begin += lengths[2] + 256 * lengths[3]
-            if record.file_size != source.nbytes:
+            begin, nbytes = ranges[str(number)]
+            if nbytes != source.nbytes:
                 raise CheckpointError(
                     f"{source.name} has {source.nbytes} bytes, and torch.save of this PyTorch ({torch.__version__})"
-                    f" keeps {record.file_size} for it; please report it"
+                    f" keeps {nbytes} for it; please report it"
                 )
             between(begin)
             end = begin + source.nbytes
             if source.nbytes:
                 stretches.append(Stretch(begin, end, source))
-        nbytes = skeleton.stat().st_size
-        between(nbytes)
-    return Layout(name, nbytes, stretches)
+        between(skeleton.stat().st_size)
+        return Layout(name, skeleton.stat().st_size, stretches)

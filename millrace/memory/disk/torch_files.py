@@ -1,5 +1,6 @@
 """What is in a file that `torch.save` wrote, and where in it do its tensors lie? Nothing of theirs is read for that."""
 
+import struct
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from millrace.errors import CheckpointError
 from millrace.memory.disk.safetensors_header import TensorRecord
 
-__all__ = ["TorchFile", "open_torch_file", "torch_records"]
+__all__ = ["TorchFile", "open_torch_file", "storage_ranges", "torch_records"]
 
 _NAME_LENGTH_AT, _LOCAL_HEADER_BYTES = 26, 30  # of a record in a zip archive
 
@@ -31,15 +32,7 @@ class TorchFile:
 def open_torch_file(path: Path) -> TorchFile:
     """Reads what is around the tensors, and nothing that could run code. Raises CheckpointError."""
     try:
-        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-            first_bytes = {}
-            for record in archive.infolist():
-                if "/data/" in record.filename and record.file_size:
-                    file.seek(record.header_offset + _NAME_LENGTH_AT)
-                    lengths = file.read(4)
-                    name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
-                    first = record.header_offset + _LOCAL_HEADER_BYTES + name + extra
-                    first_bytes[first] = record.file_size
+        first_bytes = {first: nbytes for first, nbytes in storage_ranges(path).values() if nbytes}
         tree = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
     except (OSError, RuntimeError, zipfile.BadZipFile, ValueError, EOFError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is no sound file of torch.save: {str(error).splitlines()[0]}") from error
@@ -54,6 +47,23 @@ def open_torch_file(path: Path) -> TorchFile:
     if {begin - address + first: nbytes for begin, nbytes in storages.items()} != first_bytes:
         raise CheckpointError(f"the tensors of {path} do not lie as torch.save lays them out; save it anew")
     return TorchFile(tree, first, address)
+
+
+def storage_ranges(path: Path) -> dict[str, tuple[int, int]]:
+    """The first byte, and how many there are, of each storage in the file, by its key: "0", "1", ...
+
+    Such a file is a zip archive whose records lie there as they are.
+    """
+    ranges = {}
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        for record in archive.infolist():
+            _, found, key = record.filename.partition("/data/")
+            if found:
+                file.seek(record.header_offset + _NAME_LENGTH_AT)
+                name_bytes, extra_bytes = struct.unpack("<HH", file.read(4))
+                first = record.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
+                ranges[key] = first, record.file_size
+    return ranges
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
