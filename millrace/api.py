@@ -321,7 +321,7 @@ class Offloaded:
             self._check_between_passes("remove()")
             self.let_go()
 
-    def blocks_at_rest(self, what: str) -> list[Block]:
+    def settled_blocks(self, what: str) -> list[Block]:
         """All blocks, with nothing under way. Raises StateError when `what` is called within a pass."""
         self._check_between_passes(what)
         self.synchronize()

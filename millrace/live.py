@@ -8,7 +8,10 @@ from typing import Protocol
 
 from torch import nn
 
-__all__ = ["Handle", "handle_of", "handles"]
+from millrace.weights.meter import Checkpointed
+from millrace.weights.movement.block import Block
+
+__all__ = ["Handle", "handles", "handles_of"]
 
 
 class Handle(Protocol):
@@ -16,6 +19,15 @@ class Handle(Protocol):
 
     def manages(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter is one of this model's."""
+
+    def settled_blocks(self, what: str) -> list[Block]:
+        """All blocks, with nothing under way. Raises StateError when `what` is called within a pass."""
+
+    def refresh(self) -> None:
+        """Device copies are made anew."""
+
+    def note_checkpoint(self, saving: Checkpointed) -> None:
+        """The stats count it."""
 
     def let_go(self) -> None:
         """Makes the model an ordinary one again; all of it, whatever fails. Raises what did."""
@@ -27,13 +39,14 @@ class Handle(Protocol):
 handles: "weakref.WeakSet[Handle]" = weakref.WeakSet()
 
 
-def handle_of(model: nn.Module) -> Handle | None:
-    """The handle on an offloaded model, or on one that is a part of `model`; None when nothing of it is offloaded."""
+def handles_of(model: nn.Module) -> list[Handle]:
+    """The handles on an offloaded model, or on those that are parts of `model`."""
+    found = {}
     for parameter in model.parameters():
         for handle in list(handles):
             if handle.manages(parameter):
-                return handle
-    return None
+                found[id(handle)] = handle
+    return list(found.values())
 
 
 def _let_all_go() -> None:

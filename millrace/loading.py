@@ -12,24 +12,25 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from millrace.api import Offloaded
 from millrace.checkpoint.contents import Contents, SavedOptimizer, SavedTensor, own_contents
 from millrace.checkpoint.destinations import filling
 from millrace.checkpoint.foreign import foreign_contents
 from millrace.checkpoint.manifest import EXTRA, MANIFEST
-from millrace.checkpoint.model import state_of
+from millrace.checkpoint.model import EXTRA_STATE, plain_name, tensors_of
 from millrace.checkpoint.optimizers import Optimizers, plain_optimizers
 from millrace.checkpoint.random_state import restore_random_state
 from millrace.checkpoint.reading import Place, PlaceInFile, SavedFile, read_all
+from millrace.checkpoint.running import settle_running
 from millrace.errors import CheckpointError
-from millrace.live import handle_of
+from millrace.live import handles_of
 from millrace.memory.disk import TensorAtRest, origin_of
 from millrace.optim.optimizer import HostOptimizer
 from millrace.optim.precision import adopt_exact, take_exact
 
 __all__ = ["load"]
 
-_SMALL_BYTES = 1 << 14
+_SMALL_BYTES = 1 << 14  # of state that is not streamed to disk
+_ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master", "master_remainder")
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> Any:
@@ -43,31 +44,35 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     converted: weights that were float32 become a narrow model's with exact masters, where the optimizer keeps these,
     and back; moments in 8 bits, float32 ones, and back. With `optimizer`, random states are restored as well.
 
-    Every byte that is read is checked. Raises CheckpointError when the checkpoint is damaged, naming file and tensor,
-    or does not fit the model or the optimizer; StateError within a forward or backward; DiskError when a drive fails.
-    Before the first tensor is written, names, shapes and sizes have been compared, and nothing has changed if these
-    do not fit.
+    Of checkpoints that millrace wrote every byte is checked as it is read. Before the first tensor is written, names,
+    shapes and sizes have been compared, and nothing has changed if these do not fit. It takes 40 MiB of host memory,
+    and what a tensor takes that has to be converted.
+
+    Raises CheckpointError when the checkpoint is damaged, naming file and tensor, or does not fit the model or the
+    optimizer; StateError within a forward or backward; DiskError when a drive fails.
     """
     directory = Path(path).expanduser().absolute()
     optimizers = plain_optimizers(optimizer)
-    handle = handle_of(model)
-    blocks = handle.blocks_at_rest("millrace.load") if isinstance(handle, Offloaded) else []
+    handles = handles_of(model)
+    blocks = [block for handle in handles for block in handle.settled_blocks("millrace.load")]
+    settle_running()  # which may be of what is about to be written
     for one in optimizers:
         if isinstance(one, HostOptimizer):
             one.synchronize()
     if (directory / ".metadata").is_file():
         from millrace.checkpoint.distributed import load_distributed  # here: it takes half a second
 
-        tensors = {name: value for name, value in state_of(model).items() if isinstance(value, torch.Tensor)}
-        load_distributed(directory, tensors, optimizers)
+        load_distributed(directory, tensors_of(model), optimizers)
         return None
     with contextlib.ExitStack() as stack:
         is_own = any((directory / name).exists() for name in (MANIFEST, EXTRA))
         contents = own_contents(directory, stack) if is_own else foreign_contents(directory, stack)
         if optimizers and len(optimizers) != len(contents.optimizers):
             raise CheckpointError(
-                f"{directory} holds the state of {len(contents.optimizers)} optimizers, and {len(optimizers)} are given"
+                f"{directory} holds the state of {len(contents.optimizers)} optimizers, and {len(optimizers)} are"
+                " given; give as many, or none, to load the weights alone"
             )
+        modules = _modules_with_state(contents, model)
         wanted = _wanted(contents, model)
         states = [_State(*pair) for pair in zip(optimizers, contents.optimizers, strict=False)]
         written = {id(tensor) for one in wanted for tensor in one.into}
@@ -80,11 +85,12 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
             try:
                 read_all(_work(wanted))
             finally:
-                if isinstance(handle, Offloaded):
+                for handle in handles:
                     handle.refresh()
         for state in states:
             state.load({id(tensor): one.saved for one in wanted for tensor in one.into if one.converts(tensor)})
-    _take_module_state(model, contents.module_state)
+    for module, value in modules:
+        module.set_extra_state(value)
     if optimizers and contents.random is not None:
         restore_random_state(contents.random)
     return contents.extra
@@ -104,7 +110,14 @@ class _Wanted:
 
 def _wanted(contents: Contents, model: nn.Module) -> list[_Wanted]:
     """What is read of the weights. Raises CheckpointError when they do not fit the model."""
-    state = {name: value for name, value in state_of(model).items() if isinstance(value, torch.Tensor)}
+    state = tensors_of(model)
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    strange = next((name for name, tensor in state.items() if id(tensor) not in own), None)
+    if strange is not None:
+        raise CheckpointError(
+            f"{strange!r} of the model's state_dict is none of its parameters and buffers: a hook on state_dict makes"
+            " it, and nothing can be loaded into it; take the hook off for millrace.load"
+        )
     prefix = _prefix(set(contents.weights), set(state))
     _check_names(contents, {name.removeprefix(prefix) for name in (*contents.weights, *contents.shared)}, state, model)
     wanted = []
@@ -156,7 +169,10 @@ def _work(wanted: Sequence[_Wanted]) -> list[tuple[SavedFile, list[Place]]]:
     places: dict[SavedFile, list[Place]] = defaultdict(list)
     for one in wanted:
         saved = one.saved
-        places[saved.file] += [Place(saved.at, saved.name, filling(tensor, saved.dtype)) for tensor in one.into]
+        aligned = saved.at.begin % saved.dtype.itemsize == 0
+        places[saved.file] += [
+            Place(saved.at, saved.name, filling(tensor, saved.dtype, aligned=aligned)) for tensor in one.into
+        ]
     return list(places.items())
 
 
@@ -174,11 +190,11 @@ class _State:
             raise CheckpointError(
                 f"{saved.file.path} is of an optimizer with {there} parameters in its groups; the one given has {here}"
             )
+        self._check_shapes()
 
     def load(self, converted: Mapping[int, SavedTensor]) -> None:
         """Into the optimizer. `converted`: by id, the parameters whose values have another dtype in the checkpoint."""
-        state, on_disk = self._read()
-        groups = self._saved.tree["param_groups"]
+        state, on_disk, groups = self._read()
         numbers = [number for group in groups for number in group["params"]]
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         if isinstance(self._optimizer, HostOptimizer):
@@ -193,45 +209,83 @@ class _State:
                 if on_disk.get(number):
                     self._optimizer.fill(parameter, on_disk[number])
 
-    def _read(self) -> tuple[dict[Any, dict[str, Any]], dict[Any, dict[str, TensorAtRest]]]:
-        """By number of the parameter: what is in memory now, and what goes from disk to disk."""
+    def _check_shapes(self) -> None:
+        groups = self._saved.tree["param_groups"]
+        numbers = [number for group in groups for number in group["params"]]
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for name, value in self._saved.tree["state"].get(number, {}).items():
+                if name in _ELEMENTWISE and isinstance(value, torch.Tensor) and value.shape != parameter.shape:
+                    raise CheckpointError(
+                        f"{name} of parameter {number} has the shape {tuple(value.shape)} in {self._saved.file.path},"
+                        f" and the parameter {tuple(parameter.shape)}; give the optimizer its parameters in the order"
+                        " in which the saved one had them"
+                    )
+
+    def _read(self) -> tuple[dict[Any, Any], dict[Any, dict[str, TensorAtRest]], list[dict[str, Any]]]:
+        """By number of the parameter: what is in memory now, and what goes from disk to disk; and the groups."""
         streams = isinstance(self._optimizer, HostOptimizer) and self._optimizer.state_on_disk
-        state: dict[Any, dict[str, Any]] = {}
+        state: dict[Any, Any] = {}
         on_disk: dict[Any, dict[str, TensorAtRest]] = {}
+        streamed: list[tuple[int, int]] = []
         places: list[Place] = []
         for number, entries in self._saved.tree["state"].items():
-            state[number], on_disk[number] = {}, {}
-            for name, value in entries.items():
-                if not isinstance(value, torch.Tensor):
-                    state[number][name] = value
-                    continue
-                at = PlaceInFile(self._saved.content.offset(value), value.numel() * value.element_size())
-                what = f"state.{number}.{name}"
-                like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-                if streams and at.nbytes > _SMALL_BYTES:
-                    on_disk[number][name] = self._saved.file.at_rest(at, like, what)
-                else:
-                    state[number][name] = filled = torch.empty_like(like, device="cpu")
-                    places.append(Place(at, what, filling(filled.as_strided((filled.numel(),), (1,)), value.dtype)))
-        read_all([(self._saved.file, places)])
-        return state, on_disk
+            on_disk[number] = {}
+            for name, value in entries.items() if streams and isinstance(entries, Mapping) else ():
+                if isinstance(value, torch.Tensor) and value.nbytes > _SMALL_BYTES:
+                    first = self._saved.content.offset(value)
+                    like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+                    at = PlaceInFile(first, like.numel() * like.itemsize)
+                    on_disk[number][name] = self._saved.file.at_rest(at, like, f"state.{number}.{name}")
+                    streamed.append((first, first + at.nbytes))
+            rest = entries
+            if on_disk[number]:
+                rest = {name: value for name, value in entries.items() if name not in on_disk[number]}
+            state[number] = self._in_memory(rest, f"state.{number}", places)
+        groups = self._in_memory(self._saved.tree["param_groups"], "param_groups", places)
+        read_all(
+            [(self._saved.file, places)],
+            but_not=lambda first, last: any(begin <= first and last <= end for begin, end in streamed),
+        )
+        return state, on_disk, groups
+
+    def _in_memory(self, value: Any, name: str, places: list[Place]) -> Any:
+        """The same tree with tensors that `places` fill."""
+        if isinstance(value, torch.Tensor):
+            if not torch.ops.aten.is_non_overlapping_and_dense(value):
+                return value.clone()  # of another program: ours have none
+            filled = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+            at = PlaceInFile(self._saved.content.offset(value), value.numel() * value.itemsize)
+            if at.nbytes:
+                places.append(Place(at, name, filling(filled.as_strided((filled.numel(),), (1,)), value.dtype)))
+            return filled
+        if isinstance(value, Mapping):
+            return {key: self._in_memory(entry, f"{name}.{key}", places) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)([self._in_memory(entry, f"{name}.{i}", places) for i, entry in enumerate(value)])
+        return value
 
 
 def _convert(optimizer: HostOptimizer, parameter: torch.Tensor, saved: SavedTensor, state: dict[str, Any]) -> None:
     """A parameter whose dtype was another one gets its exact value, and the master that goes with it."""
-    weight = saved.load()
-    if parameter.dtype == torch.float32:
-        exact = take_exact(weight, state)
-        if exact is not None:
-            with torch.no_grad():
-                parameter.copy_(exact)
-    elif saved.dtype == torch.float32:
-        adopt_exact(optimizer, parameter, weight, state)
+    exact = take_exact(saved.load(), state)
+    if parameter.dtype in (torch.bfloat16, torch.float16):
+        adopt_exact(optimizer, parameter, exact, state)
+    else:
+        with torch.no_grad():
+            parameter.copy_(exact)
 
 
-def _take_module_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """What modules save that is no tensor (`get_extra_state`)."""
-    modules = dict(model.named_modules())
-    for name, value in saved.items():
-        prefix, _, _ = name.rpartition("_extra_state")
-        modules[prefix.removesuffix(".")].set_extra_state(value)
+def _modules_with_state(contents: Contents, model: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """The modules that save something of their own (`get_extra_state`), and what that was."""
+    modules = {plain_name(name): module for name, module in model.named_modules()}
+    found = []
+    for name, value in contents.module_state.items():
+        owner = name.removesuffix(EXTRA_STATE).removesuffix(".")
+        if owner not in modules or type(modules[owner]).set_extra_state is nn.Module.set_extra_state:
+            raise CheckpointError(
+                f"{contents.path} holds {name!r}, which no module of the model takes (set_extra_state); load it into"
+                " the model that was saved"
+            )
+        found.append((modules[owner], value))
+    return found

@@ -4,7 +4,6 @@ import contextlib
 import io
 import os
 import pickle
-import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -15,17 +14,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from millrace.api import Offloaded
 from millrace.checkpoint.directory import NewDirectory, check_keep, remove_older, write_whole
 from millrace.checkpoint.files import literal, torch_file, weight_files
 from millrace.checkpoint.manifest import EXTRA, MANIFEST, FileRecord, Manifest
 from millrace.checkpoint.model import saved_model
 from millrace.checkpoint.optimizers import Optimizers, optimizer_file, plain_optimizers, state_of_optimizer
 from millrace.checkpoint.random_state import random_state
-from millrace.checkpoint.writing import Writing
-from millrace.config import Size, parse_bytes
+from millrace.checkpoint.running import set_running, settle_running
+from millrace.checkpoint.writing import LEAST_BYTES, Writing
+from millrace.config import Size, format_bytes, parse_bytes
 from millrace.errors import CheckpointError
-from millrace.live import handle_of
+from millrace.live import handles_of
 from millrace.optim.optimizer import HostOptimizer
 
 __all__ = ["Saving", "save"]
@@ -40,6 +39,7 @@ class Saving:
     def __init__(self, path: Path, writing: Writing) -> None:
         self.path = path
         self._writing = writing
+        self._told = False  # whether somebody knows how it ended
 
     @property
     def done(self) -> bool:
@@ -63,7 +63,14 @@ class Saving:
 
     def wait(self) -> None:
         """Waits until the checkpoint is whole and safe from a loss of power. Raises what failed in saving it."""
+        self._told = True
         self._writing.wait()
+
+    def settle(self) -> None:
+        """Waits until it has ended. Raises what failed in saving it, if nobody was told before."""
+        if not self._told or not self.done:
+            with contextlib.suppress(Exception) if self._told else contextlib.nullcontext():
+                self.wait()
 
 
 def save(
@@ -90,9 +97,10 @@ def save(
       stay; older ones go when this one is whole.
     - `wait`: False returns while the checkpoint is being written. Optimizers wait with the update of a parameter until
       it has been read; who writes to parameters otherwise calls `wait()` on the result before that. One checkpoint is
-      written at a time. At the end of the process it is waited for.
-    - `host_memory`: bytes that it passes through: 32 MiB, or with `wait=False` 256 MiB, with which the drive may lag
-      behind.
+      written at a time: the next call waits for it, and raises what failed in it, if `wait()` has not. At the end of
+      the process it is waited for.
+    - `host_memory`: bytes that it passes through, 24 MiB at least; default 32 MiB, or with `wait=False` 256 MiB, by so
+      much the drive may lag behind.
 
     Gradients are not saved: save after `optimizer.step()`.
 
@@ -101,15 +109,21 @@ def save(
     Nothing has changed then: a checkpoint that was there is there still.
     """
     path = Path(path).expanduser().absolute()
+    path = path.resolve() if path.is_symlink() else path
     if keep is not None:
         check_keep(path, keep)
     memory_bytes = _HOST_BYTES if wait else _HOST_BYTES_BESIDE
     if host_memory is not None:
         memory_bytes = parse_bytes(host_memory, name="host_memory")
+    if memory_bytes < LEAST_BYTES:
+        raise ValueError(
+            f"host_memory is {format_bytes(memory_bytes)}; a checkpoint passes through {format_bytes(LEAST_BYTES)} at"
+            " least, so give that, or leave it out"
+        )
     optimizers = plain_optimizers(optimizer)
-    handle = handle_of(model)
-    blocks = handle.blocks_at_rest("millrace.save") if isinstance(handle, Offloaded) else []
-    _wait_for_last()
+    handles = handles_of(model)
+    blocks = [block for handle in handles for block in handle.settled_blocks("millrace.save")]
+    settle_running()
     directory = NewDirectory(path)
     try:
         for block in blocks:
@@ -121,9 +135,9 @@ def save(
         directory.discard()
         raise
     saving = Saving(path, writing)
-    _last[:] = [saving]
-    writing.start()
-    if isinstance(handle, Offloaded):
+    writing.start(directory.discard)
+    set_running(saving)
+    for handle in handles:
         handle.note_checkpoint(saving)
     if wait:
         saving.wait()
@@ -132,15 +146,7 @@ def save(
     return saving
 
 
-_last: list[Saving] = []  # the one that was begun last, in this process
 _BUFFERS = object()  # whose bytes are read before `save` returns
-
-
-def _wait_for_last() -> None:
-    """Of a checkpoint that is being written, until it is whole, or has failed."""
-    for saving in _last:
-        with contextlib.suppress(Exception):  # which is for whoever waits for that one
-            saving.wait()
 
 
 def _writing(
@@ -199,7 +205,7 @@ def _state(optimizer: Optimizer) -> Mapping[Any, Mapping[str, Any]]:
 
 def _extra_bytes(extra: Any, module_state: Mapping[str, Any]) -> bytes:
     """What `load` gives back and restores, as `torch.save` writes it. Raises CheckpointError for objects."""
-    tree = {"extra": _plain(extra), "module_state": dict(module_state), "random": random_state()}
+    tree = {"extra": _plain(extra), "module_state": _plain(module_state), "random": random_state()}
     buffer = io.BytesIO()
     try:
         torch.save(tree, buffer)
@@ -207,10 +213,20 @@ def _extra_bytes(extra: Any, module_state: Mapping[str, Any]) -> bytes:
         torch.load(buffer, weights_only=True)
     except (pickle.PicklingError, pickle.UnpicklingError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"extra holds what cannot be read back safely ({str(error).splitlines()[0]}); give plain values, tensors,"
-            " lists, dicts, and what has a state_dict()"
+            f"extra holds what cannot be read back safely: {_not_plain(tree) or str(error).splitlines()[0]}; give plain"
+            " values, tensors, lists, dicts, and what has a state_dict()"
         ) from error
     return buffer.getvalue()
+
+
+def _not_plain(value: Any, where: str = "") -> str:
+    """The first thing in a tree that is no plain value."""
+    if isinstance(value, Mapping):
+        return next((found for key, entry in value.items() if (found := _not_plain(entry, f"{where}[{key!r}]"))), "")
+    if isinstance(value, list | tuple):
+        return next((found for i, entry in enumerate(value) if (found := _not_plain(entry, f"{where}[{i}]"))), "")
+    plain = isinstance(value, torch.Tensor | str | int | float | bytes | complex | None)
+    return "" if plain else f"{where.removeprefix('[' + repr('extra') + ']') or 'it'} is a {type(value).__name__}"
 
 
 def _plain(value: Any) -> Any:
@@ -224,7 +240,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
         return type(value)(_plain(entry) for entry in value)
     return value
-
-
-os.register_at_fork(after_in_child=_last.clear)  # a child has none of the threads that write
-threading._register_atexit(_wait_for_last)  # type: ignore[attr-defined]  # before models are let go of

@@ -13,17 +13,19 @@ __all__ = ["filling"]
 _PLAIN = (torch.Tensor, torch.nn.Buffer)
 
 
-def filling(tensor: torch.Tensor, dtype: torch.dtype) -> Callable[[int, torch.Tensor], None]:
+def filling(tensor: torch.Tensor, dtype: torch.dtype, *, aligned: bool = True) -> Callable[[int, torch.Tensor], None]:
     """`put(begin, memory)` gets the bytes from `begin` on of a contiguous tensor of `dtype` and of `tensor`'s shape.
 
-    Whole elements, from several threads. Others than those of `tensor`'s dtype are converted, as `copy_` does.
+    From several threads; whole elements, if `aligned`. Another dtype is converted, as `copy_` does.
     """
     if type(tensor) not in _PLAIN and not isinstance(tensor, torch.nn.Parameter):
         return _Whole(tensor, dtype)  # a buffer of an offloaded model wants to know of it
+    if tensor.is_conj() or tensor.is_neg():
+        return _Whole(tensor, dtype)
     tensor = tensor.detach()
     if tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous():
         return _memory_of(tensor)
-    if tensor.is_contiguous():
+    if tensor.is_contiguous() and aligned:
         flat = tensor.view(-1)
 
         def convert(begin: int, memory: torch.Tensor) -> None:

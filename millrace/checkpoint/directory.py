@@ -11,10 +11,11 @@ import os
 import re
 import secrets
 import shutil
+import warnings
 from pathlib import Path
 
-from millrace.checkpoint.manifest import MANIFEST
-from millrace.errors import DiskError
+from millrace.checkpoint.manifest import MANIFEST, read_manifest
+from millrace.errors import CheckpointError, DiskError
 
 __all__ = ["NewDirectory", "check_keep", "newest", "remove_older", "write_whole"]
 
@@ -52,6 +53,7 @@ class NewDirectory:
             _flush(self.path)
             if self.target.exists():
                 _exchange(self.path, self.target)
+                _keep_others(self.path, self.target)
             else:
                 os.rename(self.path, self.target)
             _flush(self.target.parent)
@@ -69,7 +71,7 @@ class NewDirectory:
 
 def newest(directory: str | os.PathLike[str]) -> Path | None:
     """The whole checkpoint in `directory` with the highest number at the end of its name; None when there is none."""
-    found = [path for path in _numbered(Path(directory)) if (path / MANIFEST).is_file()]
+    found = [path for path in _numbered(Path(directory).expanduser()) if (path / MANIFEST).is_file()]
     return max(found, key=lambda path: _split(path.name)[1], default=None)
 
 
@@ -85,7 +87,14 @@ def remove_older(path: Path, keep: int) -> None:
     for other in older[: max(0, len(older) - keep + 1)]:
         # Renamed first: half a checkpoint must not look like one.
         going = other.parent / f"{_PREFIX}{other.name}-{secrets.token_hex(4)}"
-        os.rename(other, going)
+        try:
+            if other.is_symlink():
+                other.unlink()
+                continue
+            os.rename(other, going)
+        except OSError as error:
+            warnings.warn(f"the older checkpoint {other} stays: {error.strerror}", RuntimeWarning, stacklevel=2)
+            continue
         shutil.rmtree(going, ignore_errors=True)
 
 
@@ -114,6 +123,17 @@ def _numbered(directory: Path) -> list[Path]:
         for path in directory.iterdir()
         if _NUMBER.fullmatch(path.name) and not path.name.startswith(_PREFIX) and path.is_dir()
     ]
+
+
+def _keep_others(before: Path, now: Path) -> None:
+    """What others put beside the files of a checkpoint that was replaced stays there."""
+    try:
+        ours = {MANIFEST, *read_manifest(before).files}
+    except CheckpointError:
+        ours = set()
+    for entry in before.iterdir():
+        if entry.name not in {name.split("/")[0] for name in ours} and not (now / entry.name).exists():
+            os.rename(entry, now / entry.name)
 
 
 def _is_replaceable(path: Path) -> bool:

@@ -22,19 +22,18 @@ __all__ = ["load_distributed"]
 _OPTIMIZERS = re.compile(
     r"(.*\.)?state\.(.+)\.([^.]+)"
 )  # the optimizer's prefix, a parameter's number or name, an entry
-_NAMES = 3  # groups of it
 
 
 def load_distributed(path: Path, state: Mapping[str, torch.Tensor], optimizers: Sequence[Optimizer]) -> None:
     """Into the tensors of a model's state_dict, and one optimizer. Raises CheckpointError when they do not fit."""
     found = FileSystemReader(path).read_metadata().state_dict_metadata
-    _load(path, _weights(path, state, found))
-    if optimizers:
-        if len(optimizers) > 1:
-            raise CheckpointError(
-                f"{path}: load the optimizers one by one, with torch.distributed.checkpoint's own call"
-            )
-        _load_optimizer(path, state, optimizers[0], found)
+    weights = _weights(path, state, found)
+    if len(optimizers) > 1:
+        raise CheckpointError(f"{path}: load the optimizers one by one, with torch.distributed.checkpoint's own call")
+    states = [_OptimizerState(path, state, optimizer, found) for optimizer in optimizers]
+    _load(path, weights)
+    for one in states:
+        one.load()
 
 
 def _weights(path: Path, state: Mapping[str, torch.Tensor], found: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -55,36 +54,44 @@ def _weights(path: Path, state: Mapping[str, torch.Tensor], found: Mapping[str, 
     )
 
 
-def _load_optimizer(
-    path: Path, state: Mapping[str, torch.Tensor], optimizer: Optimizer, found: Mapping[str, Any]
-) -> None:
-    numbers = {parameter: number for number, parameter in enumerate(_parameters(optimizer))}
-    by_name = {name: numbers[tensor] for name, tensor in state.items() if tensor in numbers}
-    by_name |= {str(number): number for number in numbers.values()}
-    wanted: dict[str, Any] = {}
-    entries: dict[str, tuple[int, str]] = {}
-    prefix = ""
-    for key, stored in found.items():
-        match = _OPTIMIZERS.fullmatch(key)
-        if match is not None and match[2] in by_name:
-            prefix, entries[key] = match[1] or "", (by_name[match[2]], match[_NAMES])
-            wanted[key] = _place(stored)
-    settings = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for name in group:
-            key = f"{prefix}param_groups.{number}.{name}"
-            if name != "params" and key in found:
-                settings[key], wanted[key] = (number, name), _place(found[key])
-    if not entries:
-        raise CheckpointError(f"{path} holds no state of an optimizer of these parameters; load the model alone")
-    _load(path, wanted)
-    loaded: dict[int, dict[str, Any]] = {}
-    for key, (parameter, name) in entries.items():
-        loaded.setdefault(parameter, {})[name] = wanted[key]
-    groups = optimizer.state_dict()["param_groups"]
-    for key, (number, name) in settings.items():
-        groups[number][name] = wanted[key]
-    optimizer.load_state_dict({"state": loaded, "param_groups": groups})
+class _OptimizerState:
+    """What there is of an optimizer's state. Raises CheckpointError when that is nothing."""
+
+    def __init__(
+        self, path: Path, state: Mapping[str, torch.Tensor], optimizer: Optimizer, found: Mapping[str, Any]
+    ) -> None:
+        self._path = path
+        self._optimizer = optimizer
+        self._wanted: dict[str, Any] = {}
+        self._entries: dict[str, tuple[int, str]] = {}  # by key: the parameter's number, and the entry
+        self._settings: dict[str, tuple[int, str]] = {}  # by key: the group's number, and the setting
+        numbers = {parameter: number for number, parameter in enumerate(_parameters(optimizer))}
+        by_name = {name: numbers[tensor] for name, tensor in state.items() if tensor in numbers}
+        by_name |= {str(number): number for number in numbers.values()}
+        prefix = ""
+        for key, stored in found.items():
+            match = _OPTIMIZERS.fullmatch(key)
+            if match is not None and match[2] in by_name:
+                prefix, self._entries[key] = match[1] or "", (by_name[match[2]], match[3])
+                self._wanted[key] = _place(stored)
+        for number, group in enumerate(optimizer.param_groups):
+            for name in group:
+                key = f"{prefix}param_groups.{number}.{name}"
+                if name != "params" and key in found:
+                    self._settings[key], self._wanted[key] = (number, name), _place(found[key])
+        if not self._entries:
+            raise CheckpointError(f"{path} holds no state of an optimizer of these parameters; load the model alone")
+
+    def load(self) -> None:
+        """Into the optimizer."""
+        _load(self._path, self._wanted)
+        loaded: dict[int, dict[str, Any]] = {}
+        for key, (parameter, name) in self._entries.items():
+            loaded.setdefault(parameter, {})[name] = self._wanted[key]
+        groups = self._optimizer.state_dict()["param_groups"]
+        for key, (number, name) in self._settings.items():
+            groups[number][name] = self._wanted[key]
+        self._optimizer.load_state_dict({"state": loaded, "param_groups": groups})
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

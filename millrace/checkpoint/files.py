@@ -5,19 +5,22 @@ would write of its state_dict, so that `torch.load` reads it.
 """
 
 import json
+import pickle
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.serialization import skip_data
+from torch.utils import deterministic
 
 from millrace.checkpoint.sources import Literal, Source, SourceAtRest, TensorSource, nbytes_of
 from millrace.errors import CheckpointError
 from millrace.memory.disk import TensorAtRest
 from millrace.memory.disk.safetensors_header import DTYPES
-from millrace.memory.disk.torch_files import storage_ranges
+from millrace.memory.disk.torch_files import open_torch_file, storage_ranges
 
 __all__ = ["Layout", "Stretch", "literal", "torch_file", "weight_files"]
 
@@ -133,12 +136,30 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
         return value
 
     skeleton = scratch / name
-    with skip_data():
-        torch.save(stand_in(tree, ""), skeleton)  # with holes where the bytes of tensors belong
+
+    def write() -> (
+        None
+    ):  # on a thread of its own: what `skip_data` sets is a thread's, and Ctrl-C does not strike there
+        settings: Any = deterministic
+        fills, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
+        try:
+            with skip_data():
+                torch.save(stand_in(tree, ""), skeleton)  # with holes where the bytes of tensors belong
+        finally:
+            settings.fill_uninitialized_memory = fills
+
     try:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(write).result()
+        open_torch_file(skeleton)
         return _with_sources(name, skeleton, sources)
+    except (CheckpointError, pickle.PicklingError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{name} would hold what cannot be read back safely: {str(error).splitlines()[0]}; give the optimizer plain"
+            " values and tensors (a NumPy number is none: float(lr) is)"
+        ) from error
     finally:
-        skeleton.unlink()
+        skeleton.unlink(missing_ok=True)
 
 
 def _with_sources(name: str, skeleton: Path, sources: Sequence[Source]) -> Layout:

@@ -74,11 +74,15 @@ def read_manifest(directory: Path) -> Manifest:
         )
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}; give the directory of a checkpoint") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path} is not as it was written ({error}); {_OTHER}") from error
     for name, file in manifest.files.items():
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CheckpointError(f"{path} names {name!r}, which leads out of the checkpoint; it is not read")
+        if len(file.checksums) != -(-file.nbytes // PIECE_BYTES):
+            raise CheckpointError(f"{path} has {len(file.checksums)} checksums for the {file.nbytes} bytes of {name!r}")
         _check_size(directory / name, file.nbytes)
     return manifest
 

@@ -12,7 +12,10 @@ from torch import nn
 
 from millrace.errors import CheckpointError
 
-__all__ = ["SavedModel", "saved_model", "state_of"]
+__all__ = ["EXTRA_STATE", "SavedModel", "plain_name", "saved_model", "tensors_of"]
+
+_STATISTICS_BYTES = 1 << 20
+EXTRA_STATE = "_extra_state"  # ends the name of what `get_extra_state` of a module gave, of any kind
 
 
 @dataclass(kw_only=True)
@@ -22,7 +25,7 @@ class SavedModel:
     files: dict[str, dict[str, str]] = field(default_factory=dict)  # stem of a file: name there, name in the model
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)  # names of the same tensor: the one it is saved under
-    extra_state: dict[str, Any] = field(default_factory=dict)  # what modules save that is no tensor
+    extra_state: dict[str, Any] = field(default_factory=dict)  # what modules save besides
     trained_only: bool = False
 
 
@@ -33,9 +36,9 @@ def saved_model(model: nn.Module, directory: Path) -> SavedModel:
     """
     model = _unwrapped(model)
     saved = SavedModel()
-    state = state_of(model)
-    saved.extra_state = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    state = _state_of(model)
+    saved.extra_state = {name: value for name, value in state.items() if name.endswith(EXTRA_STATE)}
+    tensors = tensors_of(model)
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
         _take_adapters(model, tensors, saved, directory, peft)
@@ -47,10 +50,18 @@ def saved_model(model: nn.Module, directory: Path) -> SavedModel:
     return saved
 
 
-def state_of(model: nn.Module) -> dict[str, Any]:
-    """The state_dict, with the parameters themselves: parameters, buffers, and what modules keep besides."""
-    state: dict[str, Any] = _unwrapped(model).state_dict(keep_vars=True)
-    return dict(state)
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers themselves, by their names in the state_dict."""
+    return {name: value for name, value in _state_of(model).items() if not name.endswith(EXTRA_STATE)}
+
+
+def plain_name(name: str) -> str:
+    """The name of a module or tensor without what torch.compile puts around modules."""
+    return name.replace("_orig_mod.", "")
+
+
+def _state_of(model: nn.Module) -> dict[str, Any]:
+    return {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -97,10 +108,19 @@ def _take_adapters(
             )
         saved.files[f"{within}adapter_model"] = files
         saved.tensors |= {name: tensors[name] for name in files.values()}
-    trained = [name for name, tensor in tensors.items() if tensor.requires_grad and name not in saved.tensors]
+    trained = [
+        name
+        for name, tensor in tensors.items()
+        if name not in saved.tensors and (tensor.requires_grad or _may_change(tensor))
+    ]
     saved.files["trained"] = {name: name for name in trained}
     saved.tensors |= {name: tensors[name] for name in trained}
     saved.trained_only = True
+
+
+def _may_change(tensor: torch.Tensor) -> bool:
+    """Whether it is a buffer that a forward may write to: large ones are packed weights."""
+    return not isinstance(tensor, nn.Parameter) and tensor.nbytes <= _STATISTICS_BYTES
 
 
 def _write_configuration(model: nn.Module, directory: Path) -> str:

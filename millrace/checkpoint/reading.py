@@ -100,6 +100,10 @@ class SavedFile:
         self.read(0, memory, self.path.name)
         return memory.numpy().tobytes()
 
+    def checked_pieces(self) -> range:
+        """Those that have a checksum."""
+        return range(0 if self._record is None else len(self._record.checksums))
+
     def verify(self) -> None:
         """Reads all of it. Raises CheckpointError."""
         memory = _pages()
@@ -112,14 +116,20 @@ class SavedFile:
         self._file.close()
 
 
-def read_all(work: Iterable[tuple[SavedFile, Sequence[Place]]]) -> None:
-    """Brings everything to its place, on several threads. Raises what failed first: CheckpointError, DiskError."""
+def read_all(
+    work: Iterable[tuple[SavedFile, Sequence[Place]]], *, but_not: Callable[[int, int], bool] = lambda *_: False
+) -> None:
+    """Brings everything to its place, on several threads. Raises what failed first: CheckpointError, DiskError.
+
+    Files that have checksums are read as a whole, so that what is around the tensors is checked, too; but for pieces of
+    which `but_not(first byte, last but one)` says that they are read otherwise.
+    """
     own = threading.local()
 
     def bring(file: SavedFile, index: int, places: list[Place]) -> None:
         if not hasattr(own, "pages"):
             own.pages = _pages()
-        piece = file.piece(index, own.pages, repr(places[0].name))
+        piece = file.piece(index, own.pages, repr(places[0].name) if places else file.path.name)
         first = index * PIECE_BYTES
         for place in places:
             begin = max(place.at.begin, first)
@@ -134,6 +144,9 @@ def read_all(work: Iterable[tuple[SavedFile, Sequence[Place]]]) -> None:
                 last = place.at.begin + place.at.nbytes
                 for index in range(place.at.begin // PIECE_BYTES, -(-last // PIECE_BYTES)):
                     pieces[index].append(place)
+            for index in file.checked_pieces():
+                if not but_not(index * PIECE_BYTES, (index + 1) * PIECE_BYTES):
+                    pieces[index]  # which may have no place
             jobs += [readers.submit(bring, file, index, pieces[index]) for index in sorted(pieces)]
         try:
             for job in jobs:

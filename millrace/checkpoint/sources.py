@@ -66,6 +66,8 @@ class TensorSource:
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self.name = name
         self.nbytes = nbytes_of(tensor)
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.detach().resolve_conj().resolve_neg()
         if self.nbytes <= _SMALL_BYTES:  # not worth holding up whoever writes to it
             tensor = tensor.detach().to("cpu", copy=True)
         self._tensor = tensor.detach()

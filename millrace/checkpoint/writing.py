@@ -26,10 +26,10 @@ from millrace.memory.pages import map_pages
 from millrace.runtime.capture import begin_capture, end_capture
 from millrace.runtime.threads import Gate
 
-__all__ = ["Writing"]
+__all__ = ["LEAST_BYTES", "Writing"]
 
 WRITERS = 4  # that keep a drive busy; measured, see docs/design/checkpoints.md
-LEAST_SLOTS = WRITERS + 2
+LEAST_BYTES = (WRITERS + 2) * PIECE_BYTES  # of memory: each writer has a piece, one is read, one waits
 
 
 class _Piece:
@@ -79,7 +79,7 @@ class Writing:
         self.waited_seconds = 0.0  # that somebody was held up who was about to write
         self.seconds = 0.0
         self._error: BaseException | None = None
-        self._done = Gate()
+        self._begin, self._done = Gate(), Gate()
         self._urgent: SimpleQueue[_Piece] = SimpleQueue()
         self._filled: SimpleQueue[tuple[_Piece, torch.Tensor] | None] = SimpleQueue()
         self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
@@ -90,16 +90,28 @@ class Writing:
             for file in self._files.values():
                 file.close()
             raise
-        slots = min(max(LEAST_SLOTS, memory_bytes // PIECE_BYTES), len(self._pieces))
+        slots = min(memory_bytes // PIECE_BYTES, len(self._pieces))
         for _ in range(slots):
             self._free.put(torch.frombuffer(map_pages(PIECE_BYTES, touched=False), dtype=torch.uint8))
         self._writers = [threading.Thread(target=self._write, name="millrace-save-write") for _ in range(WRITERS)]
         self._reader = threading.Thread(target=self._run, name="millrace-save")
 
-    def start(self) -> None:
-        """Begins. Optimizers ask this before they write, from now on."""
+    def start(self, clean_up: Callable[[], None]) -> None:
+        """Begins. Optimizers ask this before they write, from now on. Raises RuntimeError when there are no threads."""
+        begun: list[threading.Thread] = []
+        try:
+            for thread in (*self._writers, self._reader):
+                thread.start()
+                begun.append(thread)
+        except BaseException:
+            for _ in begun:
+                self._filled.put(None)
+            for file in self._files.values():
+                file.close()
+            clean_up()
+            raise
         begin_capture(self)
-        self._reader.start()
+        self._begin.open()
 
     def expect(self, parameters: Sequence[Any]) -> None:
         """As in `runtime.capture.Capture`."""
@@ -153,8 +165,7 @@ class Writing:
 
     def _run(self) -> None:
         begun_at = time.perf_counter()
-        for writer in self._writers:
-            writer.start()
+        self._begin.wait()
         try:
             with neighbours_follow():
                 self._read()

@@ -116,7 +116,7 @@ def summary(result: "TrainResult", output: Path) -> str:
         lines += [
             f"{len(result.losses)} steps{' (stopped on request)' if result.checkpoint else ''}: "
             f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, "
-            f"{result.tokens / result.seconds:,.0f} tokens/s, {result.seconds:.1f} s"
+            f"{result.tokens / max(result.seconds, 1e-9):,.0f} tokens/s, {result.seconds:.1f} s"
         ]
     if result.evaluations:
         last, best = result.evaluations[-1], min(result.evaluations, key=lambda measured: measured.loss)

@@ -191,8 +191,13 @@ class DiskState:
             like = torch.empty(eight_bit.nbytes(elements, dtype) // dtype.itemsize, dtype=dtype, device="meta")
             chunk = _chunk_elements(self._extents[key][other][1] for other in self.holds(key))
             origin = self._store.origin(extent, eight_bit.nbytes(chunk, dtype))
-            found[name] = TensorAtRest(like, partial(_read, origin))
+            found[name] = TensorAtRest(like, partial(self._read_bytes, origin))
         return found
+
+    def _read_bytes(self, origin: Origin, begin: int, memory: torch.Tensor) -> None:
+        """A method, so that the store is open as long as somebody may read from it."""
+        if not read_bytes(origin, begin, memory):
+            raise StateError("an optimizer's state on disk was read after it was closed")
 
     def fill(self, key: Any, elements: int, tensors: Mapping[str, TensorAtRest]) -> None:
         """As `keep`, with tensors that are elsewhere on disk: some elements of them at a time are in memory."""
@@ -278,11 +283,6 @@ class DiskState:
 def _chunk_elements(dtypes: Iterable[torch.dtype]) -> int:
     wide = sum(dtype.itemsize for dtype in dtypes) > _MOST_BYTES_PER_ELEMENT  # float64
     return CHUNK_ELEMENTS // 2 if wide else CHUNK_ELEMENTS
-
-
-def _read(origin: Origin, begin: int, memory: torch.Tensor) -> None:
-    if not read_bytes(origin, begin, memory):
-        raise StateError("an optimizer's state on disk was read after the optimizer was gone")
 
 
 def _pairs(parts: list[Part], tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

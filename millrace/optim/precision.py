@@ -12,18 +12,18 @@ from millrace.optim.weights import FULL, REMAINDER
 __all__ = ["adopt_exact", "take_exact"]
 
 
-def take_exact(weight: torch.Tensor, state: dict[str, Any]) -> torch.Tensor | None:
-    """The float32 values of a narrow `weight`, by the master in its `state`, which goes; None where there is none."""
+def take_exact(weight: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+    """The exact values of a weight: of a narrow one by the master in its `state`, if that has one, which goes."""
     for name, form in ((REMAINDER, Master.SPLIT), (FULL, Master.FULL)):
         master = state.pop(name, None)
         if isinstance(master, torch.Tensor):
             return narrow.join(weight, master.contiguous(), form)
-    return None
+    return weight
 
 
 @torch.no_grad()
 def adopt_exact(optimizer: HostOptimizer, parameter: torch.Tensor, exact: torch.Tensor, state: dict[str, Any]) -> None:
-    """`exact`, float32, is the value of a narrow parameter: it is rounded as the optimizer does, `state` gets the rest.
+    """`exact` is the value of a narrow parameter: it is rounded as the optimizer does, and `state` gets the rest.
 
     Where the optimizer keeps no masters of such weights, it is only rounded.
     """
@@ -31,6 +31,7 @@ def adopt_exact(optimizer: HostOptimizer, parameter: torch.Tensor, exact: torch.
     if form is Master.IS_WEIGHT:
         parameter.copy_(exact)
         return
+    exact = exact.float()
     rounded = torch.empty(exact.shape, dtype=parameter.dtype, device="cpu")
     name, dtype = (REMAINDER, torch.int16) if form is Master.SPLIT else (FULL, torch.float32)
     state[name] = torch.empty(exact.shape, dtype=dtype, device="cpu")

@@ -90,14 +90,16 @@ def test_precision_changes_without_losing_a_bit(tmp_path: Path, place: str) -> N
         millrace.load(tmp_path / "wide-2", narrow.model, narrow.optimizer)
         assert all(p.dtype == torch.bfloat16 for p in narrow.model.parameters())
         millrace.save(tmp_path / "narrow-2", narrow.model, narrow.optimizer)
+    with run(place, tmp_path / "half", dtype=torch.float16, seed=3) as half:  # from the masters, too
+        millrace.load(tmp_path / "narrow-2", half.model, half.optimizer)
+        millrace.save(tmp_path / "half-2", half.model, half.optimizer)
     with run(place, tmp_path / "again", seed=2) as again:
         again.step()
-        millrace.load(tmp_path / "narrow-2", again.model, again.optimizer)
-        exact = [value for value in again.values() if value.dtype == torch.float32]
-        same = [value for value in wanted if value.dtype == torch.float32]
-        assert len(exact) == len(same) > 0
-        buffers = {tuple(b.shape) for b in (again.model.norm.running_mean, again.model.norm.running_var)}  # narrow once
-        assert all(torch.equal(a, b) for a, b in zip(exact, same, strict=True) if tuple(a.shape) not in buffers)
+        millrace.load(tmp_path / "half-2", again.model, again.optimizer)
+        names = list(again.model.state_dict())
+        rounded = {names.index("norm.running_mean"), names.index("norm.running_var")}  # buffers have no masters
+        for index, (one, other) in enumerate(zip(again.values(), wanted, strict=True)):
+            assert torch.equal(one, other) or index in rounded, index
 
 
 def test_without_an_optimizer_weights_come_alone(tmp_path: Path) -> None:

@@ -280,8 +280,11 @@ class _Bytes:
     def shows(self, path: str, offset: int, offset_there: int) -> bool:
         checkpoint = self.checkpoint()
         mapped = None if checkpoint is None else checkpoint._mappings.get(self.path)
-        same = offset == offset_there and os.path.realpath(path) == os.path.realpath(self.path)
-        return same and mapped is not None and mapped.written(offset, 1) is False
+        if checkpoint is None or mapped is None or offset != offset_there:
+            return False
+        there, here = os.stat(path), os.fstat(checkpoint._files[self.path].descriptor)
+        same = (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+        return same and mapped.written(offset, 1) is False
 
     def write(self, source: torch.Tensor, offset: int) -> Request | None:
         return None

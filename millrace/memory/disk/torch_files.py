@@ -38,8 +38,8 @@ def open_torch_file(path: Path) -> TorchFile:
         raise CheckpointError(f"{path} is no sound file of torch.save: {str(error).splitlines()[0]}") from error
     except Exception as error:  # an unpickler has errors of its own
         raise CheckpointError(f"{path} cannot be read safely: {str(error).splitlines()[0]}") from error
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors_of(tree)}
-    storages.pop(0, None)
+    all_storages = [tensor.untyped_storage() for tensor in tensors_of(tree)]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in all_storages if storage.nbytes()}
     if not storages:
         return TorchFile(tree, 0, 0)
     # The file is mapped as a whole: storages lie as far from each other as in the file.

@@ -1,0 +1,288 @@
+"""What went wrong once with checkpoints, and does so no more?"""
+
+import errno
+import os
+import random
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import millrace
+import millrace.optim
+from millrace.checkpoint import files, writing
+from tests.checkpoint.runs import assert_equal, run
+from tests.nursery import Nursery
+
+
+def small(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_load_waits_for_the_checkpoint_that_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = small()
+    train(model, optimizer)
+    millrace.save(tmp_path / "step-1", model, optimizer)
+    train(model, optimizer)
+    wanted = [p.detach().clone() for p in model.parameters()]
+    fill, reading = writing._Piece.fill, threading.Event()
+
+    def slow(piece: Any, memory: torch.Tensor) -> None:
+        reading.wait(0.2)
+        fill(piece, memory)
+
+    monkeypatch.setattr(writing._Piece, "fill", slow)
+    millrace.save(tmp_path / "step-2", model, optimizer, wait=False)
+    millrace.load(tmp_path / "step-1", model, optimizer)
+    again, _ = small(1)
+    millrace.load(tmp_path / "step-2", again)
+    assert_equal([p.detach() for p in again.parameters()], wanted)
+
+
+def test_every_part_of_a_model_that_is_offloaded_for_itself_is_loaded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    source = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    millrace.save(tmp_path / "source", source)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    handles = [millrace.offload(part, device="cpu", device_memory="1MiB") for part in model]
+    inputs = torch.randn(2, 8)
+    with torch.no_grad():
+        model(inputs)
+        millrace.load(tmp_path / "source", model)
+        assert torch.equal(model(inputs), source(inputs))
+    for handle in handles:
+        handle.remove()
+
+
+def test_a_checkpoint_outlives_the_optimizer_that_is_being_saved(tmp_path: Path) -> None:
+    with run("disk", tmp_path / "tiers") as one:
+        one.step()
+        wanted = one.values()
+        saving = millrace.save(tmp_path / "step-1", one.model, one.optimizer, wait=False)
+        model, one.optimizer = one.model, None
+        saving.wait()
+    assert model is not None
+    with run("host", tmp_path / "other", seed=1) as other:
+        millrace.load(tmp_path / "step-1", other.model, other.optimizer)
+        assert_equal(other.values(), wanted)
+
+
+def test_what_failed_beside_training_is_told_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = small()
+    with monkeypatch.context() as patch:
+
+        def fails(*_: Any) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        patch.setattr(os, "pwritev", fails)
+        saving = millrace.save(tmp_path / "step-1", model, optimizer, wait=False)
+        saving._writing._done.wait()
+    with pytest.raises(millrace.DiskError):
+        millrace.save(tmp_path / "step-2", model, optimizer)
+    millrace.save(tmp_path / "step-2", model, optimizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+
+
+def test_torch_saves_as_ever_after_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = small()
+    train(model, optimizer)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.torch, "save", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            millrace.save(tmp_path / "step-1", model, optimizer)
+    torch.save({"x": torch.ones(3)}, tmp_path / "x.pt")
+    assert torch.equal(torch.load(tmp_path / "x.pt")["x"], torch.ones(3))
+
+
+@pytest.mark.parametrize("name", ["SGD", "LBFGS"])
+def test_every_byte_of_an_optimizers_file_is_checked(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 8)).pow(2).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    millrace.save(tmp_path / "step-1", model, optimizer)
+    wanted = optimizer.state_dict()
+    path = tmp_path / "step-1" / "optimizer.pt"
+    sound = path.read_bytes()
+    millrace.load(tmp_path / "step-1", model, optimizer)
+    assert repr(optimizer.state_dict()) == repr(wanted)
+    chance = random.Random(name)
+    for place in chance.sample(range(len(sound)), 60):
+        data = bytearray(sound)
+        data[place] ^= 1 << chance.randrange(8)
+        path.write_bytes(data)
+        with pytest.raises(millrace.CheckpointError):
+            millrace.load(tmp_path / "step-1", model, optimizer)
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    model, optimizer = small()
+    optimizer.param_groups[0]["lr"] = np.float64(0.1)
+    with pytest.raises(millrace.CheckpointError, match=r"optimizer\.pt would hold what cannot be read back safely"):
+        millrace.save(tmp_path / "step-1", model, optimizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+class _WithState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.scale = torch.zeros(2)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.scale.clone()
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.scale = state
+
+
+def test_what_modules_keep_besides_may_be_a_tensor(tmp_path: Path) -> None:
+    model = nn.Sequential(_WithState())
+    model[0].scale = torch.tensor([7.0, 8.0])
+    millrace.save(tmp_path / "one", model)
+    again = nn.Sequential(_WithState())
+    millrace.load(tmp_path / "one", again)
+    assert torch.equal(again[0].scale, model[0].scale)
+    plain = nn.Sequential(nn.Module())
+    plain[0].weight = nn.Parameter(torch.zeros(2))
+    with pytest.raises(millrace.CheckpointError, match=r"which no module of the model takes \(set_extra_state\)"):
+        millrace.load(tmp_path / "one", plain)
+
+
+def test_a_state_dict_of_copies_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    millrace.save(tmp_path / "one", model)
+    model._register_state_dict_hook(lambda _, state, *__: {name: value.clone() for name, value in state.items()})
+    with pytest.raises(millrace.CheckpointError, match="none of its parameters and buffers"):
+        millrace.load(tmp_path / "one", model)
+
+
+def test_conjugated_tensors(tmp_path: Path) -> None:
+    model, again = nn.Module(), nn.Module()
+    values = torch.randn(64, 64, dtype=torch.complex64)
+    model.register_buffer("buffer", values.conj())
+    again.register_buffer("buffer", torch.zeros_like(values))
+    millrace.save(tmp_path / "one", model)
+    millrace.load(tmp_path / "one", again)
+    assert torch.equal(again.buffer, values.conj().resolve_conj())
+
+
+def test_state_that_is_not_of_parameters_and_empty_state(tmp_path: Path) -> None:
+    model, optimizer = small()
+    train(model, optimizer)
+    optimizer.state["global"] = {"seen": 3, "nothing": torch.empty(0)}  # type: ignore[index]
+    millrace.save(tmp_path / "one", model, optimizer)
+    other, another = small(1)
+    millrace.load(tmp_path / "one", other, another)
+    assert another.state["global"]["seen"] == 3  # type: ignore[index]
+
+
+def test_files_beside_those_of_a_checkpoint_stay(tmp_path: Path) -> None:
+    model, optimizer = small()
+    millrace.save(tmp_path / "last", model, optimizer)
+    (tmp_path / "last" / "tokenizer.json").write_text("mine")
+    millrace.save(tmp_path / "last", model)
+    assert (tmp_path / "last" / "tokenizer.json").read_text() == "mine"
+    assert not (tmp_path / "last" / "optimizer.pt").exists()
+    (tmp_path / "link").symlink_to(tmp_path / "last")
+    millrace.save(tmp_path / "link", model, optimizer)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "last" / "optimizer.pt").exists()
+
+
+def test_a_process_that_is_forked_meanwhile_ends(tmp_path: Path, nursery: Nursery) -> None:
+    child = nursery.start(
+        """
+import multiprocessing, sys, torch, millrace
+from millrace.checkpoint import writing
+import threading
+goes_on = threading.Event()
+write = writing.DirectFile.write
+writing.DirectFile.write = lambda *arguments: (goes_on.wait(), write(*arguments))
+model = torch.nn.Linear(256, 256)
+saving = millrace.save(sys.argv[1] + "/step-1", model, wait=False)
+process = multiprocessing.get_context("fork").Process(target=print, args=("forked",))
+process.start()
+process.join(30)
+print(process.exitcode, flush=True)
+process.kill()
+goes_on.set()
+saving.wait()
+""",
+        tmp_path,
+    )
+    assert child.wait() == 0, child.errors
+    assert child.read_rest().splitlines()[-1] == "0"
+
+
+def test_where_no_thread_can_be_started_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = small()
+    train(model, optimizer)
+    start, begun = threading.Thread.start, []
+
+    def fails(thread: threading.Thread) -> None:
+        if thread.name.startswith("millrace-save"):
+            begun.append(thread)
+            if len(begun) > 2:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            millrace.save(tmp_path / "step-1", model, optimizer, wait=False)
+    train(model, optimizer)
+    assert list(tmp_path.iterdir()) == []
+    millrace.save(tmp_path / "step-1", model, optimizer)
+
+
+def test_names_that_lead_out_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
+    from millrace.checkpoint.manifest import FileRecord, Manifest
+
+    (tmp_path / "evil").mkdir()
+    manifest = Manifest(files={"../secret": FileRecord(0, [])}, weights={})
+    (tmp_path / "evil" / "millrace.json").write_bytes(manifest.to_json())
+    with pytest.raises(millrace.CheckpointError, match="leads out of the checkpoint"):
+        millrace.load(tmp_path / "evil", nn.Linear(2, 2))
+
+
+def test_an_older_one_that_cannot_go_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = small()
+    millrace.save(tmp_path / "step-1", model)
+    rename = os.rename
+
+    def fails(source: Any, target: Any) -> None:
+        if Path(source).name == "step-1":
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fails)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        millrace.save(tmp_path / "step-2", model, keep=1)
+    assert any("step-1 stays" in str(warning.message) for warning in told)
+    assert (tmp_path / "step-2").is_dir()
