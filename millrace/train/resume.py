@@ -71,9 +71,17 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
         directory, checkpoint = output, _newest(output)
     if config.resume is not None and checkpoint is None:
         raise TrainInputError(f"--resume: {directory} has no whole checkpoint; leave it out to begin anew")
-    others = output.is_dir() and {path.name for path in output.iterdir()} - _KEPT
+    kept = set(_KEPT)
+    if config.tensorboard is not None and config.tensorboard.absolute().is_relative_to(output.absolute()):
+        kept.add(config.tensorboard.absolute().relative_to(output.absolute()).parts[0])
+    others = output.is_dir() and {path.name for path in output.iterdir()} - kept
     own = config.resume is not None and checkpoint is not None and checkpoint.is_relative_to(output)
     if others and not own and (finished or checkpoint is None):
+        if finished and checkpoint is not None:
+            raise TrainInputError(
+                f"output directory {output} is not empty: it holds a finished run, which --resume with more --steps"
+                " goes on with; name another for a new run"
+            )
         raise TrainInputError(f"output directory {output} is not empty; name another, or empty it")
     return checkpoint
 

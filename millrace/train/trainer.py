@@ -271,7 +271,9 @@ def _check_loss(past: Past) -> None:
             "this is a defect of millrace; please report it with the command line"
         )
     if not math.isfinite(loss):
-        raise TrainingFailedError(f"the loss of step {step} is {loss}; no model was saved; try a lower --learning-rate")
+        raise TrainingFailedError(
+            f"the loss of step {step} is {loss}; no model was saved; try a lower --learning-rate, with another --output"
+        )
 
 
 def _evaluate(job: Job, run: Run, past: Past, progress: Progress) -> bool:

@@ -215,7 +215,7 @@ def test_a_checkpoint_elsewhere_is_gone_on_from_when_named(
 
 def test_a_finished_run_is_not_trained_again(settings: Settings, progress: Progress, crashed: dict[str, Any]):
     train(settings(**crashed), progress)
-    with pytest.raises(TrainInputError, match="is not empty; name another, or empty it"):
+    with pytest.raises(TrainInputError, match="is not empty"):
         train(settings(**crashed), progress)
 
 
