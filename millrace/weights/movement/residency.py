@@ -43,7 +43,7 @@ class Residency:
         self._meter = meter
         self._fetching = fetching  # None: nothing rests on disk
         self._buffers = DeviceBuffers(device, ledger, budget_bytes)
-        self._consumed: Event | None = None  # the last copy that compute was told to wait for
+        self._consumed: list[Event] = []  # copies that compute was told to wait for, and the host was not
         self.intact = True  # otherwise an interrupt has struck amid an onload or an eviction, see `mend`
         self._by_storage: dict[int, Block] = {}
         self._addresses: list[int] = []  # where buffers begin, ascending, and whose they are
@@ -135,7 +135,7 @@ class Residency:
                     self._undo(block, block.buffer)
                 raise
             self._lanes.wait(done)
-            self._consumed = done
+            self._consumed.append(done)
             self._meter.arrived(block.arrival, block.name)
             block.presence = Presence.PRESENT
 
@@ -152,9 +152,9 @@ class Residency:
 
     def wait_for_consumed_reads(self) -> None:
         """The host waits until every copy that compute relies on has read its home."""
-        if self._consumed is not None:
-            self._consumed.synchronize()
-            self._consumed = None
+        while self._consumed:  # they were not submitted in the order in which they were consumed
+            self._consumed[-1].synchronize()
+            self._consumed.pop()
 
     def evict(self, block: Block) -> None:
         """Lets go of the buffer. Whoever still refers to its memory keeps it, and reads right values."""

@@ -174,6 +174,7 @@ class Backward:
         if completed:
             self._gradients.leave_block()
             self._executor.end_cycle()
+            self._residency.wait_for_consumed_reads()  # those of frozen blocks no gradient waits for
             self._gradients.deliver()
             self._updates.changed()
         else:
