@@ -81,7 +81,7 @@ class Block:
         self.manager: object = shelf  # each offloaded model has one
         absent = _AbsentLeaves(device)
         self.slots = [
-            Slot(member.name, member.parameter, layout, rest, absent.of(layout), self.wait_until_free)
+            Slot(member.name, member.parameter, layout, rest, absent.of(layout), self._before_touch)
             for member, layout, rest in zip(members, layouts, self.rest.places(layouts), strict=True)
         ]
         for slot in self.slots:
@@ -175,6 +175,7 @@ class Block:
         if self.buffer is None:
             raise StateError(f"block {self.name!r} has no buffer to copy into")
         self.wait_for_updates()
+        self.keep_leaf_writes()  # they would be written over
         signature = self._signature()
         if self._loaded is not None and self._loaded[0] == signature and not only_changes:  # as the last time
             for slot, mark in zip(self.slots, self._loaded[1], strict=True):
@@ -307,17 +308,32 @@ class Block:
 
     def unbind(self) -> None:
         """The modules' attributes become the homes again."""
-        leaves = self._leaves
-        if [leaf._version for leaf in leaves] != self._leaf_versions or any(leaf.handed_out for leaf in leaves):
-            self._keep_leaf_writes()
+        if self.keep_leaf_writes():
+            for leaf in self._leaves:
+                leaf.handed_out = False
         self.places.unbind()
 
-    def _keep_leaf_writes(self) -> None:
-        if self.buffer is not None:
-            for slot in self.slots:
-                if slot.leaf_may_be_written and slot.keep_leaf_writes(self.buffer):
-                    self._flushed = None
-            self._leaf_versions = [leaf._version for leaf in self._leaves]
+    def keep_leaf_writes(self) -> bool:
+        """What the model wrote to leaves is the homes', too: before either is read, written over, or let go of.
+
+        Whether there may have been any.
+        """
+        leaves = self._leaves
+        with without_overrides():
+            versions = [leaf._version for leaf in leaves]
+            if versions == self._leaf_versions and not any(leaf.handed_out for leaf in leaves):
+                return False
+            if self.buffer is not None and self._presence is Presence.PRESENT:
+                self.wait_until_free()
+                for slot in self.slots:
+                    if slot.keep_leaf_writes(self.buffer):
+                        self._flushed = None
+            self._leaf_versions = versions
+        return True
+
+    def _before_touch(self) -> None:
+        self.keep_leaf_writes()
+        self.wait_until_free()
 
     def lend(self) -> None:
         """Its user is one that may be taken back: whoever asked a module for a parameter, and got it."""

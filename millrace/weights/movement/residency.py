@@ -162,6 +162,7 @@ class Residency:
         block.take_back()
         # The memory goes back to the compute lane, so a copy into it must come before.
         if self._outlive(block) and block.buffer is not None:
+            block.keep_leaf_writes()
             block.presence = Presence.ABSENT
             self._let_go(block, block.buffer)
         self.intact = True

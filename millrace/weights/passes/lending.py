@@ -44,7 +44,7 @@ class Lending:
             return None
         if use is Use.LOOK:
             return slot.leaf
-        if use is Use.WRITE and not block.users:  # as the user would, from outside
+        if use is Use.WRITE:  # as the user would, from outside
             slot.touch()
             return None
         self._bring(block)
@@ -68,8 +68,9 @@ class Lending:
         block = self._blocks.get(slot)
         if block is None or not (self._in_call() or (in_backward() and torch.is_grad_enabled())):
             return None
-        if not block.users:
-            self._bring(block)
+        lent = not block.users
+        self._bring(block)
+        if lent:
             bind((block,))
             self._lend_on(block)
         return slot.leaf
@@ -90,6 +91,9 @@ class Lending:
     def _bring(self, block: Block) -> None:
         if not block.users:
             self._executor.visit((block,), Phase.BACKWARD if in_backward() else Phase.FORWARD, block.name)
+        else:  # a home may have been written to while the block was bound
+            self._executor.bring(block)
+            self._residency.arrive(block)
 
     def _lend_on(self, block: Block) -> None:
         """Until the innermost call ends, or in backward the visit."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from millrace.errors import StateError
 from millrace.runtime.module_calls import Method, participant_of, take_part, withdraw
-from millrace.weights.model.home import Home
+from millrace.weights.model.home import AwayLeaf, Home, home_of
 from millrace.weights.model.module_buffers import plain_buffer
 from millrace.weights.passes.stray import homes_as_they_are, lent_for_call
 
@@ -29,6 +29,8 @@ class Parameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         held = super().__getitem__(name)  # so that the compiler can follow
+        if type(held) is AwayLeaf:  # bound, and its home was written to
+            return lent_for_call(home_of(held))
         return lent_for_call(held) if type(held) is Home else held
 
 
