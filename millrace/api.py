@@ -321,7 +321,7 @@ class Offloaded:
         if self._attachment is not None:
             self._engine.process.check()
             self._engine.quiesce(updates=False)
-            if self._engine.progress.computes:
+            if self._engine.progress.computes or self._engine.progress.runs_hooks:
                 raise StateError("remove() was called within a forward or backward of the model; call it after that")
             self._let_go()
 
