@@ -81,7 +81,6 @@ class Slot:
         self.on_gradient: Callable[[Slot], None] | None = None  # called when the leaf's gradient is complete
         self._hook: RemovableHandle | None = None
         self._node_is_watched = True  # until somebody looks
-        self.home: Home = as_home(parameter, self)
         fresh = torch.empty(0, dtype=layout.dtype, device=absent.device)  # whose version no other leaf counts
         self.leaf = Leaf(fresh, requires_grad=parameter.requires_grad)
         self.leaf.__dict__.update(
@@ -92,6 +91,7 @@ class Slot:
         self._leaf_version = self.leaf._version
         self.leaf.point(absent)
         self.leaf.__class__ = AwayLeaf
+        self.home: Home = as_home(parameter, self)
         self._move_in()
 
     @property

@@ -20,7 +20,7 @@ from millrace.weights.meter import Meter
 from millrace.weights.movement.block import Block, Presence
 from millrace.weights.rest.fetching import Fetching, Target
 
-__all__ = ["Residency"]
+__all__ = ["Residency", "plain_tensors"]
 
 NextUse = Callable[[Block], float]  # the larger, the later a block is needed again; infinity: not in sight
 
@@ -92,7 +92,7 @@ class Residency:
     def reserve(self, block: Block) -> None:
         """Allocates a buffer, to be filled later by `renew`. The caller has seen to it that the block fits."""
         self.intact = False
-        with _plain_tensors():
+        with plain_tensors():
             buffer = self._buffers.allocate(block.nbytes)
             self.held_bytes += block.nbytes
             self._by_storage[address_of(buffer.untyped_storage())] = block
@@ -115,7 +115,7 @@ class Residency:
         if buffer is None:
             raise StateError(f"block {block.name!r} has no buffer to renew")
         self.intact = False
-        with _plain_tensors():
+        with plain_tensors():
             try:
                 self._submit(block, buffer, only_changes=block.presence is not Presence.RESERVED)
             except BaseException:
@@ -180,7 +180,7 @@ class Residency:
         return True
 
     def _let_go(self, block: Block, buffer: torch.Tensor) -> None:
-        with _plain_tensors():
+        with plain_tensors():
             block.point_leaves(None)
         self._by_storage.pop(address_of(buffer.untyped_storage()))
         self._forget_address(block)
@@ -267,7 +267,7 @@ class Residency:
                 self._finish_copies(block)
                 block.lost()
                 block.arrival = None
-                with _plain_tensors():
+                with plain_tensors():
                     block.point_leaves(None)
                 block.buffer = None
                 if buffer is not None:
@@ -301,7 +301,7 @@ class Residency:
         self._meter.onloaded(block.arrival.nbytes)
 
 
-def _plain_tensors() -> contextlib.AbstractContextManager[object]:
+def plain_tensors() -> contextlib.AbstractContextManager[object]:
     """Inside of inference mode (a leaf that once held such a tensor could not be trained any more) and of `torch.func`
     transforms (their tensors end with them) buffers are what they are outside.
     """
