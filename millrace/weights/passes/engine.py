@@ -115,14 +115,13 @@ class Engine:
     def call(self, site: Site, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A managed module was called. Outermost calls begin a pass over the model; calls of sites are visits."""
         self.process.check()
-        recomputing = self.progress.in_backward
-        if not recomputing:
-            self._claim()
-        outermost = not self.calls and not recomputing
-        if not outermost and not self._is_visit(site):
-            return forward(*args, **kwargs)
-        call = Call(self, site)
+        call, outermost = Call(self, site), False
         try:
+            if not self.progress.in_backward:
+                self._claim()
+                outermost = not self.calls
+            if not outermost and not self._is_visit(site):
+                return forward(*args, **kwargs)
             if outermost:
                 args, kwargs = call.begin_pass(args, kwargs)
             elif not self.calls:  # a hook of backward may call the model, too
@@ -136,6 +135,7 @@ class Engine:
             finally:
                 if outermost:  # an interrupt may have hit the bookkeeping itself: nothing may seem to be under way
                     self._recover()
+                if not self.calls and self._claims.get("pass") == call.thread:
                     self._claims.clear()
             raise
         if torch.is_grad_enabled():
