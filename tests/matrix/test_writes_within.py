@@ -32,6 +32,7 @@ class Writing(nn.Module):
         super().__init__()
         self.layers: Any = nn.ModuleList(Layer() for _ in range(5))
         self.kept: list[Any] = []  # homes, from before the pass
+        self.aliases: list[Tensor] = []  # tensors over the same memory
         self.act = act
         self.on = False
         self.seen: list[Tensor] = []
@@ -144,7 +145,24 @@ def test_a_write_is_seen(use: Act, place: str, gradients: bool, compute_device: 
             raise AssertionError(f"{write.__name__}: {error}") from error
 
 
-def outcome_of(act: Act, place: dict[str, Any] | None, device: torch.device, *, gradients: bool) -> Outcome:
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("place", ["ample", "tight"])
+@pytest.mark.parametrize("alias", [lambda weight: weight.detach(), lambda weight: weight.view(-1)])
+@pytest.mark.parametrize("use", [with_a_functional, in_the_layer_alone])
+def test_a_write_through_an_alias_is_seen_when_the_layer_is_called(
+    use: Act, alias: Callable[[Tensor], Tensor], place: str, gradients: bool, compute_device: torch.device
+) -> None:
+    def act(model: Writing, x: Tensor) -> Tensor:
+        model.aliases[3].mul_(1.5)
+        return use(model, x)
+
+    expected = outcome_of(act, None, compute_device, gradients=gradients, alias=alias)
+    outcome_of(act, PLACES[place], compute_device, gradients=gradients, alias=alias).assert_equals(expected)
+
+
+def outcome_of(
+    act: Act, place: dict[str, Any] | None, device: torch.device, *, gradients: bool, alias: Any = torch.clone
+) -> Outcome:
     """Passes that settle, some in which it acts, and a step. `place`: how it is offloaded; None: the plain model."""
     torch.manual_seed(0)
     model, outcome = Writing(act), Outcome()
@@ -156,6 +174,8 @@ def outcome_of(act: Act, place: dict[str, Any] | None, device: torch.device, *, 
         memory_bytes = int(weight_bytes(model) * options.pop("share", 100))
         millrace.offload(model, device=device, device_memory=memory_bytes, **options)
     model.kept = [layer.up.weight for layer in model.layers]
+    with torch.no_grad():
+        model.aliases = [alias(weight) for weight in model.kept]
     model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(batch).square().sum().backward()
     with torch.set_grad_enabled(gradients):

@@ -69,7 +69,9 @@ class Block:
         self._flushed: object = None  # the contents that the files have
         self._changes = 0  # of homes, that left no trace in them
         self._homes: list[Home] | None = None
-        self._not_stale: object = None  # the signature with which the device copy was found to be what the homes hold
+        self._not_stale: tuple[int, list[int], list[int]] | None = (
+            None  # the signature with which the device copy was found to be what the homes hold
+        )
         # The signature with which a copy of all was made last, and what the slots noted then.
         self._loaded: tuple[object, list[object]] | None = None
         self._current_at = -1  # when the device copy was last found to be what the homes hold, see `is_current`
@@ -131,7 +133,7 @@ class Block:
         self._not_stale = signature
         return False
 
-    def _signature(self) -> object:
+    def _signature(self) -> tuple[int, list[int], list[int]]:
         """Differs when anything does by which slots tell that their homes have changed. Quicker than to ask them."""
         homes = self._homes
         if homes is None:
@@ -151,8 +153,11 @@ class Block:
 
     @property
     def is_known_current(self) -> bool:
-        """Whether nothing was written to a home since `is_current` said so."""
-        return self._current_at >= 0
+        """Whether nothing was written to a home since `is_current` said so, nor to a tensor that shares its version."""
+        if self._current_at < 0:
+            return False
+        with without_overrides():
+            return self._not_stale is None or [home._version for home in self._homes or ()] == self._not_stale[1]
 
     def _changed(self) -> None:
         self._current_at = -1
@@ -335,12 +340,8 @@ class Block:
         self.keep_leaf_writes()
         self.wait_until_free()
 
-    def lend(self) -> None:
-        """Its user is one that may be taken back: whoever asked a module for a parameter, and got it."""
-        self.lent = True
-
     def take_back(self) -> None:
-        """The inverse of `lend`, if nobody else has been. Whoever keeps a leaf has it brought again when it is used."""
+        """It is lent no more. Whoever keeps a leaf has it brought again when it is used."""
         if self.lent:
             if self.users == 1:
                 self.unbind()

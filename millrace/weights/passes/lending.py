@@ -63,8 +63,8 @@ class Lending:
     def lend_for_call(self, slot: Slot) -> torch.Tensor | None:
         """A module is asked for a parameter of a block that no visit brought: a visit until the innermost call ends.
 
-        Or until its memory is needed, see `Block.lend`. In backward, what is computed again runs with gradients on;
-        hooks run with gradients off, and see homes as user code does.
+        Or until its memory is needed, see `Block.may_be_taken_back`. In backward, what is computed again runs with
+        gradients on; hooks run with gradients off, and see homes as user code does.
         """
         block = self._blocks.get(slot)
         if block is None or not (self._in_call() or (self._progress.in_backward and torch.is_grad_enabled())):
@@ -98,5 +98,5 @@ class Lending:
 
     def _lend_on(self, block: Block) -> None:
         """Until the innermost call ends, or in backward the visit."""
-        block.lend()
+        block.lent = True
         (self._calls[-1].lent if self._calls else self._lent_in_backward).append(block)
