@@ -43,7 +43,12 @@ class Residency:
         self._meter = meter
         self._fetching = fetching  # None: nothing rests on disk
         self._buffers = DeviceBuffers(device, ledger, budget_bytes)
-        self._consumed: list[Event] = []  # copies that compute was told to wait for, and the host was not
+        # Of the copies that compute was told to wait for, and the host was not: the last one in the order in which they
+        # were submitted, with its number there; and those that came from disk, in an order of their own.
+        self._consumed: tuple[int, Event] | None = None
+        self._consumed_from_disk: list[Event] = []
+        self._submitted: dict[Block, int] = {}  # the numbers of copies under way
+        self._submissions = 0
         self.intact = True  # otherwise an interrupt has struck amid an onload or an eviction, see `mend`
         self._by_storage: dict[int, Block] = {}
         self._addresses: list[int] = []  # where buffers begin, ascending, and whose they are
@@ -135,7 +140,11 @@ class Residency:
                     self._undo(block, block.buffer)
                 raise
             self._lanes.wait(done)
-            self._consumed.append(done)
+            number = self._submitted.pop(block, None)
+            if number is None:
+                self._consumed_from_disk.append(done)
+            elif self._consumed is None or number > self._consumed[0]:
+                self._consumed = number, done
             self._meter.arrived(block.arrival, block.name)
             block.presence = Presence.PRESENT
 
@@ -152,9 +161,12 @@ class Residency:
 
     def wait_for_consumed_reads(self) -> None:
         """The host waits until every copy that compute relies on has read its home."""
-        while self._consumed:  # they were not submitted in the order in which they were consumed
-            self._consumed[-1].synchronize()
-            self._consumed.pop()
+        if self._consumed is not None:
+            self._consumed[1].synchronize()
+            self._consumed = None
+        while self._consumed_from_disk:
+            self._consumed_from_disk[-1].synchronize()
+            self._consumed_from_disk.pop()
 
     def evict(self, block: Block) -> None:
         """Lets go of the buffer. Whoever still refers to its memory keeps it, and reads right values."""
@@ -293,7 +305,10 @@ class Residency:
         if self._fetching is None or not block.is_fetched:
             block.arrival = self._lanes.copy(Lane.ONLOAD, copies, after)
             block.read_until(block.arrival.done)
+            self._submissions += 1
+            self._submitted[block] = self._submissions
         else:
+            self._submitted.pop(block, None)
             fetch = self._fetching.onload(block, Target(buffer, after, copies))
             block.read_until(fetch)
             block.arrival = LateTransfer(Lane.ONLOAD, block.nbytes, fetch.arrived)
