@@ -338,7 +338,7 @@ class Offloaded:
     def _check_between_passes(self, what: str) -> None:
         self._engine.process.check()
         self._engine.quiesce(updates=False)
-        if self._engine.progress.computes:
+        if self._engine.progress.computes or self._engine.progress.runs_hooks:
             raise StateError(f"{what} was called within a forward or backward of the model; call it after that")
 
     def let_go(self) -> None:

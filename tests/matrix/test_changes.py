@@ -1,5 +1,6 @@
 """May a model change under management? What must be followed is followed, what must not be is refused."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -151,6 +152,41 @@ def test_replaced_and_added_modules(compute_device: torch.device) -> None:
 
     _, model = assert_exact(make, script, compute_device, 0.6)
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+
+
+def batch_norm() -> nn.Module:
+    return nn.BatchNorm1d(8)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize("make", [linear, batch_norm])
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_the_first_forward_of_an_added_module_is_without_gradients(
+    make: Callable[[], nn.Module], mode: Any, compute_device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8).to(compute_device)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    plain.load_state_dict(model.state_dict())
+    plain.to(compute_device)
+    handle = millrace.offload(model, device=compute_device, device_memory="1MiB")
+    added = make()
+    model.append(added)
+    plain.append(copy.deepcopy(added).to(compute_device))
+    with mode():
+        assert torch.equal(model(batch), plain(batch))
+    for _ in range(2):
+        for one in (model, plain):
+            one(batch).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(on_cpu(ours.grad), on_cpu(theirs.grad))
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], on_cpu(tensor)), name
+    handle.remove()
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
 
 
 def test_a_module_of_torchscript_that_comes_later_is_refused(compute_device: torch.device) -> None:

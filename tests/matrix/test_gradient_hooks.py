@@ -275,3 +275,76 @@ def test_a_node_that_was_kept_while_its_parameter_was_frozen(compute_device: tor
         run(model, log, compute_device, zeroes=True)
     assert len(log) == 3 * 18
     remove(kept)
+
+
+def evaluates(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(batch)
+
+
+def goes_through_it(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        given = batch.clone().requires_grad_()
+        return torch.autograd.grad(model(given).square().sum(), given)[0]
+
+
+def calls_a_layer(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model[1](model[3](batch))
+
+
+HOOKS: dict[str, Callable[[nn.Parameter, Callable[..., Any]], Any]] = {
+    "late": lambda parameter, hook: parameter.register_post_accumulate_grad_hook(hook),
+    "early": lambda parameter, hook: parameter.register_hook(hook),
+    "of several": lambda parameter, hook: register_multi_grad_hook([parameter], hook),
+}
+
+
+@pytest.mark.parametrize("memory", ["2560B", "64MiB"])
+@pytest.mark.parametrize("act", [evaluates, goes_through_it, calls_a_layer])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_may_call_the_model(kind: str, act: Callable[..., torch.Tensor], memory: str, compute_device) -> None:
+    seen: list[list[torch.Tensor]] = []
+    for model in (build(), build().to(compute_device)):
+        found: list[torch.Tensor] = []
+        batch = torch.randn(3, 16, generator=torch.Generator().manual_seed(0)).to(compute_device)
+
+        def hook(_gradients: Any, model: nn.Module = model, batch: torch.Tensor = batch, found: Any = found) -> None:
+            found.append(act(model, batch))
+
+        if not seen:
+            millrace.offload(model, device=compute_device, device_memory=memory, blocks=list(model))
+        watched = HOOKS[kind](model[2].weight, hook)
+        for _ in range(3):
+            loss = model(batch).square().sum()
+            loss.backward()
+            found += [loss, *(parameter.grad.clone() for parameter in model.parameters())]
+        watched.remove()
+        model(batch).sum().backward()
+        found += [evaluates(model, batch), *(parameter.grad for parameter in model.parameters())]
+        seen.append([tensor.detach().cpu() for tensor in found])
+    assert len(seen[0]) == len(seen[1]) > 3 * 12
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_cannot_remove_the_handle(kind: str, evaluated: bool, compute_device: torch.device) -> None:
+    model = build()
+    batch = torch.randn(3, 16).to(compute_device)
+    handle = millrace.offload(model, device=compute_device, device_memory="64MiB")
+
+    def hook(_gradients: Any) -> None:
+        if evaluated:
+            evaluates(model, batch)
+        handle.remove()
+
+    watched = HOOKS[kind](model[2].weight, hook)
+    with pytest.raises(millrace.StateError, match="within a forward or backward"):
+        model(batch).sum().backward()
+    watched.remove()
+    model.zero_grad()
+    model(batch).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    handle.remove()
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())

@@ -1,5 +1,6 @@
 """Does Ctrl-C in the middle of a load leave a model that computes what it should?"""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ import millrace
 from millrace.memory.buffers import DeviceBuffers
 from millrace.weights.movement.block import Block
 from millrace.weights.movement.residency import Residency
+from millrace.weights.passes.backward import Backward
+from millrace.weights.passes.call import Call
+from millrace.weights.passes.engine import Engine
 from tests.units.models import Decoder, tokens
 
 BUDGET_BYTES = 9 << 10  # a fifth of the Decoder: blocks come and go all the time
@@ -23,7 +27,8 @@ class Interrupts:
 
     def __init__(self, patch: pytest.MonkeyPatch, owner: Any, name: str, *, at: int, after: bool) -> None:
         self.count = 0
-        method = getattr(owner, name)
+        held = getattr(owner, name)
+        method = held.fget if isinstance(held, property) else held
 
         def interrupted(*args: Any, **kwargs: Any) -> Any:
             self.count += 1
@@ -34,7 +39,7 @@ class Interrupts:
                 raise KeyboardInterrupt
             return result
 
-        patch.setattr(owner, name, interrupted)
+        patch.setattr(owner, name, property(interrupted) if isinstance(held, property) else interrupted)
 
 
 def steps(model: torch.nn.Module, batch: torch.Tensor) -> None:
@@ -84,3 +89,22 @@ def test_the_next_step_is_right(
         handle.reset_stats()
         steps(model, batch)
         assert handle.stats().device_peak_bytes <= BUDGET_BYTES
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Call, "__init__"), (Engine, "_claim"), (Backward, "is_held"), (Call, "begin_pass")]
+)
+def test_another_thread_may_call_the_model_next(
+    compute_device: torch.device, owner: Any, name: str, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = Decoder(), tokens().to(compute_device)
+    with millrace.offload(model, device=compute_device, device_memory=BUDGET_BYTES), torch.no_grad():
+        expected = model(batch)
+        with monkeypatch.context() as patch:
+            Interrupts(patch, owner, name, at=1, after=after)
+            with pytest.raises(KeyboardInterrupt):
+                model(batch)
+        with ThreadPoolExecutor(1) as other:
+            found = other.submit(torch.no_grad()(model), batch).result()
+        assert torch.equal(found, expected)

@@ -10,7 +10,14 @@ from millrace.runtime import autograd
 
 PACKAGE = Path(millrace.__file__).parent
 HOMES = {"runtime/autograd.py", "runtime/torch_rules.py", "runtime/grad_scaler.py"}
-OF_OTHERS = {"_actions", "_asdict", "_fields", "_replace", "_register_atexit", "_from_config"}  # Python's, and transformers'
+OF_OTHERS = {
+    "_actions",
+    "_asdict",
+    "_fields",
+    "_replace",
+    "_register_atexit",
+    "_from_config",
+}  # Python's, and transformers'
 
 
 def trees() -> Iterator[tuple[str, ast.Module]]:

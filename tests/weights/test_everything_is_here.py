@@ -1,6 +1,8 @@
 """A forward without gradients over weights that all are on the device has no visits: is it as any other?"""
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -224,3 +226,129 @@ def test_an_interrupt_in_a_backward_within_a_forward_is_told(decoder, tokens, mo
         assert all(type(parameter).__name__ == "Home" for parameter in homes)
         decoder(tokens).sum().backward()
         assert all(parameter.grad is not None for parameter in homes)
+
+
+class Inside(nn.Module):
+    """Does something to its layers within the forward, once it is `on`."""
+
+    def __init__(self, act: Callable[["Inside", torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers: Any = nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(4))
+        self.act = act
+        self.on = False
+        self.kept: list[Any] = []
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.act(self, hidden) if self.on else hidden
+
+
+def module_alone(model: Inside, hidden: torch.Tensor) -> torch.Tensor:
+    return model.layers[1][0](hidden)
+
+
+def functional(model: Inside, hidden: torch.Tensor) -> torch.Tensor:
+    weight = model.layers[1][0].weight
+    return nn.functional.linear(nn.functional.linear(hidden, model.layers[2][0].weight), weight)
+
+
+@pytest.mark.parametrize("blocks_that_fit", [2, 100])
+@pytest.mark.parametrize("use", [module_alone, functional])
+@pytest.mark.parametrize("change", [None, "in place", "by data"])
+def test_gradients_switched_on_inside_see_weights_that_changed_before_backward(
+    use, change, blocks_that_fit, compute_device
+) -> None:
+    def act(model: Inside, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            model.kept = [hidden.detach().requires_grad_()]
+            return use(model, model.kept[0])
+
+    def run(model: Inside) -> list[torch.Tensor]:
+        hidden = torch.linspace(-1, 1, 16).view(2, 8).to(compute_device)
+        with torch.no_grad():
+            for passes in range(6):
+                model.on = passes > 4
+                output = model(hidden)
+            weight = model.layers[1][0].weight
+            if change is not None:
+                (weight if change == "in place" else weight.data).mul_(3)
+        try:
+            output.square().sum().backward()
+        except RuntimeError:  # modified in place
+            return []
+        return [output.detach().cpu(), model.kept[0].grad.cpu(), weight.grad.cpu()]
+
+    ours, theirs = both(Inside, act, blocks_that_fit, compute_device, run)
+    assert (ours == []) == (theirs == []) == (change == "in place")
+    assert all(torch.equal(got, wanted) for got, wanted in zip(ours, theirs, strict=True))
+
+
+def zero_grad(model: Inside) -> None:
+    model.layers[1].zero_grad()
+
+
+def freeze(model: Inside) -> None:
+    model.layers[1].requires_grad_(False)
+
+
+def keep(model: Inside) -> None:
+    model.kept = list(model.parameters())
+
+
+def keep_of_a_layer(model: Inside) -> None:
+    model.kept = list(model.layers[1].parameters())
+
+
+def make_an_optimizer(model: Inside) -> None:
+    model.kept = [torch.optim.SGD(model.parameters(), lr=0.1)]
+
+
+def move(model: Inside) -> None:
+    model.to(model.layers[1][0].weight.device).float()
+
+
+@pytest.mark.parametrize("blocks_that_fit", [2, 100])
+@pytest.mark.parametrize("on_parameters", [zero_grad, freeze, keep, keep_of_a_layer, make_an_optimizer, move])
+def test_parameters_within_a_forward_are_the_users_own(on_parameters, blocks_that_fit, compute_device) -> None:
+    def act(model: Inside, hidden: torch.Tensor) -> torch.Tensor:
+        assert next(model.parameters()).device == hidden.device
+        on_parameters(model)
+        return hidden
+
+    def run(model: Inside) -> list[torch.Tensor]:
+        hidden = torch.linspace(-1, 1, 16).view(2, 8).to(compute_device)
+        model(hidden).square().sum().backward()
+        with torch.no_grad():
+            for passes in range(6):
+                model.on = passes > 4
+                model(hidden)
+        model.on = False
+        if on_parameters in (keep, keep_of_a_layer):
+            with torch.no_grad():
+                for parameter in model.kept:
+                    parameter.mul_(2)
+        if on_parameters is make_an_optimizer:
+            model.kept[0].step()
+        state = [tensor.clone() for tensor in model.state_dict().values()]
+        with torch.no_grad():
+            output = model(hidden)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        flags = torch.tensor([p.requires_grad for p in model.parameters()])
+        return [tensor.detach().cpu() for tensor in (output, flags, *gradients, *state)]
+
+    ours, theirs = both(Inside, act, blocks_that_fit, compute_device, run)
+    assert len(ours) == len(theirs)
+    assert all(torch.equal(got, wanted) for got, wanted in zip(ours, theirs, strict=True))
+
+
+def both(kind: Any, act: Any, blocks_that_fit: int, device: torch.device, run: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """What a run of the offloaded model gives, and of the plain one. `blocks_that_fit`: of its layers."""
+    torch.manual_seed(0)
+    model = kind(act)
+    plain = kind(act).to(device)
+    plain.load_state_dict(model.state_dict())
+    memory_bytes = blocks_that_fit * 512
+    with millrace.offload(model, device=device, device_memory=memory_bytes, blocks=list(model.layers)):
+        ours = run(model)
+    return ours, run(plain)

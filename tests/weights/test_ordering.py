@@ -4,6 +4,7 @@ The edges are those of docs/design/ordering.md, by number. The package has no sw
 method that makes the edge. Host accesses, which no device sees, are announced to the detector by the tests.
 """
 
+import copy
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -154,7 +155,7 @@ def test_edge_5_a_gradient_stays_until_its_copy_is_done(emu_device, decoder, tok
 
 
 def test_edge_6_backward_returns_when_gradients_are_home(emu_device, decoder, tokens, monkeypatch):
-    def deliver(self: Gradients) -> None:
+    def deliver(self: Gradients, _in_hooks: Callable[[], None]) -> None:
         self._submit_ready()
         arrived = self._arriving
         self._forget()
@@ -211,3 +212,43 @@ def test_edge_9_a_pass_ends_when_what_it_used_was_read(emu_device, decoder, toke
     reports = found(emu_device)
     assert "host writes a home" in reports
     assert "copy H2D" in reports
+
+
+@pytest.mark.emu("lazy")
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("blocks_that_fit", [2, 4])
+def test_edge_9_counts_loads_that_were_consumed_in_another_order(emu_device, gradients, blocks_that_fit):
+    """The load that is consumed last was submitted before the pass; others, submitted in it, are behind it."""
+    torch.manual_seed(0)
+    model, hidden = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5))), torch.randn(4, 16)
+    plain, parameters = copy.deepcopy(model), list(model.parameters())
+    outputs, expected = [], []
+    fits_bytes = blocks_that_fit * weight_bytes(model[0])
+    with millrace.offload(model, device="emu", device_memory=fits_bytes, blocks=list(model)) as handle:
+        with torch.set_grad_enabled(gradients):
+            for passes in range(9):
+                if passes > 5:
+                    with torch.no_grad():
+                        for parameter in (*parameters, *plain.parameters()):
+                            parameter.mul_(1.5)
+                outputs.append(model(hidden).detach())
+                expected.append(plain(hidden).detach())
+        assert handle.stats().onload_bytes > weight_bytes(model)
+        assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(outputs, expected, strict=True))
+
+
+@pytest.mark.emu("lazy")
+def test_edge_9_holds_at_the_end_of_a_backward_without_gradients_of_parameters(emu_device):
+    torch.manual_seed(0)
+    model, hidden = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5))).requires_grad_(False), torch.randn(4, 16)
+    plain, parameters = copy.deepcopy(model), list(model.parameters())
+    gradients, expected = [], []
+    with millrace.offload(model, device="emu", device_memory=2 * weight_bytes(model[0]), blocks=list(model)):
+        for _ in range(6):
+            for run, found in ((model, gradients), (plain, expected)):
+                given = hidden.to("emu" if run is model else "cpu", copy=True).requires_grad_()
+                run(given).square().sum().backward()
+                found.append(given.grad)
+            for parameter in (*parameters, *plain.parameters()):
+                parameter.mul_(1.1)
+        assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(gradients, expected, strict=True))

@@ -4,7 +4,7 @@ Hooks of a parameter, of several (`register_multi_grad_hook`) and of the node of
 gradient (AccumulateGrad; Horovod and Apex hook into it) fire so as without us, in the order in which gradients came.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,17 +21,30 @@ class _Arrival(torch.autograd.Function):
     """One gradient, and then those after it: a node that accumulates comes before any other that is ready."""
 
     @staticmethod
-    def forward(context: Any, later: torch.Tensor, home: nn.Parameter, gradient: list[torch.Tensor]) -> torch.Tensor:
-        context.gradient = gradient
+    def forward(
+        context: Any,
+        later: torch.Tensor,
+        home: nn.Parameter,
+        gradient: list[torch.Tensor],
+        before: Callable[[], None],
+    ) -> torch.Tensor:
+        context.gradient, context.before = gradient, before
         return later.view_as(later)
 
     @staticmethod
     def backward(context: Any, *tokens: Any) -> Any:
-        return tokens[0], context.gradient.pop(), None  # popped: what nobody else has becomes `home.grad` uncopied
+        context.before()
+        # Popped: what nobody else has becomes `home.grad` uncopied.
+        return tokens[0], context.gradient.pop(), None, None
 
 
-def accumulate_as_autograd(arrived: "Sequence[tuple[nn.Parameter, list[torch.Tensor]]]") -> None:
-    """Homes get the gradients that the lists hold, one each, in this order; the lists are empty then."""
+def accumulate_as_autograd(
+    arrived: "Sequence[tuple[nn.Parameter, list[torch.Tensor]]]", before: Callable[[], None]
+) -> None:
+    """Homes get the gradients that the lists hold, one each, in this order; the lists are empty then.
+
+    `before` is called within this backward, before hooks are.
+    """
     if not arrived:
         return
     for home, held in arrived:
@@ -40,7 +53,7 @@ def accumulate_as_autograd(arrived: "Sequence[tuple[nn.Parameter, list[torch.Ten
     with torch.enable_grad():
         token = torch.zeros((), device="cpu", requires_grad=True)
         for home, held in reversed(arrived):
-            token = _Arrival.apply(token, home, held)  # type: ignore[no-untyped-call]
+            token = _Arrival.apply(token, home, held, before)  # type: ignore[no-untyped-call]
     token.backward()
 
 

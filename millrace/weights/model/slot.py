@@ -82,7 +82,6 @@ class Slot:
         self.on_gradient: Callable[[Slot], None] | None = None  # called when the leaf's gradient is complete
         self._hook: RemovableHandle | None = None
         self._node_is_watched = True  # until somebody looks
-        self.home: Home = as_home(parameter, self)
         fresh = torch.empty(0, dtype=layout.dtype, device=absent.device)  # whose version no other leaf counts
         self.leaf = Leaf(fresh, requires_grad=parameter.requires_grad)
         self.leaf.__dict__.update(
@@ -93,6 +92,7 @@ class Slot:
         self._leaf_version = self.leaf._version
         self.leaf.point(absent)
         self.leaf.__class__ = AwayLeaf
+        self.home: Home = as_home(parameter, self)
         self._move_in()
 
     @property
@@ -175,15 +175,15 @@ class Slot:
     def keep_leaf_writes(self, buffer: torch.Tensor) -> bool:
         """What the model wrote to the leaf (nn.Embedding's max_norm, a codebook's `weight.data`) is the home's too.
 
-        Whether there was any.
+        Whether there was any. Of a leaf whose `data` was handed out nobody knows; the home, if it was touched after
+        the device copy was made, is newer.
         """
-        if not self.leaf_may_be_written:
+        touched = type(self.leaf) is AwayLeaf
+        if not self.leaf_may_be_written or (touched and self.leaf._version == self._leaf_version):
             return False
         self._leaf_version = self.leaf._version
-        self.leaf.handed_out = False
         written = raw_data(self.leaf)
         self._check_shape(written)
-        self._before_touch()
         self.data.copy_(written)  # leaves no trace in the version: the device copy is what it should be
         self._cast = None
         place = self.layout.view(buffer)
@@ -313,11 +313,15 @@ class Slot:
         """The home's data is about to be handed out, and may be written through what was."""
         self._before_touch()
         self._touches += 1
-        self.on_change()
+        self._home_changed()
 
     def changed_untraced(self) -> None:
         """The home was written, or is being written, in a way that leaves no trace in its version."""
         self.untraced_changes += 1
+        self._home_changed()
+
+    def _home_changed(self) -> None:
+        self.leaf.__class__ = AwayLeaf  # whoever uses it, also where it is bound, has the home brought once more
         self.on_change()
 
 

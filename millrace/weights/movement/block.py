@@ -69,7 +69,9 @@ class Block:
         self._flushed: object = None  # the contents that the files have
         self._changes = 0  # of homes, that left no trace in them
         self._homes: list[Home] | None = None
-        self._not_stale: object = None  # the signature with which the device copy was found to be what the homes hold
+        self._not_stale: tuple[int, list[int], list[int]] | None = (
+            None  # the signature with which the device copy was found to be what the homes hold
+        )
         # The signature with which a copy of all was made last, and what the slots noted then.
         self._loaded: tuple[object, list[object]] | None = None
         self._current_at = -1  # when the device copy was last found to be what the homes hold, see `is_current`
@@ -81,7 +83,7 @@ class Block:
         self.manager: object = shelf  # each offloaded model has one
         absent = _AbsentLeaves(device)
         self.slots = [
-            Slot(member.name, member.parameter, layout, rest, absent.of(layout), self.wait_until_free)
+            Slot(member.name, member.parameter, layout, rest, absent.of(layout), self._before_touch)
             for member, layout, rest in zip(members, layouts, self.rest.places(layouts), strict=True)
         ]
         for slot in self.slots:
@@ -131,7 +133,7 @@ class Block:
         self._not_stale = signature
         return False
 
-    def _signature(self) -> object:
+    def _signature(self) -> tuple[int, list[int], list[int]]:
         """Differs when anything does by which slots tell that their homes have changed. Quicker than to ask them."""
         homes = self._homes
         if homes is None:
@@ -151,8 +153,11 @@ class Block:
 
     @property
     def is_known_current(self) -> bool:
-        """Whether nothing was written to a home since `is_current` said so."""
-        return self._current_at >= 0
+        """Whether nothing was written to a home since `is_current` said so, nor to a tensor that shares its version."""
+        if self._current_at < 0:
+            return False
+        with without_overrides():
+            return self._not_stale is None or [home._version for home in self._homes or ()] == self._not_stale[1]
 
     def _changed(self) -> None:
         self._current_at = -1
@@ -175,6 +180,7 @@ class Block:
         if self.buffer is None:
             raise StateError(f"block {self.name!r} has no buffer to copy into")
         self.wait_for_updates()
+        self.keep_leaf_writes()  # they would be written over
         signature = self._signature()
         if self._loaded is not None and self._loaded[0] == signature and not only_changes:  # as the last time
             for slot, mark in zip(self.slots, self._loaded[1], strict=True):
@@ -315,24 +321,35 @@ class Block:
 
     def unbind(self) -> None:
         """The modules' attributes become the homes again."""
-        leaves = self._leaves
-        if [leaf._version for leaf in leaves] != self._leaf_versions or any(leaf.handed_out for leaf in leaves):
-            self._keep_leaf_writes()
+        if self.keep_leaf_writes():
+            for leaf in self._leaves:
+                leaf.handed_out = False
         self.places.unbind()
 
-    def _keep_leaf_writes(self) -> None:
-        if self.buffer is not None:
-            for slot in self.slots:
-                if slot.leaf_may_be_written and slot.keep_leaf_writes(self.buffer):
-                    self._flushed = None
-            self._leaf_versions = [leaf._version for leaf in self._leaves]
+    def keep_leaf_writes(self) -> bool:
+        """What the model wrote to leaves is the homes', too: before either is read, written over, or let go of.
 
-    def lend(self) -> None:
-        """Its user is one that may be taken back: whoever asked a module for a parameter, and got it."""
-        self.lent = True
+        Whether there may have been any.
+        """
+        leaves = self._leaves
+        with without_overrides():
+            versions = [leaf._version for leaf in leaves]
+            if versions == self._leaf_versions and not any(leaf.handed_out for leaf in leaves):
+                return False
+            if self.buffer is not None and self._presence is Presence.PRESENT:
+                self.wait_until_free()
+                for slot in self.slots:
+                    if slot.keep_leaf_writes(self.buffer):
+                        self._flushed = None
+            self._leaf_versions = versions
+        return True
+
+    def _before_touch(self) -> None:
+        self.keep_leaf_writes()
+        self.wait_until_free()
 
     def take_back(self) -> None:
-        """The inverse of `lend`, if nobody else has been. Whoever keeps a leaf has it brought again when it is used."""
+        """It is lent no more. Whoever keeps a leaf has it brought again when it is used."""
         if self.lent:
             if self.users == 1:
                 self.unbind()

@@ -158,7 +158,7 @@ class Executor:
             self._residency.make_room(block, keep, self._next_use)
             self._residency.onload(block)
             self._meter.demand_onloads += block.index >= 0
-        elif not block.is_current(self._moment):
+        elif not (block.is_current(self._moment) and block.is_known_current):
             self._meter.demand_onloads += block.index >= 0 and block.presence is not Presence.RESERVED
             self._residency.renew(block)
 

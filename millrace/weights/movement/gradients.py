@@ -6,7 +6,7 @@ adds, casts or copies.
 """
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -159,8 +159,11 @@ class Gradients:
             self._let_go()
         self._blocks_left += 1
 
-    def deliver(self) -> None:
-        """The end of backward: every gradient is in its home when this returns. Then the homes' own hooks fire."""
+    def deliver(self, in_hooks: Callable[[], None] = lambda: None) -> None:
+        """The end of backward: every gradient is in its home when this returns. Then the homes' own hooks fire.
+
+        Where that takes another backward, `in_hooks` is called in it before any of them.
+        """
         self._submit_ready()
         self._wait_for_sent()
         arrived, added, announced = self._arriving, self._added, self._announced
@@ -181,7 +184,7 @@ class Gradients:
             self._arrivals.end(completed=True)
             _tell_watchers([slot for slot in slots if slot not in hooked], announced)
         try:
-            accumulate_as_autograd([(slot.home, gradient) for slot, gradient in seen.items()])
+            accumulate_as_autograd([(slot.home, gradient) for slot, gradient in seen.items()], in_hooks)
             for slot in hooked:
                 for hook in () if slot in seen else _late_hooks(slot):
                     hook(slot.home)

@@ -20,7 +20,7 @@ from millrace.weights.meter import Meter
 from millrace.weights.movement.block import Block, Presence
 from millrace.weights.rest.fetching import Fetching, Target
 
-__all__ = ["Residency"]
+__all__ = ["Residency", "plain_tensors"]
 
 NextUse = Callable[[Block], float]  # the larger, the later a block is needed again; infinity: not in sight
 
@@ -43,7 +43,12 @@ class Residency:
         self._meter = meter
         self._fetching = fetching  # None: nothing rests on disk
         self._buffers = DeviceBuffers(device, ledger, budget_bytes)
-        self._consumed: Event | None = None  # the last copy that compute was told to wait for
+        # Of the copies that compute was told to wait for, and the host was not: the last one in the order in which they
+        # were submitted, with its number there; and those that came from disk, in an order of their own.
+        self._consumed: tuple[int, Event] | None = None
+        self._consumed_from_disk: list[Event] = []
+        self._submitted: dict[Block, int] = {}  # the numbers of copies under way
+        self._submissions = 0
         self.intact = True  # otherwise an interrupt has struck amid an onload or an eviction, see `mend`
         self._by_storage: dict[int, Block] = {}
         self._addresses: list[int] = []  # where buffers begin, ascending, and whose they are
@@ -92,7 +97,7 @@ class Residency:
     def reserve(self, block: Block) -> None:
         """Allocates a buffer, to be filled later by `renew`. The caller has seen to it that the block fits."""
         self.intact = False
-        with _plain_tensors():
+        with plain_tensors():
             buffer = self._buffers.allocate(block.nbytes)
             self.held_bytes += block.nbytes
             self._by_storage[address_of(buffer.untyped_storage())] = block
@@ -115,7 +120,7 @@ class Residency:
         if buffer is None:
             raise StateError(f"block {block.name!r} has no buffer to renew")
         self.intact = False
-        with _plain_tensors():
+        with plain_tensors():
             try:
                 self._submit(block, buffer, only_changes=block.presence is not Presence.RESERVED)
             except BaseException:
@@ -135,7 +140,11 @@ class Residency:
                     self._undo(block, block.buffer)
                 raise
             self._lanes.wait(done)
-            self._consumed = done
+            number = self._submitted.pop(block, None)
+            if number is None:
+                self._consumed_from_disk.append(done)
+            elif self._consumed is None or number > self._consumed[0]:
+                self._consumed = number, done
             self._meter.arrived(block.arrival, block.name)
             block.presence = Presence.PRESENT
 
@@ -153,8 +162,11 @@ class Residency:
     def wait_for_consumed_reads(self) -> None:
         """The host waits until every copy that compute relies on has read its home."""
         if self._consumed is not None:
-            self._consumed.synchronize()
+            self._consumed[1].synchronize()
             self._consumed = None
+        while self._consumed_from_disk:
+            self._consumed_from_disk[-1].synchronize()
+            self._consumed_from_disk.pop()
 
     def evict(self, block: Block) -> None:
         """Lets go of the buffer. Whoever still refers to its memory keeps it, and reads right values."""
@@ -162,6 +174,7 @@ class Residency:
         block.take_back()
         # The memory goes back to the compute lane, so a copy into it must come before.
         if self._outlive(block) and block.buffer is not None:
+            block.keep_leaf_writes()
             block.presence = Presence.ABSENT
             self._let_go(block, block.buffer)
         self.intact = True
@@ -179,7 +192,7 @@ class Residency:
         return True
 
     def _let_go(self, block: Block, buffer: torch.Tensor) -> None:
-        with _plain_tensors():
+        with plain_tensors():
             block.point_leaves(None)
         self._by_storage.pop(address_of(buffer.untyped_storage()))
         self._forget_address(block)
@@ -266,7 +279,7 @@ class Residency:
                 self._finish_copies(block)
                 block.lost()
                 block.arrival = None
-                with _plain_tensors():
+                with plain_tensors():
                     block.point_leaves(None)
                 block.buffer = None
                 if buffer is not None:
@@ -292,7 +305,10 @@ class Residency:
         if self._fetching is None or not block.is_fetched:
             block.arrival = self._lanes.copy(Lane.ONLOAD, copies, after)
             block.read_until(block.arrival.done)
+            self._submissions += 1
+            self._submitted[block] = self._submissions
         else:
+            self._submitted.pop(block, None)
             fetch = self._fetching.onload(block, Target(buffer, after, copies))
             block.read_until(fetch)
             block.arrival = LateTransfer(Lane.ONLOAD, block.nbytes, fetch.arrived)
@@ -300,7 +316,7 @@ class Residency:
         self._meter.onloaded(block.arrival.nbytes)
 
 
-def _plain_tensors() -> contextlib.AbstractContextManager[object]:
+def plain_tensors() -> contextlib.AbstractContextManager[object]:
     """Inside of inference mode (a leaf that once held such a tensor could not be trained any more) and of `torch.func`
     transforms (their tensors end with them) buffers are what they are outside.
     """

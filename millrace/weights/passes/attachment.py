@@ -18,6 +18,7 @@ from millrace.weights.model.inventory import Inventory, take_inventory
 from millrace.weights.model.layout import check_can_travel
 from millrace.weights.model.places import Member, Place
 from millrace.weights.movement.block import Block
+from millrace.weights.movement.residency import plain_tensors
 from millrace.weights.passes.engine import Engine
 from millrace.weights.passes.managed import lend_parameters, make_managed, make_plain, site_of
 from millrace.weights.passes.refusals import refuse_call, refuse_script
@@ -85,8 +86,11 @@ class Attachment:
         if model is None:
             return
         refuse_call(model)
-        if self._seen == _registrations.count:
-            return
+        if self._seen != _registrations.count:
+            with plain_tensors():
+                self._take_in(model)
+
+    def _take_in(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
             refuse_script(f"module {name!r}, which came after offload(),", module)
         for block in self._blocks():

@@ -13,7 +13,7 @@ from typing import Any
 
 from millrace.errors import StateError
 from millrace.planning import Phase
-from millrace.runtime.autograd import EndOfBackward, in_backward, without_overrides
+from millrace.runtime.autograd import EndOfBackward, without_overrides
 from millrace.runtime.tensors import tensors_in
 from millrace.runtime.threads import on_own_thread
 from millrace.weights.model.slot import REMOVED, Slot
@@ -90,7 +90,7 @@ class Backward:
 
     def reach(self, site: Site) -> None:
         """Something of the site's forward is needed: its blocks come, and those of the last site may go."""
-        if site is self._site or not in_backward():
+        if site is self._site or not self._progress.in_backward:
             return
         if self.refused:
             raise StateError(REMOVED)
@@ -162,10 +162,6 @@ class Backward:
     def _finish(self, *, completed: bool) -> None:
         self._computing_again.close()
         self._present = None
-        if completed:
-            self._progress.becomes(PassState.ENDING)
-        else:
-            self._progress.state = PassState.ENDING  # from whatever it had come to
         if self._site is not None:
             release(self._site.blocks)
             self._site = None
@@ -174,13 +170,16 @@ class Backward:
         if completed:
             self._gradients.leave_block()
             self._executor.end_cycle()
-            self._gradients.deliver()
-            self._updates.changed()
+            self._residency.wait_for_consumed_reads()  # those of frozen blocks no gradient waits for
         else:
             self._executor.abandon_cycle()
             self.drop_gradients()
             self._bind_for_calls()  # an interrupt may have struck between a release and its note
-        self._progress.becomes(PassState.FORWARD if self._calls else PassState.AT_REST)
+        self._progress.state = PassState.FORWARD if self._calls else PassState.AT_REST  # from what it had come to
+        if completed:
+            with self._progress.hooks_of_homes() as in_hooks:
+                self._gradients.deliver(in_hooks)
+            self._updates.changed()
 
     def _bind_for_calls(self) -> None:
         self._standing.reset([call.blocks for call in self._calls])

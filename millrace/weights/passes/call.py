@@ -49,7 +49,7 @@ class Call:
             # The cache would keep low-precision copies of the weights on the device, also of weights that changed.
             torch.set_autocast_cache_enabled(False)
             self._ends.append(partial(torch.set_autocast_cache_enabled, True))
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or len(engine.calls) == 1:  # gradients may be switched on inside
             saved = engine.saved_tensors(self.site)
             saved.push()
             self._ends.append(saved.pop)

@@ -12,7 +12,7 @@ import torch
 
 from millrace.errors import StateError
 from millrace.planning import Phase
-from millrace.runtime.autograd import in_backward, without_overrides
+from millrace.runtime.autograd import without_overrides
 from millrace.weights.model.module_buffers import ModuleBuffers
 from millrace.weights.movement.block import Block
 from millrace.weights.movement.executor import Executor
@@ -56,9 +56,9 @@ class Engine:
         self._executor = executor
         self._gradients = gradients
         self.calls: list[Call] = []  # visits whose call is under way, outermost first
-        self.lending = Lending(executor, residency, self.calls)
-        self._handover = Handover(device, residency)
         self.progress = Progress()
+        self.lending = Lending(executor, residency, self.calls, self.progress)
+        self._handover = Handover(device, residency)
         self.standing = Standing(self.blocks, self.residents, buffers, residency, executor)
         self.updates = Updates(self.blocks, self.residents)
         self._claims: dict[str, int] = {}  # the thread whose outermost call is under way
@@ -115,14 +115,13 @@ class Engine:
     def call(self, site: Site, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A managed module was called. Outermost calls begin a pass over the model; calls of sites are visits."""
         self.process.check()
-        recomputing = in_backward()
-        if not recomputing:
-            self._claim()
-        outermost = not self.calls and not recomputing
-        if not outermost and not self._is_visit(site):
-            return forward(*args, **kwargs)
-        call = Call(self, site)
+        call, outermost = Call(self, site), False
         try:
+            if not self.progress.in_backward:
+                self._claim()
+                outermost = not self.calls
+            if not outermost and not self._is_visit(site):
+                return forward(*args, **kwargs)
             if outermost:
                 args, kwargs = call.begin_pass(args, kwargs)
             elif not self.calls:  # a hook of backward may call the model, too
@@ -136,6 +135,7 @@ class Engine:
             finally:
                 if outermost:  # an interrupt may have hit the bookkeeping itself: nothing may seem to be under way
                     self._recover()
+                if not self.calls and self._claims.get("pass") == call.thread:
                     self._claims.clear()
             raise
         if torch.is_grad_enabled():
@@ -165,7 +165,7 @@ class Engine:
         if not site.blocks:
             # An enclosing module is a visit so that what it borrows goes back when it ends. A reentrant checkpoint
             # recomputes with no hooks on top, so its calls push ours.
-            return site.encloses or (not self.calls and in_backward() and saving_is_left_to_autograd())
+            return site.encloses or (not self.calls and self.progress.in_backward and saving_is_left_to_autograd())
         if not site.main and all(block.users for block in site.blocks):  # as Site.is_inside, on whatever thread
             return False
         called = {block for call in self.calls for block in call.blocks}
@@ -190,7 +190,11 @@ class Engine:
         """
         if updates and not self.progress.computes:
             self.updates.wait()
-        over = self._backward.is_under_way and not in_backward() and threading.get_ident() == self.progress.thread
+        over = (
+            self._backward.is_under_way
+            and not self.progress.in_backward
+            and threading.get_ident() == self.progress.thread
+        )
         if over and self.process.is_this:
             self._recover()
 
@@ -242,7 +246,7 @@ class Engine:
         """A site's call, or its recomputation, makes its blocks present."""
         site = call.site
         with without_overrides():  # a look at a home is our own
-            if in_backward():
+            if self.progress.in_backward:
                 self._backward.reach(site)
             elif site.blocks:
                 self._executor.visit(site.blocks, Phase.FORWARD, site.name)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from millrace.planning import Phase
-from millrace.runtime.autograd import in_backward
 from millrace.runtime.tensors import tensors_in
 from millrace.weights.model.slot import Slot
 from millrace.weights.movement.block import Block
@@ -18,6 +17,7 @@ from millrace.weights.movement.executor import Executor
 from millrace.weights.movement.residency import Residency
 from millrace.weights.passes.binding import bind, release
 from millrace.weights.passes.call import Call
+from millrace.weights.passes.state import Progress
 from millrace.weights.passes.stray import Use
 
 __all__ = ["Lending"]
@@ -26,7 +26,8 @@ __all__ = ["Lending"]
 class Lending:
     """Lends the leaves of one model. `calls`: those under way, outermost first."""
 
-    def __init__(self, executor: Executor, residency: Residency, calls: Sequence[Call]) -> None:
+    def __init__(self, executor: Executor, residency: Residency, calls: Sequence[Call], progress: Progress) -> None:
+        self._progress = progress
         self._executor = executor
         self._residency = residency
         self._calls = calls
@@ -40,11 +41,11 @@ class Lending:
     def lend(self, slot: Slot, use: Use) -> torch.Tensor | None:
         """A module uses a home that no call of its own module brought: a visit as long as the computation."""
         block = self._blocks.get(slot)
-        if block is None or not (self._in_call() or in_backward()):
+        if block is None or not (self._in_call() or self._progress.in_backward):
             return None
         if use is Use.LOOK:
             return slot.leaf
-        if use is Use.WRITE and not block.users:  # as the user would, from outside
+        if use is Use.WRITE:  # as the user would, from outside
             slot.touch()
             return None
         self._bring(block)
@@ -62,14 +63,15 @@ class Lending:
     def lend_for_call(self, slot: Slot) -> torch.Tensor | None:
         """A module is asked for a parameter of a block that no visit brought: a visit until the innermost call ends.
 
-        Or until its memory is needed, see `Block.lend`. In backward, what is computed again runs with gradients on;
-        hooks run with gradients off, and see homes as user code does.
+        Or until its memory is needed, see `Block.may_be_taken_back`. In backward, what is computed again runs with
+        gradients on; hooks run with gradients off, and see homes as user code does.
         """
         block = self._blocks.get(slot)
-        if block is None or not (self._in_call() or (in_backward() and torch.is_grad_enabled())):
+        if block is None or not (self._in_call() or (self._progress.in_backward and torch.is_grad_enabled())):
             return None
-        if not block.users:
-            self._bring(block)
+        lent = not block.users
+        self._bring(block)
+        if lent:
             bind((block,))
             self._lend_on(block)
         return slot.leaf
@@ -89,9 +91,12 @@ class Lending:
 
     def _bring(self, block: Block) -> None:
         if not block.users:
-            self._executor.visit((block,), Phase.BACKWARD if in_backward() else Phase.FORWARD, block.name)
+            self._executor.visit((block,), Phase.BACKWARD if self._progress.in_backward else Phase.FORWARD, block.name)
+        else:  # a home may have been written to while the block was bound
+            self._executor.bring(block)
+            self._residency.arrive(block)
 
     def _lend_on(self, block: Block) -> None:
         """Until the innermost call ends, or in backward the visit."""
-        block.lend()
+        block.lent = True
         (self._calls[-1].lent if self._calls else self._lent_in_backward).append(block)

@@ -14,7 +14,7 @@ from torch import nn
 
 from millrace.errors import StateError
 from millrace.runtime.module_calls import Method, participant_of, take_part, withdraw
-from millrace.weights.model.home import Home
+from millrace.weights.model.home import AwayLeaf, Home, Leaf, home_of
 from millrace.weights.model.module_buffers import plain_buffer
 from millrace.weights.passes.stray import homes_as_they_are, lent_for_call
 
@@ -29,6 +29,8 @@ class Parameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         held = super().__getitem__(name)  # so that the compiler can follow
+        if type(held) is AwayLeaf:  # bound, and its home was written to
+            return lent_for_call(home_of(held))
         return lent_for_call(held) if type(held) is Home else held
 
 
@@ -96,7 +98,7 @@ class Managed:
             for child in module.children():
                 child._apply(fn)
         for name, parameter in module._parameters.items():
-            if isinstance(parameter, Home):
+            if isinstance(parameter, Home | Leaf):
                 _check_same_dtype(name, parameter, fn)
             elif parameter is not None:
                 parameter.data = fn(parameter.data)
@@ -108,7 +110,7 @@ class Managed:
     def _named_members(self, _module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
         """Behind `parameters()`, `zero_grad()` and their like: homes, also right after a backward that raised."""
         self.site.engine.quiesce()
-        return own(*args, **kwargs)
+        return ((name, _home_or_own(member)) for name, member in own(*args, **kwargs))
 
     def _zero_grad(self, module: nn.Module, own: Any, set_to_none: bool = True) -> None:
         """As nn.Module has it; without waiting for updates under way, which keep the gradients that they read."""
@@ -119,7 +121,7 @@ class Managed:
         for part in module.modules():
             for parameter in part._parameters.values():
                 if parameter is not None:
-                    parameter.grad = None
+                    _home_or_own(parameter).grad = None
 
     def _save_to_state_dict(
         self, module: nn.Module, own: Any, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -134,6 +136,10 @@ class Managed:
     def _load_from_state_dict(self, _module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> None:
         self.site.engine.wait_until_free()  # homes are about to be written
         own(*args, **kwargs)
+
+
+def _home_or_own(member: Any) -> Any:
+    return home_of(member) if isinstance(member, Leaf) else member
 
 
 def _never() -> bool:

@@ -1,5 +1,6 @@
 """What happens when any optimizer steps? Homes that it writes are free before, and known to have changed after."""
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from millrace.weights.model.home import Home
 from millrace.weights.model.slot import Slot
 from millrace.weights.movement.executor import Executor
 from millrace.weights.passes.engine import Engine
+from millrace.weights.passes.stray import homes_as_they_are
 
 __all__ = ["OptimizerSteps"]
 
@@ -46,6 +48,7 @@ class OptimizerSteps:
         self._skipped = skipped
         self._not_finite = not_finite
         self._leave_hooks: Callable[[], None] = lambda: None
+        self._within_step = contextlib.ExitStack()
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # and counted before
 
     def watch(self) -> None:
@@ -89,11 +92,16 @@ class OptimizerSteps:
         for block in (*self._engine.blocks, *self._engine.residents):
             if any(id(slot) in written for slot in block.slots):
                 block.make_writable()
+                block.keep_leaf_writes()
+        self._within_step.close()  # of one that raised
+        if slots and self._engine.progress.computes:  # a step within a forward computes on the host, as any other
+            self._within_step.enter_context(homes_as_they_are())
         if slots and not self._waits_by_itself(optimizer):
             self._engine.wait_until_free()
 
     def _after(self, optimizer: Optimizer) -> None:
         """Fused optimizers leave no trace of their writes."""
+        self._within_step.close()
         slots = self._slots_of(optimizer)
         for slot in slots:
             slot.changed_untraced()

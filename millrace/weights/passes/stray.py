@@ -164,9 +164,12 @@ def _torch_function(_cls: type, func: Any, _types: Any, args: Any = (), kwargs: 
             return func(*args, **kwargs)
         loans: list[tuple[Lender, Any]] = []
         result = None
+        written = args[0] if _is_in_place(func) and args else None
         try:
             args, kwargs = tree_map_only(Home, lambda home: _lent(home, use, loans), (args, kwargs))
             result = func(*args, **kwargs)
+            if isinstance(written, Home) and result is args[0]:
+                result = written
             return result
         finally:
             for lender, owner in loans:
@@ -198,11 +201,15 @@ def _use_of(func: Any, args: Any, kwargs: Any) -> Use | None:
         return Use.LOOK
     if name in _ASKS:
         return None
-    in_place = name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
-    if in_place and args and isinstance(args[0], Home):
+    if _is_in_place(func) and args and isinstance(args[0], Home):
         others = tree_flatten((args[1:], kwargs))[0]
         return Use.COMPUTE if any(isinstance(other, torch.Tensor) for other in others) else Use.WRITE
     return Use.COMPUTE
+
+
+def _is_in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
 def _waited_for(home: Home) -> Home:
