@@ -41,10 +41,7 @@ _NEXT = {
 
 
 class Block:
-    """The unit of travel.
-
-    At rest its bytes are one arena of exact size; on the device they are one buffer, of which the leaves are views.
-    """
+    """At rest its bytes are one arena of exact size; on the device one buffer, of which the leaves are views."""
 
     def __init__(
         self,
@@ -235,10 +232,7 @@ class Block:
             self._flush(self.contents)
 
     def make_writable(self, *, keeps: bool = True) -> None:
-        """Homes that lie in a checkpoint, and change, move to where that is kept. Raises BudgetError without a disk.
-
-        `keeps`: with what they hold.
-        """
+        """Homes that lie in a checkpoint move to where changes are kept, with what they hold if `keeps`. Or BudgetError."""
         if not self.rest.writable:
             self.spill(keeps=keeps)
 
