@@ -132,8 +132,7 @@ class Block:
 
     def _signature(self) -> tuple[int, list[int], list[int]]:
         """Differs when anything does by which slots tell that their homes have changed. Quicker than to ask them."""
-        homes = self._homes
-        if homes is None:
+        if (homes := self._homes) is None:
             homes = self._homes = [slot.home for slot in self.slots]
         return self._changes, [home._version for home in homes], [home.data_ptr() for home in homes]
 
@@ -232,7 +231,7 @@ class Block:
             self._flush(self.contents)
 
     def make_writable(self, *, keeps: bool = True) -> None:
-        """Homes that lie in a checkpoint move to where changes are kept, with what they hold if `keeps`. Or BudgetError."""
+        """Homes in a checkpoint move to where changes are kept, with what they hold if `keeps`. BudgetError: no disk."""
         if not self.rest.writable:
             self.spill(keeps=keeps)
 
