@@ -231,7 +231,7 @@ class Block:
             self._flush(self.contents)
 
     def make_writable(self, *, keeps: bool = True) -> None:
-        """Homes in a checkpoint move to where changes are kept, with what they hold if `keeps`. BudgetError: no disk."""
+        """Homes in a checkpoint move to where changes are kept, with what they hold if `keeps`. BudgetError: no disk"""
         if not self.rest.writable:
             self.spill(keeps=keeps)
 
