@@ -66,9 +66,8 @@ class Block:
         self._flushed: object = None  # the contents that the files have
         self._changes = 0  # of homes, that left no trace in them
         self._homes: list[Home] | None = None
-        self._not_stale: tuple[int, list[int], list[int]] | None = (
-            None  # the signature with which the device copy was found to be what the homes hold
-        )
+        # The signature with which the device copy was found to be what the homes hold.
+        self._not_stale: tuple[int, list[int], list[int]] | None = None
         # The signature with which a copy of all was made last, and what the slots noted then.
         self._loaded: tuple[object, list[object]] | None = None
         self._current_at = -1  # when the device copy was last found to be what the homes hold, see `is_current`
