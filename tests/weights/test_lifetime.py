@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import millrace
-from millrace import api
+from millrace import live
 from millrace.memory import arena
 from millrace.memory.ledger import Tier
 from tests.weights.models import Decoder, loss_of, weight_bytes
@@ -73,10 +73,10 @@ def test_the_end_of_the_process_amid_a_pass(tokens, monkeypatch: pytest.MonkeyPa
     """As when a daemon thread computes: every model is let go of."""
     models = Decoder(), Decoder()
     handles = [millrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2) for model in models]
-    monkeypatch.setattr(api, "_live_handles", weakref.WeakSet(handles))
+    monkeypatch.setattr(live, "handles", weakref.WeakSet(handles))
 
     def end(*_: Any) -> None:
-        api._remove_all()
+        live._let_all_go()
         raise RuntimeError("the end")
 
     for model in models:
@@ -84,7 +84,7 @@ def test_the_end_of_the_process_amid_a_pass(tokens, monkeypatch: pytest.MonkeyPa
     with pytest.raises((RuntimeError, IndexError)):  # of the pass, which nobody waits for
         models[0](tokens)
     assert all(map(is_plain, models))
-    assert not api._live_handles
+    assert not live.handles
 
 
 KEPT: dict[str, Callable[[torch.Tensor], Any]] = {
