@@ -19,7 +19,7 @@ from millrace.memory.pages import map_pages
 
 __all__ = ["Place", "PlaceInFile", "SavedFile", "read_all"]
 
-_READERS = 4  # that keep a drive busy; measured, see docs/design/checkpoints.md
+_READERS = 8  # that keep a drive busy; measured, see docs/design/checkpoints.md
 _KEPT_PIECES = 6  # that neighbours of what was read are in
 
 
