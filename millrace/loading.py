@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 
 from millrace.checkpoint.contents import Contents, SavedOptimizer, SavedTensor, own_contents
 from millrace.checkpoint.destinations import filling
+from millrace.checkpoint.directory import restore_interrupted
 from millrace.checkpoint.foreign import foreign_contents
 from millrace.checkpoint.manifest import EXTRA, MANIFEST
 from millrace.checkpoint.model import EXTRA_STATE, plain_name, tensors_of
 from millrace.checkpoint.optimizers import Optimizers, plain_optimizers
 from millrace.checkpoint.random_state import restore_random_state
 from millrace.checkpoint.reading import Place, PlaceInFile, SavedFile, read_all
-from millrace.checkpoint.running import settle_running
+from millrace.checkpoint.running import wait_for_running
 from millrace.errors import CheckpointError
 from millrace.live import handles_of
 from millrace.memory.disk import TensorAtRest, origin_of
@@ -38,7 +39,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
 
     Checkpoints of other programs load as well: of transformers' Trainer and accelerate (their directories), Lightning
     (`.ckpt`), torch.distributed.checkpoint, files of torch.save and of safetensors. What is in them besides is returned
-    (`scheduler`, ...).
+    (`scheduler`, ...). Those of torch.distributed.checkpoint are read by its own reader, which unpickles a file of
+    theirs: load none that you do not trust.
 
     Whatever the tiers, budgets and blocks were, and are now; a run goes on bit for bit when dtypes agree. Others are
     converted: weights that were float32 become a narrow model's with exact masters, where the optimizer keeps these,
@@ -55,10 +57,11 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     optimizers = plain_optimizers(optimizer)
     handles = handles_of(model)
     blocks = [block for handle in handles for block in handle.settled_blocks("millrace.load")]
-    settle_running()  # which may be of what is about to be written
+    wait_for_running()  # which reads what is about to be written
     for one in optimizers:
         if isinstance(one, HostOptimizer):
             one.synchronize()
+    restore_interrupted(directory.parent)
     if (directory / ".metadata").is_file():
         from millrace.checkpoint.distributed import load_distributed  # here: it takes half a second
 

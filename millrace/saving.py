@@ -1,4 +1,4 @@
-"""How is training saved, and gone on with? `save()` and `load()`: weights, optimizer, random numbers, and the rest."""
+"""How is training saved? `save()`: weights, optimizer, random numbers and the rest, beside training or not."""
 
 import contextlib
 import io
@@ -66,11 +66,16 @@ class Saving:
         self._told = True
         self._writing.wait()
 
+    def ended(self) -> None:
+        """Waits until it has ended, well or not."""
+        with contextlib.suppress(Exception):
+            self._writing.wait()
+
     def settle(self) -> None:
         """Waits until it has ended. Raises what failed in saving it, if nobody was told before."""
-        if not self._told or not self.done:
-            with contextlib.suppress(Exception) if self._told else contextlib.nullcontext():
-                self.wait()
+        told = self._told
+        with contextlib.suppress(Exception) if told else contextlib.nullcontext():
+            self.wait()
 
 
 def save(
@@ -135,7 +140,7 @@ def save(
         directory.discard()
         raise
     saving = Saving(path, writing)
-    writing.start(directory.discard)
+    writing.start()
     set_running(saving)
     for handle in handles:
         handle.note_checkpoint(saving)

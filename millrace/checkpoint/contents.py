@@ -12,7 +12,6 @@ import torch
 from millrace.checkpoint.manifest import EXTRA, MANIFEST, read_manifest
 from millrace.checkpoint.reading import PlaceInFile, SavedFile
 from millrace.errors import CheckpointError
-from millrace.memory.disk import TensorAtRest
 from millrace.memory.disk.safetensors_header import read_header
 from millrace.memory.disk.torch_files import TorchFile, open_torch_file
 
@@ -32,7 +31,7 @@ class SavedTensor:
     def load(self) -> torch.Tensor:
         """In memory."""
         like = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        return TensorAtRest(like, lambda begin, memory: self.file.read(self.at.begin + begin, memory, self.name)).load()
+        return self.file.at_rest(self.at, like, self.name).load()
 
 
 @dataclass(frozen=True)

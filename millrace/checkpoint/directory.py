@@ -4,6 +4,7 @@ Whatever ends the process, there is the directory of before or the new one. What
 when the next one saves beside it.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -17,9 +18,10 @@ from pathlib import Path
 from millrace.checkpoint.manifest import MANIFEST, read_manifest
 from millrace.errors import CheckpointError, DiskError
 
-__all__ = ["NewDirectory", "check_keep", "newest", "remove_older", "write_whole"]
+__all__ = ["NewDirectory", "check_keep", "newest", "remove_older", "restore_interrupted", "write_whole"]
 
 _PREFIX = ".millrace-saving-"
+_BEFORE = ".millrace-before-"
 _AT_FDCWD, _EXCHANGE = -100, 2
 _NUMBER = re.compile(r"(.*?)(\d+)")
 
@@ -35,6 +37,8 @@ class NewDirectory:
         self.path = path.parent / f"{_PREFIX}{path.name}-{secrets.token_hex(4)}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            restore_interrupted(path.parent)
+            shutil.rmtree(path.parent / f"{_BEFORE}{path.name}", ignore_errors=True)  # `path` has been replaced
             _remove_stale(path.parent)
             if path.exists() and not _is_replaceable(path):
                 raise DiskError(
@@ -71,6 +75,7 @@ class NewDirectory:
 
 def newest(directory: str | os.PathLike[str]) -> Path | None:
     """The whole checkpoint in `directory` with the highest number at the end of its name; None when there is none."""
+    restore_interrupted(Path(directory).expanduser())
     found = [path for path in _numbered(Path(directory).expanduser()) if (path / MANIFEST).is_file()]
     return max(found, key=lambda path: _split(path.name)[1], default=None)
 
@@ -121,7 +126,7 @@ def _numbered(directory: Path) -> list[Path]:
     return [
         path
         for path in directory.iterdir()
-        if _NUMBER.fullmatch(path.name) and not path.name.startswith(_PREFIX) and path.is_dir()
+        if _NUMBER.fullmatch(path.name) and not path.name.startswith((_PREFIX, _BEFORE)) and path.is_dir()
     ]
 
 
@@ -169,16 +174,24 @@ def _remove_stale(parent: Path) -> None:
         os.close(descriptor)
 
 
-def _exchange(one: Path, other: Path) -> None:
-    """Swaps two directories at one stroke; where the filesystem cannot, `other` is gone for a moment."""
+def _exchanged(one: Path, other: Path) -> bool:
+    """Whether the two have changed places; False where the system or the filesystem has no such call."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is not None:
-        if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0:
-            return
-        number = ctypes.get_errno()
-        if number not in (errno.EINVAL, errno.ENOSYS):
-            raise OSError(number, os.strerror(number))
-    before = one.with_name(f"{one.name}-before")
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number))
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Swaps two directories at one stroke. Where the filesystem cannot, `restore_interrupted` makes up for a crash."""
+    if _exchanged(one, other):
+        return
+    before = other.parent / f"{_BEFORE}{other.name}"
     os.rename(other, before)
     os.rename(one, other)
     os.rename(before, one)
@@ -193,6 +206,15 @@ def write_whole(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise DiskError(error.errno, f"{path} could not be written: {error.strerror}") from error
+
+
+def restore_interrupted(parent: Path) -> None:
+    """What a crash left under another name, while it was being replaced without an exchange, is there again."""
+    for path in parent.glob(f"{_BEFORE}*"):
+        target = parent / path.name.removeprefix(_BEFORE)
+        if not target.exists():
+            with contextlib.suppress(OSError):  # another process did it first
+                os.rename(path, target)
 
 
 def _flush(directory: Path) -> None:

@@ -137,9 +137,7 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
 
     skeleton = scratch / name
 
-    def write() -> (
-        None
-    ):  # on a thread of its own: what `skip_data` sets is a thread's, and Ctrl-C does not strike there
+    def write() -> None:
         settings: Any = deterministic
         fills, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
         try:
@@ -149,6 +147,7 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
             settings.fill_uninitialized_memory = fills
 
     try:
+        # On a thread of its own: what `skip_data` sets is a thread's, and Ctrl-C does not strike there.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(write).result()
         open_torch_file(skeleton)

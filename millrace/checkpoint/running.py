@@ -6,13 +6,16 @@ import threading
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["set_running", "settle_running"]
+__all__ = ["set_running", "settle_running", "wait_for_running"]
 
 
 class Running(Protocol):
     """A checkpoint on its way."""
 
     path: Path
+
+    def ended(self) -> None:
+        """Waits until it has ended, well or not."""
 
     def settle(self) -> None:
         """Waits until it has ended. Raises what failed in it, if nobody was told before."""
@@ -30,6 +33,12 @@ def settle_running() -> None:
     """Waits until none is being written. Raises what failed in the last one, if nobody was told before."""
     for saving in tuple(_last):
         saving.settle()
+
+
+def wait_for_running() -> None:
+    """Waits until none is being written; what failed is for whoever asks."""
+    for saving in tuple(_last):
+        saving.ended()
 
 
 def _end() -> None:

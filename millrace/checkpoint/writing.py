@@ -96,7 +96,7 @@ class Writing:
         self._writers = [threading.Thread(target=self._write, name="millrace-save-write") for _ in range(WRITERS)]
         self._reader = threading.Thread(target=self._run, name="millrace-save")
 
-    def start(self, clean_up: Callable[[], None]) -> None:
+    def start(self) -> None:
         """Begins. Optimizers ask this before they write, from now on. Raises RuntimeError when there are no threads."""
         begun: list[threading.Thread] = []
         try:
@@ -108,7 +108,7 @@ class Writing:
                 self._filled.put(None)
             for file in self._files.values():
                 file.close()
-            clean_up()
+            self._clean_up()
             raise
         begin_capture(self)
         self._begin.open()
@@ -121,7 +121,7 @@ class Writing:
 
     def hurry(self, parameters: Sequence[Any] | None) -> None:
         """As in `runtime.capture.Capture`."""
-        lists = self._of.values() if parameters is None else [self._of.get(p, []) for p in parameters]
+        lists = list(self._of.values()) if parameters is None else [self._of.get(p, []) for p in parameters]
         waiting = [piece for pieces in lists for piece in pieces if not piece.read.is_open]
         if not waiting:
             return
@@ -190,12 +190,8 @@ class Writing:
             file.close()
         if self._error is not None:
             self._clean_up()
-        for held in (
-            self._pieces,
-            self._of,
-            self._sources,
-            self._files,
-        ):  # the memory goes, though the figures are kept
+        # The memory goes; the figures are kept.
+        for held in (self._pieces, self._of, self._sources, self._files):
             held.clear()
         self._free, self._filled, self._urgent = SimpleQueue(), SimpleQueue(), SimpleQueue()
         self.seconds = time.perf_counter() - begun_at

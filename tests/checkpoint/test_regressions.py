@@ -15,7 +15,7 @@ from torch import nn
 
 import millrace
 import millrace.optim
-from millrace.checkpoint import files, writing
+from millrace.checkpoint import directory, files, writing
 from tests.checkpoint.runs import assert_equal, run
 from tests.nursery import Nursery
 
@@ -258,6 +258,41 @@ def test_where_no_thread_can_be_started_nothing_is_left(tmp_path: Path, monkeypa
     train(model, optimizer)
     assert list(tmp_path.iterdir()) == []
     millrace.save(tmp_path / "step-1", model, optimizer)
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_crash_between_renames_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int) -> None:
+    """Where the filesystem cannot exchange directories, and the process ends after so many of three renames."""
+    model, optimizer = small()
+    millrace.save(tmp_path / "step-1", model)
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer)
+    rename, left = os.rename, [renames]
+
+    def crashes(source: Any, target: Any) -> None:
+        if not left[0]:
+            raise InterruptedError  # an OSError, which ends the save
+        left[0] -= 1
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "_exchanged", lambda *_: False)
+        patch.setattr(os, "rename", crashes)
+        patch.setattr(directory.NewDirectory, "discard", lambda _: None)  # nothing is cleaned up
+        with pytest.raises(millrace.DiskError):
+            millrace.save(tmp_path / "step-1", model)
+    found = millrace.checkpoint.newest(tmp_path)
+    assert found == tmp_path / "step-1"
+    again, _ = small(1)
+    millrace.load(found, again)
+    wanted = before if renames < 2 else [p.detach() for p in model.parameters()]
+    assert_equal([p.detach() for p in again.parameters()], wanted)
+    millrace.save(tmp_path / "step-1", model)
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "_exchanged", lambda *_: False)
+        millrace.save(tmp_path / "step-1", model, optimizer)
+    left_over = [path.name for path in tmp_path.iterdir() if "before" in path.name]
+    assert left_over == []
 
 
 def test_names_that_lead_out_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
