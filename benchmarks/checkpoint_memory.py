@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ import torch
 
 import millrace
 import millrace.optim
-from benchmarks.larger_than_ram import TOKENS, cap, config_of, interpreter_bytes, peak_bytes, write
+from benchmarks.larger_than_ram import TOKENS, config_of, interpreter_bytes, peak_bytes, run_capped, write
 from millrace.config import format_bytes, parse_bytes
 
 STAGING_BYTES = 192 << 20  # of the optimizer's state
@@ -67,7 +66,7 @@ def child(directory: Path, host_memory: str, device_memory: str, work: str) -> N
         nbytes = sum(path.stat().st_size for path in (directory / "checkpoint").iterdir())
     found = {"before": before, "peak": peak_bytes(), "seconds": time.perf_counter() - begin, "nbytes": nbytes}
     step(model, optimizer)
-    found["sum"] = float(sum(parameter.double().sum() for parameter in model.parameters()))
+    found["sum"] = float(sum(parameter.detach().double().sum() for parameter in model.parameters()))
     print(json.dumps(found))
     handle.remove()
 
@@ -97,21 +96,9 @@ def main() -> None:
         held = baseline + sum(map(parse_bytes, budgets)) + STAGING_BYTES
         limit = held + GRADIENTS_BYTES + ALLOWANCE_BYTES
         for work in ("save", "load"):
-            group, enter = cap(limit)
-            by = "RLIMIT_DATA" if group is None else "a memory cgroup"
-            print(f"{work}: {format_bytes(size)} of weights; {format_bytes(limit)} of memory, capped by {by}")
-            command = [sys.executable, __file__, "--child", work, "--directory", name, "--host-memory", budgets[0]]
-            try:
-                run = subprocess.run(
-                    [*command, "--device-memory", budgets[1]], preexec_fn=enter, stdout=subprocess.PIPE, text=True
-                )
-                used = "" if group is None else (group / "memory.max_usage_in_bytes").read_text()
-            finally:
-                if group is not None:
-                    group.rmdir()
-            if run.returncode != 0:
-                sys.exit(f"the process ended with {run.returncode}" + (" (killed)" if run.returncode == -9 else ""))
-            found = json.loads(run.stdout.splitlines()[-1])
+            command = [__file__, "--child", work, "--directory", name, "--host-memory", budgets[0]]
+            command += ["--device-memory", budgets[1]]
+            found, used = run_capped(command, limit, f"{work}: {format_bytes(size)} of weights")
             rate = found["nbytes"] / found["seconds"] / 1e9
             print(f"  checkpoint {format_bytes(found['nbytes'])}, {found['seconds']:.1f} s, {rate:.2f} GB/s")
             print(f"  VmHWM before {format_bytes(found['before'])}, meanwhile {format_bytes(found['peak'])}")

@@ -18,9 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -139,6 +140,23 @@ def cap(limit_bytes: int) -> tuple[Path | None, Callable[[], None]]:
     return group, lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None
 
 
+def run_capped(command: Sequence[str], limit_bytes: int, what: str) -> tuple[dict[str, Any], str]:
+    """The line of JSON that a process under the limit prints last, and what the cgroup counted, if there is one."""
+    group, enter = cap(limit_bytes)
+    by = "RLIMIT_DATA" if group is None else "a memory cgroup"
+    print(f"{what}; {format_bytes(limit_bytes)} of memory, capped by {by}")
+    try:
+        run = subprocess.run([sys.executable, *command], preexec_fn=enter, stdout=subprocess.PIPE, text=True)
+        used = "" if group is None else (group / "memory.max_usage_in_bytes").read_text()
+    finally:
+        if group is not None:
+            group.rmdir()
+    if run.returncode != 0:
+        sys.exit(f"the process ended with {run.returncode}" + (" (killed)" if run.returncode == -9 else ""))
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return found, used
+
+
 def main() -> None:
     """Parses, writes, runs, prints."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -161,24 +179,9 @@ def main() -> None:
         baseline = interpreter_bytes()
         budgets = parse_bytes(arguments.host_memory) + parse_bytes(arguments.device_memory)
         limit = baseline + budgets + 2 * LAYER_BYTES + ALLOWANCE_BYTES
-        group, enter = cap(limit)
-        by = "RLIMIT_DATA" if group is None else "a memory cgroup"
-        print(f"{format_bytes(size)} of weights; {format_bytes(limit)} of memory, capped by {by}")
-        command = [sys.executable, __file__, "--child", name, "--host-memory", arguments.host_memory]
-        try:
-            run = subprocess.run(
-                [*command, "--device-memory", arguments.device_memory],
-                preexec_fn=enter,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            used = "" if group is None else (group / "memory.max_usage_in_bytes").read_text()
-        finally:
-            if group is not None:
-                group.rmdir()
-        if run.returncode != 0:
-            sys.exit(f"the process ended with {run.returncode}" + (" (killed)" if run.returncode == -9 else ""))
-        found = json.loads(run.stdout)
+        command = [__file__, "--child", name, "--host-memory", arguments.host_memory]
+        command += ["--device-memory", arguments.device_memory]
+        found, used = run_capped(command, limit, f"{format_bytes(size)} of weights")
         for phase, seconds in found["seconds"].items():
             print(f"{phase:14} {seconds:7.1f} s")
         print(f"read {format_bytes(found['fetch_bytes'])}, written {format_bytes(found['spill_bytes'])}")

@@ -47,8 +47,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     and back; moments in 8 bits, float32 ones, and back. With `optimizer`, random states are restored as well.
 
     Of checkpoints that millrace wrote every byte is checked as it is read. Before the first tensor is written, names,
-    shapes and sizes have been compared, and nothing has changed if these do not fit. It takes 64 MiB of host memory,
-    and what a tensor takes that has to be converted.
+    shapes and sizes have been compared, and nothing has changed if these do not fit. It takes 64 MiB of host memory, 96
+    where weights rest on disk, and what a tensor takes that has to be converted.
 
     Raises CheckpointError when the checkpoint is damaged, naming file and tensor, or does not fit the model or the
     optimizer; StateError within a forward or backward; DiskError when a drive fails.
