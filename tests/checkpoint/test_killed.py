@@ -34,8 +34,10 @@ with run(place, directory / "tiers", device="cpu", overlap="forward") as one:
     while done < 12:
         one.step()
         done += 1
-        path = directory / "checkpoints" / f"step-{done}"
+        before, path = saving, directory / "checkpoints" / f"step-{done}"
         saving = millrace.save(path, one.model, one.optimizer, extra={"done": done}, keep=2, wait=wait)
+        if before is not None:
+            print("whole before", done, flush=True)  # a save begins when the one before is whole
     if saving is not None:
         saving.wait()
     torch.save(one.values(), directory / "values.pt")
@@ -57,7 +59,9 @@ def test_a_killed_run_goes_on(tmp_path: Path, nursery: Nursery, place: str, wait
         assert begun, child.errors
         went_on += int(begun.split()[-1]) > 0
         if kills < KILLS:
-            time.sleep(chance.random() * 0.3)
+            for _ in range(1 if kills == 0 else chance.randrange(3)):
+                child.read_line()
+            time.sleep(chance.random() * 0.1)
             child.send(signal.SIGKILL)
         code = child.wait()
         if code == -signal.SIGKILL:
