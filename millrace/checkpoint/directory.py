@@ -1,7 +1,7 @@
 """How does a directory come into being at one stroke? Under another name, which is exchanged when all is in it.
 
 Whatever ends the process, there is the directory of before or the new one. What a process left that was killed goes
-when the next one saves beside it.
+when the next one saves beside it, or looks for the newest.
 """
 
 import contextlib
@@ -74,9 +74,14 @@ class NewDirectory:
 
 
 def newest(directory: str | os.PathLike[str]) -> Path | None:
-    """The whole checkpoint in `directory` with the highest number at the end of its name; None when there is none."""
-    restore_interrupted(Path(directory).expanduser())
-    found = [path for path in _numbered(Path(directory).expanduser()) if (path / MANIFEST).is_file()]
+    """The whole checkpoint in `directory` with the highest number at the end of its name; None when there is none.
+
+    What a process that was killed while it saved has left there is put in order: it goes, or is whole again.
+    """
+    directory = Path(directory).expanduser()
+    restore_interrupted(directory)
+    _remove_stale(directory)
+    found = [path for path in _numbered(directory) if (path / MANIFEST).is_file()]
     return max(found, key=lambda path: _split(path.name)[1], default=None)
 
 

@@ -295,6 +295,20 @@ def test_a_crash_between_renames_loses_nothing(tmp_path: Path, monkeypatch: pyte
     assert left_over == []
 
 
+def test_looking_for_the_newest_removes_what_a_killed_process_left(tmp_path: Path) -> None:
+    model, _ = small()
+    millrace.save(tmp_path / "step-1", model)
+    left = tmp_path / ".millrace-saving-step-0-abc"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    under_way = directory.NewDirectory(tmp_path / "step-3")
+    assert millrace.checkpoint.newest(tmp_path) == tmp_path / "step-1"
+    assert not left.exists()
+    assert under_way.path.exists(), "somebody still writes that"
+    under_way.discard()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1"]
+
+
 def test_names_that_lead_out_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
     from millrace.checkpoint.manifest import FileRecord, Manifest
 
