@@ -1,19 +1,25 @@
 """What does a model hold? Every parameter once, with all the places that keep it, and the modules that own it."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import nn
 
+from millrace.errors import LayoutError
 from millrace.memory.arena import aligned
+from millrace.weights.model.compound import Compound, TravellingBuffer, compound_of, is_compound
+from millrace.weights.model.home import WatchedBuffer
 from millrace.weights.model.layout import by_storage, check_can_travel, lay_out, travel_dtype
+from millrace.weights.model.module_buffers import may_rest_on_host, overlapping_buffers
 from millrace.weights.model.places import Member, Place
 
 __all__ = ["USE_WEIGHTS_OF_CHILDREN", "Inventory", "take_inventory"]
 
 # They compute with their children's weights, without calling those, where they take a path of their own.
 USE_WEIGHTS_OF_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+_LARGE_BUFFER_BYTES = 64 * 2**10  # smaller ones stay on the device
 
 
 @dataclass
@@ -27,6 +33,39 @@ class Inventory:
     )  # ids of the parameters a module itself computes with
     names: dict[nn.Module, str] = field(default_factory=dict)  # every module, by its first name
     parents: dict[nn.Module, nn.Module] = field(default_factory=dict)
+    compounds: dict[int, Compound] = field(default_factory=dict)  # by the id of the weight that each is
+    places_of_compounds: dict[Compound, list[Place]] = field(default_factory=dict)
+
+    def add_compound(self, name: str, weight: torch.Tensor, module: nn.Module, place: Place, *, check: bool) -> None:
+        """The parts of a weight that is not one plain tensor. With `check`, raises LayoutError for one that stays."""
+        compound = self.compounds.get(id(weight)) or compound_of(weight)
+        try:
+            compound = compound or Compound(name, weight)
+        except LayoutError as error:
+            raise LayoutError(f"parameter {name!r} cannot be offloaded: {error}") from None
+        if id(weight) not in self.compounds:
+            if check:
+                compound.check()
+            self.compounds[id(weight)] = compound
+            self.places_of_compounds[compound] = []
+            for path, part in compound.parts.items():
+                if check:
+                    check_can_travel(f"{name}.{path}", part)
+                self.members[id(part)] = Member(f"{name}.{path}", part, compound=compound)
+        self.places_of_compounds[compound].append(place)
+        self.owned.setdefault(module, []).extend(map(id, compound.parts.values()))
+
+    def add_buffer(self, name: str, buffer: torch.Tensor, module: nn.Module, place: Place) -> None:
+        """A buffer that travels."""
+        if id(buffer) not in self.compounds:
+            compound = compound_of(buffer) or TravellingBuffer(name, buffer)
+            self.compounds[id(buffer)] = compound
+            self.places_of_compounds[compound] = []
+            for part in compound.parts.values():
+                self.members[id(part)] = Member(name, part, compound=compound)
+        compound = self.compounds[id(buffer)]
+        self.places_of_compounds[compound].append(place)
+        self.owned.setdefault(module, []).extend(map(id, compound.parts.values()))
 
     def below(self, module: nn.Module) -> list[int]:
         """Ids of the parameters that a module or anything inside it holds, each once, in order."""
@@ -53,8 +92,11 @@ class Inventory:
 
 
 def take_inventory(model: nn.Module, *, param_dtype: torch.dtype | None = None, check: bool = True) -> Inventory:
-    """Walks the model. With `check`, raises LayoutError for a parameter that cannot travel."""
+    """Walks the model. With `check`, raises LayoutError for a parameter that cannot travel; without, no buffers travel
+    but those that do already.
+    """
     inventory = Inventory(param_dtype)
+    overlapping = overlapping_buffers(model.modules()) if check else set()
     for module_name, module in model.named_modules():
         inventory.names[module] = module_name
         for child in module.children():
@@ -62,20 +104,42 @@ def take_inventory(model: nn.Module, *, param_dtype: torch.dtype | None = None, 
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
+            full_name = f"{module_name}.{name}" if module_name else name
+            place = Place(module._parameters, name)
+            if is_compound(parameter):
+                inventory.add_compound(full_name, parameter, module, place, check=check)
+                continue
             key = id(parameter)
             if key not in inventory.members:
-                full_name = f"{module_name}.{name}" if module_name else name
                 if check:
                     check_can_travel(full_name, parameter)
                 inventory.members[key] = Member(full_name, parameter)
-            inventory.members[key].places.append(Place(module._parameters, name))
+            inventory.members[key].places.append(place)
             inventory.owned.setdefault(module, []).append(key)
+        for name, buffer in module._buffers.items():
+            known = isinstance(buffer, WatchedBuffer)
+            if buffer is not None and (known or (check and _travels(module, name, buffer, overlapping))):
+                full_name = f"{module_name}.{name}" if module_name else name
+                inventory.add_buffer(full_name, buffer, module, Place(module._buffers, name))
         if isinstance(module, nn.RNNBase):
             _add_flat_weights(inventory, module)
     for module in inventory.names:
         if isinstance(module, USE_WEIGHTS_OF_CHILDREN):
             inventory.owned[module] = inventory.below(module)
     return inventory
+
+
+def _travels(module: nn.Module, name: str, buffer: torch.Tensor, overlapping: Collection[int]) -> bool:
+    """Whether a buffer is worth the way: large, and kept with the model as weights are."""
+    return (
+        buffer.nbytes >= _LARGE_BUFFER_BYTES
+        and type(buffer) is torch.Tensor
+        and may_rest_on_host(buffer)
+        and buffer.device.type == "cpu"
+        and not buffer.is_inference()
+        and name not in module._non_persistent_buffers_set
+        and id(buffer) not in overlapping
+    )
 
 
 def _add_flat_weights(inventory: Inventory, module: nn.RNNBase) -> None:

@@ -15,7 +15,7 @@ from millrace.runtime.autograd import without_overrides
 from millrace.runtime.pending import Unit
 from millrace.weights.model.accumulation import node_is_kept
 from millrace.weights.model.data_parallel import ADVICE
-from millrace.weights.model.home import AwayLeaf, Home, Leaf, as_home, as_parameter, raw_data
+from millrace.weights.model.home import AwayLeaf, Home, Leaf, Part, as_home, as_parameter, raw_data
 
 __all__ = ["REMOVED", "Layout", "Slot", "Token"]
 
@@ -224,7 +224,7 @@ class Slot:
     def adopt(self, parameter: nn.Parameter) -> None:
         """The user put another Parameter in the home's place (`load_state_dict(assign=True)`): it is the home now."""
         kind = type(parameter if type(parameter) is not nn.Parameter else raw_data(parameter))
-        if kind not in (nn.Parameter, torch.Tensor):
+        if kind not in (nn.Parameter, torch.Tensor, Part):
             advice = f": {ADVICE}" if kind.__name__ == "DTensor" else ""
             raise LayoutError(
                 f"parameter {self.name!r} was offloaded as a plain one and is a {kind.__name__} now, whose bytes lie"
@@ -238,9 +238,9 @@ class Slot:
             )
         self._before_touch()
         self._node_is_watched = True
-        replaced = as_parameter(self.home)
         if not self.casts:
-            replaced.data = replaced.data.clone()  # whoever still holds it keeps its contents
+            self.home.point(self.data.clone())  # whoever still holds it keeps its contents
+        as_parameter(self.home)
         self.home = as_home(parameter, self)
         self.changed_untraced()  # its version may count as the other one's did
         self._move_in()

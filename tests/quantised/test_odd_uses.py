@@ -1,0 +1,319 @@
+"""What may a user do with quantised weights of an offloaded model? What one may do without, or a clear refusal."""
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import millrace
+from tests.quantised.kinds import KINDS, WIDTH, PackedLinear
+
+CPU = torch.device("cpu")
+
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")]
+
+
+class Doubled(nn.Module):
+    """A layer whose weight is of a class of its own: a pair of tensors, of which it computes with the first."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(TwoTensor(torch.randn(width, width), torch.randn(width, width)), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight).a.tanh()
+
+
+class Through(torch.autograd.Function):
+    """Keeps a weight where autograd's hooks do not see it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any) -> Tensor:
+        ctx.weight = weight
+        return x @ weight.a
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] @ ctx.weight.a.t(), None
+
+
+def pairs(count: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Doubled() for _ in range(count)))
+
+
+PAIR_BYTES = 2 * WIDTH * WIDTH * 4
+BUDGET_BYTES = 3 * PAIR_BYTES
+
+
+def offload(model: nn.Sequential, **options: Any) -> millrace.Offloaded:
+    options.setdefault("device_memory", BUDGET_BYTES)
+    return millrace.offload(model, device="cpu", blocks=list(model), **options)
+
+
+def batch() -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3))
+
+
+def test_both_of_a_pair_travel() -> None:
+    plain = pairs()
+    model = pairs()
+    with torch.no_grad(), offload(model) as handle:
+        assert torch.equal(model(batch()), plain(batch()))
+        assert handle.stats().onload_bytes == 8 * PAIR_BYTES
+        assert handle.stats().device_peak_bytes <= BUDGET_BYTES
+
+
+def test_the_user_keeps_his_own_objects() -> None:
+    model = pairs()
+    weights = [layer.weight for layer in model]
+    inner = [(weight.a, weight.b) for weight in weights]
+    values = [(weight.a.clone(), weight.b.clone()) for weight in weights]
+    with torch.no_grad(), offload(model):
+        model(batch())
+        assert all(parameter is weight for parameter, weight in zip(model.parameters(), weights, strict=True))
+    for weight, layer, (a, b), (was_a, was_b) in zip(weights, model, inner, values, strict=True):
+        assert layer.weight is weight
+        assert type(weight) is TwoTensor
+        assert weight.a is a
+        assert weight.b is b
+        assert type(a) is torch.Tensor
+        assert torch.equal(a, was_a)
+        assert torch.equal(b, was_b)
+
+
+def test_parameters_in_a_forward_are_the_users_own() -> None:
+    model = pairs()
+    wanted = list(map(id, model.parameters()))
+    seen: list[list[int]] = []
+
+    def look(layer: nn.Module, _args: Any) -> None:
+        seen.append([id(parameter) for parameter in model.parameters()])
+
+    for layer in model:
+        layer.register_forward_pre_hook(look)
+    with torch.no_grad(), offload(model):
+        model(batch())
+    assert seen == 8 * [wanted]
+
+
+def test_copies_and_pickles_are_plain() -> None:
+    model = pairs()
+    plain = pairs()
+    with torch.no_grad(), offload(model):
+        model(batch())
+        copied = copy.deepcopy(model)
+        stored = io.BytesIO()
+        torch.save(model.state_dict(), stored)
+    with torch.no_grad():
+        assert torch.equal(copied(batch()), plain(batch()))
+        stored.seek(0)
+        again = pairs(8)
+        again.load_state_dict(torch.load(stored, weights_only=False), assign=True)
+        assert torch.equal(again(batch()), plain(batch()))
+
+
+def test_what_is_written_to_a_part_is_seen() -> None:
+    plain, model = pairs(), pairs()
+    with torch.no_grad(), offload(model):
+        for one in (plain, model):
+            one(batch())
+            one[5].weight.a.mul_(0.5)
+            one[7].weight.a.copy_(one[0].weight.b)
+        assert torch.equal(model(batch()), plain(batch()))
+
+
+def test_a_weight_that_is_replaced_by_one_of_its_kind_is_the_weight() -> None:
+    plain, model = pairs(), pairs()
+    with torch.no_grad(), offload(model) as handle:
+        model(batch())
+        for one in (plain, model):
+            other = TwoTensor(torch.eye(WIDTH), torch.zeros(WIDTH, WIDTH))
+            one[3].weight = nn.Parameter(other, requires_grad=False)
+        assert torch.equal(model(batch()), plain(batch()))
+        assert handle.stats().device_peak_bytes <= BUDGET_BYTES
+        model[2].weight = nn.Parameter(torch.eye(WIDTH), requires_grad=False)
+        with pytest.raises(
+            millrace.LayoutError, match=r"'2.weight' was offloaded as a TwoTensor and is a Parameter now"
+        ):
+            model(batch())
+
+
+def test_a_weight_of_two_layers_travels_once() -> None:
+    plain, model = pairs(), pairs()
+    for one in (plain, model):
+        one[6].weight = one[1].weight
+    with torch.no_grad(), offload(model, device_memory=BUDGET_BYTES) as handle:
+        assert torch.equal(model(batch()), plain(batch()))
+        assert model[6].weight is model[1].weight
+        assert handle.stats().device_peak_bytes <= BUDGET_BYTES
+
+
+def test_one_that_is_kept_for_backward_by_a_function_comes_back() -> None:
+    class Layer(Doubled):
+        def forward(self, x: Tensor) -> Tensor:
+            return Through.apply(x, self.weight).tanh()  # type: ignore[no-untyped-call,no-any-return]
+
+    def run(model: nn.Module) -> Tensor:
+        x = batch().requires_grad_()
+        model(x).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Layer() for _ in range(8)))
+
+    wanted, model = run(make()), make()
+    with offload(model) as handle:
+        assert torch.equal(run(model), wanted)
+        assert handle.stats().device_peak_bytes <= BUDGET_BYTES
+
+
+def test_one_that_somebody_kept_from_a_pass_is_lent_again() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = pairs()
+            self.kept: list[Any] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+                self.kept.append(layer.weight)
+            return x + (x @ self.kept[0]).a
+
+    plain, model = Model(), Model()
+    with torch.no_grad():
+        wanted = plain(batch())
+        with millrace.offload(model, device="cpu", device_memory=BUDGET_BYTES, blocks=list(model.layers)) as handle:
+            assert torch.equal(model(batch()), wanted)
+            assert torch.equal((batch() @ model.kept[2]).a, (batch() @ model.layers[2].weight).a), "outside of a pass"
+            assert handle.stats().device_peak_bytes <= BUDGET_BYTES
+        with pytest.raises(millrace.StateError, match="is no longer offloaded"):
+            batch() @ model.kept[2]
+
+
+def test_a_trained_one_is_refused() -> None:
+    model = pairs(2)
+    model[1].weight.requires_grad_(True)
+    with pytest.raises(
+        millrace.LayoutError, match=r"'1.weight' cannot be offloaded: it is a TwoTensor that is trained"
+    ):
+        offload(model)
+    model[1].weight.requires_grad_(False)
+    with offload(model):
+        model[1].weight.requires_grad_(True)
+        with pytest.raises(millrace.LayoutError, match=r"'1.weight' cannot be offloaded: .* Freeze it"):
+            model(batch())
+
+
+def test_two_models_cannot_have_the_same() -> None:
+    one, other = pairs(2), pairs(2)
+    other[0].weight = one[0].weight
+    with offload(one):
+        with pytest.raises(millrace.LayoutError, match=r"'0.weight.a' cannot be offloaded: another offloaded model"):
+            offload(other)
+        with torch.no_grad():
+            assert torch.equal(one(batch()), pairs(2)(batch())), "the first goes on"
+    with torch.no_grad(), offload(other):
+        other(batch())
+
+
+def test_quantising_an_offloaded_model_is_refused_clearly() -> None:
+    import torchao.quantization
+
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def quantise_and_run() -> None:
+        torchao.quantization.quantize_(model, torchao.quantization.Int8WeightOnlyConfig())
+        model(batch())
+
+    with (
+        torch.no_grad(),
+        millrace.offload(model, device="cpu", device_memory="160KiB"),
+        pytest.raises(millrace.LayoutError, match=r"remove\(\) on the handle before"),
+    ):
+        quantise_and_run()
+
+
+# packed weights in buffers ------------------------------------------------------------------------------------------
+def packed(count: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(PackedLinear(nn.Linear(WIDTH, WIDTH), repeat=64) for _ in range(count)))
+
+
+PACKED_BYTES = 64 * WIDTH * WIDTH // 2  # of `qweight`
+LAYER_BYTES = 2 * PACKED_BYTES  # with scales and zeros for groups of 32, in float32
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["host", "disk"])
+def test_large_buffers_travel_with_their_block(on_disk: bool, tmp_path: Path) -> None:
+    plain, model = packed(), packed()
+    budget_bytes = 3 * LAYER_BYTES
+    options: dict[str, Any] = {"host_memory": 3 * LAYER_BYTES, "disk": tmp_path} if on_disk else {}
+    with torch.no_grad(), offload(model, device_memory=budget_bytes, **options) as handle:
+        for _ in range(2):
+            assert torch.equal(model(batch()), plain(batch()))
+        stats = handle.stats()
+        assert stats.device_peak_bytes <= budget_bytes
+        assert stats.onload_bytes >= 6 * PACKED_BYTES
+        assert stats.fetch_bytes > 0 or not on_disk
+        for one in (plain, model):
+            one[2].qweight.bitwise_xor_(5)
+            one[4].qweight.data.bitwise_xor_(3)
+        assert torch.equal(model(batch()), plain(batch())), "what the user writes is seen"
+        assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
+        assert type(pickle.loads(pickle.dumps(model[0].qweight))) is Tensor
+        model.load_state_dict(packed().state_dict())
+        assert torch.equal(model(batch()), packed()(batch()))
+    assert all(type(buffer) is Tensor for buffer in model.buffers())
+
+
+class Queue(nn.Module):
+    """A large buffer that forward writes to, as MoCo's queue, or replaces."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.replaces = replaces
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("queue", torch.zeros(1024, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        queue = torch.cat([y.detach(), self.queue[: -len(y)]])
+        if self.replaces:
+            self.queue = queue
+        else:
+            self.queue.copy_(queue)
+        return y + self.queue.mean(0)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_what_forward_writes_to_a_large_buffer_stays(replaces: bool) -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Queue(replaces) for _ in range(4)))
+
+    plain, model = make(), make()
+    with torch.no_grad(), offload(model, device_memory="1MiB") as handle:
+        for _ in range(3):
+            assert torch.equal(model(batch()), plain(batch()))
+        for name, value in plain.state_dict().items():
+            assert torch.equal(model.state_dict()[name], value), name
+        assert replaces or handle.stats().device_peak_bytes <= 1 << 20
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_kinds_are_what_the_tests_say() -> None:
+    """Not plain parameters: else the tests of this directory would show nothing."""
+    for name, kind in KINDS.items():
+        weight = kind.model()[0].base.weight  # type: ignore[union-attr]
+        assert type(weight) not in (Tensor, nn.Parameter), name
