@@ -4,7 +4,7 @@ import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if any("emu_device" in getattr(item, "fixturenames", ()) for item in items):
+    if any({"compute_device", "emu_device"} & set(getattr(item, "fixturenames", ())) for item in items):
         # PyTorch counts devices at the first backward of the process: the emulated one must be there by then.
         import torch._dynamo  # noqa: F401  # every optimizer imports it
 

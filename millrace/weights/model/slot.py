@@ -285,8 +285,9 @@ class Slot:
         with torch.no_grad():
             if self.casts:
                 self.cast()
-            elif not self.in_place and self.rest.data_ptr() == self._rest_address:  # not what other processes have
-                copy_on_disk(self.rest, self.data)
+            elif self.rest.data_ptr() == self._rest_address:  # not what other processes have
+                if not self.in_place:
+                    copy_on_disk(self.rest, self.data)
                 self.home.point(self.rest)
             if self.home.grad is not None and self.home.grad.device.type != "cpu":
                 self.home.grad = self.home.grad.to("cpu")
