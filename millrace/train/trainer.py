@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,8 +115,7 @@ def _read(config: TrainConfig, progress: Progress) -> Job:
         eval_sequences = read_sequences(
             config, tokens, paths=config.eval_text, option="--eval-text", note=progress.note
         )
-    per_step = config.batch_size * config.accumulate
-    steps = config.steps or max(1, int(len(sequences) * config.epochs) // per_step)
+    steps = config.steps or _batches(sequences, config).steps(config.epochs)
     terms = resume.Terms.of(config, data=sequences.digest(), steps=steps)
     if begins_at is not None:
         resume.check_terms(begins_at, terms)
@@ -154,7 +153,7 @@ def _plain_losses(job: Job, progress: Progress, stop: StopRequest) -> list[float
     set_seed(job.config.seed)
     run = PlainRun(copy.deepcopy(job.model), job.config, job.device, steps=job.steps)
     losses: list[float] = []
-    for batches in itertools.islice(_steps_of(_batches(job), job.config), job.config.compare_plain):
+    for batches in itertools.islice(_batches(job.sequences, job.config), job.config.compare_plain):
         if stop.requested:
             break
         losses.append(run.step(batches))
@@ -180,11 +179,11 @@ def _train_placed(
     config = job.config
     set_seed(config.seed)
     run = (PlainRun if config.plain else Run)(job.model, config, job.device, steps=job.steps)
-    batches = _batches(job)
+    batches = _batches(job.sequences, config)
     if job.begins_at is not None:
         past = resume.load_checkpoint(job.begins_at, job.model, run, batches)
     meter = _Meter(job, handle)
-    steps = _steps_of(batches, config)
+    steps = iter(batches)
     with resume.Saver(config, job.terms, job.model, run, batches) as saver:
         while len(past.losses) < job.steps and not stop.requested:
             micro_batches, started = next(steps), time.monotonic()
@@ -251,15 +250,8 @@ class _Meter:
         )
 
 
-def _batches(job: Job) -> Batches:
-    return Batches(job.sequences, batch_size=job.config.batch_size, seed=job.config.seed)
-
-
-def _steps_of(batches: Batches, config: TrainConfig) -> Iterator[list[Batch]]:
-    """The micro-batches of each step, without end."""
-    one_by_one = iter(batches)
-    while True:
-        yield list(itertools.islice(one_by_one, config.accumulate))
+def _batches(sequences: Sequences, config: TrainConfig) -> Batches:
+    return Batches(sequences, batch_size=config.batch_size, accumulate=config.accumulate, seed=config.seed)
 
 
 def _check_loss(past: Past) -> None:

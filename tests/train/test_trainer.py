@@ -1,6 +1,7 @@
 """Does an offloaded training run do exactly what a plain one does, within its budget, and save the result?"""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -116,7 +117,17 @@ def test_training_learns(settings: Settings, progress: Progress):
 def test_epochs_count_the_text(settings: Settings, progress: Progress, text_file: Path):
     windows = (len(text_file.read_bytes()) + 1) // 32
     result = train(settings(steps=None, epochs=0.2, accumulate=2, plain=True), progress)
-    assert len(result.losses) == int(windows * 0.2) // 4
+    assert len(result.losses) == math.ceil(0.2 * math.ceil(windows / 4))
+
+
+def test_fewer_conversations_than_a_micro_batch_holds_are_each_seen_once(
+    settings: Settings, progress: Progress, tmp_path: Path
+):
+    path = tmp_path / "two.jsonl"
+    path.write_text('{"text": "one"}\n{"text": "and two"}\n')
+    result = train(settings(text=(path,), packing=False, batch_size=4, steps=None, plain=True), progress)
+    assert len(result.losses) == 1
+    assert result.tokens == 2 * (len("and two") + 1)  # two sequences of the longer one's length
 
 
 def test_a_loss_that_differs_in_the_last_bit_fails_the_run(
