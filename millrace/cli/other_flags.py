@@ -137,15 +137,14 @@ class _Translation:
         rules: dict[str, Callable[[str | None], list[str]]] = {
             "cpu_offload_split_threshold": _blocks,
             "use_gradient_checkpointing_offload": lambda value: ["--gradient-checkpointing", "--offload-activations"],
-            "overlap_cpu_optimizer_d2h_h2d": lambda value: ["--overlap-d2h-h2d"],
         }
         for name, (written, value) in self._theirs.items():
             if name in _REFUSED:
                 raise TrainInputError(f"{written}: {_REFUSED[name]}")
             off = name in (_SWITCHES | {"recompute_granularity"}) and value is not None and value.lower() in _FALSE
-            if off and name == "overlap_cpu_optimizer_d2h_h2d":
-                flags += self._became(written, ["--no-overlap-d2h-h2d"])
-            elif off:
+            if name == "overlap_cpu_optimizer_d2h_h2d":
+                continue  # it goes with the optimizer's
+            if off:
                 if name not in ("cpu_offloading_activations",):
                     self._notes.append(f"{written}: off, as without it")
             elif name in _WITHOUT_EFFECT:
@@ -193,6 +192,9 @@ class _Translation:
         """Megatron's weights stay on the device, with the share of the state that the fraction leaves there."""
         names = ("optimizer_cpu_offload", "optimizer_offload_fraction")
         written = self._written(*names)
+        overlap = self._written("overlap_cpu_optimizer_d2h_h2d")
+        if overlap and (not self._on("optimizer_cpu_offload") or self._weights_leave()):
+            self._notes.append(f"{overlap}: nothing to do: it needs weights on the device, and --optimizer-cpu-offload")
         if not self._on("optimizer_cpu_offload"):
             if "optimizer_offload_fraction" in self._theirs:
                 self._notes.append(f"{written}: nothing to do: it needs --optimizer-cpu-offload, as in Megatron")
@@ -214,7 +216,10 @@ class _Translation:
             return []
         share = "" if "optimizer_offload_fraction" in self._theirs else ", and all state is on the host"
         flags = [f"--device-fraction={round(1 - fraction, 12):g}"]
-        return self._became(written, flags, f": weights stay on the device{share}")
+        if overlap:
+            kept = "" if self._on("overlap_cpu_optimizer_d2h_h2d") else "no-"
+            flags += self._became(overlap, [f"--{kept}overlap-d2h-h2d"])
+        return self._became(written, flags[:1], f": weights stay on the device{share}") + flags[1:]
 
     def _weights_leave(self) -> bool:
         return self._on("cpu_offloading", default="cpu_offloading_num_layers" in self._theirs) and self._on(

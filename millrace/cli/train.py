@@ -11,6 +11,7 @@ from millrace.cli.other_flags import in_our_words
 from millrace.cli.progress import BarProgress, LineProgress, describe_evaluation
 from millrace.config import format_bytes
 from millrace.train.config import TrainConfig, TrainInputError
+from millrace.train.idle import refuse_idle
 from millrace.train.progress import Progress
 from millrace.train.settings import Declared, declared, flag
 
@@ -77,6 +78,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
     }
     config = TrainConfig(**settings)
+    refuse_idle(config, given)  # those that are given as they are by themselves, too
     try:
         # Here and not above: they take seconds to import, and `millrace --help` does not need them.
         from datasets.utils.logging import CRITICAL, disable_progress_bar, set_verbosity
