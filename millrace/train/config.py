@@ -72,7 +72,7 @@ class TrainConfig:
     )
     # model
     model: Path | None = setting(
-        None, "a transformers model (default: a small Llama)", group="model", kind=Path, metavar="DIR"
+        None, "a transformers model (default: a small Llama)", group="model", kind=Path, metavar="DIR", decides=False
     )
     layers: int = setting(12, "layers of the small Llama", group="model", kind=int, metavar="N")
     hidden_size: int = setting(192, "hidden size of the small Llama", group="model", kind=int, metavar="N")

@@ -16,7 +16,10 @@ class TrainInputError(MillraceError, ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
-    """What is known of a setting: `decides` says whether another value may lead to another result."""
+    """What is known of a setting: `decides` says whether another value may lead to another result.
+
+    Of model, device and share of the state there `millrace.train.resume.Terms` has what they come to.
+    """
 
     name: str
     default: Any

@@ -67,7 +67,7 @@ class Job:
     sequences: Sequences
     eval_sequences: Sequences | None
     model: PreTrainedModel | PeftModel
-    checkpoint: Checkpoint | None  # the files that its weights are mapped from
+    weight_files: Checkpoint | None  # that its weights are mapped from
     weight_bytes: int
     steps: int
     terms: resume.Terms
@@ -116,10 +116,14 @@ def _read(config: TrainConfig, progress: Progress) -> Job:
             config, tokens, paths=config.eval_text, option="--eval-text", note=progress.note
         )
     steps = config.steps or _batches(sequences, config).steps(config.epochs)
-    terms = resume.Terms.of(config, data=sequences.digest(), steps=steps)
+    eval_data = None if eval_sequences is None else eval_sequences.digest()
+    terms = resume.Terms.of(config, device, data=sequences.digest(), eval_data=eval_data, steps=steps)
     if begins_at is not None:
         resume.check_terms(begins_at, terms)
-    model, checkpoint = load_model(config)
+    loaded = load_model(config)
+    model, terms = loaded.model, dataclasses.replace(terms, model=loaded.digest)
+    if begins_at is not None:
+        resume.check_terms(begins_at, terms)
     for each in (sequences, eval_sequences):
         if each is not None:
             check_vocabulary(model, each.largest_token)
@@ -137,7 +141,7 @@ def _read(config: TrainConfig, progress: Progress) -> Job:
         sequences=sequences,
         eval_sequences=eval_sequences,
         model=model,
-        checkpoint=checkpoint,
+        weight_files=loaded.weight_files,
         weight_bytes=weight_bytes(model),
         steps=steps,
         terms=terms,
@@ -163,7 +167,7 @@ def _plain_losses(job: Job, progress: Progress, stop: StopRequest) -> list[float
 def _train(job: Job, past: Past, progress: Progress, stop: StopRequest) -> TrainResult:
     if job.config.plain:
         return _train_placed(job, None, past, progress, stop)
-    handle = place(job.model, job.config, job.device, job.checkpoint, weight_bytes=job.weight_bytes)
+    handle = place(job.model, job.config, job.device, job.weight_files, weight_bytes=job.weight_bytes)
     try:
         return _train_placed(job, handle, past, progress, stop)
     except BaseException:
@@ -182,6 +186,7 @@ def _train_placed(
     batches = _batches(job.sequences, config)
     if job.begins_at is not None:
         past = resume.load_checkpoint(job.begins_at, job.model, run, batches)
+        resume.tell_changes(job.begins_at, job.terms, past, progress.note)
     meter = _Meter(job, handle)
     steps = iter(batches)
     with resume.Saver(config, job.terms, job.model, run, batches) as saver:

@@ -289,7 +289,7 @@ def made(settings: Settings, *, plain: bool = False, **changes: Any) -> Optimize
     config = settings(**changes)
     from millrace.train.model import load_model
 
-    return Optimizers(load_model(config)[0], config, plain=plain)
+    return Optimizers(load_model(config).model, config, plain=plain)
 
 
 def test_settings_reach_the_optimizer(settings: Settings, tmp_path: Path):
