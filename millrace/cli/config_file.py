@@ -4,7 +4,8 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-from millrace.train.config import TrainConfig, TrainInputError
+from millrace.errors import TrainInputError
+from millrace.train.config import TrainConfig
 from millrace.train.settings import declared, flag
 
 __all__ = ["nearest", "with_config_file"]

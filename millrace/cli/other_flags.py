@@ -11,7 +11,8 @@
 import re
 from collections.abc import Callable
 
-from millrace.train.config import TrainConfig, TrainInputError
+from millrace.errors import TrainInputError
+from millrace.train.config import TrainConfig
 from millrace.train.settings import declared
 
 __all__ = ["in_our_words"]

@@ -10,7 +10,8 @@ from millrace.cli.config_file import with_config_file
 from millrace.cli.other_flags import in_our_words
 from millrace.cli.progress import BarProgress, LineProgress, describe_evaluation
 from millrace.config import format_bytes
-from millrace.train.config import TrainConfig, TrainInputError
+from millrace.errors import TrainInputError
+from millrace.train.config import TrainConfig
 from millrace.train.idle import refuse_idle
 from millrace.train.progress import Progress
 from millrace.train.settings import Declared, declared, flag

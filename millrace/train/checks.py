@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.activation_offloading import offload_activations
 from millrace.config import activation_config
+from millrace.errors import TrainInputError
 from millrace.train.idle import not_default, refuse_idle
-from millrace.train.settings import TrainInputError, declared, flag
+from millrace.train.settings import declared, flag
 
 if TYPE_CHECKING:
     from millrace.train.config import TrainConfig

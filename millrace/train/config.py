@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from millrace.config import parse_bytes
+from millrace.errors import TrainInputError
 from millrace.train import checks
-from millrace.train.settings import TrainInputError, flag, setting
+from millrace.train.settings import flag, setting
 
-__all__ = ["DTYPES", "OPTIMIZERS", "TrainConfig", "TrainInputError"]
+__all__ = ["DTYPES", "OPTIMIZERS", "TrainConfig"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adafactor", "muon")

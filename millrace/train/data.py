@@ -14,8 +14,9 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, Sampler
 
+from millrace.errors import TrainInputError
 from millrace.train.chat import IGNORED, Conversations
-from millrace.train.config import TrainConfig, TrainInputError
+from millrace.train.config import TrainConfig
 from millrace.train.files import Kind, find_files, kind_of
 from millrace.train.model import Tokens
 

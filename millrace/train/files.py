@@ -7,7 +7,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from millrace.train.config import TrainConfig, TrainInputError
+from millrace.errors import TrainInputError
+from millrace.train.config import TrainConfig
 
 __all__ = ["CHAT_KEYS", "Kind", "find_files", "kind_of"]
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from millrace.train.settings import TrainInputError, declared, flag
+from millrace.errors import TrainInputError
+from millrace.train.settings import declared, flag
 
 if TYPE_CHECKING:
     from millrace.train.config import TrainConfig

@@ -20,11 +20,12 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from millrace.errors import TrainInputError
 from millrace.integrations.transformers import open_pretrained
 from millrace.memory.disk import Checkpoint
 from millrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer, encode_bytes
 from millrace.train.checks import HEAD_SIZE
-from millrace.train.config import DTYPES, TrainConfig, TrainInputError
+from millrace.train.config import DTYPES, TrainConfig
 
 _NOT_OF_A_MODEL = ("_name_or_path", "transformers_version")  # but of how its config was saved
 

@@ -8,17 +8,13 @@ from contextlib import contextmanager
 import torch
 
 from millrace.config import format_bytes
-from millrace.errors import BudgetError, MillraceError
+from millrace.errors import BudgetError, OutOfMemoryError
 from millrace.runtime.host import available_host_bytes
 from millrace.train.config import TrainConfig
 
-__all__ = ["OutOfMemoryError", "explained"]
+__all__ = ["explained"]
 
 _DEVICE, _HOST, _DISK = "device memory", "host memory", "disk"
-
-
-class OutOfMemoryError(MillraceError, RuntimeError):
-    """A tier has no room for what the run needs."""
 
 
 @contextmanager

@@ -7,8 +7,9 @@ from torch import nn
 
 import millrace
 from millrace.config import BlocksSpec
+from millrace.errors import TrainInputError
 from millrace.memory.disk import Checkpoint
-from millrace.train.config import DTYPES, TrainConfig, TrainInputError
+from millrace.train.config import DTYPES, TrainConfig
 
 __all__ = ["place"]
 

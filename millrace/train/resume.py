@@ -13,7 +13,8 @@ import torch
 
 import millrace
 from millrace.checkpoint import newest
-from millrace.train.config import TrainConfig, TrainInputError
+from millrace.errors import TrainInputError
+from millrace.train.config import TrainConfig
 from millrace.train.data import Batches
 from millrace.train.evaluation import Evaluation
 from millrace.train.run import Run

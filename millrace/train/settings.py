@@ -5,13 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.errors import MillraceError
-
-__all__ = ["Declared", "TrainInputError", "declared", "flag", "setting"]
-
-
-class TrainInputError(MillraceError, ValueError):
-    """Something that the user gave to a training run cannot be used: a path, a text, a model, a number."""
+__all__ = ["Declared", "declared", "flag", "setting"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel, set_seed
 
 import millrace
 from millrace.config import format_bytes
-from millrace.errors import MillraceError
+from millrace.errors import MillraceError, TrainingFailedError, TrainInputError
 from millrace.memory.disk import Checkpoint
 from millrace.report import Report
 from millrace.train import resume
-from millrace.train.config import TrainConfig, TrainInputError
+from millrace.train.config import TrainConfig
 from millrace.train.data import Batch, Batches, Sequences, read_sequences
 from millrace.train.evaluation import Evaluation, evaluate
 from millrace.train.model import Tokens, check_vocabulary, load_model, load_tokens, weight_bytes
@@ -35,10 +35,6 @@ from millrace.train.run import PlainRun, Run
 from millrace.train.stop import StopRequest, stop_on_signals
 
 _STEPS_PER_LOOK = 10  # at what is held, where looking waits for updates that are to overlap
-
-
-class TrainingFailedError(MillraceError, RuntimeError):
-    """Training ran and its result is worth nothing: the loss is not a number, or differs from the plain run's."""
 
 
 @dataclass(frozen=True, kw_only=True)

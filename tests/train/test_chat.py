@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from millrace.errors import TrainInputError
 from millrace.train.byte_tokenizer import byte_tokenizer
 from millrace.train.chat import IGNORED, Conversations
-from millrace.train.config import TrainConfig, TrainInputError
+from millrace.train.config import TrainConfig
 from millrace.train.progress import Progress
 from millrace.train.trainer import train
 

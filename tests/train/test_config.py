@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from millrace.train.config import TrainConfig, TrainInputError
+from millrace.errors import TrainInputError
+from millrace.train.config import TrainConfig
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Trainer, TrainingArguments
 
+from millrace.errors import TrainInputError
 from millrace.train.byte_tokenizer import END_ID, VOCABULARY_SIZE, byte_tokenizer, encode_bytes
 from millrace.train.chat import IGNORED
-from millrace.train.config import TrainConfig, TrainInputError
+from millrace.train.config import TrainConfig
 from millrace.train.data import Batches, Sequences, read_sequences
 from millrace.train.files import find_files, kind_of
 from millrace.train.model import load_tokens

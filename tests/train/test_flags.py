@@ -14,8 +14,9 @@ import torch
 import millrace
 from millrace.cli.main import build_parser, main
 from millrace.cli.train import run_train
+from millrace.errors import TrainInputError
 from millrace.train import placement, trainer
-from millrace.train.config import OPTIMIZERS, TrainConfig, TrainInputError
+from millrace.train.config import OPTIMIZERS, TrainConfig
 from millrace.train.optimizer import Optimizers
 from millrace.train.progress import Progress
 from millrace.train.schedule import make_schedule

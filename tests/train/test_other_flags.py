@@ -6,7 +6,7 @@ import pytest
 
 from millrace.cli.main import main
 from millrace.cli.other_flags import _KNOWN, in_our_words
-from millrace.train.config import TrainInputError
+from millrace.errors import TrainInputError
 
 BECOME = {
     # DiffSynth-Studio's runner

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from millrace.cli.main import main
-from millrace.train.config import TrainConfig, TrainInputError
+from millrace.errors import TrainInputError
+from millrace.train.config import TrainConfig
 from millrace.train.progress import Progress
 from millrace.train.run import Run
 from millrace.train.trainer import train
@@ -230,7 +231,7 @@ def test_a_model_is_the_same_by_its_contents_and_not_by_its_name(
     with pytest.raises(TrainInputError, match="the model of --model is not what it was"):
         train(settings(**common), progress)
     (model_directory / "config.json").write_text(json.dumps(config))
-    with pytest.raises(TrainInputError, match="the model of --model is not what it was|--lora-rank was 2"):
+    with pytest.raises(TrainInputError, match=r"the model of --model is not what it was|--lora-rank was 2"):
         train(settings(**{**common, "model": None, "lora_rank": None, "lora_targets": ("all-linear",)}), progress)
     monkeypatch.chdir(tmp_path)
     moved = model_directory.rename(tmp_path / "moved").name

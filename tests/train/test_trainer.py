@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from millrace.errors import TrainingFailedError, TrainInputError
 from millrace.train import trainer
-from millrace.train.config import TrainConfig, TrainInputError
+from millrace.train.config import TrainConfig
 from millrace.train.progress import Progress
 from millrace.train.run import Run
-from millrace.train.trainer import TrainingFailedError, train
+from millrace.train.trainer import train
 
 Settings = Callable[..., TrainConfig]
 
