@@ -21,7 +21,8 @@ class Stats:
     there.
     `steps` counts optimizer steps over managed parameters, `skipped_steps` those of them that changed nothing because
     gradients were not finite (with `max_grad_norm` of an optimizer of millrace), `not_finite_steps` those in which such
-    an optimizer updated weights with gradients that were not. Checkpoints have `saved_bytes`; writing them took
+    an optimizer updated weights with gradients that were not (`stats(wait_for_updates=False)` knows of updates that are
+    over). Checkpoints have `saved_bytes`; writing them took
     `save_seconds`, most of it beside training with `wait=False`, which waited `save_wait_seconds` for it.
     """
 

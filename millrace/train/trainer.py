@@ -34,8 +34,6 @@ from millrace.train.resume import Past
 from millrace.train.run import PlainRun, Run
 from millrace.train.stop import StopRequest, stop_on_signals
 
-_STEPS_PER_LOOK = 10  # at what is held, where looking waits for updates that are to overlap
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
@@ -223,31 +221,31 @@ class _Meter:
     def __init__(self, job: Job, handle: millrace.Offloaded | None) -> None:
         self._job = job
         self._handle = handle
-        self._every = _STEPS_PER_LOOK if job.config.overlap == "forward" else 1
-        self._stalled_seconds = 0.0 if handle is None else handle.stats().stall_seconds
+        self._stalled_seconds = 0.0
+        self.leave_out()
         self.tokens = 0
         self.seconds = 0.0
 
     def leave_out(self) -> None:
         """What millrace counted since the last step was not of training."""
         if self._handle is not None:
-            self._stalled_seconds = self._handle.stats().stall_seconds
+            self._stalled_seconds = self._handle.stats(wait_for_updates=False).stall_seconds
 
     def record(self, past: Past, batches: Sequence[Batch], seconds: float) -> StepRecord:
         step, tokens = len(past.losses), sum(batch["input_ids"].numel() for batch in batches)
         self.tokens += tokens
         self.seconds += seconds
         record = StepRecord(step=step, steps=self._job.steps, loss=past.losses[-1], tokens=tokens, seconds=seconds)
-        if self._handle is None or step % self._every:
+        if self._handle is None:
             return record
-        stats = self._handle.stats()
+        stats = self._handle.stats(wait_for_updates=False)
         before, self._stalled_seconds = self._stalled_seconds, stats.stall_seconds
         return dataclasses.replace(
             record,
             device_bytes=stats.device_peak_bytes,
             host_bytes=stats.host_bytes,
             disk_bytes=stats.disk_bytes,
-            stall_seconds=(self._stalled_seconds - before) / self._every,
+            stall_seconds=self._stalled_seconds - before,
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from millrace.errors import TrainingFailedError, TrainInputError
+from millrace.optim.optimizer import HostOptimizer
 from millrace.train import trainer
 from millrace.train.config import TrainConfig
 from millrace.train.progress import Progress
@@ -107,6 +108,30 @@ def test_the_summary_beside_the_model_holds_settings_losses_and_measured_bytes(
     assert summary["settings"]["device_memory"] == "80%"
     assert summary["stats"]["onload_bytes"] == result.stats.onload_bytes
     assert [record.step for record in progress.records] == [1, 2, 3]
+    assert all(record.device_bytes and record.stall_seconds is not None for record in progress.records)
+
+
+def test_telling_of_a_step_waits_for_no_update(settings: Settings, progress: Progress, monkeypatch: pytest.MonkeyPatch):
+    telling: list[bool] = []
+    waits: list[int] = []
+    record, synchronize = trainer._Meter.record, HostOptimizer.synchronize
+
+    def told(meter: Any, *given: Any) -> Any:
+        telling.append(True)
+        try:
+            return record(meter, *given)
+        finally:
+            telling.clear()
+
+    def waited(optimizer: HostOptimizer) -> None:
+        waits.extend([1] * bool(telling))
+        synchronize(optimizer)
+
+    monkeypatch.setattr(trainer._Meter, "record", told)
+    monkeypatch.setattr(HostOptimizer, "synchronize", waited)
+    train(settings(device_memory="80%", overlap="forward", steps=12), progress)
+    assert waits == []
+    assert len(progress.records) == 12
     assert all(record.device_bytes and record.stall_seconds is not None for record in progress.records)
 
 
