@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from millrace.cli.config_file import with_config_file
 from millrace.cli.other_flags import in_our_words
 from millrace.cli.progress import BarProgress, LineProgress, describe_evaluation
-from millrace.config import format_bytes
+from millrace.config import counted, format_bytes
 from millrace.errors import TrainInputError
 from millrace.train.config import TrainConfig
 from millrace.train.idle import refuse_idle
@@ -117,7 +117,7 @@ def summary(result: "TrainResult", output: Path) -> str:
         ]
     if result.losses:
         lines += [
-            f"{len(result.losses)} steps{' (stopped on request)' if result.checkpoint else ''}: "
+            f"{counted(len(result.losses), 'step')}{' (stopped on request)' if result.checkpoint else ''}: "
             f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, "
             f"{result.tokens / max(result.seconds, 1e-9):,.0f} tokens/s, {result.seconds:.1f} s"
         ]

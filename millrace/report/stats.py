@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from millrace.config import format_bytes
+from millrace.config import counted, format_bytes
 from millrace.report.rows import Row, rows_text
 
 __all__ = ["Stats"]
@@ -55,6 +55,7 @@ class Stats:
 
     def rows(self) -> list[Row]:
         """Each number with its name, beside its limit."""
+        loads = f"{counted(self.onloads, 'load')}, {self.demand_onloads} on demand"
         return [
             (
                 "device weights, peak",
@@ -62,7 +63,7 @@ class Stats:
             ),
             ("device gradients, peak", format_bytes(self.device_gradient_peak_bytes)),
             ("host memory, peak", format_bytes(self.host_peak_bytes)),
-            ("onloaded", f"{format_bytes(self.onload_bytes)} in {self.onloads} loads, {self.demand_onloads} on demand"),
+            ("onloaded", f"{format_bytes(self.onload_bytes)} in {loads}"),
             ("offloaded", format_bytes(self.offload_bytes)),
             *self._disk_rows(),
             ("compute", f"{self.compute_seconds:.3f} s"),

@@ -14,6 +14,7 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, Sampler
 
+from millrace.config import counted
 from millrace.errors import TrainInputError
 from millrace.train.chat import IGNORED, Conversations
 from millrace.train.config import TrainConfig
@@ -164,7 +165,8 @@ def read_sequences(
             dropped += (len(examples) - len(encoded)) * (kind is Kind.CHAT)
             parts.append(encoded)
     if dropped:
-        note(f"{dropped} conversations say nothing of the assistant's within {config.sequence_length} tokens: left out")
+        left_out = counted(dropped, "conversation")
+        note(f"{left_out} without the assistant in the first {config.sequence_length} tokens: left out")
     tokenizer = tokens.tokenizer
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     sequences = Sequences(datasets.concatenate_datasets(parts), files=len(files), pad=pad)
@@ -174,10 +176,11 @@ def read_sequences(
             " give a larger --sequence-length, or --packing"
         )
     if sequences.tokens == 0:
-        raise TrainInputError(f"the text is empty: {len(files)} files, starting with {files[0]}, hold no characters")
+        others = f" nor in {counted(len(files) - 1, 'other file')}" if len(files) > 1 else ""
+        raise TrainInputError(f"the text is empty: there is nothing in {files[0]}{others}")
     if packing and sequences.tokens < config.sequence_length:
         raise TrainInputError(
-            f"the text has {sequences.tokens} tokens, fewer than one sequence of {config.sequence_length}; "
+            f"the text has {counted(sequences.tokens, 'token')}, fewer than one sequence of {config.sequence_length}; "
             "give more text or a smaller --sequence-length"
         )
     return sequences.pack(config.sequence_length) if packing else sequences

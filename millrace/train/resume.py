@@ -148,7 +148,7 @@ def tell_changes(checkpoint: Path, terms: Terms, past: Past, note: Callable[[str
     """Notes what may differ and is no reason to refuse, and what becomes of it."""
     if _read_terms(checkpoint).eval_data not in (None, terms.eval_data):
         now = "was given and is not" if terms.eval_data is None else "is not what it was"
-        note(f"--eval-text {now}: {len(past.evaluations)} earlier measurements do not count for OUTPUT/best any more")
+        note(f"--eval-text {now}: what was measured before does not count for OUTPUT/best any more")
         past.evaluations.clear()
     if terms.settings["device_fraction"] == "auto":
         note("--device-fraction auto is measured anew; a number would keep the last bits of what follows")

@@ -18,7 +18,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, set_seed
 
 import millrace
-from millrace.config import format_bytes
+from millrace.config import counted, format_bytes
 from millrace.errors import MillraceError, TrainingFailedError, TrainInputError
 from millrace.memory.disk import Checkpoint
 from millrace.report import Report
@@ -95,7 +95,7 @@ def prepare(config: TrainConfig, progress: Progress) -> Sequences:
     """Only reads and tokenizes the data; `datasets` keeps what it makes for the run that trains on it."""
     tokens = load_tokens(config)
     sequences = read_sequences(config, tokens, paths=config.text, option="--text", note=progress.note)
-    progress.note(f"{sequences.files} files, {sequences.tokens:,} tokens, {len(sequences)} sequences")
+    progress.note(f"{_described(sequences)}, {counted(len(sequences), 'sequence')}")
     return sequences
 
 
@@ -124,7 +124,7 @@ def _read(config: TrainConfig, progress: Progress) -> Job:
     _make_output(config)
     progress.note(
         f"{type(model).__name__}, {format_bytes(weight_bytes(model))} of weights, on {device}: "
-        f"{sequences.files} files, {sequences.tokens:,} tokens, {steps} steps"
+        f"{_described(sequences)}, {counted(steps, 'step')}"
     )
     if begins_at is not None:
         progress.note(f"going on from {begins_at}")
@@ -143,11 +143,15 @@ def _read(config: TrainConfig, progress: Progress) -> Job:
     )
 
 
+def _described(sequences: Sequences) -> str:
+    return f"{counted(sequences.files, 'file')}, {counted(sequences.tokens, 'token')}"
+
+
 def _plain_losses(job: Job, progress: Progress, stop: StopRequest) -> list[float]:
     """The losses of the first `config.compare_plain` steps of plain PyTorch, on a copy of the model."""
     if job.config.compare_plain == 0:
         return []
-    progress.note(f"the first {job.config.compare_plain} steps without millrace, to compare with")
+    progress.note(f"the first {counted(job.config.compare_plain, 'step')} without millrace, to compare with")
     set_seed(job.config.seed)
     run = PlainRun(copy.deepcopy(job.model), job.config, job.device, steps=job.steps)
     losses: list[float] = []

@@ -122,7 +122,7 @@ def test_help_says_each_default_once():
 
 def test_data_only_reads_and_trains_nothing(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main([*arguments, "--data-only"]) == 0
-    assert re.search(r"1 files, [0-9,]+ tokens, [0-9]+ sequences", capsys.readouterr().err)
+    assert re.search(r"1 file, [0-9,]+ tokens, [0-9]+ sequences", capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
 
 

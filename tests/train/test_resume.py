@@ -291,7 +291,7 @@ def test_another_text_to_measure_on_is_told_and_the_best_model_is_chosen_anew(
     other.write_text("\u00fc \u4e2d " * 500)  # bytes that were never learned: a higher loss than on the text before
     common = begin({"eval_text": (text_file,), "eval_every": 1})
     result = train(settings(**{**common, "eval_text": (other,)}), progress)
-    assert progress.notes[-1].startswith("--eval-text is not what it was: 1 earlier measurements do not count")
+    assert progress.notes[-1].startswith("--eval-text is not what it was: what was measured before does not count")
     assert [measured.step for measured in result.evaluations] == [2]
     assert result.evaluations[0].loss > progress.evaluations[0].loss
     best = load_file(tmp_path / "out" / "best" / "model.safetensors")
@@ -304,7 +304,7 @@ def test_measuring_no_more_is_told(
 ):
     common = begin({"eval_text": (text_file,), "eval_every": 1})
     train(settings(**{**common, "eval_text": (), "eval_every": None}), progress)
-    assert progress.notes[-1].startswith("--eval-text was given and is not: 1 earlier")
+    assert progress.notes[-1].startswith("--eval-text was given and is not: what was")
 
 
 def test_fewer_steps_matter_to_a_schedule_that_ends_with_them(
@@ -361,7 +361,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     assert main(command) == 3
     shown = capsys.readouterr()
     assert "stopping after this step, then saving" in shown.err
-    assert "1 steps (stopped on request)" in shown.out
+    assert "1 step (stopped on request)" in shown.out
     assert f"checkpoint in {tmp_path / 'out' / 'checkpoints' / 'step-00000001'}; the same command goes on" in shown.out
     assert not (tmp_path / "out" / "training.json").exists()
     assert main(command) == 0
