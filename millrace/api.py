@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -59,7 +59,7 @@ def offload(
     checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     blocks: BlocksSpec = "auto",
     resident: Sequence[nn.Module | str] = (),
-    prefetch: int | str = "auto",
+    prefetch: int | Literal["auto"] = "auto",
     param_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
     activations: bool | Mapping[str, Any] = False,

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,8 +25,8 @@ def _share(text: str) -> float | str:
     return text if text == "auto" else float(text)
 
 
-def _depth(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+def _depth(text: str) -> int | Literal["auto"]:
+    return "auto" if text == "auto" else int(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ class TrainConfig:
         (), "name patterns of modules that stay on the device", group="memory", metavar="PATTERN", several="+",
         decides=False,
     )  # fmt: skip
-    prefetch: int | str = setting(
+    prefetch: int | Literal["auto"] = setting(
         "auto", "blocks loaded ahead at most", group="memory", kind=_depth, metavar="N", decides=False
     )
     param_dtype: str | None = setting(
