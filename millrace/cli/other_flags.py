@@ -59,7 +59,7 @@ _SWITCHES = {  # that stand alone, or with a truth value
 _WITHOUT_EFFECT = {
     "dataset_num_workers": "data is tokenized once, before training",
     "find_unused_parameters": "one process trains; parameters without gradients are left alone anyway",
-    "enable_model_cpu_offload": "weights visit the device anyway, trained or not, and adapters stay there",
+    "enable_model_cpu_offload": "weights come to the device block by block anyway, trained or not, and adapters stay",
     "enable_optimizer_cpu_offload": "gradients, state and updates are on the host anyway, with any --accumulate",
     "use_torch_optimizer_for_cpu_offload": "millrace.optim gives the bits of torch.optim",
     "use_precision_aware_optimizer": "--state-dtype and --master-form say it",
@@ -210,8 +210,8 @@ class _Translation:
         if self._weights_leave():
             if fraction < 1:
                 raise TrainInputError(
-                    f"{written} {self._written('cpu_offloading_weights')}: where weights visit the device, all of the"
-                    " optimizer's state is on the host; give the fraction 1"
+                    f"{written} {self._written('cpu_offloading_weights')}: where weights come to the device block by"
+                    " block, all of the optimizer's state is on the host; give the fraction 1"
                 )
             self._notes.append(f"{written}: nothing to do: state and updates are on the host anyway")
             return []
@@ -238,7 +238,11 @@ class _Translation:
                 raise TrainInputError(f"{written}: the number of layers is to be 0 or more")
             if self._on("cpu_offloading_activations", default=True) and int(layers):
                 flags += ["--offload-activations", f"layers={layers}", "all_leave=True"]
-            why = "; all weights visit the device, as many as --device-memory says" if self._weights_leave() else ""
+            why = (
+                "; weights come to the device block by block, as many as --device-memory says"
+                if self._weights_leave()
+                else ""
+            )
             self._notes.append(f"{written}: became {' '.join(flags) or 'nothing'}{why}")
         elif written:
             self._notes.append(f"{written}: nothing to do: it needs --cpu-offloading, as in Megatron")

@@ -12,6 +12,8 @@ from millrace.planning.cost import RunPlan, compare_text
 EPILOG = """\
 MODEL is a transformers config.json, a directory that holds one, or the name of a model whose config transformers
 can load. Memory is bytes or text such as 24GiB. The model itself is never loaded.
+In the table of lanes (compute, copies each way, drive, update), the floor is the least time that what passes through a
+lane can take; "busy" is what the plan gives it.
 Exit codes: 0 planned and fits, 1 does not fit (the plan says what is missing), 2 the input cannot be used.
 """
 _TRAININGS = {"lora": "adapter"}  # other names

@@ -23,6 +23,8 @@ def add_report_command(commands: "argparse._SubParsersAction[Any]") -> None:
         "report",
         help="show a run: where its time and memory went",
         description="Show a run that handle.report().save(path), or millrace train, has written.",
+        epilog="A block of layers visits the device: its weights are there while it computes. A stall is the time in"
+        " which a visit waited for a copy; the report names both.",
         allow_abbrev=False,
     )
     parser.add_argument("record", type=Path, metavar="RUN", help="the record, or a directory with millrace-run.json")

@@ -53,7 +53,7 @@ class ActivationStats:
             ("stall for activations", f"{self.stall_seconds:.3f} s"),
             (
                 "forwards",
-                f"{self.planned_forwards} as planned, {self.similar_forwards} by the ceiling of another plan,"
+                f"{self.planned_forwards} as planned, {self.similar_forwards} by the limit of another plan,"
                 f" {self.recorded_forwards} recorded",
             ),
         ]

@@ -168,7 +168,8 @@ class TrainConfig:
     )
     device_fraction: float | str | None = setting(
         None,
-        "all weights stay on the device, and this share of the state, 0 to 1 or auto (default: weights visit)",
+        "all weights stay on the device, and this share of the state, 0 to 1 or auto (default: weights come to the"
+        " device block by block)",
         group="optimizer",
         kind=_share,
         metavar="X",
