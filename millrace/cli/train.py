@@ -66,10 +66,20 @@ def _form(setting: Declared) -> dict[str, Any]:
 
 def rewrite(arguments: list[str]) -> list[str]:
     """The arguments of `millrace train` with those of a config file, and in our words."""
+    _refuse_twice(arguments)
     arguments, notes = in_our_words(with_config_file(arguments))
     for note in notes:
         print(note, file=sys.stderr)
     return arguments
+
+
+def _refuse_twice(arguments: list[str]) -> None:
+    """Of lists, the second would silently take the place of the first."""
+    names = [argument.partition("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--")]
+    for setting in declared(TrainConfig):
+        if setting.several in ("+", "*") and names.count(flag(setting.name)) > 1:
+            name = flag(setting.name)
+            raise TrainInputError(f"{name} is given more than once; give all its values together: {name} ONE TWO")
 
 
 def run_train(arguments: argparse.Namespace) -> int:

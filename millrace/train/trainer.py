@@ -102,6 +102,8 @@ def prepare(config: TrainConfig, progress: Progress) -> Sequences:
 def _read(config: TrainConfig, progress: Progress) -> Job:
     begins_at = resume.find_checkpoint(config)
     device = config.compute_device()
+    if device.type == "cpu" and config.device_fraction:
+        progress.note("--device-fraction: the device is the CPU, so all state is in host memory")
     tokens = load_tokens(config)
     sequences = read_sequences(config, tokens, paths=config.text, option="--text", note=progress.note)
     eval_sequences = None

@@ -34,7 +34,9 @@ def parsed(*flags: str, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(trainer, "train", take)
-    assert main(["train", "--text", "a", "--output", "b", "--disk", "d", "--eval-text", "e", *flags]) == 130
+    common = [("--text", "a"), ("--output", "b"), ("--disk", "d"), ("--eval-text", "e")]
+    line = [word for pair in common if pair[0] not in flags for word in pair]
+    assert main(["train", *line, *flags]) == 130
     return made[0]
 
 
@@ -190,6 +192,11 @@ def test_weights_may_stay_on_the_device_with_a_share_of_the_state(
         assert staying.losses == plain.losses
 
 
+def test_a_share_of_the_state_on_a_device_that_is_the_cpu_is_told(settings: Settings, progress: Progress):
+    train(settings(device_fraction=0.5, steps=1), progress)
+    assert progress.notes[0] == "--device-fraction: the device is the CPU, so all state is in host memory"
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -238,6 +245,8 @@ def test_values_that_no_run_could_use_are_named(settings: Settings, changes: dic
         ("--steps 3 --epochs 1", "--steps and --epochs both say how long the run is; leave one of them out"),
         ("--eval-every 2", "--eval-every needs something to measure on; name it with --eval-text"),
         ("--config {}/a.yaml --config={}/b.yaml", "--config is given for {}/a.yaml and for {}/b.yaml; put the flags"),
+        ("--text c", "--text is given more than once; give all its values together: --text ONE TWO"),
+        ("--eval_text=c --eval-text d", "--eval-text is given more than once"),
         ("--config {}/a.yaml --steps 3", "--steps and --epochs both say how long the run is"),
     ],
 )
