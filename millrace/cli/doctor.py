@@ -9,7 +9,8 @@ from millrace.checkpoint.manifest import read_manifest
 from millrace.checkpoint.reading import SavedFile
 from millrace.config import format_bytes
 from millrace.errors import MillraceError
-from millrace.runtime.checks import Machine, findings
+from millrace.optim import kernel
+from millrace.runtime.checks import Finding, Machine, findings
 from millrace.runtime.device import resolve_device
 from millrace.runtime.symptoms import SYMPTOMS
 
@@ -49,7 +50,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         device = resolve_device(arguments.device)
     except ValueError as error:
         raise DoctorInputError(str(error)) from error
-    found = findings(Machine(device=device, disk=disk))
+    missing = () if kernel.available() else (Finding(kernel.SLOWER, kernel.INSTALL),)
+    found = findings(Machine(device=device, disk=disk, missing=missing))
     for finding in found:
         print(f"{'SEVERE' if finding.severe else 'note'}: {finding.problem}\n  fix: {finding.fix}")
     if not found:

@@ -12,6 +12,7 @@ from millrace.optim.devices import Member
 from millrace.optim.disk_state import DiskState, Part, Wanted
 from millrace.optim.kernel import Master
 from millrace.optim.optimizer import HostOptimizer
+from millrace.optim.options import Options
 from millrace.optim.rules import ElementRule
 from millrace.optim.update import Update
 from millrace.optim.weights import FULL, REMAINDER, Weights
@@ -25,6 +26,10 @@ class ElementOptimizer(HostOptimizer):
 
     MAXIMUM: str | None = None  # the running maximum of groups with amsgrad, in float32
     COUNTS_STEPS = True  # whether the stock optimizer keeps "step" in its state
+
+    def __init__(self, params: Any, *, options: Options, **stock: Any) -> None:
+        kernel.warn_if_missing()
+        super().__init__(params, options=options, **stock)
 
     def _rule(self, group: dict[str, Any], step: float) -> ElementRule:
         """The rule of a group at one step."""

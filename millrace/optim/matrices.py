@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -12,7 +12,7 @@ from millrace.optim.devices import Member
 from millrace.optim.disk_state import DiskState
 from millrace.optim.kernel import Master
 from millrace.optim.optimizer import HostOptimizer
-from millrace.optim.options import Options
+from millrace.optim.options import Given, Options
 from millrace.optim.update import scaled
 from millrace.optim.weights import Weights
 from millrace.runtime.torch_rules import adafactor, muon
@@ -143,7 +143,7 @@ class Adafactor(_MatrixOptimizer, torch.optim.Adafactor):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        **options: Any,
+        **options: Unpack[Given],
     ) -> None:
         super().__init__(
             params,
@@ -204,7 +204,7 @@ class Muon(_MatrixOptimizer, torch.optim.Muon):
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
-        **options: Any,
+        **options: Unpack[Given],
     ) -> None:
         super().__init__(
             params,
