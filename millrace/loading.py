@@ -12,12 +12,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from millrace.checkpoint.adapters import with_names_of
 from millrace.checkpoint.contents import Contents, SavedOptimizer, SavedTensor, own_contents
 from millrace.checkpoint.destinations import filling
 from millrace.checkpoint.directory import restore_interrupted
 from millrace.checkpoint.foreign import foreign_contents
 from millrace.checkpoint.manifest import EXTRA, MANIFEST
-from millrace.checkpoint.model import EXTRA_STATE, plain_name, tensors_of
+from millrace.checkpoint.model import EXTRA_STATE, plain_name, tensors_of, unwrapped
 from millrace.checkpoint.optimizers import Optimizers, plain_optimizers
 from millrace.checkpoint.random_state import restore_random_state
 from millrace.checkpoint.reading import Place, PlaceInFile, SavedFile, read_all
@@ -37,7 +38,8 @@ _ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "m
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> Any:
     """Loads what `millrace.save` saved as `path` into `model` and `optimizer`, in place; returns `extra`.
 
-    Checkpoints of other programs load as well: of transformers' Trainer and accelerate (their directories), Lightning
+    Checkpoints of other programs load as well: of transformers' Trainer and accelerate (their directories), PEFT
+    (adapters), Lightning
     (`.ckpt`), torch.distributed.checkpoint, files of torch.save and of safetensors. What is in them besides is returned
     (`scheduler`, ...). Those of torch.distributed.checkpoint are read by its own reader, which unpickles a file of
     theirs: load none that you do not trust.
@@ -70,6 +72,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     with contextlib.ExitStack() as stack:
         is_own = any((directory / name).exists() for name in (MANIFEST, EXTRA))
         contents = own_contents(directory, stack) if is_own else foreign_contents(directory, stack)
+        if contents.adapters:
+            contents = with_names_of(contents, unwrapped(model), tensors_of(model))
         if optimizers and len(optimizers) != len(contents.optimizers):
             raise CheckpointError(
                 f"{directory} holds the state of {len(contents.optimizers)} optimizers, and {len(optimizers)} are"
