@@ -4,7 +4,7 @@ import ctypes
 import math
 import threading
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -26,6 +26,10 @@ class Source(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def owner(self) -> Any:
+        """The parameter whose value or state it is: who writes to that waits until it has been read. None: nobody's."""
+
     def read(self, begin: int, memory: torch.Tensor) -> None:
         """Fills uint8 `memory` with the bytes from `begin` on."""
 
@@ -36,6 +40,7 @@ class Literal:
 
     name: str
     data: bytes
+    owner: None = None
 
     @property
     def nbytes(self) -> int:
@@ -51,6 +56,7 @@ class SourceAtRest:
 
     name: str
     tensor: TensorAtRest
+    owner: Any
 
     @property
     def nbytes(self) -> int:
@@ -63,8 +69,9 @@ class SourceAtRest:
 class TensorSource:
     """A strided tensor, its elements in the order of their indices."""
 
-    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+    def __init__(self, name: str, tensor: torch.Tensor, owner: Any) -> None:
         self.name = name
+        self.owner = owner
         self.nbytes = nbytes_of(tensor)
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.detach().resolve_conj().resolve_neg()

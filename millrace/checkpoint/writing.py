@@ -56,15 +56,14 @@ class _Piece:
 class Writing:
     """The files of `layouts` on their way into `directory`.
 
-    `owner`: the parameter that a source belongs to, by file and name, if it belongs to one. `finish` is called with the
-    records of all files when they are written and safe from a loss of power, `clean_up` when anything failed.
+    `finish` is called with the records of all files when they are written and safe from a loss of power, `clean_up`
+    when anything failed.
     """
 
     def __init__(
         self,
         directory: Path,
         layouts: Sequence[Layout],
-        owner: Callable[[str, str], Any],
         memory_bytes: int,
         finish: Callable[[Mapping[str, FileRecord]], None],
         clean_up: Callable[[], None],
@@ -85,7 +84,7 @@ class Writing:
         self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
         self._files: dict[str, DirectFile] = {}
         try:
-            self._open(directory, layouts, owner)
+            self._open(directory, layouts)
         except BaseException:
             for file in self._files.values():
                 file.close()
@@ -143,7 +142,7 @@ class Writing:
         """Whether it has ended, well or not."""
         return self._done.is_open
 
-    def _open(self, directory: Path, layouts: Sequence[Layout], owner: Callable[[str, str], Any]) -> None:
+    def _open(self, directory: Path, layouts: Sequence[Layout]) -> None:
         for layout in layouts:
             (directory / layout.name).parent.mkdir(exist_ok=True)
             self._files[layout.name] = _new_file(directory / layout.name, layout.nbytes)
@@ -154,7 +153,7 @@ class Writing:
             self._checksums[layout.name] = [0] * len(pieces)
             for stretch in layout.stretches:
                 among = pieces[stretch.begin // PIECE_BYTES : -(-stretch.end // PIECE_BYTES)]
-                whose = owner(layout.name, stretch.source.name)
+                whose = stretch.source.owner
                 for piece in among:
                     piece.stretches.append(stretch)
                 if whose is not None:

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from millrace.runtime.tensors import parameters_of
+
 __all__ = ["Capture", "before_write", "begin_capture", "end_capture", "will_write"]
 
 
@@ -57,7 +59,7 @@ def end_capture(capture: Capture) -> None:
 
 def _before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
     if not getattr(optimizer, "asks_before_write", False):
-        before_write([parameter for group in optimizer.param_groups for parameter in group["params"]])
+        before_write(parameters_of(optimizer))
 
 
 def _forked() -> None:
