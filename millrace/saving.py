@@ -110,8 +110,8 @@ def save(
     Gradients are not saved: save after `optimizer.step()`.
 
     Raises StateError within a forward or backward, DiskError when the drive fails or is full, CheckpointError for what
-    cannot be saved (meta tensors, objects in `extra`), ValueError and TypeError for arguments that make no sense.
-    Nothing has changed then: a checkpoint that was there is there still.
+    cannot be saved (tensors on meta, sparse or lazy; objects in `extra`), ValueError and TypeError for arguments that
+    make no sense. Nothing has changed then: a checkpoint that was there is there still.
     """
     path = Path(path).expanduser().absolute()
     path = path.resolve() if path.is_symlink() else path

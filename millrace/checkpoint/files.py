@@ -16,7 +16,15 @@ import torch
 from torch.serialization import skip_data
 from torch.utils import deterministic
 
-from millrace.checkpoint.sources import Literal, Source, SourceAtRest, TensorSource, nbytes_of
+from millrace.checkpoint.sources import (
+    Literal,
+    NotPlainError,
+    Source,
+    SourceAtRest,
+    TensorSource,
+    check_plain,
+    nbytes_of,
+)
 from millrace.errors import CheckpointError
 from millrace.memory.disk import TensorAtRest
 from millrace.memory.disk.safetensors_header import DTYPES
@@ -130,6 +138,7 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
             sources.append(SourceAtRest(path, value, owner))
             return torch.empty_strided(value.like.shape, value.like.stride(), dtype=value.like.dtype, device="cpu")
         if isinstance(value, torch.Tensor):
+            check_plain(f"{path} of {name}", value)
             if torch.ops.aten.is_non_overlapping_and_dense(value):  # as it lies in memory
                 sources.append(TensorSource(path, value.detach().as_strided((value.numel(),), (1,)), owner))
                 return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
@@ -162,6 +171,8 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
             thread.submit(write).result()
         open_torch_file(skeleton)
         return _with_sources(name, skeleton, sources)
+    except NotPlainError:
+        raise
     except (CheckpointError, pickle.PicklingError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{name} would hold what cannot be read back safely: {str(error).splitlines()[0]}; give the optimizer plain"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from millrace.checkpoint.adapters import adapter_names
-from millrace.errors import CheckpointError
+from millrace.checkpoint.sources import check_plain, nbytes_of
 
 __all__ = ["EXTRA_STATE", "SavedModel", "plain_name", "saved_model", "tensors_of", "unwrapped"]
 
@@ -33,7 +33,7 @@ class SavedModel:
 def saved_model(model: nn.Module, directory: Path) -> SavedModel:
     """What is saved of `model`; its configuration is written into `directory`, as its library writes it.
 
-    Of a PEFT model that is its adapters. Raises CheckpointError for tensors that are on meta.
+    Of a PEFT model that is its adapters. Raises CheckpointError for what is not plain bytes (on meta, sparse, lazy).
     """
     model = unwrapped(model)
     saved = SavedModel()
@@ -45,9 +45,6 @@ def saved_model(model: nn.Module, directory: Path) -> SavedModel:
         _take_adapters(model, tensors, saved, directory)
     else:
         _take_all(model, tensors, saved, stem=_write_configuration(model, directory))
-    away = [name for name, tensor in saved.tensors.items() if tensor.is_meta]
-    if away:
-        raise CheckpointError(f"{away[0]!r} (of {len(away)}) is on meta and has no value to save; load the model first")
     return saved
 
 
@@ -79,6 +76,8 @@ def _take_all(model: nn.Module, tensors: Mapping[str, torch.Tensor], saved: Save
     order = sorted(tensors, key=lambda name: (isinstance(tensors[name], nn.Parameter), name in tied))
     for name in order:
         tensor = tensors[name]
+        if name not in left_out:
+            check_plain(name, tensor)
         place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         known = first.setdefault(place, name) if tensor.numel() and not tensor.is_meta else name
         if known != name:
@@ -104,12 +103,14 @@ def _take_adapters(model: Any, tensors: Mapping[str, torch.Tensor], saved: Saved
     ]
     saved.files["trained"] = {name: name for name in trained}
     saved.tensors |= {name: tensors[name] for name in trained}
+    for name, tensor in saved.tensors.items():
+        check_plain(name, tensor)
     saved.trained_only = True
 
 
 def _may_change(tensor: torch.Tensor) -> bool:
     """Whether it is a buffer that a forward may write to: large ones are packed weights."""
-    return not isinstance(tensor, nn.Parameter) and tensor.nbytes <= _STATISTICS_BYTES
+    return not isinstance(tensor, nn.Parameter) and nbytes_of(tensor) <= _STATISTICS_BYTES
 
 
 def _write_configuration(model: nn.Module, directory: Path) -> str:

@@ -8,13 +8,47 @@ from typing import Any, Protocol
 
 import torch
 
-from millrace.errors import StateError
+from millrace.errors import CheckpointError, StateError
 from millrace.memory.disk import TensorAtRest, origin_of, read_bytes
 from millrace.runtime.device import is_accelerator
 
-__all__ = ["Literal", "Source", "SourceAtRest", "TensorSource", "nbytes_of"]
+__all__ = ["Literal", "NotPlainError", "Source", "SourceAtRest", "TensorSource", "check_plain", "nbytes_of"]
 
 _SMALL_BYTES = 1 << 14
+
+
+class NotPlainError(CheckpointError):
+    """A tensor is not plain bytes."""
+
+
+def check_plain(name: str, tensor: torch.Tensor) -> None:
+    """Raises NotPlainError for a tensor whose bytes cannot be saved."""
+    reason = _why_not_plain(tensor)
+    if reason is not None:
+        raise NotPlainError(f"{name!r} cannot be saved: {reason}")
+
+
+def _why_not_plain(tensor: torch.Tensor) -> str | None:
+    if torch.nn.parameter.is_lazy(tensor):
+        return "it is not initialised yet; call the model once before, so that lazy modules learn their shapes"
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "nested" if tensor.is_nested else f"of the layout {tensor.layout}"
+        return f"it is {kind}, and files of weights hold dense tensors; make it dense, as with to_dense()"
+    if tensor.is_quantized:
+        return f"it is of {tensor.dtype}, which is more than its bytes; call dequantize() on it"
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        return f"it is a {type(tensor).__name__}, which is more than its bytes; save it as a plain tensor"
+    if tensor.is_meta:
+        return "it is on meta and has no value; load the model first"
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        return f"its storage of {nbytes_of(tensor)} bytes was freed (resized to 0); bring them back first"
+    reached = 0  # the furthest element from the first, over the dimensions so far
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride:  # elements of an expanded dimension are one
+            if stride <= reached:
+                return f"its elements overlap in memory (strides {tensor.stride()}); make it contiguous() first"
+            reached += (size - 1) * stride
+    return None
 
 
 class Source(Protocol):
