@@ -12,7 +12,16 @@ from millrace.errors import CheckpointError, StateError
 from millrace.memory.disk import TensorAtRest, origin_of, read_bytes
 from millrace.runtime.device import is_accelerator
 
-__all__ = ["Literal", "NotPlainError", "Source", "SourceAtRest", "TensorSource", "check_plain", "nbytes_of"]
+__all__ = [
+    "Literal",
+    "NotPlainError",
+    "Source",
+    "SourceAtRest",
+    "TensorSource",
+    "check_plain",
+    "memory_of",
+    "nbytes_of",
+]
 
 _SMALL_BYTES = 1 << 14
 
@@ -109,14 +118,31 @@ class TensorSource:
         self.nbytes = nbytes_of(tensor)
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.detach().resolve_conj().resolve_neg()
-        if self.nbytes <= _SMALL_BYTES:  # not worth holding up whoever writes to it
-            tensor = tensor.detach().to("cpu", copy=True)
-        self._tensor = tensor.detach()
+        self._original = self._tensor = tensor.detach()
         self._version = None if tensor.is_inference() else tensor._version
+        if self.nbytes <= _SMALL_BYTES:  # not worth holding up whoever writes to it
+            self._tensor = self._original.to("cpu", copy=True)
 
     def expect_writes(self) -> None:
         """Who writes to the tensor waits until it has been read."""
         self._version = None
+
+    @property
+    def was_written(self) -> bool:
+        """Whether the tensor changed since this source was made, and nobody was expected to."""
+        return self._version is not None and self._original._version != self._version
+
+    def write_error(self) -> StateError:
+        """Says that."""
+        return StateError(
+            f"{self.name!r} was written to while it was being saved, so nothing was saved; write to it after wait(), or"
+            " call millrace.save with wait=True"
+        )
+
+    @property
+    def memory(self) -> tuple[int, int] | None:
+        """First address and last but one of what is yet to be read; None where that is a copy."""
+        return memory_of(self._tensor) if self._tensor is self._original else None
 
     def read(self, begin: int, memory: torch.Tensor) -> None:
         """Fills `memory`. Raises StateError when the tensor changed since this source was made."""
@@ -125,12 +151,8 @@ class TensorSource:
             self._read_elements(begin, memory)
         elif not self._read_file(begin, memory):
             ctypes.memmove(memory.data_ptr(), tensor.data_ptr() + begin, memory.nbytes)
-        version = self._version
-        if version is not None and tensor._version != version:
-            raise StateError(
-                f"{self.name!r} was written to while it was being saved, so nothing was saved; write to it after"
-                " wait(), or call millrace.save with wait=True"
-            )
+        if tensor is self._original and self.was_written:
+            raise self.write_error()
 
     def _read_file(self, begin: int, memory: torch.Tensor) -> bool:
         found = origin_of(self._tensor)
@@ -156,6 +178,14 @@ class TensorSource:
 def nbytes_of(tensor: torch.Tensor) -> int:
     """Bytes of all elements of a strided tensor, whatever its strides."""
     return tensor.numel() * tensor.itemsize
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """First address and last but one of a strided tensor's elements; None where it has none."""
+    if tensor.is_meta or not tensor.numel():
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 class _Streams(threading.local):

@@ -5,7 +5,7 @@ calls `before_write` for what it is about to change; that waits until these have
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -30,9 +30,10 @@ _captures: list[Capture] = []
 _hooks: list[RemovableHandle] = []
 
 
-def before_write(parameters: Sequence[Any] | None) -> None:
+def before_write(parameters: Iterable[Any] | None) -> None:
     """These parameters, or their state, are about to change; None: any."""
     for capture in tuple(_captures):
+        parameters = None if parameters is None else list(parameters)
         capture.hurry(parameters)
 
 
