@@ -25,6 +25,7 @@ from millrace.checkpoint.optimizers import Optimizers, is_loaded_otherwise, plai
 from millrace.checkpoint.random_state import restore_random_state
 from millrace.checkpoint.reading import Place, PlaceInFile, SavedFile, read_all
 from millrace.checkpoint.running import wait_for_running
+from millrace.checkpoint.sources import SMALL_BYTES
 from millrace.errors import CheckpointError
 from millrace.live import handles_of
 from millrace.memory.disk import TensorAtRest, origin_of
@@ -34,7 +35,6 @@ from millrace.runtime.tensors import parameters_of
 
 __all__ = ["load"]
 
-_SMALL_BYTES = 1 << 14  # of state that is not streamed to disk
 _ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master", "master_remainder")
 
 
@@ -267,7 +267,7 @@ class _State:
         for number, entries in self._saved.tree["state"].items():
             on_disk[number] = {}
             for name, value in entries.items() if streams and isinstance(entries, Mapping) else ():
-                if isinstance(value, torch.Tensor) and value.nbytes > _SMALL_BYTES:
+                if isinstance(value, torch.Tensor) and value.nbytes > SMALL_BYTES:
                     first = self._saved.content.offset(value)
                     like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
                     at = PlaceInFile(first, like.numel() * like.itemsize)

@@ -13,6 +13,7 @@ from millrace.memory.disk import TensorAtRest, origin_of, read_bytes
 from millrace.runtime.device import is_accelerator
 
 __all__ = [
+    "SMALL_BYTES",
     "Literal",
     "NotPlainError",
     "Source",
@@ -23,7 +24,7 @@ __all__ = [
     "nbytes_of",
 ]
 
-_SMALL_BYTES = 1 << 14
+SMALL_BYTES = 1 << 14  # of a tensor that is not streamed
 
 
 class NotPlainError(CheckpointError):
@@ -120,7 +121,7 @@ class TensorSource:
             tensor = tensor.detach().resolve_conj().resolve_neg()
         self._original = self._tensor = tensor.detach()
         self._version = None if tensor.is_inference() else tensor._version
-        if self.nbytes <= _SMALL_BYTES:  # not worth holding up whoever writes to it
+        if self.nbytes <= SMALL_BYTES:  # not worth holding up whoever writes to it
             self._tensor = self._original.to("cpu", copy=True)
 
     def expect_writes(self) -> None:

@@ -27,6 +27,7 @@ from millrace.errors import DiskError
 from millrace.memory.disk import DirectFile, neighbours_follow
 from millrace.memory.disk.checksums import checksum
 from millrace.memory.pages import map_pages
+from millrace.runtime.autograd import without_overrides
 from millrace.runtime.capture import begin_capture, end_capture
 from millrace.runtime.threads import Gate
 
@@ -168,11 +169,12 @@ class Writing:
     def _touched(self, parameters: Iterable[Any]) -> list[Any]:
         """Whose bytes change when these parameters do: theirs, and of what shares their memory (`p.data = t`)."""
         found = list(parameters)
-        for parameter in tuple(found):
-            memory = memory_of(parameter)
+        with without_overrides():  # those of an offloaded model are asked for themselves
+            memories = [memory_of(parameter) for parameter in found]
+        for memory in memories:
             if memory is not None:
                 found += self._neighbours.overlapping(*memory)
-        return found
+        return list(dict.fromkeys(found))
 
     def _open(self, directory: Path, layouts: Sequence[Layout]) -> None:
         for layout in layouts:
