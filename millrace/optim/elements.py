@@ -234,8 +234,12 @@ class ElementOptimizer(HostOptimizer):
         weights, found = self._weights_of(parameter), self._disk.at_rest(parameter, parameter.numel())
         return {name: replace(one, like=weights.shaped(one.like)) for name, one in found.items()}
 
-    def fill(self, parameter: torch.Tensor, tensors: Mapping[str, TensorAtRest]) -> None:
-        _, group = self._places()[parameter]
+    def fill(self, state: Mapping[torch.Tensor, Mapping[str, TensorAtRest]]) -> None:
+        places = self._places()
+        for parameter, tensors in state.items():
+            self._fill(parameter, places[parameter][1], tensors)
+
+    def _fill(self, parameter: torch.Tensor, group: dict[str, Any], tensors: Mapping[str, TensorAtRest]) -> None:
         weights = self._weights_of(parameter)
         kept = {**self._dtypes(group, weights), **weights.master_dtypes}
         as_kept = {

@@ -109,10 +109,11 @@ class _MatrixOptimizer(HostOptimizer):
             found[name] = replace(one, like=_lying_as(one.like, shape, host))
         return found
 
-    def fill(self, parameter: torch.Tensor, tensors: Mapping[str, TensorAtRest]) -> None:
-        self.entries[parameter].update({name: one.load() for name, one in tensors.items()})
-        if self._disk is not None and parameter.device.type == "cpu":
-            self._spill(self._disk, parameter, self._weights_of(parameter), self.entries[parameter])
+    def fill(self, state: Mapping[torch.Tensor, Mapping[str, TensorAtRest]]) -> None:
+        for parameter, tensors in state.items():
+            self.entries[parameter].update({name: one.load() for name, one in tensors.items()})
+            if self._disk is not None and parameter.device.type == "cpu":
+                self._spill(self._disk, parameter, self._weights_of(parameter), self.entries[parameter])
 
     def _forget_weights(self) -> None:
         super()._forget_weights()

@@ -129,6 +129,17 @@ def test_what_is_written_to_a_part_is_seen() -> None:
         assert torch.equal(model(batch()), plain(batch()))
 
 
+def test_other_data_of_a_packed_parameter_is_seen() -> None:
+    kind = KINDS["gguf q8"]
+    plain, model = kind.model(), kind.model()
+    with torch.no_grad(), offload(model, device_memory="128KiB"):
+        for one in (plain, model):
+            one(kind.batch(CPU))
+            one[2].base.weight.data = one[4].base.weight.data.clone()  # type: ignore[union-attr]
+        assert torch.equal(model(kind.batch(CPU)), plain(kind.batch(CPU)))
+        assert not torch.equal(model(kind.batch(CPU)), kind.model()(kind.batch(CPU)))
+
+
 def test_a_weight_that_is_replaced_by_one_of_its_kind_is_the_weight() -> None:
     plain, model = pairs(), pairs()
     with torch.no_grad(), offload(model) as handle:
@@ -268,6 +279,7 @@ def test_large_buffers_travel_with_their_block(on_disk: bool, tmp_path: Path) ->
         for one in (plain, model):
             one[2].qweight.bitwise_xor_(5)
             one[4].qweight.data.bitwise_xor_(3)
+            one[5].qweight.data = one[5].qweight.data ^ 9
         assert torch.equal(model(batch()), plain(batch())), "what the user writes is seen"
         assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
         assert type(pickle.loads(pickle.dumps(model[0].qweight))) is Tensor

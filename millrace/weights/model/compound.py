@@ -70,6 +70,14 @@ class Compound:
         self.own_references = 2 + _references(leaves.values()) - before
         _known[self.leaf] = weakref.ref(self)
 
+    def catch_up(self) -> None:
+        """Its own data may have been replaced (`weight.data = t`), which a class that is not ours does not tell."""
+        if _OWN_DATA in self.parts:
+            home = self.parts[_OWN_DATA]
+            with without_overrides():
+                if self.outer.data_ptr() != home.data_ptr():
+                    home.data = data_of.__get__(self.outer)
+
     def adopt(self, weight: torch.Tensor) -> bool:
         """The user put another weight in its place, which is it from now on; False where that is not for us to say."""
         if not isinstance(weight, nn.Parameter) or compound_of(weight) is not None:
@@ -177,6 +185,9 @@ class TravellingBuffer(Compound):
 
     def follow(self) -> None:
         """There is nothing else to point."""
+
+    def catch_up(self) -> None:
+        """What is done to its data is noticed."""
 
     def check(self) -> None:
         """It may be written to, and is never trained."""

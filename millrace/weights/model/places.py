@@ -89,6 +89,7 @@ class Places:
             held = place.get()
             if held is compound.outer or self._adopt_compound(compound, held):
                 compound.check()
+                compound.catch_up()
                 place.put(compound.leaf)
 
     def _bind(self, place: Place, slot: Slot) -> None:

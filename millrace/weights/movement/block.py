@@ -10,6 +10,7 @@ import torch
 from millrace.errors import StateError
 from millrace.memory.buffers import references_beside
 from millrace.runtime.autograd import without_overrides
+from millrace.runtime.capture import before_write
 from millrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
 from millrace.runtime.pending import LostUpdate, Pending, Watcher
 from millrace.weights.model.home import Home
@@ -313,6 +314,7 @@ class Block:
                 return False
             if self.buffer is not None and self._presence is Presence.PRESENT:
                 self.wait_until_free()
+                before_write(slot.home for slot in self.slots)
                 for slot in self.slots:
                     if slot.keep_leaf_writes(self.buffer):
                         self._flushed = None
@@ -322,6 +324,7 @@ class Block:
     def _before_touch(self) -> None:
         self.keep_leaf_writes()
         self.wait_until_free()
+        before_write(slot.home for slot in self.slots)
 
     def take_back(self) -> None:
         """It is lent no more. Whoever keeps a leaf has it brought again when it is used."""

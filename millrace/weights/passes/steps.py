@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from millrace.runtime.autograd import without_overrides
 from millrace.runtime.process_wide import ProcessWide
+from millrace.runtime.tensors import parameters_of
 from millrace.weights.meter import Meter
 from millrace.weights.model.home import Home
 from millrace.weights.model.slot import Slot
@@ -113,12 +114,7 @@ class OptimizerSteps:
             self._executor.homes_changed()
 
     def _slots_of(self, optimizer: Optimizer) -> list[Slot]:
-        held = {
-            id(parameter)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if isinstance(parameter, Home)
-        }
+        held = {id(parameter) for parameter in parameters_of(optimizer) if isinstance(parameter, Home)}
         blocks = (*self._engine.blocks, *self._engine.residents)
         return [slot for block in blocks for slot in block.slots if id(slot.home) in held]
 
