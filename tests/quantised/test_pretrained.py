@@ -64,12 +64,16 @@ def with_adapters(model: Any) -> Any:
     )
 
 
-def trained(model: nn.Module) -> list[Tensor]:
-    """Losses of five steps, and the adapters after them."""
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, foreach=False)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: int = 5) -> list[Tensor]:
+    """Losses of some steps, and the adapters after them."""
     adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(adapters, lr=1e-3, foreach=False)
+    optimizer = optimizer or adamw(model)
     losses = []
-    for _ in range(5):
+    for _ in range(steps):
         loss = model(tokens(), labels=tokens()).loss
         loss.backward()
         optimizer.step()
@@ -119,6 +123,28 @@ def test_adapters_train_on_a_quantised_directory(directory: Path, tier: str, tmp
         assert stats.device_peak_bytes <= BUDGET_BYTES
         assert stats.onload_bytes > 5 * 0.5 * LINEAR_WEIGHTS
         assert tier == "host" or stats.fetch_bytes > 0
+
+
+def test_a_run_goes_on_from_its_checkpoint(directory: Path, tmp_path: Path) -> None:
+    """Which has the adapters, the optimizer's state, and nothing of the base."""
+
+    def begin() -> tuple[Any, torch.optim.Optimizer, millrace.Offloaded]:
+        base, handle = millrace.from_pretrained(directory, device="cpu", device_memory=BUDGET_BYTES, trainable=False)
+        model = with_adapters(base)
+        return model, adamw(model), handle
+
+    wanted = trained(with_adapters(plain(directory)))
+    model, optimizer, handle = begin()
+    with handle:
+        trained(model, optimizer, steps=2)
+        millrace.save(tmp_path / "step-2", model, optimizer)
+    assert packed_bytes(tmp_path / "step-2") < packed_bytes(directory) / 4
+    model, optimizer, handle = begin()
+    with handle:
+        millrace.load(tmp_path / "step-2", model, optimizer)
+        got = trained(model, optimizer, steps=3)
+        assert all(map(torch.equal, got, wanted[2:]))
+        assert handle.stats().device_peak_bytes <= BUDGET_BYTES
 
 
 def test_what_finds_no_room_names_the_disk(directory: Path) -> None:
