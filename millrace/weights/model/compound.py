@@ -45,6 +45,7 @@ class Compound:
         self._away = _away_kind(self._kind)
         self.own_references = 0  # of leaves of its parts by itself, and of its leaf where it is counted
         self._views: list[weakref.ref[LeafView]] = []  # of its leaf, that somebody has
+        self._seen_version = version_of(outer)
         _known[outer] = weakref.ref(self)
 
     @property
@@ -65,18 +66,43 @@ class Compound:
             self.leaf = _rebuilt(self.outer, self._leaves)
             self.leaf.__class__ = self._away
         if _OWN_DATA in self.parts:
-            self.leaf.t = partial(_viewed, weakref.ref(self), "t")
-            self.leaf.view = partial(_viewed, weakref.ref(self), "view")
+            viewed = torch.compiler.disable(_viewed)  # whose views are no business of a graph's
+            self.leaf.t = partial(viewed, weakref.ref(self), "t")
+            self.leaf.view = partial(viewed, weakref.ref(self), "view")
         self.own_references = 2 + _references(leaves.values()) - before
         _known[self.leaf] = weakref.ref(self)
 
+    def notice_writes(self) -> None:
+        """A write in place to a wrapper counts in the wrapper's version, and in none of its parts'."""
+        version = version_of(self.outer)
+        if version != self._seen_version:
+            self._seen_version = version
+            for home in self.parts.values():
+                owner_of(home).changed_untraced()
+
     def catch_up(self) -> None:
-        """Its own data may have been replaced (`weight.data = t`), which a class that is not ours does not tell."""
-        if _OWN_DATA in self.parts:
-            home = self.parts[_OWN_DATA]
-            with without_overrides():
-                if self.outer.data_ptr() != home.data_ptr():
-                    home.data = data_of.__get__(self.outer)
+        """Takes over other tensors that were put in the place of its parts (`weight.data = t`, `weight.scale = t`).
+
+        Raises LayoutError for such of another shape or dtype.
+        """
+        with without_overrides():
+            now = dict(_parts_of(self.outer))
+            if now.keys() != self.parts.keys():
+                raise LayoutError(self._changed(f"a {self._kind.__name__} made of {', '.join(now)}"))
+            for path, part in now.items():
+                home = self.parts[path]
+                if part is not home.tensor:
+                    owner = owner_of(home)
+                    owner.adopt(Part.of(part))
+                    self.parts[path] = owner.home
+                elif home.leads and part.data_ptr() != home.data_ptr():
+                    home.data = data_of.__get__(part)
+
+    def _changed(self, now: str) -> str:
+        return (
+            f"parameter {self.name!r} was offloaded as a {self._kind.__name__} made of {', '.join(self.parts)}, and is"
+            f" {now} now. Call remove() on the handle before such a change, and offload again after it"
+        )
 
     def adopt(self, weight: torch.Tensor) -> bool:
         """The user put another weight in its place, which is it from now on; False where that is not for us to say."""
@@ -84,11 +110,7 @@ class Compound:
             return False  # of functional_call, or one that is tied now
         parts = dict(_parts_of(weight)) if is_compound(weight) else {}
         if type(weight) is not self._kind or parts.keys() != self.parts.keys():
-            raise LayoutError(
-                f"parameter {self.name!r} was offloaded as a {self._kind.__name__} and is a {type(weight).__name__}"
-                " now, whose bytes lie elsewhere. Call remove() on the handle before such a change, and offload again"
-                " after it"
-            )
+            raise LayoutError(self._changed(f"a {type(weight).__name__}"))
         for path, part in parts.items():
             owner = owner_of(self.parts[path])
             owner.adopt(Part.of(part))
@@ -161,13 +183,15 @@ class Compound:
 
 
 class TravellingBuffer(Compound):
-    """A large buffer of a module (packed weights of GPTQ and AWQ layers, a codebook), as a weight of one part."""
+    """A large buffer of a module with packed weights (of GPTQ, of AWQ), as a weight of one part."""
 
     def __init__(self, name: str, buffer: torch.Tensor) -> None:
         self.name = name
         self.outer = buffer
         self.parts = {_OWN_DATA: Part.of(buffer)}
         self.own_references = 2  # `leaf` and `_leaves`
+        self._kind = type(buffer)
+        self._seen_version = version_of(buffer)
         _known[buffer] = weakref.ref(self)
 
     own_views = 0
@@ -187,7 +211,12 @@ class TravellingBuffer(Compound):
         """There is nothing else to point."""
 
     def catch_up(self) -> None:
-        """What is done to its data is noticed."""
+        """As in Compound, of `buffer.set_(t)` and `buffer.resize_(n)`."""
+        home = self.parts[_OWN_DATA]
+        with without_overrides():
+            if self.outer.data_ptr() != home.data_ptr() or self.outer.shape != home.shape:
+                home.data = data_of.__get__(self.outer)
+                owner_of(home).check_shape()
 
     def check(self) -> None:
         """It may be written to, and is never trained."""
@@ -241,6 +270,12 @@ class AwayCompound:
     """The leaf of a compound whose block is away, or on its way, is one too: see weights/passes/stray.py."""
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often it was written to in place, as it counts by itself; 0 where it does not count."""
+    with without_overrides():
+        return 0 if tensor.is_inference() else int(tensor._version)
+
+
 def is_compound(tensor: torch.Tensor) -> bool:
     """Whether a parameter is of a class of its own."""
     return type(tensor) not in _PLAIN and not is_lazy(tensor)
@@ -279,23 +314,29 @@ def _parts_of(tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield from _attributes(tensor)
 
 
-def _attributes(holder: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in the attributes of an object, and of the objects in these."""
-    for name, value in vars(holder).items():
-        if name.startswith("_"):
-            continue
+def _attributes(holder: Any, around: tuple[Any, ...] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in the attributes of an object, and of the objects in these; not of those that it is itself in."""
+    for name, value in _fields(holder).items():
         if type(value) in (torch.Tensor, nn.Parameter):
             yield name, value
-        elif _holds_tensors(value):
-            yield from ((f"{name}.{path}", part) for path, part in _attributes(value))
+        elif _may_hold_tensors(value) and not any(value is other for other in around):
+            yield from ((f"{name}.{path}", part) for path, part in _attributes(value, (*around, holder)))
 
 
-def _holds_tensors(value: Any) -> bool:
-    return (
-        hasattr(value, "__dict__")
-        and not isinstance(value, type | nn.Module | torch.Tensor | Callable)
-        and any(True for _ in _attributes(value))
-    )
+def _fields(holder: Any) -> dict[str, Any]:
+    slots = [name for kind in type(holder).__mro__ for name in _slots(kind) if hasattr(holder, name)]
+    names = [*getattr(holder, "__dict__", {}), *slots]
+    return {name: getattr(holder, name) for name in names if not name.startswith("_")}
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _may_hold_tensors(value: Any) -> bool:
+    plain = isinstance(value, type | nn.Module | torch.Tensor | Callable)
+    return not plain and (hasattr(value, "__dict__") or any(map(_slots, type(value).__mro__)))
 
 
 def _rebuilt(tensor: Any, leaves: Mapping[str, torch.Tensor]) -> Any:
@@ -312,19 +353,22 @@ def _rebuilt(tensor: Any, leaves: Mapping[str, torch.Tensor]) -> Any:
             made.__dict__.setdefault(name, value)
         return made
     made = make_subclass(type(tensor), leaves[_OWN_DATA], False)
-    made.__dict__.update(_with_parts(vars(tensor), leaves))
+    made.__dict__.update(vars(tensor))
+    _put_parts(tensor, made, leaves)
     return made
 
 
-def _with_parts(attributes: Mapping[str, Any], leaves: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    made = dict(attributes)
-    for name, value in attributes.items():
+def _put_parts(holder: Any, made: Any, leaves: Mapping[str, torch.Tensor]) -> None:
+    """`made`, which is like `holder`, gets copies of the objects that hold parts, with these in them."""
+    for name, value in _fields(holder).items():
         if name in leaves and name != _OWN_DATA:
-            made[name] = leaves[name]
+            setattr(made, name, leaves[name])
         elif below := _below(leaves, name):
-            made[name] = copy.copy(value)
-            made[name].__dict__.update(_with_parts(vars(value), below))
-    return made
+            copied = copy.copy(value)
+            _put_parts(value, copied, below)
+            setattr(made, name, copied)
+        elif name not in getattr(made, "__dict__", {}):
+            setattr(made, name, value)
 
 
 def _below(leaves: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from millrace.errors import StateError
 from millrace.runtime.autograd import data_of, make_subclass, no_override, without_overrides
@@ -118,12 +119,18 @@ class Part(nn.Parameter):
     """A tensor inside of a weight (weights/model/compound.py), as a parameter of ours: the same memory and versions."""
 
     tensor: torch.Tensor  # that is inside of the weight
+    leads: bool  # the tensor goes where this goes: another weight's part, which has it too, does not lead it
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Part":
+        """The part that `tensor` is."""
         with without_overrides():
             part: Part = make_subclass(cls, tensor.detach(), False)
         part.tensor = tensor
+        leader = _leaders.get(tensor)
+        part.leads = leader is None or leader() is None
+        if part.leads:
+            _leaders[tensor] = weakref.ref(part)
         return part
 
 
@@ -131,11 +138,16 @@ class PartHome(Home):
     """A managed part. What it is pointed to, the tensor inside of the weight is as well."""
 
     tensor: torch.Tensor
+    leads: bool
 
     def point(self, value: torch.Tensor) -> None:
         """As in Home."""
         super().point(value)
-        data_of.__set__(self.tensor, value)
+        if self.leads:
+            data_of.__set__(self.tensor, value)
+
+
+_leaders: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # the part that leads each tensor, weakly
 
 
 class WatchedBuffer(torch.Tensor):

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cached_property
 
 import torch
@@ -19,7 +20,7 @@ __all__ = ["USE_WEIGHTS_OF_CHILDREN", "Inventory", "take_inventory"]
 
 # They compute with their children's weights, without calling those, where they take a path of their own.
 USE_WEIGHTS_OF_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-_LARGE_BUFFER_BYTES = 64 * 2**10  # smaller ones stay on the device
+_LARGE_BUFFER_BYTES = 16 * 2**10  # smaller ones stay on the device
 
 
 @dataclass
@@ -55,21 +56,30 @@ class Inventory:
         self.places_of_compounds[compound].append(place)
         self.owned.setdefault(module, []).extend(map(id, compound.parts.values()))
 
-    def add_buffer(self, name: str, buffer: torch.Tensor, module: nn.Module, place: Place) -> None:
+    def add_buffer(self, name: str, buffer: torch.Tensor, module: nn.Module, place: Place, *, check: bool) -> None:
         """A buffer that travels."""
+        compound = self.compounds.get(id(buffer)) or compound_of(buffer) or TravellingBuffer(name, buffer)
         if id(buffer) not in self.compounds:
-            compound = compound_of(buffer) or TravellingBuffer(name, buffer)
             self.compounds[id(buffer)] = compound
             self.places_of_compounds[compound] = []
             for part in compound.parts.values():
+                if check:
+                    check_can_travel(name, part)
                 self.members[id(part)] = Member(name, part, compound=compound)
-        compound = self.compounds[id(buffer)]
         self.places_of_compounds[compound].append(place)
         self.owned.setdefault(module, []).extend(map(id, compound.parts.values()))
 
     def below(self, module: nn.Module) -> list[int]:
         """Ids of the parameters that a module or anything inside it holds, each once, in order."""
         return list(dict.fromkeys(key for inner in module.modules() for key in self.owned.get(inner, ())))
+
+    def named(self, pattern: str) -> list[int]:
+        """Ids of the parameters of such names; all parts of a weight whose name, or that of one, is such."""
+        found = [member for member in self.members.values() if fnmatchcase(member.name, pattern)]
+        whole = {member.compound for member in found if member.compound is not None}
+        whole |= {compound for compound in self.places_of_compounds if fnmatchcase(compound.name, pattern)}
+        alone = {id(member.parameter) for member in found}
+        return [key for key, member in self.members.items() if key in alone or member.compound in whole]
 
     def nbytes(self, keys: list[int]) -> int:
         """Bytes of these parameters in a block: in the dtype in which they travel, and aligned."""
@@ -118,9 +128,9 @@ def take_inventory(model: nn.Module, *, param_dtype: torch.dtype | None = None, 
             inventory.owned.setdefault(module, []).append(key)
         for name, buffer in module._buffers.items():
             known = isinstance(buffer, WatchedBuffer)
-            if buffer is not None and (known or (check and _travels(module, name, buffer, overlapping))):
+            if buffer is not None and (known or (check and _travels(module, name, overlapping))):
                 full_name = f"{module_name}.{name}" if module_name else name
-                inventory.add_buffer(full_name, buffer, module, Place(module._buffers, name))
+                inventory.add_buffer(full_name, buffer, module, Place(module._buffers, name), check=check)
         if isinstance(module, nn.RNNBase):
             _add_flat_weights(inventory, module)
     for module in inventory.names:
@@ -129,17 +139,28 @@ def take_inventory(model: nn.Module, *, param_dtype: torch.dtype | None = None, 
     return inventory
 
 
-def _travels(module: nn.Module, name: str, buffer: torch.Tensor, overlapping: Collection[int]) -> bool:
-    """Whether a buffer is worth the way: large, and kept with the model as weights are."""
-    return (
-        buffer.nbytes >= _LARGE_BUFFER_BYTES
+def _travels(module: nn.Module, name: str, overlapping: Collection[int]) -> bool:
+    """Whether a buffer is packed weights, or the scales of such: large, saved with the model, beside large integers.
+
+    Others (statistics, codebooks, queues) are written to by the module itself, and stay on the device.
+    """
+    large = {
+        name: buffer
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+        and buffer.nbytes >= _LARGE_BUFFER_BYTES
+        and name not in module._non_persistent_buffers_set
+        and buffer.device.type == "cpu"
         and type(buffer) is torch.Tensor
         and may_rest_on_host(buffer)
-        and buffer.device.type == "cpu"
         and not buffer.is_inference()
-        and name not in module._non_persistent_buffers_set
         and id(buffer) not in overlapping
-    )
+    }
+    return name in large and any(_is_integer(buffer) for buffer in large.values())
+
+
+def _is_integer(buffer: torch.Tensor) -> bool:
+    return not buffer.dtype.is_floating_point and not buffer.dtype.is_complex and buffer.dtype != torch.bool
 
 
 def _add_flat_weights(inventory: Inventory, module: nn.RNNBase) -> None:

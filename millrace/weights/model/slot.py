@@ -248,8 +248,13 @@ class Slot:
         self._move_in()
 
     def check_shape(self) -> None:
-        """Raises LayoutError when the home's shape is no longer the one it was laid out with."""
+        """Raises LayoutError when the home's shape or dtype is no longer the one it was laid out with."""
         self._check_shape(self.home)
+        if self.home.dtype != self.dtype:
+            raise LayoutError(
+                f"parameter {self.name!r} was offloaded as {self.dtype} and is {self.home.dtype} now; call remove() on"
+                " the handle before such a change, and offload again after it"
+            )
 
     def _check_shape(self, data: torch.Tensor) -> None:
         if data.shape != self.layout.shape:

@@ -117,6 +117,7 @@ class Block:
     @property
     def stale(self) -> bool:
         """Whether the device copy may differ from a home."""
+        self._notice_writes()
         signature = self._signature()
         if self._not_stale is not None and signature == self._not_stale:
             return False
@@ -124,6 +125,10 @@ class Block:
             return True
         self._not_stale = signature
         return False
+
+    def _notice_writes(self) -> None:
+        for compound in self.compounds:
+            compound.notice_writes()
 
     def _signature(self) -> tuple[int, list[int], list[int]]:
         """Differs when anything does by which slots tell that their homes have changed. Quicker than to ask them."""
@@ -145,6 +150,7 @@ class Block:
     @property
     def is_known_current(self) -> bool:
         """Whether nothing was written to a home since `is_current` said so, nor to a tensor that shares its version."""
+        self._notice_writes()
         if self._current_at < 0:
             return False
         with without_overrides():
@@ -206,6 +212,7 @@ class Block:
     @property
     def contents(self) -> object:
         """Differs when what the homes hold may do."""
+        self._notice_writes()
         return tuple(slot.fingerprint for slot in self.slots)
 
     def fetch(self, chunk_bytes: int, way: Way) -> Fetch:

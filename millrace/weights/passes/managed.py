@@ -148,9 +148,11 @@ class Managed:
 
 
 def _home_or_own(member: Any) -> Any:
+    if isinstance(member, WatchedBuffer):  # in a pass, buffers are where the model computes
+        return compound_lent_for_call(member)
     if isinstance(member, Leaf):
         home = home_of(member)
-        return home.tensor if isinstance(home, PartHome) else home
+        return member if isinstance(home, PartHome) else home
     return outer_of(member)
 
 
