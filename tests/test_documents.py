@@ -40,6 +40,15 @@ def test_examples_of_a_page_run(page: Path, page_directory: Path):
         exec(compile(block, str(page), "exec"), namespace)
 
 
+def test_the_readme_lists_every_example():
+    examples = {f"examples/{path.name}": len(path.read_text().splitlines()) for path in ROOT.glob("examples/*.py")}
+    del examples["examples/tiny.py"]  # what they share
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|")]
+    listed = set(re.findall(r"`(examples/[\w/.]+)`", "".join(rows)))
+    assert listed == set(examples)
+    assert max(examples.values()) <= 60
+
+
 NAMED = re.compile(r"`(millrace/[\w/]+\.py)`(?: \(((?:`[\w.]+`(?:, )?)+)\))?")
 
 
