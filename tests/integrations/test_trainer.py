@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import millrace
 from millrace.integrations.transformers import MillraceCallback, optimizer_cls_and_kwargs
+from tests.matrix.compare import Outcome
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 ROWS = [{"input_ids": list(range(n, n + 8)), "labels": list(range(n, n + 8))} for n in range(16)]
@@ -20,8 +21,8 @@ def llama(seed: int = 0) -> LlamaForCausalLM:
 
 
 def arguments(directory: Path, **changes: Any) -> TrainingArguments:
-    settings = {"max_steps": 4, "logging_steps": 2, "save_steps": 2, "per_device_train_batch_size": 2, "report_to": []}
-    return TrainingArguments(str(directory), **{**settings, **changes}, use_cpu=True, disable_tqdm=True)
+    settings = {"max_steps": 4, "logging_steps": 2, "save_steps": 2, "per_device_train_batch_size": 2, "use_cpu": True}
+    return TrainingArguments(str(directory), **{**settings, **changes}, report_to=[], disable_tqdm=True)
 
 
 def trainer_of(model: Any, settings: TrainingArguments, **more: Any) -> Trainer:
@@ -132,3 +133,36 @@ def test_settings_of_optimizers(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=r"optim='rmsprop'; give one of adamw_torch, .*millrace\.optim\.Adafactor"):
         chosen("rmsprop")
+
+
+@pytest.mark.parametrize("way", ["resumed", "best"])
+def test_the_trainers_own_checkpoints(way: str, trainer_device: torch.device, tmp_path: Path) -> None:
+    """Resumed in the middle; and the one of the greatest loss loaded into the model at the end."""
+    found = []
+    for offloads in (False, True):
+        directory = tmp_path / str(offloads)
+        changes: dict[str, Any] = {"use_cpu": trainer_device.type == "cpu", "save_steps": 1}
+        if way == "best":
+            changes |= {
+                "eval_strategy": "steps",
+                "eval_steps": 1,
+                "load_best_model_at_end": True,
+                "greater_is_better": True,
+            }
+        settings = arguments(directory, **changes)
+        model = llama()
+        runs = 2 if way == "resumed" else 1
+        for run in range(runs):
+            model = llama(seed=run)
+            if offloads:
+                handle = millrace.offload(model, device=trainer_device, device_memory="64KiB")
+            trainer = trainer_of(model, settings, eval_dataset=ROWS[:4])
+            trainer.train(resume_from_checkpoint=str(directory / "checkpoint-2") if run else None)
+            found.append(Outcome().read(model))
+            if offloads:
+                assert handle.stats().onload_bytes > 64 << 10
+                handle.remove()
+        if way == "best":
+            assert trainer.state.best_global_step < 4
+    for outcome in found[1:]:
+        outcome.assert_equals(found[0])
