@@ -30,7 +30,8 @@ def optimizer_cls_and_kwargs(arguments: TrainingArguments, **settings: Any) -> t
     """The optimizer of `millrace.optim` that `arguments.optim` names: for `Trainer(optimizer_cls_and_kwargs=...)`.
 
     Its learning rate, betas and eps are those of `arguments`, and weight decay is as the Trainer groups parameters;
-    `arguments.optim_args` and then `settings` (`overlap="forward"`, `tier="disk"`, ...) go before them.
+    `arguments.optim_args` and then `settings` (`overlap="forward"`, `tier="disk"`, ...) go before them. Not
+    `overlap="backward"`: the Trainer scales gradients after backward, by 1 where it does not clip them.
 
     Raises ValueError for a name that no optimizer of millrace stands for.
     """
