@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -42,7 +42,7 @@ def offload_activations(
     fraction: float = 1.0,
     min_bytes: Size = "1MiB",
     modules: Sequence[nn.Module | str] | None = None,
-    tier: str = "host",
+    tier: Literal["host", "disk"] = "host",
     device_memory: Size | None = None,
     host_memory: Size | None = None,
     disk: str | os.PathLike[str] | None = None,

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -171,11 +171,11 @@ def plan(
     host_memory: Size | None = None,
     disk: Size | bool | None = None,
     devices: int | None = None,
-    training: str = "full",
+    training: Literal["full", "adapter", "inference"] = "full",
     adapter_rank: int | None = None,
     weight_bits: float | None = None,
-    overlap: str = "none",
-    state_dtype: torch.dtype | str = torch.float32,
+    overlap: Literal["none", "forward", "backward"] = "none",
+    state_dtype: torch.dtype | Literal["float32", "bfloat16", "8bit"] = torch.float32,
     tensor: int = 1,
     pipeline: int = 1,
     zero_stage: int = 0,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -59,7 +59,7 @@ def offload(
     checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     blocks: BlocksSpec = "auto",
     resident: Sequence[nn.Module | str] = (),
-    prefetch: int | str = "auto",
+    prefetch: int | Literal["auto"] = "auto",
     param_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
     activations: bool | Mapping[str, Any] = False,
@@ -182,7 +182,7 @@ class Offloaded:
             self._meter,
             waits_by_itself=lambda optimizer: isinstance(optimizer, HostOptimizer) and optimizer.overlaps,
             skipped=lambda optimizer: isinstance(optimizer, HostOptimizer) and optimizer.last_step_skipped,
-            not_finite=lambda optimizer: optimizer.not_finite_steps if isinstance(optimizer, HostOptimizer) else 0,
+            not_finite=lambda by, wait: by.count_not_finite_steps(wait=wait) if isinstance(by, HostOptimizer) else 0,
         )
         self._steps.watch()
         live.handles.add(self)
@@ -228,8 +228,8 @@ class Offloaded:
         """The plan that is followed now, or was last; None before the first pass is over."""
         return self._executor.plan
 
-    def stats(self) -> Stats:
-        """What was moved and held since the beginning or the last `reset_stats()`. Waits for what is under way."""
+    def stats(self, *, wait_for_updates: bool = True) -> Stats:
+        """What was moved and held since the beginning or the last `reset_stats()`. Waits for passes and updates."""
         stall_seconds, compute_seconds = self._meter.seconds()
         if self.activations is not None:  # whose waits are within the visits
             waited_seconds = min(compute_seconds, self.activations.stall_seconds())
@@ -251,7 +251,7 @@ class Offloaded:
             compute_seconds=compute_seconds,
             steps=self._meter.steps,
             skipped_steps=self._meter.skipped_steps,
-            not_finite_steps=self._steps.not_finite_steps(),
+            not_finite_steps=self._steps.not_finite_steps(wait=wait_for_updates),
             **self._meter.saved(),
         )
 

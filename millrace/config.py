@@ -59,6 +59,11 @@ def parse_bytes(size: Size, *, name: str = "size") -> int:
     return size
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things for people: "1 step", "1,200 steps"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def format_bytes(nbytes: float, *, at_least: bool = False) -> str:
     """`nbytes` for people: three significant digits and a unit of 1024, such as "1.5 GiB".
 

@@ -6,7 +6,10 @@ __all__ = [
     "DiskError",
     "LayoutError",
     "MillraceError",
+    "OutOfMemoryError",
     "StateError",
+    "TrainInputError",
+    "TrainingFailedError",
     "WeightChangedError",
 ]
 
@@ -38,8 +41,20 @@ class LayoutError(MillraceError, TypeError):
     """A tensor is not plain bytes, to be part of a block or updated (meta, sparse, quantised, a subclass, lazy)."""
 
 
+class OutOfMemoryError(MillraceError, RuntimeError):
+    """`millrace train` found no room in a tier. Names the tier, the numbers, and the flags that help."""
+
+
 class StateError(MillraceError, RuntimeError):
     """A call came in a state that does not allow it, such as offloading a model twice."""
+
+
+class TrainInputError(MillraceError, ValueError):
+    """Something that was given to `millrace train` cannot be used: a flag, a path, a text, a model, a number."""
+
+
+class TrainingFailedError(MillraceError, RuntimeError):
+    """`millrace train` ran and its result is worth nothing: the loss is not a number, or not the plain run's."""
 
 
 class WeightChangedError(StateError):

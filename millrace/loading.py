@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +14,35 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from millrace.checkpoint.adapters import with_names_of
 from millrace.checkpoint.contents import Contents, SavedOptimizer, SavedTensor, own_contents
 from millrace.checkpoint.destinations import filling
 from millrace.checkpoint.directory import restore_interrupted
 from millrace.checkpoint.foreign import foreign_contents
 from millrace.checkpoint.manifest import EXTRA, MANIFEST
-from millrace.checkpoint.model import EXTRA_STATE, plain_name, tensors_of
-from millrace.checkpoint.optimizers import Optimizers, plain_optimizers
+from millrace.checkpoint.model import EXTRA_STATE, plain_name, tensors_of, unwrapped
+from millrace.checkpoint.optimizers import Optimizers, is_loaded_otherwise, plain_optimizers
 from millrace.checkpoint.random_state import restore_random_state
 from millrace.checkpoint.reading import Place, PlaceInFile, SavedFile, read_all
 from millrace.checkpoint.running import wait_for_running
+from millrace.checkpoint.sources import SMALL_BYTES
 from millrace.errors import CheckpointError
 from millrace.live import handles_of
 from millrace.memory.disk import TensorAtRest, origin_of
 from millrace.optim.optimizer import HostOptimizer
 from millrace.optim.precision import adopt_exact, take_exact
+from millrace.runtime.tensors import parameters_of
 
 __all__ = ["load"]
 
-_SMALL_BYTES = 1 << 14  # of state that is not streamed to disk
 _ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master", "master_remainder")
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> Any:
     """Loads what `millrace.save` saved as `path` into `model` and `optimizer`, in place; returns `extra`.
 
-    Checkpoints of other programs load as well: of transformers' Trainer and accelerate (their directories), Lightning
+    Checkpoints of other programs load as well: of transformers' Trainer and accelerate (their directories), PEFT
+    (adapters), Lightning
     (`.ckpt`), torch.distributed.checkpoint, files of torch.save and of safetensors. What is in them besides is returned
     (`scheduler`, ...). Those of torch.distributed.checkpoint are read by its own reader, which unpickles a file of
     theirs: load none that you do not trust.
@@ -70,6 +75,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     with contextlib.ExitStack() as stack:
         is_own = any((directory / name).exists() for name in (MANIFEST, EXTRA))
         contents = own_contents(directory, stack) if is_own else foreign_contents(directory, stack)
+        if contents.adapters:
+            contents = with_names_of(contents, unwrapped(model), tensors_of(model))
         if optimizers and len(optimizers) != len(contents.optimizers):
             raise CheckpointError(
                 f"{directory} holds the state of {len(contents.optimizers)} optimizers, and {len(optimizers)} are"
@@ -78,6 +85,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
         modules = _modules_with_state(contents, model)
         wanted = _wanted(contents, model)
         states = [_State(*pair) for pair in zip(optimizers, contents.optimizers, strict=False)]
+        converted = {id(tensor): one.saved for one in wanted for tensor in one.into if one.converts(tensor)}
+        for state in states:
+            state.check(converted)
         written = {id(tensor) for one in wanted for tensor in one.into}
         for block in blocks:
             if any(id(slot.home) in written for slot in block.slots):
@@ -91,7 +101,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
                 for handle in handles:
                     handle.refresh()
         for state in states:
-            state.load({id(tensor): one.saved for one in wanted for tensor in one.into if one.converts(tensor)})
+            state.load(converted)
     for module, value in modules:
         module.set_extra_state(value)
     if optimizers and contents.random is not None:
@@ -185,6 +195,9 @@ class _State:
     def __init__(self, optimizer: Optimizer, saved: SavedOptimizer) -> None:
         self._optimizer = optimizer
         self._saved = saved
+        self._hooked = is_loaded_otherwise(optimizer)
+        if self._hooked:  # what they make of it is for them to check
+            return
         there, here = (
             [len(group["params"]) for group in groups]
             for groups in (saved.tree["param_groups"], optimizer.param_groups)
@@ -195,11 +208,25 @@ class _State:
             )
         self._check_shapes()
 
+    def check(self, converted: Mapping[int, SavedTensor]) -> None:
+        """Raises CheckpointError where `load` would have to change what hooks are to see as it was saved."""
+        strange = [p for p in parameters_of(self._optimizer) if id(p) in converted]
+        if self._hooked and strange and isinstance(self._optimizer, HostOptimizer):
+            saved = converted[id(strange[0])]
+            raise CheckpointError(
+                f"{saved.name!r} is {saved.dtype} in {saved.file.path} and {strange[0].dtype} in the model, and the"
+                " optimizer has hooks for load_state_dict, which want its state as it was saved; load it into a model"
+                " of the saved dtype, or take the hooks off"
+            )
+
     def load(self, converted: Mapping[int, SavedTensor]) -> None:
         """Into the optimizer. `converted`: by id, the parameters whose values have another dtype in the checkpoint."""
+        if self._hooked:
+            self._load_for_hooks()
+            return
         state, on_disk, groups = self._read()
         numbers = [number for group in groups for number in group["params"]]
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of(self._optimizer)
         if isinstance(self._optimizer, HostOptimizer):
             for number, parameter in zip(numbers, parameters, strict=True):
                 if id(parameter) in converted:
@@ -208,14 +235,19 @@ class _State:
                     _convert(self._optimizer, parameter, converted[id(parameter)], entries)
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
         if isinstance(self._optimizer, HostOptimizer):
-            for number, parameter in zip(numbers, parameters, strict=True):
-                if on_disk.get(number):
-                    self._optimizer.fill(parameter, on_disk[number])
+            pairs = zip(numbers, parameters, strict=True)
+            self._optimizer.fill({parameter: on_disk[number] for number, parameter in pairs if on_disk.get(number)})
+
+    def _load_for_hooks(self) -> None:
+        places: list[Place] = []
+        tree = {key: self._in_memory(value, str(key), places) for key, value in self._saved.tree.items()}
+        read_all([(self._saved.file, places)])
+        self._optimizer.load_state_dict(tree)
 
     def _check_shapes(self) -> None:
         groups = self._saved.tree["param_groups"]
         numbers = [number for group in groups for number in group["params"]]
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of(self._optimizer)
         for number, parameter in zip(numbers, parameters, strict=True):
             for name, value in self._saved.tree["state"].get(number, {}).items():
                 if name in _ELEMENTWISE and isinstance(value, torch.Tensor) and value.shape != parameter.shape:
@@ -235,7 +267,7 @@ class _State:
         for number, entries in self._saved.tree["state"].items():
             on_disk[number] = {}
             for name, value in entries.items() if streams and isinstance(entries, Mapping) else ():
-                if isinstance(value, torch.Tensor) and value.nbytes > _SMALL_BYTES:
+                if isinstance(value, torch.Tensor) and value.nbytes > SMALL_BYTES:
                     first = self._saved.content.offset(value)
                     like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
                     at = PlaceInFile(first, like.numel() * like.itemsize)
@@ -246,10 +278,13 @@ class _State:
                 rest = {name: value for name, value in entries.items() if name not in on_disk[number]}
             state[number] = self._in_memory(rest, f"state.{number}", places)
         groups = self._in_memory(self._saved.tree["param_groups"], "param_groups", places)
-        read_all(
-            [(self._saved.file, places)],
-            but_not=lambda first, last: any(begin <= first and last <= end for begin, end in streamed),
-        )
+        streamed.sort()
+
+        def read_otherwise(first: int, last: int) -> bool:
+            index = bisect_right(streamed, first, key=itemgetter(0)) - 1
+            return index >= 0 and last <= streamed[index][1]
+
+        read_all([(self._saved.file, places)], but_not=read_otherwise)
         return state, on_disk, groups
 
     def _in_memory(self, value: Any, name: str, places: list[Place]) -> Any:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from millrace.checkpoint.directory import NewDirectory, check_keep, remove_older, write_whole
 from millrace.checkpoint.files import literal, torch_file, weight_files
 from millrace.checkpoint.manifest import EXTRA, MANIFEST, FileRecord, Manifest
-from millrace.checkpoint.model import saved_model
+from millrace.checkpoint.model import SavedModel, saved_model
 from millrace.checkpoint.optimizers import Optimizers, optimizer_file, plain_optimizers, state_of_optimizer
 from millrace.checkpoint.random_state import random_state
 from millrace.checkpoint.running import set_running, settle_running
@@ -110,8 +110,8 @@ def save(
     Gradients are not saved: save after `optimizer.step()`.
 
     Raises StateError within a forward or backward, DiskError when the drive fails or is full, CheckpointError for what
-    cannot be saved (meta tensors, objects in `extra`), ValueError and TypeError for arguments that make no sense.
-    Nothing has changed then: a checkpoint that was there is there still.
+    cannot be saved (tensors on meta, sparse or lazy; objects in `extra`), ValueError and TypeError for arguments that
+    make no sense. Nothing has changed then: a checkpoint that was there is there still.
     """
     path = Path(path).expanduser().absolute()
     path = path.resolve() if path.is_symlink() else path
@@ -135,7 +135,8 @@ def save(
             block.flush()
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        writing = _writing(directory, model, optimizers, extra, keep, memory_bytes)
+        saved = saved_model(model, directory.path)
+        writing = _writing(directory, saved, optimizers, extra, keep, memory_bytes)
     except BaseException:
         directory.discard()
         raise
@@ -147,41 +148,32 @@ def save(
     if wait:
         saving.wait()
     else:
-        writing.hurry([_BUFFERS])
+        writing.hurry([tensor for tensor in saved.tensors.values() if not isinstance(tensor, nn.Parameter)])
     return saving
-
-
-_BUFFERS = object()  # whose bytes are read before `save` returns
 
 
 def _writing(
     directory: NewDirectory,
-    model: nn.Module,
+    saved: SavedModel,
     optimizers: Sequence[Optimizer],
     extra: Any,
     keep: int | None,
     memory_bytes: int,
 ) -> Writing:
     """The checkpoint, laid out, with every file in it opened."""
-    saved = saved_model(model, directory.path)
     configuration = [path for path in sorted(directory.path.rglob("*")) if path.is_file()]
     layouts = [literal(str(path.relative_to(directory.path)), path.read_bytes()) for path in configuration]
     for path in configuration:
         path.unlink()
-    owners: dict[tuple[str, str], Any] = {}
     weights: dict[str, tuple[str, str]] = {}
     for stem, names in saved.files.items():
         files, places = weight_files({there: saved.tensors[name] for there, name in names.items()}, stem)
         layouts += files
-        for there, file in places.items():
-            tensor = saved.tensors[names[there]]
-            weights[names[there]] = file, there
-            owners[file, there] = tensor if isinstance(tensor, nn.Parameter) else _BUFFERS
+        weights |= {names[there]: (file, there) for there, file in places.items()}
     for number, optimizer in enumerate(optimizers):
-        file = optimizer_file(number)
-        layouts.append(torch_file(file, state_of_optimizer(optimizer, _state(optimizer)), directory.path))
-        for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-            owners[file, f"state.{index}"] = parameter
+        layouts.append(
+            torch_file(optimizer_file(number), state_of_optimizer(optimizer, _state(optimizer)), directory.path)
+        )
     layouts.append(literal(EXTRA, _extra_bytes(extra, saved.extra_state)))
     manifest = partial(
         Manifest,
@@ -198,10 +190,7 @@ def _writing(
         if keep is not None:
             remove_older(directory.target, keep)
 
-    def owner(file: str, source: str) -> Any:
-        return owners.get((file, source), owners.get((file, ".".join(source.split(".")[:2]))))
-
-    return Writing(directory.path, layouts, owner, memory_bytes, finish, directory.discard)
+    return Writing(directory.path, layouts, memory_bytes, finish, directory.discard)
 
 
 def _state(optimizer: Optimizer) -> Mapping[Any, Mapping[str, Any]]:

@@ -1,43 +1,100 @@
-"""Do the Python examples in the documents run, and are the things there that they name?
+"""Do the examples and commands in the documents run, and are the things there that they name?
 
-Each page's ```python blocks run in order, in one namespace, in an empty directory that holds what the pages take for
-granted: a small causal language model saved in `my-model`, and `loader`, batches of token ids on the CPU.
+Each page's ```python blocks run in order, in one namespace, and its ```sh blocks line by line, in an empty directory
+that holds what the pages take for granted: a small causal language model with its tokenizer in `my-model`, texts in
+`books`, conversations in `chat.jsonl`, and `loader`, batches of token ids on the CPU. /nvme is a directory in it.
 """
 
 import ast
+import json
 import re
+import shlex
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from millrace.cli.main import build_parser, main
+from millrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer
+from tests.ahead.test_probe import small as small_probe  # noqa: F401 (a fixture)
+
 ROOT = Path(__file__).parent.parent
-PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+BLOCK = {kind: re.compile(rf"^```{kind}\n(.*?)^```", re.MULTILINE | re.DOTALL) for kind in ("python", "sh")}
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
 
 
-def pages_with_examples() -> list[Path]:
-    pages = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
-    return [page for page in pages if PYTHON_BLOCK.search(page.read_text())]
+def pages_with(kind: str) -> list[Path]:
+    return [page for page in PAGES if BLOCK[kind].search(page.read_text())]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 @pytest.fixture
 def page_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)  # examples run on the CPU
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4
-    )
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    ids = {"vocab_size": VOCABULARY_SIZE, "bos_token_id": None, "eos_token_id": END_ID, "pad_token_id": PAD_ID}
+    config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, **ids)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "my-model")
+    tokenizer = byte_tokenizer(longest=256)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "my-model")
     return tmp_path
 
 
-@pytest.mark.parametrize("page", pages_with_examples(), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", pages_with("python"), ids=name_of)
 def test_examples_of_a_page_run(page: Path, page_directory: Path):
     tokens = torch.randint(64, (2, 16))
     namespace: dict[str, object] = {"loader": [{"input_ids": tokens, "labels": tokens}] * 2}
-    for block in PYTHON_BLOCK.findall(page.read_text()):
-        exec(compile(block, str(page), "exec"), namespace)
+    for block in BLOCK["python"].findall(page.read_text()):
+        exec(compile(block.replace("/nvme", str(page_directory)), str(page), "exec"), namespace)
+
+
+@pytest.fixture
+def training_data(page_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So little that an epoch is a few steps."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", page_directory / "datasets")
+    (page_directory / "books").mkdir()
+    (page_directory / "books" / "one.txt").write_text("Once upon a time. " * 150)
+    said = [{"role": "user", "content": "And then?"}, {"role": "assistant", "content": "They lived."}]
+    (page_directory / "chat.jsonl").write_text((json.dumps({"messages": said}) + "\n") * 5)
+
+
+@pytest.mark.usefixtures("training_data", "small_probe")
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("page", pages_with("sh"), ids=name_of)
+def test_commands_of_a_page_run(page: Path, page_directory: Path, capsys: pytest.CaptureFixture[str]):
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for block in BLOCK["sh"].findall(page.read_text()):
+        for line in block.splitlines():
+            program, *arguments = shlex.split(line.replace("/nvme", str(page_directory)), comments=True)
+            if program == "make":  # each takes minutes, and calls what continuous integration calls
+                assert set(arguments) <= set(targets), line
+            else:
+                assert program == "millrace", f"{line}: make this test know what it is to do"
+                fine = (0, 1) if arguments[0] == "doctor" else (0,)  # 1: something is wrong with this machine
+                assert main(arguments) in fine, f"{line}\n{capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_within_a_text_are_there(page: Path):
+    text = page.read_text()
+    assert not re.search(r"^ {4,}(\$ )?(millrace|make|pip|python) ", text, re.MULTILINE), "in a block of ```sh it runs"
+    parser = build_parser()
+    for command in re.findall(r"`millrace( [^`]+)`", text):
+        name, *rest = shlex.split(command)
+        assert name in parser.commands, command
+        known = {option for action in parser.commands[name]._actions for option in action.option_strings}
+        assert {word for word in rest if word.startswith("--")} <= known, command
 
 
 def test_the_readme_lists_every_example():

@@ -49,6 +49,7 @@ class Contents:
 
     path: Path
     weights: Mapping[str, SavedTensor]  # by name in the model
+    adapters: Mapping[str, Mapping[str, SavedTensor]] = field(default_factory=dict)  # of PEFT, by directory
     shared: Mapping[str, str] = field(default_factory=dict)  # names of the same tensor: the one it is saved under
     trained_only: bool = False  # whether what is not trained was left out
     optimizers: Sequence[SavedOptimizer] = ()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from millrace.errors import CheckpointError
 from millrace.memory.disk import origin_of, write_bytes
 
 __all__ = ["filling"]
@@ -23,6 +24,8 @@ def filling(tensor: torch.Tensor, dtype: torch.dtype, *, aligned: bool = True) -
     if tensor.is_conj() or tensor.is_neg():
         return _Whole(tensor, dtype)
     tensor = tensor.detach()
+    if 0 in tensor.stride():
+        return _Whole(tensor, dtype)
     if tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous():
         return _memory_of(tensor)
     if tensor.is_contiguous() and aligned:
@@ -64,5 +67,19 @@ class _Whole:
             self._memory[begin : begin + memory.nbytes] = memory
             self._missing -= memory.nbytes
             if not self._missing:
-                self._tensor.copy_(self._memory.view(self._dtype).view(self._tensor.shape))
+                self._fill(self._memory.view(self._dtype).view(self._tensor.shape))
                 self._memory = None
+
+    def _fill(self, values: torch.Tensor) -> None:
+        """Elements that are one in memory (of expanded tensors) are filled once."""
+        tensor = self._tensor
+        for dim, stride in enumerate(tensor.stride()):
+            if not stride and tensor.shape[dim] > 1:
+                first = values.narrow(dim, 0, 1)
+                if not torch.equal(first.expand_as(values).contiguous().view(torch.uint8), values.view(torch.uint8)):
+                    raise CheckpointError(
+                        f"a tensor of the shape {tuple(values.shape)} is expanded in the model (its strides are"
+                        f" {tensor.stride()}), and its elements differ in the checkpoint; make it contiguous()"
+                    )
+                tensor, values = tensor.narrow(dim, 0, 1), first
+        tensor.copy_(values)

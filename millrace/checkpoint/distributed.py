@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
 from millrace.errors import CheckpointError
+from millrace.runtime.tensors import parameters_of
 
 __all__ = ["load_distributed"]
 
@@ -65,7 +66,7 @@ class _OptimizerState:
         self._wanted: dict[str, Any] = {}
         self._entries: dict[str, tuple[int, str]] = {}  # by key: the parameter's number, and the entry
         self._settings: dict[str, tuple[int, str]] = {}  # by key: the group's number, and the setting
-        numbers = {parameter: number for number, parameter in enumerate(_parameters(optimizer))}
+        numbers = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
         by_name = {name: numbers[tensor] for name, tensor in state.items() if tensor in numbers}
         by_name |= {str(number): number for number in numbers.values()}
         prefix = ""
@@ -92,10 +93,6 @@ class _OptimizerState:
         for key, (number, name) in self._settings.items():
             groups[number][name] = self._wanted[key]
         self._optimizer.load_state_dict({"state": loaded, "param_groups": groups})
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _place(stored: TensorStorageMetadata | BytesStorageMetadata) -> Any:

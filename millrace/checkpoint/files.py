@@ -16,13 +16,21 @@ import torch
 from torch.serialization import skip_data
 from torch.utils import deterministic
 
-from millrace.checkpoint.sources import Literal, Source, SourceAtRest, TensorSource, nbytes_of
+from millrace.checkpoint.sources import (
+    Literal,
+    NotPlainError,
+    Source,
+    SourceAtRest,
+    TensorSource,
+    check_plain,
+    nbytes_of,
+)
 from millrace.errors import CheckpointError
 from millrace.memory.disk import TensorAtRest
 from millrace.memory.disk.safetensors_header import DTYPES
 from millrace.memory.disk.torch_files import open_torch_file, storage_ranges
 
-__all__ = ["Layout", "Stretch", "literal", "torch_file", "weight_files"]
+__all__ = ["Layout", "Owned", "Stretch", "literal", "torch_file", "weight_files"]
 
 SHARD_BYTES = 5 << 30
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -100,11 +108,19 @@ def _safetensors(name: str, tensors: Mapping[str, torch.Tensor]) -> Layout:
     header = len(text).to_bytes(8, "little") + text
     stretches = [Stretch(0, len(header), Literal(f"header of {name}", header))]
     stretches += [
-        Stretch(len(header) + begin, len(header) + begin + nbytes_of(tensor), TensorSource(key, tensor))
+        Stretch(len(header) + begin, len(header) + begin + nbytes_of(tensor), TensorSource(key, tensor, tensor))
         for begin, key, tensor in places
         if nbytes_of(tensor)
     ]
     return Layout(name, len(header) + at, stretches)
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A part of a tree, and the parameter that it belongs to."""
+
+    tree: Any
+    owner: Any
 
 
 def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
@@ -114,24 +130,27 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
     """
     sources: list[Source] = []
 
-    def stand_in(value: Any, path: str) -> Any:
+    def stand_in(value: Any, path: str, owner: Any = None) -> Any:
         """The same tree, with memory that nobody touches in the place of tensors: no page of it is ever there."""
+        if isinstance(value, Owned):
+            return stand_in(value.tree, path, value.owner)
         if isinstance(value, TensorAtRest):
-            sources.append(SourceAtRest(path, value))
+            sources.append(SourceAtRest(path, value, owner))
             return torch.empty_strided(value.like.shape, value.like.stride(), dtype=value.like.dtype, device="cpu")
         if isinstance(value, torch.Tensor):
+            check_plain(f"{path} of {name}", value)
             if torch.ops.aten.is_non_overlapping_and_dense(value):  # as it lies in memory
-                sources.append(TensorSource(path, value.detach().as_strided((value.numel(),), (1,))))
+                sources.append(TensorSource(path, value.detach().as_strided((value.numel(),), (1,)), owner))
                 return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-            sources.append(TensorSource(path, value))
+            sources.append(TensorSource(path, value, owner))
             return torch.empty(value.shape, dtype=value.dtype, device="cpu")
         if isinstance(value, dict):
             return type(value)(
-                (key, stand_in(entry, f"{path}.{key}" if path else str(key))) for key, entry in value.items()
+                (key, stand_in(entry, f"{path}.{key}" if path else str(key), owner)) for key, entry in value.items()
             )
         if isinstance(value, list | tuple) and type(value) in (list, tuple):
             return type(value)(
-                stand_in(entry, f"{path}.{index}" if path else str(index)) for index, entry in enumerate(value)
+                stand_in(entry, f"{path}.{index}" if path else str(index), owner) for index, entry in enumerate(value)
             )
         return value
 
@@ -152,6 +171,8 @@ def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
             thread.submit(write).result()
         open_torch_file(skeleton)
         return _with_sources(name, skeleton, sources)
+    except NotPlainError:
+        raise
     except (CheckpointError, pickle.PicklingError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{name} would hold what cannot be read back safely: {str(error).splitlines()[0]}; give the optimizer plain"

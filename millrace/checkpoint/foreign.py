@@ -6,11 +6,12 @@
 | accelerate's `save_state` | the same | optimizer.bin, optimizer_1.bin | scheduler |
 | Lightning's `.ckpt` | state_dict | optimizer_states | everything else in it |
 | a file of torch.save | itself, or its model_state_dict or model | optimizer_state_dict, optimizer | everything else |
+| what PEFT saved, alone or of Trainer | its adapters, in directories of their names | optimizer.pt | as above |
 | a safetensors file, index or directory | all | none | None |
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,18 +28,39 @@ from millrace.memory.disk.torch_files import TorchFile, open_torch_file
 __all__ = ["foreign_contents"]
 
 _WEIGHTS = ("state_dict", "model_state_dict", "model")  # under which files of torch.save have them
+_ADAPTER = "adapter_model"  # a file of PEFT's, without what ends its name
 _OPTIMIZERS = ("optimizer_states", "optimizer_state_dict", "optimizer")
 
 
 def foreign_contents(path: Path, stack: ExitStack) -> Contents:
     """What is in `path`. Its files are open until `stack` ends. Raises CheckpointError when it is none of these."""
     opened = opener(stack, lambda name: SavedFile(Path(name), None))
-    if path.is_file() and not path.name.endswith((".safetensors", ".json")):
+    is_adapter = path.name.startswith(f"{_ADAPTER}.")
+    if path.is_file() and not path.name.endswith((".safetensors", ".json")) and not is_adapter:
         return _torch_checkpoint(path, opened(str(path)))
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; give a checkpoint's directory, or its file")
+    if path.is_file() and is_adapter:
+        return Contents(path=path.parent, weights={}, adapters={"": _weights(path, opened)})
+    adapters = {} if path.is_file() else _adapters(path)
+    weights = {} if adapters else _weights(path, opened)
+    optimizers = []
+    for file in [path / "optimizer.pt", *sorted(path.glob("optimizer*.bin"), key=lambda file: (len(file.name), file))]:
+        if file.is_file():
+            content = open_torch_file(file)
+            optimizers.append(SavedOptimizer(content.tree, content, opened(str(file))))
+    return Contents(
+        path=path,
+        weights=weights,
+        adapters={name: _weights(file, opened) for name, file in adapters.items()},
+        optimizers=optimizers,
+        extra=_rest(path),
+    )
+
+
+def _weights(path: Path, opened: Callable[[str], SavedFile]) -> dict[str, SavedTensor]:
     weights: dict[str, SavedTensor] = {}
-    if path.is_file() or any(path.glob("*.safetensors")):
+    if path.name.endswith((".safetensors", ".json")) or any(path.glob("*.safetensors")):
         for file, names in find_files(path).items():
             saved = opened(str(file))
             for record in read_header(saved.descriptor, str(file)):
@@ -46,15 +68,24 @@ def foreign_contents(path: Path, stack: ExitStack) -> Contents:
                     at = PlaceInFile(record.offset, record.nbytes)
                     weights[record.name] = SavedTensor(record.name, saved, at, record.dtype, record.shape)
     else:
-        for file in _pickled_weights(path):
+        for file in [path] if path.is_file() else _pickled_weights(path):
             content = open_torch_file(file)
             weights |= _tensors(content.tree, content, opened(str(file)))
-    optimizers = []
-    for file in [path / "optimizer.pt", *sorted(path.glob("optimizer*.bin"), key=lambda file: (len(file.name), file))]:
-        if file.is_file():
-            content = open_torch_file(file)
-            optimizers.append(SavedOptimizer(content.tree, content, opened(str(file))))
-    return Contents(path=path, weights=weights, optimizers=optimizers, extra=_rest(path))
+    return weights
+
+
+def _adapters(directory: Path) -> dict[str, Path]:
+    """The file of each adapter of PEFT, by its directory, where there is nothing else."""
+    weights = [path for name in ("*.safetensors", "pytorch_model*.bin") for path in directory.glob(name)]
+    if any(not path.name.startswith(_ADAPTER) for path in weights):
+        return {}
+    found = {}
+    for place in (directory, *sorted(path for path in directory.iterdir() if path.is_dir())):
+        files = [place / f"{_ADAPTER}{suffix}" for suffix in (".safetensors", ".bin")]
+        file = next((file for file in files if file.is_file()), None)
+        if file is not None:
+            found["" if place == directory else place.name] = file
+    return found
 
 
 def _torch_checkpoint(path: Path, file: SavedFile) -> Contents:
@@ -98,10 +129,9 @@ def _pickled_weights(directory: Path) -> list[Path]:
         if any(Path(name).name != name for name in names):
             raise CheckpointError(f"{indices[0]} names files outside of its directory; it is not read")
         return [directory / name for name in sorted(names)]
-    found = [path for path in (directory / "pytorch_model.bin", directory / "adapter_model.bin") if path.is_file()]
-    if not found:
+    if not (directory / "pytorch_model.bin").is_file():
         raise CheckpointError(f"{directory} holds no weights: neither millrace.json, safetensors nor pytorch_model.bin")
-    return found
+    return [directory / "pytorch_model.bin"]
 
 
 def _is_optimizer(state: Any) -> bool:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from millrace.errors import CheckpointError
+from millrace.checkpoint.adapters import adapter_names
+from millrace.checkpoint.sources import check_plain, nbytes_of
 
-__all__ = ["EXTRA_STATE", "SavedModel", "plain_name", "saved_model", "tensors_of"]
+__all__ = ["EXTRA_STATE", "SavedModel", "plain_name", "saved_model", "tensors_of", "unwrapped"]
 
 _STATISTICS_BYTES = 1 << 20
 EXTRA_STATE = "_extra_state"  # ends the name of what `get_extra_state` of a module gave, of any kind
@@ -32,21 +33,18 @@ class SavedModel:
 def saved_model(model: nn.Module, directory: Path) -> SavedModel:
     """What is saved of `model`; its configuration is written into `directory`, as its library writes it.
 
-    Of a PEFT model that is its adapters. Raises CheckpointError for tensors that are on meta.
+    Of a PEFT model that is its adapters. Raises CheckpointError for what is not plain bytes (on meta, sparse, lazy).
     """
-    model = _unwrapped(model)
+    model = unwrapped(model)
     saved = SavedModel()
     state = _state_of(model)
     saved.extra_state = {name: value for name, value in state.items() if name.endswith(EXTRA_STATE)}
     tensors = tensors_of(model)
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
-        _take_adapters(model, tensors, saved, directory, peft)
+        _take_adapters(model, tensors, saved, directory)
     else:
         _take_all(model, tensors, saved, stem=_write_configuration(model, directory))
-    away = [name for name, tensor in saved.tensors.items() if tensor.is_meta]
-    if away:
-        raise CheckpointError(f"{away[0]!r} (of {len(away)}) is on meta and has no value to save; load the model first")
     return saved
 
 
@@ -64,7 +62,7 @@ def _state_of(model: nn.Module) -> dict[str, Any]:
     return {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """Without what torch.compile puts around it."""
     inner = model._modules.get("_orig_mod")
     return model if inner is None else inner
@@ -78,6 +76,8 @@ def _take_all(model: nn.Module, tensors: Mapping[str, torch.Tensor], saved: Save
     order = sorted(tensors, key=lambda name: (isinstance(tensors[name], nn.Parameter), name in tied))
     for name in order:
         tensor = tensors[name]
+        if name not in left_out:
+            check_plain(name, tensor)
         place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         known = first.setdefault(place, name) if tensor.numel() and not tensor.is_meta else name
         if known != name:
@@ -88,24 +88,12 @@ def _take_all(model: nn.Module, tensors: Mapping[str, torch.Tensor], saved: Save
     saved.files = {stem: {name: name for name in saved.tensors}}
 
 
-def _take_adapters(
-    model: Any, tensors: Mapping[str, torch.Tensor], saved: SavedModel, directory: Path, peft: Any
-) -> None:
-    names = {id(tensor): name for name, tensor in tensors.items()}
+def _take_adapters(model: Any, tensors: Mapping[str, torch.Tensor], saved: SavedModel, directory: Path) -> None:
     for adapter, config in model.peft_config.items():
         within = "" if adapter == "default" else f"{adapter}/"
         (directory / within).mkdir(exist_ok=True)
         config.save_pretrained(directory / within)
-        found = peft.get_peft_model_state_dict(
-            model, state_dict=dict(tensors), adapter_name=adapter, save_embedding_layers=False
-        )
-        files = {there: names[id(tensor)] for there, tensor in found.items() if id(tensor) in names}
-        if len(files) < len(found):
-            lost = next(there for there, tensor in found.items() if id(tensor) not in names)
-            raise CheckpointError(
-                f"PEFT saves {lost!r} of adapter {adapter!r} as something that is not in the model; save this kind of"
-                " adapter with its own save_pretrained"
-            )
+        files = adapter_names(model, adapter, tensors)
         saved.files[f"{within}adapter_model"] = files
         saved.tensors |= {name: tensors[name] for name in files.values()}
     trained = [
@@ -115,12 +103,14 @@ def _take_adapters(
     ]
     saved.files["trained"] = {name: name for name in trained}
     saved.tensors |= {name: tensors[name] for name in trained}
+    for name, tensor in saved.tensors.items():
+        check_plain(name, tensor)
     saved.trained_only = True
 
 
 def _may_change(tensor: torch.Tensor) -> bool:
     """Whether it is a buffer that a forward may write to: large ones are packed weights."""
-    return not isinstance(tensor, nn.Parameter) and tensor.nbytes <= _STATISTICS_BYTES
+    return not isinstance(tensor, nn.Parameter) and nbytes_of(tensor) <= _STATISTICS_BYTES
 
 
 def _write_configuration(model: nn.Module, directory: Path) -> str:

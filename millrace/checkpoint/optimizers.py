@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["Optimizers", "optimizer_file", "plain_optimizers", "state_of_optimizer"]
+from millrace.checkpoint.files import Owned
+from millrace.runtime.tensors import parameters_of
+
+__all__ = ["Optimizers", "is_loaded_otherwise", "optimizer_file", "plain_optimizers", "state_of_optimizer"]
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -31,8 +34,33 @@ def plain_optimizers(given: Optimizers) -> list[Optimizer]:
     return plain
 
 
-def state_of_optimizer(optimizer: Optimizer, state: Mapping[Any, Mapping[str, Any]]) -> dict[str, Any]:
-    """`optimizer.state_dict()`, with `state` as that of the parameters."""
+def state_of_optimizer(optimizer: Optimizer, state: Mapping[Any, Mapping[str, Any]]) -> Owned:
+    """`optimizer.state_dict()`, with `state` as that of the parameters, and whose what in it is."""
+    parameters = list(dict.fromkeys(parameters_of(optimizer)))
+    tree = optimizer.state_dict() if _is_made_otherwise(optimizer) else _plain_state(optimizer, state)
+    numbered = tree.get("state") if isinstance(tree, Mapping) else None
+    if isinstance(numbered, Mapping):
+        within = range(len(parameters))
+        owned = {key: Owned(value, parameters[key]) for key, value in numbered.items() if key in within}
+        tree = {**tree, "state": {**numbered, **owned}}
+    return Owned(tree, next(iter(parameters), None))  # what is of no parameter changes when any does
+
+
+def _is_made_otherwise(optimizer: Optimizer) -> bool:
+    """Whether hooks, or its own class, have a part in its state_dict."""
+    hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
+    return any(hooks) or type(optimizer).state_dict is not Optimizer.state_dict
+
+
+def is_loaded_otherwise(optimizer: Optimizer) -> bool:
+    """Whether hooks, or its own class, change a state_dict before it is loaded."""
+    own = type(optimizer).load_state_dict
+    return bool(optimizer._optimizer_load_state_dict_pre_hooks) or not own.__module__.startswith(
+        ("torch.", "millrace.")
+    )
+
+
+def _plain_state(optimizer: Optimizer, state: Mapping[Any, Mapping[str, Any]]) -> dict[str, Any]:
     numbers: dict[Any, int] = {}
     groups = []
     for group in optimizer.param_groups:

@@ -4,11 +4,15 @@ One thread reads the pieces, in the order of the files; what an optimizer is abo
 them. So reading is as far ahead of the drive as there is memory, and training waits for reading alone.
 """
 
+import errno
 import os
 import threading
 import time
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -17,12 +21,13 @@ import torch
 
 from millrace.checkpoint.files import Layout, Stretch
 from millrace.checkpoint.manifest import PIECE_BYTES, FileRecord
-from millrace.checkpoint.sources import TensorSource
+from millrace.checkpoint.sources import TensorSource, memory_of
 from millrace.config import format_bytes
 from millrace.errors import DiskError
 from millrace.memory.disk import DirectFile, neighbours_follow
 from millrace.memory.disk.checksums import checksum
 from millrace.memory.pages import map_pages
+from millrace.runtime.autograd import without_overrides
 from millrace.runtime.capture import begin_capture, end_capture
 from millrace.runtime.threads import Gate
 
@@ -53,18 +58,35 @@ class _Piece:
         memory[reached - self.begin :].zero_()
 
 
+class _Ranges:
+    """Ranges of addresses, first and last but one, and whose each is."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int, Any]] = ()) -> None:
+        self._ranges = sorted(ranges, key=itemgetter(0, 1))
+        self._reached = list(accumulate((last for _, last, _ in self._ranges), max))
+
+    def overlapping(self, first: int, last: int) -> list[Any]:
+        """Whose ranges have an address of these."""
+        found = []
+        for index in reversed(range(bisect_left(self._ranges, last, key=itemgetter(0)))):
+            if self._reached[index] <= first:
+                break
+            if self._ranges[index][1] > first:
+                found.append(self._ranges[index][2])
+        return found
+
+
 class Writing:
     """The files of `layouts` on their way into `directory`.
 
-    `owner`: the parameter that a source belongs to, by file and name, if it belongs to one. `finish` is called with the
-    records of all files when they are written and safe from a loss of power, `clean_up` when anything failed.
+    `finish` is called with the records of all files when they are written and safe from a loss of power, `clean_up`
+    when anything failed.
     """
 
     def __init__(
         self,
         directory: Path,
         layouts: Sequence[Layout],
-        owner: Callable[[str, str], Any],
         memory_bytes: int,
         finish: Callable[[Mapping[str, FileRecord]], None],
         clean_up: Callable[[], None],
@@ -85,7 +107,7 @@ class Writing:
         self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
         self._files: dict[str, DirectFile] = {}
         try:
-            self._open(directory, layouts, owner)
+            self._open(directory, layouts)
         except BaseException:
             for file in self._files.values():
                 file.close()
@@ -115,13 +137,14 @@ class Writing:
 
     def expect(self, parameters: Sequence[Any]) -> None:
         """As in `runtime.capture.Capture`."""
-        for parameter in parameters:
-            for source in self._sources.get(parameter, []):
+        for owner in self._touched(parameters):
+            for source in self._sources.get(owner, []):
                 source.expect_writes()
 
     def hurry(self, parameters: Sequence[Any] | None) -> None:
         """As in `runtime.capture.Capture`."""
-        lists = list(self._of.values()) if parameters is None else [self._of.get(p, []) for p in parameters]
+        owners = list(self._of) if parameters is None else self._touched(parameters)
+        lists = [self._of.get(owner, []) for owner in owners]
         waiting = [piece for pieces in lists for piece in pieces if not piece.read.is_open]
         if not waiting:
             return
@@ -143,7 +166,17 @@ class Writing:
         """Whether it has ended, well or not."""
         return self._done.is_open
 
-    def _open(self, directory: Path, layouts: Sequence[Layout], owner: Callable[[str, str], Any]) -> None:
+    def _touched(self, parameters: Iterable[Any]) -> list[Any]:
+        """Whose bytes change when these parameters do: theirs, and of what shares their memory (`p.data = t`)."""
+        found = list(parameters)
+        with without_overrides():  # those of an offloaded model are asked for themselves
+            memories = [memory_of(parameter) for parameter in found]
+        for memory in memories:
+            if memory is not None:
+                found += self._neighbours.overlapping(*memory)
+        return list(dict.fromkeys(found))
+
+    def _open(self, directory: Path, layouts: Sequence[Layout]) -> None:
         for layout in layouts:
             (directory / layout.name).parent.mkdir(exist_ok=True)
             self._files[layout.name] = _new_file(directory / layout.name, layout.nbytes)
@@ -154,7 +187,7 @@ class Writing:
             self._checksums[layout.name] = [0] * len(pieces)
             for stretch in layout.stretches:
                 among = pieces[stretch.begin // PIECE_BYTES : -(-stretch.end // PIECE_BYTES)]
-                whose = owner(layout.name, stretch.source.name)
+                whose = stretch.source.owner
                 for piece in among:
                     piece.stretches.append(stretch)
                 if whose is not None:
@@ -162,6 +195,12 @@ class Writing:
                     if isinstance(stretch.source, TensorSource):
                         self._sources[whose].append(stretch.source)
             self._pieces += pieces
+        self._neighbours = _Ranges(
+            (*memory, source.owner)
+            for several in self._sources.values()
+            for source in several
+            if (memory := source.memory) is not None
+        )
 
     def _run(self) -> None:
         begun_at = time.perf_counter()
@@ -170,7 +209,7 @@ class Writing:
             with neighbours_follow():
                 self._read()
         except BaseException as error:
-            self._fail(error)
+            self._fail(self._cause(error))
         end_capture(self)
         for _ in self._writers:
             self._filled.put(None)
@@ -193,9 +232,18 @@ class Writing:
         # The memory goes; the figures are kept.
         for held in (self._pieces, self._of, self._sources, self._files):
             held.clear()
+        self._neighbours = _Ranges()
         self._free, self._filled, self._urgent = SimpleQueue(), SimpleQueue(), SimpleQueue()
         self.seconds = time.perf_counter() - begun_at
         self._done.open()
+
+    def _cause(self, error: BaseException) -> BaseException:
+        """What failed: bytes on disk that are not those of their checksum were written to, if a tensor there was."""
+        if isinstance(error, DiskError) and error.errno == errno.EBADMSG:
+            sources = (source for several in self._sources.values() for source in several)
+            written = next((source for source in sources if source.was_written), None)
+            return error if written is None else written.write_error()
+        return error
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error

@@ -4,7 +4,8 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-from millrace.train.config import TrainConfig, TrainInputError
+from millrace.errors import TrainInputError
+from millrace.train.config import TrainConfig
 from millrace.train.settings import declared, flag
 
 __all__ = ["nearest", "with_config_file"]
@@ -12,15 +13,19 @@ __all__ = ["nearest", "with_config_file"]
 
 def with_config_file(arguments: list[str]) -> list[str]:
     """The arguments, behind those of the file that --config names. Raises TrainInputError for an unknown key."""
-    for at, argument in enumerate(arguments):
+    files: list[str] = []
+    others: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
         name, equals, value = argument.partition("=")
-        if name == "--config":
-            used = 1 if equals else 2
-            if not equals and at + 1 >= len(arguments):
-                return arguments  # argparse says what is missing
-            file = Path(value if equals else arguments[at + 1])
-            return [*_flags_of(file), *arguments[:at], *arguments[at + used :]]
-    return arguments
+        if name != "--config" or not (equals or rest):  # argparse says that a file is missing
+            others.append(argument)
+        else:
+            files.append(value if equals else rest.pop(0))
+    if len(files) > 1:
+        raise TrainInputError(f"--config is given for {' and for '.join(files)}; put the flags of both into one file")
+    return [*_flags_of(Path(files[0])), *others] if files else others
 
 
 def nearest(name: str, known: list[str]) -> str:

@@ -5,11 +5,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from millrace.checkpoint.manifest import read_manifest
+from millrace.checkpoint.directory import newest
+from millrace.checkpoint.manifest import MANIFEST, read_manifest
 from millrace.checkpoint.reading import SavedFile
 from millrace.config import format_bytes
 from millrace.errors import MillraceError
-from millrace.runtime.checks import Machine, findings
+from millrace.optim import kernel
+from millrace.runtime.checks import Finding, Machine, findings
 from millrace.runtime.device import resolve_device
 from millrace.runtime.symptoms import SYMPTOMS
 
@@ -28,7 +30,10 @@ def add_doctor_command(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--device", metavar="DEVICE", help="compute device (default: the accelerator, else cpu)")
     parser.add_argument("--disk", type=Path, metavar="DIR", help="where a run would spill (default: temporary files)")
     parser.add_argument(
-        "--checkpoint", type=Path, metavar="DIR", help="read all of a checkpoint, and say if it is whole"
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="read all of a checkpoint, or of the newest one in DIR, and say if it is whole",
     )
     parser.add_argument("--symptoms", action="store_true", help="what usually goes wrong with a run, and why")
     parser.set_defaults(run=run_doctor)
@@ -49,7 +54,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         device = resolve_device(arguments.device)
     except ValueError as error:
         raise DoctorInputError(str(error)) from error
-    found = findings(Machine(device=device, disk=disk))
+    missing = () if kernel.available() else (Finding(kernel.SLOWER, kernel.INSTALL),)
+    found = findings(Machine(device=device, disk=disk, missing=missing))
     for finding in found:
         print(f"{'SEVERE' if finding.severe else 'note'}: {finding.problem}\n  fix: {finding.fix}")
     if not found:
@@ -58,7 +64,12 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def _checked(directory: Path) -> str:
-    """Raises CheckpointError, naming the file, when a byte of it is not as it was written."""
+    """Raises CheckpointError, naming the file, when a byte of it is not as it was written.
+
+    Of a directory that holds checkpoints, and is none, the newest is meant.
+    """
+    if not (directory / MANIFEST).is_file():
+        directory = newest(directory) or directory
     manifest = read_manifest(directory)
     for name, record in manifest.files.items():
         file = SavedFile(directory / name, record)

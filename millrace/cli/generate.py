@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from millrace.config import format_bytes, parse_bytes
+from millrace.config import counted, format_bytes, parse_bytes
 from millrace.errors import MillraceError
 
 if TYPE_CHECKING:
@@ -108,10 +108,11 @@ def _write(
     stats = handle.stats()
     tokens = written.shape[1] - inputs["input_ids"].shape[1]
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    from_disk = f"; {format_bytes(stats.fetch_bytes / seconds)}/s came from disk" if stats.fetch_bytes else ""
     print(
-        f"{tokens} tokens in {seconds:.1f} s; of {format_bytes(weight_bytes)} of weights at most"
+        f"{counted(tokens, 'token')} in {seconds:.1f} s; of {format_bytes(weight_bytes)} of weights at most"
         f" {format_bytes(stats.device_peak_bytes)} were on the device and {format_bytes(stats.host_peak_bytes)} in"
-        f" host memory; {format_bytes(stats.fetch_bytes / seconds)}/s came from disk",
+        f" host memory{from_disk}",
         file=sys.stderr,
     )
 

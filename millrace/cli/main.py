@@ -1,6 +1,7 @@
 """What does `millrace` on the command line do? It reads the arguments, runs one command, and says what went wrong."""
 
 import argparse
+import itertools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -43,19 +44,26 @@ def build_parser() -> Parser:
 
 
 def _parse(parser: Parser, arguments: list[str]) -> argparse.Namespace:
-    """Ends the process with a line that names the nearest flag where one is unknown."""
-    parsed, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        command = parser.commands[parsed.command]
-        name = unknown[0].partition("=")[0]
-        known = [option for action in command._actions for option in action.option_strings]
-        command.error(f"unrecognized arguments: {' '.join(unknown)}{nearest(name, known)}")
-    return parsed
+    """Ends the process with a line that names the nearest command or flag where one is unknown."""
+    command = arguments[0] if arguments else ""
+    if command and not command.startswith("-") and command not in parser.commands:
+        parser.error(f"there is no command {command}{nearest(command, list(parser.commands))}")
+    reader = parser.commands.get(command, parser)
+    known = [option for action in reader._actions for option in action.option_strings]
+    # Before argparse looks, which names what is missing first, such as the flag that was misspelt.
+    for argument in itertools.takewhile(lambda argument: argument != "--", arguments):
+        name = argument.partition("=")[0]
+        if name.startswith("--") and name not in known:
+            reader.error(f"there is no flag {name}{nearest(name, known)}")
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0, 1 when it failed, 2 for input that cannot be used."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given:
+        build_parser().print_help(sys.stderr)
+        return BAD_INPUT
     try:
         if given[:1] == ["train"]:
             given = ["train", *rewrite(given[1:])]

@@ -11,7 +11,8 @@
 import re
 from collections.abc import Callable
 
-from millrace.train.config import TrainConfig, TrainInputError
+from millrace.errors import TrainInputError
+from millrace.train.config import TrainConfig
 from millrace.train.settings import declared
 
 __all__ = ["in_our_words"]
@@ -58,7 +59,7 @@ _SWITCHES = {  # that stand alone, or with a truth value
 _WITHOUT_EFFECT = {
     "dataset_num_workers": "data is tokenized once, before training",
     "find_unused_parameters": "one process trains; parameters without gradients are left alone anyway",
-    "enable_model_cpu_offload": "weights visit the device anyway, trained or not, and adapters stay there",
+    "enable_model_cpu_offload": "weights come to the device block by block anyway, trained or not, and adapters stay",
     "enable_optimizer_cpu_offload": "gradients, state and updates are on the host anyway, with any --accumulate",
     "use_torch_optimizer_for_cpu_offload": "millrace.optim gives the bits of torch.optim",
     "use_precision_aware_optimizer": "--state-dtype and --master-form say it",
@@ -137,15 +138,14 @@ class _Translation:
         rules: dict[str, Callable[[str | None], list[str]]] = {
             "cpu_offload_split_threshold": _blocks,
             "use_gradient_checkpointing_offload": lambda value: ["--gradient-checkpointing", "--offload-activations"],
-            "overlap_cpu_optimizer_d2h_h2d": lambda value: ["--overlap-d2h-h2d"],
         }
         for name, (written, value) in self._theirs.items():
             if name in _REFUSED:
                 raise TrainInputError(f"{written}: {_REFUSED[name]}")
             off = name in (_SWITCHES | {"recompute_granularity"}) and value is not None and value.lower() in _FALSE
-            if off and name == "overlap_cpu_optimizer_d2h_h2d":
-                flags += self._became(written, ["--no-overlap-d2h-h2d"])
-            elif off:
+            if name == "overlap_cpu_optimizer_d2h_h2d":
+                continue  # it goes with the optimizer's
+            if off:
                 if name not in ("cpu_offloading_activations",):
                     self._notes.append(f"{written}: off, as without it")
             elif name in _WITHOUT_EFFECT:
@@ -193,6 +193,9 @@ class _Translation:
         """Megatron's weights stay on the device, with the share of the state that the fraction leaves there."""
         names = ("optimizer_cpu_offload", "optimizer_offload_fraction")
         written = self._written(*names)
+        overlap = self._written("overlap_cpu_optimizer_d2h_h2d")
+        if overlap and (not self._on("optimizer_cpu_offload") or self._weights_leave()):
+            self._notes.append(f"{overlap}: nothing to do: it needs weights on the device, and --optimizer-cpu-offload")
         if not self._on("optimizer_cpu_offload"):
             if "optimizer_offload_fraction" in self._theirs:
                 self._notes.append(f"{written}: nothing to do: it needs --optimizer-cpu-offload, as in Megatron")
@@ -207,14 +210,17 @@ class _Translation:
         if self._weights_leave():
             if fraction < 1:
                 raise TrainInputError(
-                    f"{written} {self._written('cpu_offloading_weights')}: where weights visit the device, all of the"
-                    " optimizer's state is on the host; give the fraction 1"
+                    f"{written} {self._written('cpu_offloading_weights')}: where weights come to the device block by"
+                    " block, all of the optimizer's state is on the host; give the fraction 1"
                 )
             self._notes.append(f"{written}: nothing to do: state and updates are on the host anyway")
             return []
         share = "" if "optimizer_offload_fraction" in self._theirs else ", and all state is on the host"
         flags = [f"--device-fraction={round(1 - fraction, 12):g}"]
-        return self._became(written, flags, f": weights stay on the device{share}")
+        if overlap:
+            kept = "" if self._on("overlap_cpu_optimizer_d2h_h2d") else "no-"
+            flags += self._became(overlap, [f"--{kept}overlap-d2h-h2d"])
+        return self._became(written, flags[:1], f": weights stay on the device{share}") + flags[1:]
 
     def _weights_leave(self) -> bool:
         return self._on("cpu_offloading", default="cpu_offloading_num_layers" in self._theirs) and self._on(
@@ -232,7 +238,11 @@ class _Translation:
                 raise TrainInputError(f"{written}: the number of layers is to be 0 or more")
             if self._on("cpu_offloading_activations", default=True) and int(layers):
                 flags += ["--offload-activations", f"layers={layers}", "all_leave=True"]
-            why = "; all weights visit the device, as many as --device-memory says" if self._weights_leave() else ""
+            why = (
+                "; weights come to the device block by block, as many as --device-memory says"
+                if self._weights_leave()
+                else ""
+            )
             self._notes.append(f"{written}: became {' '.join(flags) or 'nothing'}{why}")
         elif written:
             self._notes.append(f"{written}: nothing to do: it needs --cpu-offloading, as in Megatron")

@@ -12,8 +12,11 @@ from millrace.planning.cost import RunPlan, compare_text
 EPILOG = """\
 MODEL is a transformers config.json, a directory that holds one, or the name of a model whose config transformers
 can load. Memory is bytes or text such as 24GiB. The model itself is never loaded.
+In the table of lanes (compute, copies each way, drive, update), the floor is the least time that what passes through a
+lane can take; "busy" is what the plan gives it.
 Exit codes: 0 planned and fits, 1 does not fit (the plan says what is missing), 2 the input cannot be used.
 """
+_TRAININGS = {"lora": "adapter"}  # other names
 
 
 class PlanInputError(MillraceError, ValueError):
@@ -36,7 +39,7 @@ def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="NAME",
         help='of the catalogue, such as 4090, or "measured"; several are compared (default: measured, else 4090)',
     )
-    parser.add_argument("--training", default="full", metavar="KIND", help="full, adapter or inference (default: full)")
+    parser.add_argument("--training", default="full", metavar="KIND", help="full, lora or inference (default: full)")
     parser.add_argument(
         "--overlap", default="none", metavar="KIND", help="of the update: none, forward, backward (default: none)"
     )
@@ -94,7 +97,7 @@ def _planned(model: Any, hardware: str | None, arguments: argparse.Namespace) ->
             host_memory=arguments.host_memory,
             disk=False if arguments.no_disk else arguments.disk,
             devices=arguments.devices,
-            training=arguments.training,
+            training=_TRAININGS.get(arguments.training, arguments.training),
             adapter_rank=arguments.adapter_rank,
             weight_bits=arguments.weight_bits,
             overlap=arguments.overlap,

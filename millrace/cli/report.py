@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 RECORD = "millrace-run.json"  # in the directory that a run has written
+_WHAT_TO_GIVE = "give the --output of a millrace train that has ended, or what handle.report().save(path) has written"
 
 
 class ReportInputError(MillraceError, ValueError):
@@ -22,6 +23,8 @@ def add_report_command(commands: "argparse._SubParsersAction[Any]") -> None:
         "report",
         help="show a run: where its time and memory went",
         description="Show a run that handle.report().save(path), or millrace train, has written.",
+        epilog="A block of layers visits the device: its weights are there while it computes. A stall is the time in"
+        " which a visit waited for a copy; the report names both.",
         allow_abbrev=False,
     )
     parser.add_argument("record", type=Path, metavar="RUN", help="the record, or a directory with millrace-run.json")
@@ -34,6 +37,10 @@ def add_report_command(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run_report(arguments: argparse.Namespace) -> int:
     path: Path = arguments.record
+    if not path.exists():
+        raise ReportInputError(f"there is no run at {path}; {_WHAT_TO_GIVE}")
+    if path.is_dir() and not (path / RECORD).is_file():
+        raise ReportInputError(f"directory {path} has no {RECORD}; {_WHAT_TO_GIVE}")
     path = path / RECORD if path.is_dir() else path
     try:
         report = Report(RunRecord.from_json(path.read_text()))

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 from millrace.cli.config_file import with_config_file
 from millrace.cli.other_flags import in_our_words
 from millrace.cli.progress import BarProgress, LineProgress, describe_evaluation
-from millrace.config import format_bytes
-from millrace.train.config import TrainConfig, TrainInputError
+from millrace.config import counted, format_bytes
+from millrace.errors import TrainInputError
+from millrace.train.config import TrainConfig
+from millrace.train.idle import refuse_idle
 from millrace.train.progress import Progress
 from millrace.train.settings import Declared, declared, flag
 
@@ -64,10 +66,20 @@ def _form(setting: Declared) -> dict[str, Any]:
 
 def rewrite(arguments: list[str]) -> list[str]:
     """The arguments of `millrace train` with those of a config file, and in our words."""
+    _refuse_twice(arguments)
     arguments, notes = in_our_words(with_config_file(arguments))
     for note in notes:
         print(note, file=sys.stderr)
     return arguments
+
+
+def _refuse_twice(arguments: list[str]) -> None:
+    """Of lists, the second would silently take the place of the first."""
+    names = [argument.partition("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--")]
+    for setting in declared(TrainConfig):
+        if setting.several in ("+", "*") and names.count(flag(setting.name)) > 1:
+            name = flag(setting.name)
+            raise TrainInputError(f"{name} is given more than once; give all its values together: {name} ONE TWO")
 
 
 def run_train(arguments: argparse.Namespace) -> int:
@@ -77,6 +89,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
     }
     config = TrainConfig(**settings)
+    refuse_idle(config, given)  # those that are given as they are by themselves, too
     try:
         # Here and not above: they take seconds to import, and `millrace --help` does not need them.
         from datasets.utils.logging import CRITICAL, disable_progress_bar, set_verbosity
@@ -114,7 +127,7 @@ def summary(result: "TrainResult", output: Path) -> str:
         ]
     if result.losses:
         lines += [
-            f"{len(result.losses)} steps{' (stopped on request)' if result.checkpoint else ''}: "
+            f"{counted(len(result.losses), 'step')}{' (stopped on request)' if result.checkpoint else ''}: "
             f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, "
             f"{result.tokens / max(result.seconds, 1e-9):,.0f} tokens/s, {result.seconds:.1f} s"
         ]

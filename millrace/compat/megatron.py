@@ -22,6 +22,7 @@ import torch
 
 from millrace.optim import SGD, Adam, AdamW, Muon
 from millrace.optim.optimizer import HostOptimizer
+from millrace.runtime.tensors import parameters_of
 
 __all__ = ["HybridDeviceOptimizer"]
 
@@ -83,7 +84,7 @@ class HybridDeviceOptimizer(HostOptimizer):
 
     def dummy_step(self) -> None:
         """Makes the state of every parameter, as a step would, and changes no weight; steps are counted from 0."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = parameters_of(self)
         gradients = [parameter.grad for parameter in parameters]
         kept = [{name: group[name] for name in ("lr", "weight_decay")} for group in self.param_groups]
         for group in self.param_groups:

@@ -1,11 +1,11 @@
 """Which settings do Adam and AdamW have? Those of torch.optim, and where state and update live."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from millrace.optim.elements import ElementOptimizer
-from millrace.optim.options import Options
+from millrace.optim.options import Given, Options
 from millrace.optim.rules import AdamRule
 
 __all__ = ["Adam", "AdamW"]
@@ -83,7 +83,7 @@ class AdamW(_AdamSteps, torch.optim.AdamW):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
-        **options: Any,
+        **options: Unpack[Given],
     ) -> None:
         super().__init__(
             params,
@@ -111,7 +111,7 @@ class Adam(_AdamSteps, torch.optim.Adam):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
-        **options: Any,
+        **options: Unpack[Given],
     ) -> None:
         super().__init__(
             params,

@@ -9,6 +9,7 @@ import torch
 from millrace.memory.disk import TensorAtRest
 from millrace.optim.disk_state import DiskState
 from millrace.optim.shares import Shares
+from millrace.runtime.tensors import parameters_of
 
 __all__ = ["StateAtRest"]
 
@@ -37,11 +38,10 @@ class StateAtRest:
         if self._disk is None:
             return self.entries
         self._disk.synchronize()
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        return {parameter: {**self._at_rest(parameter), **self.entries.get(parameter, {})} for parameter in parameters}
+        return {one: {**self._at_rest(one), **self.entries.get(one, {})} for one in parameters_of(self)}
 
-    def fill(self, parameter: torch.Tensor, tensors: Mapping[str, TensorAtRest]) -> None:
-        """These tensors are the parameter's state from now on, beside what `load_state_dict` loaded of it."""
+    def fill(self, state: Mapping[torch.Tensor, Mapping[str, TensorAtRest]]) -> None:
+        """These tensors are the parameters' state from now on, beside what `load_state_dict` loaded of it."""
         raise NotImplementedError
 
     def synchronize(self) -> None:

@@ -12,6 +12,7 @@ from millrace.optim.devices import Member
 from millrace.optim.disk_state import DiskState, Part, Wanted
 from millrace.optim.kernel import Master
 from millrace.optim.optimizer import HostOptimizer
+from millrace.optim.options import Options
 from millrace.optim.rules import ElementRule
 from millrace.optim.update import Update
 from millrace.optim.weights import FULL, REMAINDER, Weights
@@ -25,6 +26,10 @@ class ElementOptimizer(HostOptimizer):
 
     MAXIMUM: str | None = None  # the running maximum of groups with amsgrad, in float32
     COUNTS_STEPS = True  # whether the stock optimizer keeps "step" in its state
+
+    def __init__(self, params: Any, *, options: Options, **stock: Any) -> None:
+        kernel.warn_if_missing()
+        super().__init__(params, options=options, **stock)
 
     def _rule(self, group: dict[str, Any], step: float) -> ElementRule:
         """The rule of a group at one step."""
@@ -229,8 +234,12 @@ class ElementOptimizer(HostOptimizer):
         weights, found = self._weights_of(parameter), self._disk.at_rest(parameter, parameter.numel())
         return {name: replace(one, like=weights.shaped(one.like)) for name, one in found.items()}
 
-    def fill(self, parameter: torch.Tensor, tensors: Mapping[str, TensorAtRest]) -> None:
-        _, group = self._places()[parameter]
+    def fill(self, state: Mapping[torch.Tensor, Mapping[str, TensorAtRest]]) -> None:
+        places = self._places()
+        for parameter, tensors in state.items():
+            self._fill(parameter, places[parameter][1], tensors)
+
+    def _fill(self, parameter: torch.Tensor, group: dict[str, Any], tensors: Mapping[str, TensorAtRest]) -> None:
         weights = self._weights_of(parameter)
         kept = {**self._dtypes(group, weights), **weights.master_dtypes}
         as_kept = {

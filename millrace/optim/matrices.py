@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -12,7 +12,7 @@ from millrace.optim.devices import Member
 from millrace.optim.disk_state import DiskState
 from millrace.optim.kernel import Master
 from millrace.optim.optimizer import HostOptimizer
-from millrace.optim.options import Options
+from millrace.optim.options import Given, Options
 from millrace.optim.update import scaled
 from millrace.optim.weights import Weights
 from millrace.runtime.torch_rules import adafactor, muon
@@ -109,10 +109,11 @@ class _MatrixOptimizer(HostOptimizer):
             found[name] = replace(one, like=_lying_as(one.like, shape, host))
         return found
 
-    def fill(self, parameter: torch.Tensor, tensors: Mapping[str, TensorAtRest]) -> None:
-        self.entries[parameter].update({name: one.load() for name, one in tensors.items()})
-        if self._disk is not None and parameter.device.type == "cpu":
-            self._spill(self._disk, parameter, self._weights_of(parameter), self.entries[parameter])
+    def fill(self, state: Mapping[torch.Tensor, Mapping[str, TensorAtRest]]) -> None:
+        for parameter, tensors in state.items():
+            self.entries[parameter].update({name: one.load() for name, one in tensors.items()})
+            if self._disk is not None and parameter.device.type == "cpu":
+                self._spill(self._disk, parameter, self._weights_of(parameter), self.entries[parameter])
 
     def _forget_weights(self) -> None:
         super()._forget_weights()
@@ -143,7 +144,7 @@ class Adafactor(_MatrixOptimizer, torch.optim.Adafactor):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        **options: Any,
+        **options: Unpack[Given],
     ) -> None:
         super().__init__(
             params,
@@ -204,7 +205,7 @@ class Muon(_MatrixOptimizer, torch.optim.Muon):
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
-        **options: Any,
+        **options: Unpack[Given],
     ) -> None:
         super().__init__(
             params,

@@ -21,6 +21,10 @@ class NotFiniteSteps:
         elif not_finite:
             self._found.add(step)
 
+    def known(self) -> int:
+        """How many steps of those whose updates are over. Waits for nothing."""
+        return len(self._found)
+
     def count(self) -> int:
         """How many steps, so far."""
         unread, self._unread = self._unread, {}

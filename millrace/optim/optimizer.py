@@ -122,6 +122,12 @@ class HostOptimizer(StateAtRest, Optimizer):
 
         Those that `max_grad_norm` skipped are not among them.
         """
+        return self.count_not_finite_steps(wait=True)
+
+    def count_not_finite_steps(self, *, wait: bool) -> int:
+        """The same; without `wait` of those steps whose updates are over."""
+        if not wait:
+            return self._not_finite.known()
         self.synchronize()
         return self._not_finite.count()
 

@@ -1,19 +1,39 @@
 """What can a user set on every optimizer of millrace, beside the update rule's own settings?"""
 
+import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
-__all__ = ["Options", "comparable", "snapshot"]
+__all__ = ["Given", "Options", "comparable", "snapshot"]
+
+_MasterForm = Literal["split", "full"]
+_Tier = Literal["host", "disk"]
+_Overlap = Literal["none", "backward", "forward"]
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "master_dtype": (torch.float32,),
-    "master_form": ("split", "full"),
+    "master_form": get_args(_MasterForm),
     "state_dtype": (torch.float32, torch.bfloat16, "8bit"),
-    "tier": ("host", "disk"),
-    "overlap": ("none", "backward", "forward"),
+    "tier": get_args(_Tier),
+    "overlap": get_args(_Overlap),
 }
+
+
+class Given(TypedDict, total=False):
+    """The same settings as keyword arguments, for whoever checks types."""
+
+    master_dtype: torch.dtype
+    master_form: _MasterForm
+    state_dtype: torch.dtype | Literal["8bit"]
+    tier: _Tier
+    disk: str | os.PathLike[str] | None
+    device_fraction: float | Literal["auto"]
+    pin: bool
+    overlap_d2h_h2d: bool
+    overlap: _Overlap
+    max_grad_norm: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,14 +41,14 @@ class Options:
     """Validated settings; `millrace.optim.AdamW` says what each one means."""
 
     master_dtype: torch.dtype = torch.float32
-    master_form: str = "split"
-    state_dtype: torch.dtype | str = torch.float32
-    tier: str = "host"
+    master_form: _MasterForm = "split"
+    state_dtype: torch.dtype | Literal["8bit"] = torch.float32
+    tier: _Tier = "host"
     disk: Any = None
-    device_fraction: float | str = 0.0
+    device_fraction: float | Literal["auto"] = 0.0
     pin: bool = True
     overlap_d2h_h2d: bool = True
-    overlap: str = "none"
+    overlap: _Overlap = "none"
     max_grad_norm: float | None = None
 
     def __post_init__(self) -> None:

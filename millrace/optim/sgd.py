@@ -1,12 +1,12 @@
 """Which settings do SGD and Lion have? Those of their authors, and where state and update live."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.optim import Optimizer
 
 from millrace.optim.elements import ElementOptimizer
-from millrace.optim.options import Options
+from millrace.optim.options import Given, Options
 from millrace.optim.rules import LionRule, SgdRule
 
 __all__ = ["SGD", "Lion"]
@@ -31,7 +31,7 @@ class SGD(ElementOptimizer, torch.optim.SGD):
         nesterov: bool = False,
         *,
         maximize: bool = False,
-        **options: Any,
+        **options: Unpack[Given],
     ) -> None:
         super().__init__(
             params,
@@ -93,7 +93,7 @@ class Lion(ElementOptimizer, _LionGroups):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        **options: Any,
+        **options: Unpack[Given],
     ) -> None:
         super().__init__(
             params, options=Options(**options), lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize

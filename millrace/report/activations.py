@@ -47,13 +47,13 @@ class ActivationStats:
         rows = [
             ("activations on the host, peak", format_bytes(self.host_peak_bytes)),
             ("activations in flight, peak", format_bytes(self.device_peak_bytes)),
-            ("activations offloaded", f"{format_bytes(self.offload_bytes)} in {self.offloads} copies"),
-            ("activations onloaded", f"{format_bytes(self.onload_bytes)} in {self.onloads} copies"),
+            ("activations offloaded", f"{format_bytes(self.offload_bytes)} in {_copies(self.offloads)}"),
+            ("activations onloaded", f"{format_bytes(self.onload_bytes)} in {_copies(self.onloads)}"),
             ("uses in backward", f"{self.hits} in time, {self.demand_onloads} on demand"),
             ("stall for activations", f"{self.stall_seconds:.3f} s"),
             (
                 "forwards",
-                f"{self.planned_forwards} as planned, {self.similar_forwards} by the ceiling of another plan,"
+                f"{self.planned_forwards} as planned, {self.similar_forwards} by the limit of another plan,"
                 f" {self.recorded_forwards} recorded",
             ),
         ]
@@ -74,3 +74,7 @@ class ActivationStats:
             f"{format_bytes(beyond_bytes)} of activations neither fit in device_memory nor hide behind compute:"
             f" recompute them (gradient checkpointing) in {layers}"
         )
+
+
+def _copies(number: int) -> str:
+    return f"{number:,} {'copy' if number == 1 else 'copies'}"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from millrace.config import format_bytes
+from millrace.config import counted, format_bytes
 from millrace.report.rows import Row, rows_text
 
 __all__ = ["Stats"]
@@ -21,7 +21,8 @@ class Stats:
     there.
     `steps` counts optimizer steps over managed parameters, `skipped_steps` those of them that changed nothing because
     gradients were not finite (with `max_grad_norm` of an optimizer of millrace), `not_finite_steps` those in which such
-    an optimizer updated weights with gradients that were not. Checkpoints have `saved_bytes`; writing them took
+    an optimizer updated weights with gradients that were not (`stats(wait_for_updates=False)` knows of updates that are
+    over). Checkpoints have `saved_bytes`; writing them took
     `save_seconds`, most of it beside training with `wait=False`, which waited `save_wait_seconds` for it.
     """
 
@@ -54,6 +55,7 @@ class Stats:
 
     def rows(self) -> list[Row]:
         """Each number with its name, beside its limit."""
+        loads = f"{counted(self.onloads, 'load')}, {self.demand_onloads} on demand"
         return [
             (
                 "device weights, peak",
@@ -61,7 +63,7 @@ class Stats:
             ),
             ("device gradients, peak", format_bytes(self.device_gradient_peak_bytes)),
             ("host memory, peak", format_bytes(self.host_peak_bytes)),
-            ("onloaded", f"{format_bytes(self.onload_bytes)} in {self.onloads} loads, {self.demand_onloads} on demand"),
+            ("onloaded", f"{format_bytes(self.onload_bytes)} in {loads}"),
             ("offloaded", format_bytes(self.offload_bytes)),
             *self._disk_rows(),
             ("compute", f"{self.compute_seconds:.3f} s"),

@@ -5,11 +5,13 @@ calls `before_write` for what it is about to change; that waits until these have
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+
+from millrace.runtime.tensors import parameters_of
 
 __all__ = ["Capture", "before_write", "begin_capture", "end_capture", "will_write"]
 
@@ -28,9 +30,10 @@ _captures: list[Capture] = []
 _hooks: list[RemovableHandle] = []
 
 
-def before_write(parameters: Sequence[Any] | None) -> None:
+def before_write(parameters: Iterable[Any] | None) -> None:
     """These parameters, or their state, are about to change; None: any."""
     for capture in tuple(_captures):
+        parameters = None if parameters is None else list(parameters)
         capture.hurry(parameters)
 
 
@@ -57,7 +60,7 @@ def end_capture(capture: Capture) -> None:
 
 def _before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
     if not getattr(optimizer, "asks_before_write", False):
-        before_write([parameter for group in optimizer.param_groups for parameter in group["params"]])
+        before_write(parameters_of(optimizer))
 
 
 def _forked() -> None:

@@ -38,6 +38,7 @@ class Machine:
     device: torch.device
     disk: Path
     root: Path = Path("/")
+    missing: tuple["Finding", ...] = ()  # of millrace itself
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def text(self, path: str) -> str:
@@ -50,7 +51,7 @@ class Machine:
 
 def findings(machine: Machine) -> list[Finding]:
     """Everything that is wrong, severe things first."""
-    found = [finding for check in _CHECKS for finding in check(machine)]
+    found = [*machine.missing, *(finding for check in _CHECKS for finding in check(machine))]
     return sorted(found, key=lambda finding: not finding.severe)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.amp import grad_scaler
 
 from millrace.runtime.process_wide import ProcessWide
+from millrace.runtime.tensors import parameters_of
 
 __all__ = ["make_grad_scaler_leave_traces", "make_grad_scaler_wait"]
 
@@ -65,7 +66,7 @@ def _with_traces(unscale: Method) -> Method:
 
     def unscale_with_traces(self: Any, optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
         found = unscale(self, optimizer, *arguments)
-        held = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+        held = [parameter.grad for parameter in parameters_of(optimizer)]
         torch.autograd.graph.increment_version([gradient for gradient in held if gradient is not None])
         return found
 

@@ -54,7 +54,7 @@ SYMPTOMS = (
     ),
     Symptom(
         symptom="CUDA graphs or torch.compile of the whole model fail",
-        cause="weights move between graphs: addresses change from visit to visit",
+        cause="weights move between graphs: they lie elsewhere each time they are on the device",
         confirm="it works without mode='reduce-overhead', or without compiling the model as a whole",
         fix="compile each block: for layer in model.layers: layer.compile()",
     ),

@@ -1,4 +1,4 @@
-"""Which tensors are inside what a module takes or returns? Nested containers, dataclasses and ModelOutputs."""
+"""Which tensors are inside what a module takes or returns (containers, dataclasses, ModelOutputs), or an optimizer?"""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["map_tensors", "tensors_in"]
+__all__ = ["map_tensors", "parameters_of", "tensors_in"]
+
+
+def parameters_of(optimizer: Any) -> list[Any]:
+    """All parameters of a `torch.optim.Optimizer`, in the order in which its state_dict numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

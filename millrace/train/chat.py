@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from millrace.train.config import TrainInputError
+from millrace.errors import TrainInputError
 from millrace.train.files import CHAT_KEYS
 
 __all__ = ["IGNORED", "Conversations"]

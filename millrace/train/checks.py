@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.activation_offloading import offload_activations
 from millrace.config import activation_config
-from millrace.train.settings import TrainInputError, declared, flag
+from millrace.errors import TrainInputError
+from millrace.train.idle import not_default, refuse_idle
+from millrace.train.settings import declared, flag
 
 if TYPE_CHECKING:
     from millrace.train.config import TrainConfig
@@ -33,7 +35,6 @@ _AT_LEAST = {
 }
 _POSITIVE = ("epochs", "learning_rate", "lora_alpha")
 _NOT_NEGATIVE = ("weight_decay", "max_grad_norm")
-_OURS = ("device_memory", "host_memory", "disk", "compare_plain", "param_dtype", "grad_dtype", "offload_activations")
 
 
 def check(config: "TrainConfig") -> None:
@@ -43,6 +44,7 @@ def check(config: "TrainConfig") -> None:
     if not config.data_only:
         _ = config.output_directory
     _check_values(config)
+    refuse_idle(config, not_default(config))
     for name in ("device_memory", "host_memory"):
         config.budget_bytes(name, weight_bytes=0)
     _check_activations(config)
@@ -115,23 +117,11 @@ def _check_optimizer(config: "TrainConfig") -> None:
         return
     if fraction != "auto" and not 0 <= float(fraction) <= 1:
         raise TrainInputError(f"--device-fraction is {fraction}; give 0 to 1, or auto")
-    visiting = ("device_memory", "host_memory", "resident", "param_dtype", "grad_dtype")
-    given = [flag(name) for name in visiting if getattr(config, name)]
-    if given or config.overlap != "none" or config.plain:
-        given += ["--overlap"] * (config.overlap != "none") + ["--plain"] * config.plain
-        raise TrainInputError(
-            f"--device-fraction is for weights that stay on the device, so {', '.join(given)} do not apply; leave"
-            " either side out"
-        )
     if config.compare_plain:
         raise TrainInputError("--compare-plain is for updates in host memory; leave --device-fraction out")
 
 
 def _check_pairs(config: "TrainConfig") -> None:
-    if config.plain and any(getattr(config, name) not in (None, 0) for name in _OURS):
-        raise TrainInputError(
-            f"--plain trains without millrace, so {', '.join(map(flag, _OURS))} do not apply; leave either side out"
-        )
     if config.compare_plain and (config.param_dtype or config.grad_dtype):
         raise TrainInputError(
             "--compare-plain is for weights in their own dtype; leave --param-dtype, --grad-dtype out"
@@ -143,8 +133,6 @@ def _check_pairs(config: "TrainConfig") -> None:
         )
     if config.lora_rank is not None and config.model is None:
         raise TrainInputError("--lora-rank adapts a model that is trained already; name one with --model")
-    if config.eval_every is not None and not config.eval_text:
-        raise TrainInputError("--eval-every needs something to measure on; name it with --eval-text")
 
 
 def named_values(name: str, given: Iterable[str]) -> dict[str, Any]:

@@ -3,15 +3,16 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from millrace.config import parse_bytes
+from millrace.errors import TrainInputError
 from millrace.train import checks
-from millrace.train.settings import TrainInputError, flag, setting
+from millrace.train.settings import flag, setting
 
-__all__ = ["DTYPES", "OPTIMIZERS", "TrainConfig", "TrainInputError"]
+__all__ = ["DTYPES", "OPTIMIZERS", "TrainConfig"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adafactor", "muon")
@@ -24,8 +25,8 @@ def _share(text: str) -> float | str:
     return text if text == "auto" else float(text)
 
 
-def _depth(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+def _depth(text: str) -> int | Literal["auto"]:
+    return "auto" if text == "auto" else int(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class TrainConfig:
     )
     # model
     model: Path | None = setting(
-        None, "a transformers model (default: a small Llama)", group="model", kind=Path, metavar="DIR"
+        None, "a transformers model (default: a small Llama)", group="model", kind=Path, metavar="DIR", decides=False
     )
     layers: int = setting(12, "layers of the small Llama", group="model", kind=int, metavar="N")
     hidden_size: int = setting(192, "hidden size of the small Llama", group="model", kind=int, metavar="N")
@@ -123,7 +124,7 @@ class TrainConfig:
         (), "name patterns of modules that stay on the device", group="memory", metavar="PATTERN", several="+",
         decides=False,
     )  # fmt: skip
-    prefetch: int | str = setting(
+    prefetch: int | Literal["auto"] = setting(
         "auto", "blocks loaded ahead at most", group="memory", kind=_depth, metavar="N", decides=False
     )
     param_dtype: str | None = setting(
@@ -167,7 +168,8 @@ class TrainConfig:
     )
     device_fraction: float | str | None = setting(
         None,
-        "all weights stay on the device, and this share of the state, 0 to 1 or auto (default: weights visit)",
+        "all weights stay on the device, and this share of the state, 0 to 1 or auto (default: weights come to the"
+        " device block by block)",
         group="optimizer",
         kind=_share,
         metavar="X",

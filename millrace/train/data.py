@@ -1,6 +1,7 @@
 """What does a run train on, and in which order? Sequences of tokens from files, by Hugging Face datasets."""
 
 import glob
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -13,8 +14,10 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, Sampler
 
+from millrace.config import counted
+from millrace.errors import TrainInputError
 from millrace.train.chat import IGNORED, Conversations
-from millrace.train.config import TrainConfig, TrainInputError
+from millrace.train.config import TrainConfig
 from millrace.train.files import Kind, find_files, kind_of
 from millrace.train.model import Tokens
 
@@ -74,28 +77,40 @@ class Sequences(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 class Batches:
-    """Micro-batches without end, and how far they were taken: each epoch visits all sequences in an order of its own.
+    """The micro-batches of each step, without end, and how far they were taken.
 
-    The order follows from the seed and the epoch alone, so that the position is one number.
+    As in transformers' Trainer, each epoch visits all sequences once, in an order of its own, and ends with a step of
+    what is left: its micro-batches may be fewer, and the last one smaller. The order follows from the seed and the
+    epoch alone, so that the position is one number.
     """
 
-    def __init__(self, sequences: Sequences, *, batch_size: int, seed: int) -> None:
+    def __init__(self, sequences: Sequences, *, batch_size: int, accumulate: int, seed: int) -> None:
         self._sequences = sequences
         self._batch_size = batch_size
+        self._accumulate = accumulate
         self._seed = seed
         self._taken = 0
 
-    def __iter__(self) -> Iterator[Batch]:
+    def steps(self, epochs: float) -> int:
+        """Optimizer steps in which that many epochs are over."""
+        a_step = self._batch_size * self._accumulate
+        return math.ceil(epochs * -(-len(self._sequences) // a_step))
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        count = len(self._sequences)
         loader = DataLoader(
             self._sequences,
-            batch_size=self._batch_size,
-            sampler=_Order(len(self._sequences), seed=self._seed, start=self._taken),
+            batch_sampler=_Order(count, batch_size=self._batch_size, seed=self._seed, start=self._taken),
             collate_fn=self._sequences.collate,
             generator=torch.Generator(),  # else it draws from the one that training draws from
         )
+        step: list[Batch] = []
         for batch in loader:
-            self._taken += self._batch_size
-            yield batch
+            step.append(batch)
+            self._taken += len(batch["input_ids"])
+            if len(step) == self._accumulate or self._taken % count == 0:
+                yield step
+                step = []
 
     def state_dict(self) -> dict[str, int]:
         return {"taken": self._taken}
@@ -104,17 +119,20 @@ class Batches:
         self._taken = state["taken"]
 
 
-class _Order(Sampler[int]):
-    def __init__(self, length: int, *, seed: int, start: int) -> None:
+class _Order(Sampler[list[int]]):
+    """The sequences of each micro-batch."""
+
+    def __init__(self, length: int, *, batch_size: int, seed: int, start: int) -> None:
         self._length = length
+        self._batch_size = batch_size
         self._seed = seed
         self._start = start
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[list[int]]:
         epoch, start = divmod(self._start, self._length)
         while True:
-            order = np.random.default_rng([self._seed, epoch]).permutation(self._length)
-            yield from order[start:].tolist()
+            order = np.random.default_rng([self._seed, epoch]).permutation(self._length)[start:].tolist()
+            yield from (order[at : at + self._batch_size] for at in range(0, len(order), self._batch_size))
             epoch, start = epoch + 1, 0
 
 
@@ -147,7 +165,8 @@ def read_sequences(
             dropped += (len(examples) - len(encoded)) * (kind is Kind.CHAT)
             parts.append(encoded)
     if dropped:
-        note(f"{dropped} conversations say nothing of the assistant's within {config.sequence_length} tokens: left out")
+        left_out = counted(dropped, "conversation")
+        note(f"{left_out} without the assistant in the first {config.sequence_length} tokens: left out")
     tokenizer = tokens.tokenizer
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     sequences = Sequences(datasets.concatenate_datasets(parts), files=len(files), pad=pad)
@@ -157,10 +176,11 @@ def read_sequences(
             " give a larger --sequence-length, or --packing"
         )
     if sequences.tokens == 0:
-        raise TrainInputError(f"the text is empty: {len(files)} files, starting with {files[0]}, hold no characters")
+        others = f" nor in {counted(len(files) - 1, 'other file')}" if len(files) > 1 else ""
+        raise TrainInputError(f"the text is empty: there is nothing in {files[0]}{others}")
     if packing and sequences.tokens < config.sequence_length:
         raise TrainInputError(
-            f"the text has {sequences.tokens} tokens, fewer than one sequence of {config.sequence_length}; "
+            f"the text has {counted(sequences.tokens, 'token')}, fewer than one sequence of {config.sequence_length}; "
             "give more text or a smaller --sequence-length"
         )
     return sequences.pack(config.sequence_length) if packing else sequences
@@ -185,8 +205,11 @@ def _encode_texts(tokens: Tokens, longest: int | None, labels: bool) -> Callable
         for number, text in zip(numbers, examples["text"], strict=True):
             if not isinstance(text, str | None):
                 raise TrainInputError(f'{file}, example {number + 1}: "text" is a {type(text).__name__}; give text')
-            if text is not None and text.strip():
-                encoded.append(tokens.encode(text).numpy()[:longest])
+            if text is None or not text.strip():
+                continue
+            ids = tokens.encode(text).numpy()[:longest]
+            if longest is None or len(ids) > 1:  # one token alone is no example: nothing follows it
+                encoded.append(ids)
         return {"input_ids": encoded, **({"labels": encoded} if labels else {})}
 
     return encode

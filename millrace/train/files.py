@@ -7,7 +7,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from millrace.train.config import TrainConfig, TrainInputError
+from millrace.errors import TrainInputError
+from millrace.train.config import TrainConfig
 
 __all__ = ["CHAT_KEYS", "Kind", "find_files", "kind_of"]
 
@@ -78,7 +79,8 @@ def kind_of(path: Path, forced: str | None) -> Kind:
     if found is None and start.strip():
         held = f"JSON with {named}" if keys else "no JSON object"
         raise TrainInputError(
-            f'{path} holds {held} in its first example; training needs "text", "messages" or "conversations" there'
+            f'{path} holds {held} in its first example; training needs "text", "messages" or "conversations" there:'
+            " rename its keys, or leave it out with --exclude"
         )
     if forced is not None and found is not None and forced != found.value:
         raise TrainInputError(f"--format {forced}: {path} holds {found.value} (JSON with {named}); leave --format out")

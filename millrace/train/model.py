@@ -1,11 +1,13 @@
 """Which model does a run train? One from a transformers directory, or a small Llama; or adapters on it."""
 
+import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import xxhash
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -18,11 +20,14 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from millrace.errors import TrainInputError
 from millrace.integrations.transformers import open_pretrained
 from millrace.memory.disk import Checkpoint
 from millrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer, encode_bytes
 from millrace.train.checks import HEAD_SIZE
-from millrace.train.config import DTYPES, TrainConfig, TrainInputError
+from millrace.train.config import DTYPES, TrainConfig
+
+_NOT_OF_A_MODEL = ("_name_or_path", "transformers_version")  # but of how its config was saved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +65,29 @@ def load_tokens(config: TrainConfig) -> Tokens:
     return Tokens(encode=encode, tokenizer=tokenizer)
 
 
-def load_model(config: TrainConfig) -> tuple[PreTrainedModel | PeftModel, Checkpoint | None]:
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model before it is trained."""
+
+    model: PreTrainedModel | PeftModel
+    weight_files: Checkpoint | None  # that its weights are mapped from
+    digest: str  # of the weights and the config that it was loaded from, wherever its directory is
+
+
+def load_model(config: TrainConfig) -> LoadedModel:
     """The model on the CPU, in training mode, with weights that follow from `config` alone. Raises TrainInputError.
 
-    With `config.disk` the weights of a saved model are mapped from its files, which come with it, and not loaded.
+    With `config.disk` the weights of a saved model are mapped from its files, and not loaded.
     """
     torch.manual_seed(config.seed)
-    checkpoint: Checkpoint | None = None
+    weight_files: Checkpoint | None = None
     if config.model is None:
         model = _built_in_model(config)
     elif config.disk is None:
         model = _saved_model(config.model, config)
     else:
-        model, checkpoint = _mapped_model(config.model)
+        model, weight_files = _mapped_model(config.model)
+    digest = _digest(model, config.model)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and config.sequence_length > longest:
         raise TrainInputError(
@@ -87,13 +102,26 @@ def load_model(config: TrainConfig) -> tuple[PreTrainedModel | PeftModel, Checkp
     if config.lora_rank is not None:
         model = _adapted(model, config)
     model.train()
-    return model, checkpoint
+    return LoadedModel(model=model, weight_files=weight_files, digest=digest)
+
+
+def _digest(model: PreTrainedModel, directory: Path | None) -> str:
+    """Reads all weights, which takes less than a step. What the built-in model follows from is among the settings."""
+    if directory is None:
+        return "built in"
+    written = json.loads((directory / "config.json").read_text())
+    config = {name: value for name, value in written.items() if name not in _NOT_OF_A_MODEL}
+    digest = xxhash.xxh3_128(json.dumps(config, sort_keys=True).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _adapted(model: PreTrainedModel, config: TrainConfig) -> PeftModel:
     """The model with adapters that are trained while its weights are not."""
     if config.gradient_checkpointing:
-        model.enable_input_require_grads()  # else a checkpoint of frozen weights has nothing to compute gradients of
+        model.enable_input_require_grads()  # else layers of frozen weights have nothing to be recomputed for
     targets = config.lora_targets
     transposed = any(isinstance(module, Conv1D) for module in model.modules())  # as GPT-2 has its weights
     torch.manual_seed(config.seed)
@@ -154,14 +182,14 @@ def _saved_model(directory: Path, config: TrainConfig) -> PreTrainedModel:
 
 def _mapped_model(directory: Path) -> tuple[PreTrainedModel, Checkpoint]:
     _check_directory(directory)
-    model, checkpoint = open_pretrained(directory)
+    model, weight_files = open_pretrained(directory)
     if type(model) not in MODEL_FOR_CAUSAL_LM_MAPPING.values():
-        checkpoint.close()
+        weight_files.close()
         raise TrainInputError(
             f"model directory {directory} holds a {type(model).__name__}, which is no causal language model"
         )
     model.name_or_path = str(directory)  # which PEFT writes beside adapters
-    return model, checkpoint
+    return model, weight_files
 
 
 def _check_directory(directory: Path) -> None:

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 import millrace.optim
+from millrace.errors import TrainInputError
 from millrace.optim.optimizer import HostOptimizer
 from millrace.train.checks import named_values
-from millrace.train.config import DTYPES, TrainConfig, TrainInputError
+from millrace.train.config import DTYPES, TrainConfig
 
 __all__ = ["Optimizers"]
 

@@ -8,17 +8,13 @@ from contextlib import contextmanager
 import torch
 
 from millrace.config import format_bytes
-from millrace.errors import BudgetError, MillraceError
+from millrace.errors import BudgetError, OutOfMemoryError
 from millrace.runtime.host import available_host_bytes
 from millrace.train.config import TrainConfig
 
-__all__ = ["OutOfMemoryError", "explained"]
+__all__ = ["explained"]
 
 _DEVICE, _HOST, _DISK = "device memory", "host memory", "disk"
-
-
-class OutOfMemoryError(MillraceError, RuntimeError):
-    """A tier has no room for what the run needs."""
 
 
 @contextmanager
@@ -97,7 +93,7 @@ def _remedies(tier: str, error: Exception, config: TrainConfig) -> list[str]:
             (not staying, "a lower --device-memory, which leaves more to activations"),
             (not config.gradient_checkpointing, "--gradient-checkpointing"),
             (config.offload_activations is None, "--offload-activations"),
-            (staying, "no --device-fraction, so that weights visit the device"),
+            (staying, "no --device-fraction, so that weights come to the device block by block"),
             (config.batch_size > 1, f"--batch-size below {config.batch_size}, with --accumulate for the same step"),
             (True, f"--sequence-length below {config.sequence_length}"),
             (config.blocks == ("auto",), "smaller --blocks, such as 64MiB"),

@@ -7,14 +7,15 @@ from torch import nn
 
 import millrace
 from millrace.config import BlocksSpec
+from millrace.errors import TrainInputError
 from millrace.memory.disk import Checkpoint
-from millrace.train.config import DTYPES, TrainConfig, TrainInputError
+from millrace.train.config import DTYPES, TrainConfig
 
 __all__ = ["place"]
 
 
 def place(
-    model: nn.Module, config: TrainConfig, device: torch.device, checkpoint: Checkpoint | None, *, weight_bytes: int
+    model: nn.Module, config: TrainConfig, device: torch.device, weight_files: Checkpoint | None, *, weight_bytes: int
 ) -> millrace.Offloaded | None:
     """Offloads the model as `config` says. None: it is on the device as a whole, and there is nothing to tell."""
     try:
@@ -27,7 +28,7 @@ def place(
             device_memory=config.budget_bytes("device_memory", weight_bytes=weight_bytes),
             host_memory=config.budget_bytes("host_memory", weight_bytes=weight_bytes),
             disk=_inside(config.disk, "weights"),
-            checkpoint=checkpoint,
+            checkpoint=weight_files,
             blocks=_blocks(config.blocks),
             resident=config.resident,
             prefetch=config.prefetch,

@@ -4,13 +4,17 @@ import contextlib
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import millrace
 from millrace.checkpoint import newest
-from millrace.train.config import TrainConfig, TrainInputError
+from millrace.errors import TrainInputError
+from millrace.train.config import TrainConfig
 from millrace.train.data import Batches
 from millrace.train.evaluation import Evaluation
 from millrace.train.run import Run
@@ -25,6 +29,7 @@ __all__ = [
     "find_checkpoint",
     "load_checkpoint",
     "name_of",
+    "tell_changes",
 ]
 
 FINISHED = "training.json"  # in the output directory, when the model is there
@@ -34,17 +39,25 @@ _KEPT = {"checkpoints", "best", "best.new"}  # what an interrupted run leaves in
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What the result follows from: settings, data, and steps where the schedule ends with them."""
+    """What the result follows from: settings, the contents of model and data, and steps where the schedule ends there.
+
+    `eval_data` decides which model is the best, and `model` is None before it is known.
+    """
 
     settings: dict[str, Any]
     data: str
     steps: int | None
+    eval_data: str | None
+    model: str | None = None
 
     @staticmethod
-    def of(config: TrainConfig, *, data: str, steps: int) -> "Terms":
+    def of(config: TrainConfig, device: torch.device, *, data: str, eval_data: str | None, steps: int) -> "Terms":
         deciding = {about.name: getattr(config, about.name) for about in declared(TrainConfig) if about.decides}
+        deciding["device"] = device.type  # whose kernels round in their own way
+        deciding["device_fraction"] = 0.0 if device.type == "cpu" else config.device_fraction or 0.0
         plain = json.loads(json.dumps(deciding, default=str))  # as a file gives them back
-        return Terms(settings=plain, data=data, steps=None if config.schedule == "constant" else steps)
+        ends = None if config.schedule == "constant" else steps
+        return Terms(settings=plain, data=data, eval_data=eval_data, steps=ends)
 
 
 @dataclass(kw_only=True)
@@ -101,13 +114,18 @@ def _write_terms(config: TrainConfig, terms: Terms) -> None:
     os.replace(new, file)
 
 
-def check_terms(checkpoint: Path, terms: Terms) -> None:
-    """Raises TrainInputError that names what is not as it was when the run began."""
+def _read_terms(checkpoint: Path) -> Terms:
+    """Of the run that a checkpoint is of."""
     file = checkpoint.parent / _TERMS
     try:
-        before = Terms(**json.loads(file.read_text()))
+        return Terms(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise TrainInputError(f"{file}, which tells how the run began, cannot be read: {error}") from error
+
+
+def check_terms(checkpoint: Path, terms: Terms) -> None:
+    """Raises TrainInputError that names what is not as it was when the run began."""
+    before = _read_terms(checkpoint)
     differing = [
         f"{flag(name)} was {_shown(before.settings.get(name))} and is {_shown(value)}"
         for name, value in terms.settings.items()
@@ -117,11 +135,23 @@ def check_terms(checkpoint: Path, terms: Terms) -> None:
         differing.append(f"--steps was {before.steps} and is {terms.steps}")
     if not differing and before.data != terms.data:
         differing.append("the data of --text is not what it was")
+    if not differing and terms.model is not None and before.model != terms.model:
+        differing.append("the model of --model is not what it was")
     if differing:
         raise TrainInputError(
             f"{checkpoint} is of a run that would end otherwise: {'; '.join(differing)}; give what it was, or another"
             " --output to begin anew"
         )
+
+
+def tell_changes(checkpoint: Path, terms: Terms, past: Past, note: Callable[[str], None]) -> None:
+    """Notes what may differ and is no reason to refuse, and what becomes of it."""
+    if _read_terms(checkpoint).eval_data not in (None, terms.eval_data):
+        now = "was given and is not" if terms.eval_data is None else "is not what it was"
+        note(f"--eval-text {now}: what was measured before does not count for OUTPUT/best any more")
+        past.evaluations.clear()
+    if terms.settings["device_fraction"] == "auto":
+        note("--device-fraction auto is measured anew; a number would keep the last bits of what follows")
 
 
 def _shown(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from millrace.train.config import TrainInputError
+from millrace.errors import TrainInputError
 from millrace.train.evaluation import Evaluation
 from millrace.train.progress import Progress, StepRecord
 

@@ -5,18 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.errors import MillraceError
-
-__all__ = ["Declared", "TrainInputError", "declared", "flag", "setting"]
-
-
-class TrainInputError(MillraceError, ValueError):
-    """Something that the user gave to a training run cannot be used: a path, a text, a model, a number."""
+__all__ = ["Declared", "declared", "flag", "setting"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
-    """What is known of a setting: `decides` says whether another value may lead to another result."""
+    """What is known of a setting: `decides` says whether another value may lead to another result.
+
+    Of model, device and share of the state there `millrace.train.resume.Terms` has what they come to.
+    """
 
     name: str
     default: Any

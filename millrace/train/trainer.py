@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ from peft import PeftModel
 from transformers import PreTrainedModel, set_seed
 
 import millrace
-from millrace.config import format_bytes
-from millrace.errors import MillraceError
+from millrace.config import counted, format_bytes
+from millrace.errors import MillraceError, TrainingFailedError, TrainInputError
 from millrace.memory.disk import Checkpoint
 from millrace.report import Report
 from millrace.train import resume
-from millrace.train.config import TrainConfig, TrainInputError
+from millrace.train.config import TrainConfig
 from millrace.train.data import Batch, Batches, Sequences, read_sequences
 from millrace.train.evaluation import Evaluation, evaluate
 from millrace.train.model import Tokens, check_vocabulary, load_model, load_tokens, weight_bytes
@@ -33,12 +33,6 @@ from millrace.train.progress import Progress, StepRecord
 from millrace.train.resume import Past
 from millrace.train.run import PlainRun, Run
 from millrace.train.stop import StopRequest, stop_on_signals
-
-_STEPS_PER_LOOK = 10  # at what is held, where looking waits for updates that are to overlap
-
-
-class TrainingFailedError(MillraceError, RuntimeError):
-    """Training ran and its result is worth nothing: the loss is not a number, or differs from the plain run's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +61,7 @@ class Job:
     sequences: Sequences
     eval_sequences: Sequences | None
     model: PreTrainedModel | PeftModel
-    checkpoint: Checkpoint | None  # the files that its weights are mapped from
+    weight_files: Checkpoint | None  # that its weights are mapped from
     weight_bytes: int
     steps: int
     terms: resume.Terms
@@ -101,13 +95,15 @@ def prepare(config: TrainConfig, progress: Progress) -> Sequences:
     """Only reads and tokenizes the data; `datasets` keeps what it makes for the run that trains on it."""
     tokens = load_tokens(config)
     sequences = read_sequences(config, tokens, paths=config.text, option="--text", note=progress.note)
-    progress.note(f"{sequences.files} files, {sequences.tokens:,} tokens, {len(sequences)} sequences")
+    progress.note(f"{_described(sequences)}, {counted(len(sequences), 'sequence')}")
     return sequences
 
 
 def _read(config: TrainConfig, progress: Progress) -> Job:
     begins_at = resume.find_checkpoint(config)
     device = config.compute_device()
+    if device.type == "cpu" and config.device_fraction:
+        progress.note("--device-fraction: the device is the CPU, so all state is in host memory")
     tokens = load_tokens(config)
     sequences = read_sequences(config, tokens, paths=config.text, option="--text", note=progress.note)
     eval_sequences = None
@@ -115,19 +111,22 @@ def _read(config: TrainConfig, progress: Progress) -> Job:
         eval_sequences = read_sequences(
             config, tokens, paths=config.eval_text, option="--eval-text", note=progress.note
         )
-    per_step = config.batch_size * config.accumulate
-    steps = config.steps or max(1, int(len(sequences) * config.epochs) // per_step)
-    terms = resume.Terms.of(config, data=sequences.digest(), steps=steps)
+    steps = config.steps or _batches(sequences, config).steps(config.epochs)
+    eval_data = None if eval_sequences is None else eval_sequences.digest()
+    terms = resume.Terms.of(config, device, data=sequences.digest(), eval_data=eval_data, steps=steps)
     if begins_at is not None:
         resume.check_terms(begins_at, terms)
-    model, checkpoint = load_model(config)
+    loaded = load_model(config)
+    model, terms = loaded.model, dataclasses.replace(terms, model=loaded.digest)
+    if begins_at is not None:
+        resume.check_terms(begins_at, terms)
     for each in (sequences, eval_sequences):
         if each is not None:
             check_vocabulary(model, each.largest_token)
     _make_output(config)
     progress.note(
         f"{type(model).__name__}, {format_bytes(weight_bytes(model))} of weights, on {device}: "
-        f"{sequences.files} files, {sequences.tokens:,} tokens, {steps} steps"
+        f"{_described(sequences)}, {counted(steps, 'step')}"
     )
     if begins_at is not None:
         progress.note(f"going on from {begins_at}")
@@ -138,7 +137,7 @@ def _read(config: TrainConfig, progress: Progress) -> Job:
         sequences=sequences,
         eval_sequences=eval_sequences,
         model=model,
-        checkpoint=checkpoint,
+        weight_files=loaded.weight_files,
         weight_bytes=weight_bytes(model),
         steps=steps,
         terms=terms,
@@ -146,15 +145,19 @@ def _read(config: TrainConfig, progress: Progress) -> Job:
     )
 
 
+def _described(sequences: Sequences) -> str:
+    return f"{counted(sequences.files, 'file')}, {counted(sequences.tokens, 'token')}"
+
+
 def _plain_losses(job: Job, progress: Progress, stop: StopRequest) -> list[float]:
     """The losses of the first `config.compare_plain` steps of plain PyTorch, on a copy of the model."""
     if job.config.compare_plain == 0:
         return []
-    progress.note(f"the first {job.config.compare_plain} steps without millrace, to compare with")
+    progress.note(f"the first {counted(job.config.compare_plain, 'step')} without millrace, to compare with")
     set_seed(job.config.seed)
     run = PlainRun(copy.deepcopy(job.model), job.config, job.device, steps=job.steps)
     losses: list[float] = []
-    for batches in itertools.islice(_steps_of(_batches(job), job.config), job.config.compare_plain):
+    for batches in itertools.islice(_batches(job.sequences, job.config), job.config.compare_plain):
         if stop.requested:
             break
         losses.append(run.step(batches))
@@ -164,7 +167,7 @@ def _plain_losses(job: Job, progress: Progress, stop: StopRequest) -> list[float
 def _train(job: Job, past: Past, progress: Progress, stop: StopRequest) -> TrainResult:
     if job.config.plain:
         return _train_placed(job, None, past, progress, stop)
-    handle = place(job.model, job.config, job.device, job.checkpoint, weight_bytes=job.weight_bytes)
+    handle = place(job.model, job.config, job.device, job.weight_files, weight_bytes=job.weight_bytes)
     try:
         return _train_placed(job, handle, past, progress, stop)
     except BaseException:
@@ -180,11 +183,12 @@ def _train_placed(
     config = job.config
     set_seed(config.seed)
     run = (PlainRun if config.plain else Run)(job.model, config, job.device, steps=job.steps)
-    batches = _batches(job)
+    batches = _batches(job.sequences, config)
     if job.begins_at is not None:
         past = resume.load_checkpoint(job.begins_at, job.model, run, batches)
+        resume.tell_changes(job.begins_at, job.terms, past, progress.note)
     meter = _Meter(job, handle)
-    steps = _steps_of(batches, config)
+    steps = iter(batches)
     with resume.Saver(config, job.terms, job.model, run, batches) as saver:
         while len(past.losses) < job.steps and not stop.requested:
             micro_batches, started = next(steps), time.monotonic()
@@ -223,43 +227,36 @@ class _Meter:
     def __init__(self, job: Job, handle: millrace.Offloaded | None) -> None:
         self._job = job
         self._handle = handle
-        self._every = _STEPS_PER_LOOK if job.config.overlap == "forward" else 1
-        self._stalled_seconds = 0.0 if handle is None else handle.stats().stall_seconds
+        self._stalled_seconds = 0.0
+        self.leave_out()
         self.tokens = 0
         self.seconds = 0.0
 
     def leave_out(self) -> None:
         """What millrace counted since the last step was not of training."""
         if self._handle is not None:
-            self._stalled_seconds = self._handle.stats().stall_seconds
+            self._stalled_seconds = self._handle.stats(wait_for_updates=False).stall_seconds
 
     def record(self, past: Past, batches: Sequence[Batch], seconds: float) -> StepRecord:
         step, tokens = len(past.losses), sum(batch["input_ids"].numel() for batch in batches)
         self.tokens += tokens
         self.seconds += seconds
         record = StepRecord(step=step, steps=self._job.steps, loss=past.losses[-1], tokens=tokens, seconds=seconds)
-        if self._handle is None or step % self._every:
+        if self._handle is None:
             return record
-        stats = self._handle.stats()
+        stats = self._handle.stats(wait_for_updates=False)
         before, self._stalled_seconds = self._stalled_seconds, stats.stall_seconds
         return dataclasses.replace(
             record,
             device_bytes=stats.device_peak_bytes,
             host_bytes=stats.host_bytes,
             disk_bytes=stats.disk_bytes,
-            stall_seconds=(self._stalled_seconds - before) / self._every,
+            stall_seconds=self._stalled_seconds - before,
         )
 
 
-def _batches(job: Job) -> Batches:
-    return Batches(job.sequences, batch_size=job.config.batch_size, seed=job.config.seed)
-
-
-def _steps_of(batches: Batches, config: TrainConfig) -> Iterator[list[Batch]]:
-    """The micro-batches of each step, without end."""
-    one_by_one = iter(batches)
-    while True:
-        yield list(itertools.islice(one_by_one, config.accumulate))
+def _batches(sequences: Sequences, config: TrainConfig) -> Batches:
+    return Batches(sequences, batch_size=config.batch_size, accumulate=config.accumulate, seed=config.seed)
 
 
 def _check_loss(past: Past) -> None:

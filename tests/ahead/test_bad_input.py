@@ -109,6 +109,6 @@ def test_a_measurement_that_cannot_be_kept_is_not_begun(
 
 
 def test_reports(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "none" in refused(["report", "none"], capsys)
-    assert "millrace-run.json" in refused(["report", "directory"], capsys)
+    assert "there is no run at none; give the --output of" in refused(["report", "none"], capsys)
+    assert "directory directory has no millrace-run.json; give" in refused(["report", "directory"], capsys)
     assert "no run record of version 3" in refused(["report", "good.json"], capsys)

@@ -37,6 +37,15 @@ def test_the_command_prints_the_plan(config: Path, capsys: pytest.CaptureFixture
     assert numbers["tokens_per_second"] == pytest.approx(8192 / numbers["step_seconds"])
 
 
+def test_lora_is_the_training_of_adapters(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for training in ("lora", "adapter"):
+        assert main(["plan", str(config), "--hardware", "4090", "--training", training]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    assert "trained in adapters" in shown[0]
+
+
 def test_several_machines_are_compared(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(config), "--hardware", "4090", "h100", "gh200"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ def test_bad_input_is_told(saved: tuple[Run, Path], tmp_path: Path) -> None:
         millrace.load(tmp_path / "nowhere", one.model)
     with torch.device("meta"):
         absent = Net(torch.float32)
-    with pytest.raises(millrace.CheckpointError, match=r"'.*' \(of \d+\) is on meta"):
+    with pytest.raises(millrace.CheckpointError, match=r"'.*' cannot be saved: it is on meta"):
         millrace.save(tmp_path / "step-3", absent)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-2"]
 
@@ -169,6 +170,10 @@ def test_the_doctor_reads_all_of_it(saved: tuple[Run, Path], capsys: pytest.Capt
     _, path = saved
     assert main(["doctor", "--checkpoint", str(path)]) == 0
     assert "is whole: 3 files" in capsys.readouterr().out
+    shutil.copytree(path, path.parent / "step-11")
+    shutil.copytree(path, path.parent / "step-9")
+    assert main(["doctor", "--checkpoint", str(path.parent)]) == 0
+    assert f"{path.parent / 'step-11'} is whole" in capsys.readouterr().out
     data = bytearray((path / name).read_bytes())
     data[len(data) // 2] ^= 4
     (path / name).write_bytes(data)

@@ -335,3 +335,61 @@ def test_an_older_one_that_cannot_go_is_a_warning(tmp_path: Path, monkeypatch: p
         millrace.save(tmp_path / "step-2", model, keep=1)
     assert any("step-1 stays" in str(warning.message) for warning in told)
     assert (tmp_path / "step-2").is_dir()
+
+
+def with_hooks(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, list[str]]:
+    """Its state_dict has momentum under another name and halved, and a note; it loads such."""
+    calls: list[str] = []
+
+    def after(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        entries = {n: {"half": entry["momentum_buffer"] / 2} for n, entry in state["state"].items()}
+        return {"state": entries, "param_groups": state["param_groups"], "note": torch.ones(3)}
+
+    def before(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        calls.append(f"note {state['note'].sum().item()}")
+        entries = {n: {"momentum_buffer": entry["half"] * 2} for n, entry in state["state"].items()}
+        return {"state": entries, "param_groups": state["param_groups"]}
+
+    optimizer.register_state_dict_pre_hook(lambda _: calls.append("saved"))
+    optimizer.register_state_dict_post_hook(after)
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("loaded"))
+    return optimizer, calls
+
+
+@pytest.mark.parametrize("kind", ["torch", "host", "disk"])
+def test_hooks_of_an_optimizers_state_dict_are_called(tmp_path: Path, kind: str) -> None:
+    def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+        own = {"tier": "disk", "disk": tmp_path / f"state-{seed}"} if kind == "disk" else {}
+        chosen: Any = torch.optim.SGD if kind == "torch" else millrace.optim.SGD
+        return model, chosen(model.parameters(), lr=0.1, momentum=0.9, **own)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 128)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = made(0)
+    step(model, optimizer)
+    wanted = [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()]
+    _, calls = with_hooks(optimizer)
+    saving = millrace.save(tmp_path / "one", model, optimizer, wait=False)
+    step(model, optimizer)
+    saving.wait()
+    assert calls == ["saved"]
+    found = torch.load(tmp_path / "one" / "optimizer.pt", weights_only=True)
+    assert list(found["state"][0]) == ["half"]
+    other, another = made(1)
+    _, calls = with_hooks(another)
+    millrace.load(tmp_path / "one", other, another)
+    assert calls == ["note 3.0", "loaded"]
+    assert_equal([another.state[p]["momentum_buffer"] for p in other.parameters()], wanted)
+    step(other, another)
+    assert_equal([p.detach() for p in other.parameters()], [p.detach() for p in model.parameters()])
+    narrow = other.to(torch.bfloat16)
+    if kind != "torch":
+        optimizer, _ = with_hooks(millrace.optim.SGD(narrow.parameters(), lr=0.1, momentum=0.9))
+        with pytest.raises(millrace.CheckpointError, match="has hooks for load_state_dict"):
+            millrace.load(tmp_path / "one", narrow, optimizer)

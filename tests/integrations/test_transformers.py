@@ -110,6 +110,18 @@ def test_the_command_line_writes_text(directory: Path, capsys: pytest.CaptureFix
     assert list(limits["disk"].iterdir()) == []  # type: ignore[union-attr]
 
 
+def test_without_a_disk_none_is_spoken_of(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["generate", "--model", str(directory), "--prompt", "one two", "--device", "cpu"]
+    assert main([*line, "--max-new-tokens", "1"]) == 0
+    told = capsys.readouterr().err
+    assert "1 token in " in told
+    assert "disk" not in told
+    assert main([*line, "--host-memory", "1KiB"]) == 2
+    told = capsys.readouterr().err
+    assert "host_memory leaves 0 B for that; raise it by" in told
+    assert "disk" not in told
+
+
 def test_sampling_follows_the_seed(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["generate", "--model", str(directory), "--prompt", "one", "--max-new-tokens", "8", "--device", "cpu"]
     texts = []

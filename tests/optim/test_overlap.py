@@ -115,6 +115,26 @@ class Held:
         threading.Timer(0.05, self.gate.set).start()
 
 
+def test_stats_that_need_not_wait_for_updates(emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decoder()
+    with offloaded(model) as handle:
+        optimizer = AdamW(model.parameters(), overlap="forward", **SETTINGS)
+        train(model, optimizer, 1)
+        before = handle.stats()
+        updates = Held(monkeypatch)
+        loss_of(model, batch(1)).backward()
+        optimizer.step()
+        under_way = handle.stats(wait_for_updates=False)
+        assert not updates.gate.is_set()
+        assert under_way.steps == 2
+        assert under_way.onload_bytes > before.onload_bytes
+        assert under_way.compute_seconds > before.compute_seconds
+        updates.release_soon()
+        assert handle.stats().not_finite_steps == 0
+        assert updates.gate.is_set()
+        assert updates.waited > 0
+
+
 LOOKS: dict[str, Callable[[Any, Any, Any], object]] = {
     "forward": lambda model, optimizer, handle: loss_of(model, TOKENS).item(),
     "evaluation": lambda model, optimizer, handle: torch.no_grad()(model)(TOKENS).cpu(),

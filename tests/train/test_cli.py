@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import millrace
-from millrace.cli.main import main
+from millrace.cli.main import build_parser, main
 
 
 def run_millrace(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -62,7 +62,7 @@ def test_a_second_ctrl_c_ends_at_once(arguments: list[str], monkeypatch: pytest.
 # Arguments that follow the good ones, and a part of the one line that they lead to. {} is the test's directory.
 BAD_INPUTS = {
     "text missing": ("--text {}/nothing", "--text {}/nothing does not exist"),
-    "text empty": ("--text {}/empty.txt", "the text is empty: 1 files, starting with {}/empty.txt"),
+    "text empty": ("--text {}/empty.txt", "the text is empty: there is nothing in {}/empty.txt"),
     "text short": ("--text {}/short.txt", "has 6 tokens, fewer than one sequence of 32"),
     "no text files": ("--text {}/directory", "no text file in {}/directory matches *.txt *.md"),
     "model missing": ("--model {}/nothing", "model directory {}/nothing does not exist"),
@@ -72,9 +72,12 @@ BAD_INPUTS = {
     "output a file": ("--output {}/empty.txt", "output directory {}/empty.txt cannot be made"),
     "device unknown": ("--device abacus", "--device 'abacus' cannot be used"),
     "not a number": ("--steps many", "argument --steps: invalid int value: 'many'"),
-    "no such option": ("--quietly", "unrecognized arguments: --quietly; see millrace train --help"),
-    "an option misspelt": ("--stepz 3", "--stepz 3 (did you mean --steps?); see millrace train --help"),
-    "an option shortened": ("--batch 3", "--batch 3 (did you mean --batch-size?); see millrace train --help"),
+    "no such option": ("--quietly", "there is no flag --quietly; see millrace train --help"),
+    "an option misspelt": ("--stepz 3", "there is no flag --stepz (did you mean --steps?); see millrace train --help"),
+    "an option shortened": (
+        "--batch 3",
+        "there is no flag --batch (did you mean --batch-size?); see millrace train --help",
+    ),
     "a choice misspelt": ("--optimizer adamm", "argument --optimizer: invalid choice: 'adamm'"),
     "no pattern matches": ("--resident nothing", "nothing"),
 }
@@ -88,6 +91,10 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (tmp_path / directory).mkdir(parents=True)
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "short.txt").write_text("short")
+    if "--text" in extra:
+        arguments = [*arguments[:1], *arguments[3:]]
+    if "--model" in extra:
+        arguments = [word for word in arguments if word not in ("--layers", "4", "--hidden-size", "64")]
     try:
         code = main([*arguments, *extra.format(tmp_path).split()])
     except SystemExit as exit_of_argparse:
@@ -107,7 +114,36 @@ def test_help_and_version_do_not_wait_for_transformers():
     assert run_millrace("--version").stdout == f"millrace {millrace.__version__}\n"
 
 
-def test_without_a_command_the_line_says_so():
-    done = run_millrace()
-    assert done.returncode == 2
-    assert done.stderr == "millrace: the following arguments are required: COMMAND; see millrace --help\n"
+def test_without_a_command_the_commands_are_shown(capsys: pytest.CaptureFixture[str]):
+    assert main([]) == 2
+    shown = capsys.readouterr().err
+    assert all(f"    {command} " in shown for command in build_parser().commands)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("generate --modle x", "millrace generate: there is no flag --modle (did you mean --model?); see millrace"),
+        ("plan --hardwar=h100 x", "millrace plan: there is no flag --hardwar (did you mean --hardware?); see"),
+        ("plan x --batchsize 2", "there is no flag --batchsize (did you mean --batch-size?)"),
+        ("probe --jsn", "millrace probe: there is no flag --jsn (did you mean --json?)"),
+        ("report --htm x", "millrace report: there is no flag --htm (did you mean --html?)"),
+        ("doctor --dsik /tmp", "millrace doctor: there is no flag --dsik (did you mean --disk?)"),
+        ("train --txt a --output b", "millrace train: there is no flag --txt (did you mean --text?)"),
+        ("plam x", "millrace: there is no command plam (did you mean plan?); see millrace --help"),
+        ("--versoin", "millrace: there is no flag --versoin (did you mean --version?)"),
+        ("plan x y", "millrace: unrecognized arguments: y; see millrace --help"),
+    ],
+)
+def test_every_command_names_the_nearest_flag(line: str, says: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2
+    shown = capsys.readouterr().err
+    assert says in shown
+    assert len(shown.splitlines()) == 1
+
+
+def test_a_value_after_two_dashes_is_no_flag(capsys: pytest.CaptureFixture[str]):
+    assert main(["report", "--", "--htm"]) == 2
+    assert "there is no run at --htm" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import pytest
 
 from millrace.cli.config_file import with_config_file
 from millrace.cli.main import main
-from millrace.train.config import TrainInputError
+from millrace.errors import TrainInputError
 
 FILE = """
 text: [one.txt, two.txt]

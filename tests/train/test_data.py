@@ -1,5 +1,6 @@
 """Which files, tokens and sequences does a run read, and in which order?"""
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -11,10 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import Trainer, TrainingArguments
 
+from millrace.errors import TrainInputError
 from millrace.train.byte_tokenizer import END_ID, VOCABULARY_SIZE, byte_tokenizer, encode_bytes
 from millrace.train.chat import IGNORED
-from millrace.train.config import TrainConfig, TrainInputError
+from millrace.train.config import TrainConfig
 from millrace.train.data import Batches, Sequences, read_sequences
 from millrace.train.files import find_files, kind_of
 from millrace.train.model import load_tokens
@@ -93,7 +96,11 @@ def test_the_kind_of_a_file_is_found(tmp_path: Path, name: str, content: str, ki
         ('{"text": "x"}', "text", "--format text: .*a.jsonl holds jsonl .JSON with 'text'.; leave --format out"),
         ('{"text": "x"}', "chat", "--format chat: .*a.jsonl holds jsonl"),
         ('{"prompt": "x"}', None, "holds JSON with 'prompt' in its first example; training needs"),
-        ('{"prompt": "x"}', "text", "holds JSON with 'prompt' in its first example; training needs"),
+        (
+            '{"prompt": "x"}',
+            "text",
+            "holds JSON with 'prompt' in its first example; training needs .*leave it out with --exclude",
+        ),
         ("no json", None, "holds no JSON object in its first example"),
     ],
 )
@@ -128,7 +135,7 @@ def test_without_packing_each_example_is_padded_in_its_batch(settings: Settings,
     [
         ('{"text": "a"}\nno json\n', "a.jsonl cannot be read as jsonl: JSON parse error"),
         ('{"text": "a"}\n{"text": 5}\n', 'a.jsonl, example 2: "text" is a int; give text'),
-        ('{"text": " "}\n', "the text is empty: 1 files"),
+        ('{"text": " "}\n', "the text is empty: there is nothing in"),
         ('{"text": "a"}\n', "has 2 tokens, fewer than one sequence of 32"),
     ],
 )
@@ -147,13 +154,18 @@ def counted(tokens: int, length: int) -> Sequences:
 
 
 def firsts(batches: Batches, number: int) -> list[int]:
-    """The first tokens of the sequences in the next so many batches."""
-    return [int(first) for batch in islice(batches, number) for first in batch["input_ids"][:, 0]]
+    """The first tokens of the sequences in the next so many steps."""
+    return [int(first) for step in islice(batches, number) for batch in step for first in batch["input_ids"][:, 0]]
+
+
+def batches(tokens: int = 40, *, batch_size: int = 2, accumulate: int = 1, seed: int = 0) -> Batches:
+    """Of windows of 4 tokens."""
+    return Batches(counted(tokens, 4), batch_size=batch_size, accumulate=accumulate, seed=seed)
 
 
 def test_an_epoch_visits_every_window_once_and_the_seed_decides_the_order():
     def epochs(seed: int) -> tuple[list[int], list[int]]:
-        both = firsts(Batches(counted(40, 4), batch_size=2, seed=seed), 10)
+        both = firsts(batches(seed=seed), 10)
         return both[:10], both[10:]
 
     first, second = epochs(seed=1)
@@ -161,27 +173,71 @@ def test_an_epoch_visits_every_window_once_and_the_seed_decides_the_order():
     assert first != second
     assert first == epochs(seed=1)[0]
     assert first != epochs(seed=2)[0]
-    assert next(iter(Batches(counted(40, 4), batch_size=2, seed=0)))["labels"].dtype == torch.int64
+    assert next(iter(batches()))[0]["labels"].dtype == torch.int64
 
 
-def test_a_batch_larger_than_the_text_goes_on_into_the_next_epoch():
-    assert next(iter(Batches(counted(8, 4), batch_size=5, seed=0)))["input_ids"].shape == (5, 4)
+@pytest.mark.parametrize(
+    ("windows", "batch_size", "accumulate", "shapes"),
+    [
+        (2, 4, 1, [[2]]),  # fewer examples than in a micro-batch: each is seen once
+        (10, 4, 1, [[4], [4], [2]]),
+        (10, 2, 3, [[2, 2, 2], [2, 2]]),
+        (11, 2, 3, [[2, 2, 2], [2, 2, 1]]),
+        (13, 2, 3, [[2, 2, 2], [2, 2, 2], [1]]),
+    ],
+)
+def test_no_step_goes_on_into_the_next_epoch(windows: int, batch_size: int, accumulate: int, shapes: list[list[int]]):
+    made = batches(4 * windows, batch_size=batch_size, accumulate=accumulate)
+    assert made.steps(1.0) == len(shapes)
+    assert [[len(batch["labels"]) for batch in step] for step in islice(made, 2 * len(shapes))] == shapes * 2
+    made = batches(4 * windows, batch_size=batch_size, accumulate=accumulate)
+    assert sorted(firsts(made, len(shapes))) == list(range(0, 4 * windows, 4))
+
+
+@pytest.mark.parametrize(("windows", "batch_size", "accumulate"), [(2, 4, 1), (10, 2, 3), (13, 3, 2), (7, 8, 4)])
+@pytest.mark.parametrize("epochs", [0.3, 1.0, 2.5])
+def test_epochs_have_as_many_steps_as_in_transformers_trainer(
+    tmp_path: Path, windows: int, batch_size: int, accumulate: int, epochs: float
+):
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        num_train_epochs=epochs,
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=accumulate,
+    )
+    windowed = counted(4 * windows, 4)
+    theirs = Trainer(torch.nn.Linear(1, 1), arguments, train_dataset=windowed, data_collator=windowed.collate)
+    *_, steps = theirs.set_initial_training_values(arguments, theirs.get_train_dataloader())
+    assert batches(4 * windows, batch_size=batch_size, accumulate=accumulate).steps(epochs) == steps
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3, 11])
-def test_from_its_state_the_same_batches_follow(taken: int):
-    whole = Batches(counted(40, 4), batch_size=3, seed=5)
-    firsts(whole, taken)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_from_its_state_the_same_batches_follow(taken: int, accumulate: int):
+    def made() -> Batches:
+        return batches(batch_size=3, accumulate=accumulate, seed=5)
+
+    whole = made()
+    before = firsts(whole, taken)
     state = whole.state_dict()
-    resumed = Batches(counted(40, 4), batch_size=3, seed=5)
+    resumed = made()
     resumed.load_state_dict(state)
-    assert firsts(resumed, 6) == firsts(Batches(counted(40, 4), batch_size=3, seed=5), taken + 6)[3 * taken :]
+    assert firsts(resumed, 6) == firsts(made(), taken + 6)[len(before) :]
 
 
 def test_reading_batches_draws_no_random_number_of_training():
     before = torch.get_rng_state()
-    firsts(Batches(counted(40, 4), batch_size=3, seed=5), 20)
+    firsts(batches(batch_size=3, seed=5), 20)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_examples_of_one_token_are_left_out_where_each_is_a_sequence(settings: Settings, tmp_path: Path):
+    path = lines(tmp_path / "a.jsonl", {"text": "ab"}, {"text": "c"})
+    config = settings(text=(path,), sequence_length=4, packing=False)
+    tokens = dataclasses.replace(load_tokens(config), encode=lambda text: encode_bytes(text)[:-1])  # no end token
+    sequences = read_sequences(config, tokens, paths=config.text, option="--text", note=print)
+    assert [sequences[at]["input_ids"].tolist() for at in range(len(sequences))] == [[97, 98]]
 
 
 def test_equal_data_has_an_equal_digest_wherever_it_lies(settings: Settings, tmp_path: Path):

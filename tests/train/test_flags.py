@@ -14,8 +14,9 @@ import torch
 import millrace
 from millrace.cli.main import build_parser, main
 from millrace.cli.train import run_train
+from millrace.errors import TrainInputError
 from millrace.train import placement, trainer
-from millrace.train.config import OPTIMIZERS, TrainConfig, TrainInputError
+from millrace.train.config import OPTIMIZERS, TrainConfig
 from millrace.train.optimizer import Optimizers
 from millrace.train.progress import Progress
 from millrace.train.schedule import make_schedule
@@ -33,7 +34,9 @@ def parsed(*flags: str, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(trainer, "train", take)
-    assert main(["train", "--text", "a", "--output", "b", "--disk", "d", "--eval-text", "e", *flags]) == 130
+    common = [("--text", "a"), ("--output", "b"), ("--disk", "d"), ("--eval-text", "e")]
+    line = [word for pair in common if pair[0] not in flags for word in pair]
+    assert main(["train", *line, *flags]) == 130
     return made[0]
 
 
@@ -52,9 +55,9 @@ FLAGS: dict[str, tuple[str, Any]] = {
     "dtype": ("--dtype bfloat16", "bfloat16"),
     "output": ("--output other", Path("other")),
     "lora_rank": ("--lora-rank 8 --model m", 8),
-    "lora_alpha": ("--lora-alpha 32", 32.0),
-    "lora_dropout": ("--lora-dropout 0.1", 0.1),
-    "lora_targets": ("--lora-targets q_proj v_proj", ("q_proj", "v_proj")),
+    "lora_alpha": ("--lora-alpha 32 --lora-rank 8 --model m", 32.0),
+    "lora_dropout": ("--lora-dropout 0.1 --lora-rank 8 --model m", 0.1),
+    "lora_targets": ("--lora-targets q_proj v_proj --lora-rank 8 --model m", ("q_proj", "v_proj")),
     "device": ("--device cpu", "cpu"),
     "device_memory": ("--device-memory 25%", "25%"),
     "host_memory": ("--host-memory 2GiB", "2GiB"),
@@ -73,7 +76,7 @@ FLAGS: dict[str, tuple[str, Any]] = {
     "master_form": ("--master-form full", "full"),
     "overlap": ("--overlap forward", "forward"),
     "device_fraction": ("--device-fraction 0.5", 0.5),
-    "overlap_d2h_h2d": ("--no-overlap-d2h-h2d", False),
+    "overlap_d2h_h2d": ("--no-overlap-d2h-h2d --device-fraction 0", False),
     "steps": ("--steps 7", 7),
     "epochs": ("--epochs 0.5", 0.5),
     "batch_size": ("--batch-size 7", 7),
@@ -121,7 +124,7 @@ def test_help_says_each_default_once():
 
 def test_data_only_reads_and_trains_nothing(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main([*arguments, "--data-only"]) == 0
-    assert re.search(r"1 files, [0-9,]+ tokens, [0-9]+ sequences", capsys.readouterr().err)
+    assert re.search(r"1 file, [0-9,]+ tokens, [0-9]+ sequences", capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
 
 
@@ -189,12 +192,17 @@ def test_weights_may_stay_on_the_device_with_a_share_of_the_state(
         assert staying.losses == plain.losses
 
 
+def test_a_share_of_the_state_on_a_device_that_is_the_cpu_is_told(settings: Settings, progress: Progress):
+    train(settings(device_fraction=0.5, steps=1), progress)
+    assert progress.notes[0] == "--device-fraction: the device is the CPU, so all state is in host memory"
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"device_fraction": 2.0}, "--device-fraction is 2.0; give 0 to 1, or auto"),
-        ({"device_fraction": 0.5, "resident": ("a",)}, "weights that stay on the device, so --resident do not apply"),
-        ({"device_fraction": 0.5, "overlap": "forward"}, "so --overlap do not apply"),
+        ({"device_fraction": 0.5, "resident": ("a",)}, "weights that stay on the device, so --resident does not apply"),
+        ({"device_fraction": 0.5, "overlap": "forward"}, "so --overlap does not apply"),
         ({"device_fraction": 0.5, "compare_plain": 1}, "--compare-plain is for updates in host memory"),
         ({"optimizer_tier": "disk"}, "--optimizer-tier disk needs a directory; name one with --disk"),
         ({"overlap": "backward"}, "give --max-grad-norm 0, or --overlap forward"),
@@ -217,6 +225,40 @@ def test_values_that_no_run_could_use_are_named(settings: Settings, changes: dic
     with pytest.raises(TrainInputError) as raised:
         settings(**changes)
     assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--model m --layers 2 --hidden-size 64", "so --layers, --hidden-size of the small Llama do not apply"),
+        ("--model m --layers 12", "--model names a model that has its own sizes, so --layers of the small Llama does"),
+        ("--lora-alpha 16", "--lora-alpha does nothing without --lora-rank, which adds the adapters; give that too"),
+        ("--lora-dropout 0.1 --lora-targets q_proj", "--lora-dropout, --lora-targets do nothing without --lora-rank"),
+        ("--plain --blocks 1MiB --prefetch 2", "so --blocks, --prefetch do not apply; leave either side out"),
+        ("--plain --resident lm_head", "--plain trains without millrace, so --resident does not apply"),
+        ("--plain --optimizer-tier host --overlap forward", "so --optimizer-tier, --overlap do not apply"),
+        ("--plain --compare-plain 2", "so --compare-plain does not apply"),
+        ("--plain --no-overlap-d2h-h2d", "so --overlap-d2h-h2d does not apply"),
+        ("--plain --device-fraction 0", "so --device-fraction does not apply"),
+        ("--device-fraction 0 --blocks 1MiB --prefetch 2", "so --blocks, --prefetch do not apply"),
+        ("--overlap-d2h-h2d", "--overlap-d2h-h2d does nothing without --device-fraction"),
+        ("--steps 3 --epochs 1", "--steps and --epochs both say how long the run is; leave one of them out"),
+        ("--eval-every 2", "--eval-every needs something to measure on; name it with --eval-text"),
+        ("--config {}/a.yaml --config={}/b.yaml", "--config is given for {}/a.yaml and for {}/b.yaml; put the flags"),
+        ("--text c", "--text is given more than once; give all its values together: --text ONE TWO"),
+        ("--eval_text=c --eval-text d", "--eval-text is given more than once"),
+        ("--config {}/a.yaml --steps 3", "--steps and --epochs both say how long the run is"),
+    ],
+)
+def test_flags_that_would_do_nothing_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, says: str
+):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.yaml").write_text("epochs: 1\n")
+    assert main(["train", "--text", "a", "--output", "b", *flags.format(tmp_path, tmp_path).split()]) == 2
+    error = capsys.readouterr().err
+    assert says.format(tmp_path, tmp_path) in error
+    assert len(error.splitlines()) == 1
 
 
 # optimizers -----------------------------------------------------------------------------------------------------------
@@ -257,7 +299,7 @@ def made(settings: Settings, *, plain: bool = False, **changes: Any) -> Optimize
     config = settings(**changes)
     from millrace.train.model import load_model
 
-    return Optimizers(load_model(config)[0], config, plain=plain)
+    return Optimizers(load_model(config).model, config, plain=plain)
 
 
 def test_settings_reach_the_optimizer(settings: Settings, tmp_path: Path):

@@ -9,7 +9,8 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 
-from millrace.train.config import TrainConfig, TrainInputError
+from millrace.errors import TrainInputError
+from millrace.train.config import TrainConfig
 from millrace.train.progress import Progress
 from millrace.train.trainer import train
 

@@ -6,7 +6,7 @@ import pytest
 
 from millrace.cli.main import main
 from millrace.cli.other_flags import _KNOWN, in_our_words
-from millrace.train.config import TrainInputError
+from millrace.errors import TrainInputError
 
 BECOME = {
     # DiffSynth-Studio's runner
@@ -28,8 +28,11 @@ BECOME = {
     "--optimizer-offload-fraction 0.25": "",
     "optimizer.optimizer_cpu_offload=True optimizer.optimizer_offload_fraction=0.5": "--device-fraction=0.5",
     "optimizer.optimizer_cpu_offload=False": "",
-    "--overlap-cpu-optimizer-d2h-h2d": "--overlap-d2h-h2d",
-    "optimizer.overlap_cpu_optimizer_d2h_h2d=False": "--no-overlap-d2h-h2d",
+    "--overlap-cpu-optimizer-d2h-h2d": "",
+    "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d": "--device-fraction=0 --overlap-d2h-h2d",
+    "--optimizer-cpu-offload optimizer.overlap_cpu_optimizer_d2h_h2d=False": (
+        "--device-fraction=0 --no-overlap-d2h-h2d"
+    ),
     "--cpu-offloading-num-layers 16": "--offload-activations layers=16 all_leave=True",
     "model.cpu_offloading=True model.cpu_offloading_num_layers=8 model.cpu_offloading_activations=False"
     " model.cpu_offloading_weights=True": "",

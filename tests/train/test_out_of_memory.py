@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from millrace.cli.main import main
-from millrace.errors import BudgetError, DiskError
+from millrace.errors import BudgetError, DiskError, OutOfMemoryError
 from millrace.train.config import TrainConfig
-from millrace.train.out_of_memory import OutOfMemoryError, explained
+from millrace.train.out_of_memory import explained
 from millrace.train.progress import Progress
 from millrace.train.run import Run
 from millrace.train.trainer import train

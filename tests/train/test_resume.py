@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from millrace.cli.main import main
-from millrace.train.config import TrainConfig, TrainInputError
+from millrace.errors import TrainInputError
+from millrace.train.config import TrainConfig
 from millrace.train.progress import Progress
 from millrace.train.run import Run
 from millrace.train.trainer import train
@@ -187,6 +188,125 @@ def test_settings_that_change_the_result_are_named(
     assert says in str(raised.value)
 
 
+@pytest.fixture
+def begin(
+    settings: Settings, progress: Progress, crash_at: Callable[[int], None]
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Leaves a checkpoint after one of two steps of a run with these changes."""
+
+    def leave(changes: dict[str, Any]) -> dict[str, Any]:
+        common = {"steps": 2, "save_every": 1, **changes}
+        crash_at(2)
+        with pytest.raises(CrashError):
+            train(settings(**common), progress)
+        crash_at(0)
+        return common
+
+    return leave
+
+
+@pytest.mark.parametrize("model_directory", ["gpt2"], indirect=True)
+@pytest.mark.parametrize("rank", [None, 2])
+def test_a_model_is_the_same_by_its_contents_and_not_by_its_name(
+    settings: Settings,
+    progress: Progress,
+    tmp_path: Path,
+    model_directory: Path,
+    begin: Callable[[dict[str, Any]], dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int | None,
+):
+    common = begin(
+        {"model": model_directory, "lora_rank": rank, "lora_targets": ("c_attn",) if rank else ("all-linear",)}
+    )
+    weights = load_file(model_directory / "model.safetensors")
+    other = {name: weight.clone() for name, weight in weights.items()}
+    other["transformer.h.3.mlp.c_proj.bias"][-1] += 1
+    save_file(other, model_directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(TrainInputError, match="the model of --model is not what it was"):
+        train(settings(**common), progress)
+    save_file(weights, model_directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((model_directory / "config.json").read_text())
+    (model_directory / "config.json").write_text(json.dumps({**config, "activation_function": "relu"}))
+    with pytest.raises(TrainInputError, match="the model of --model is not what it was"):
+        train(settings(**common), progress)
+    (model_directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(TrainInputError, match=r"the model of --model is not what it was|--lora-rank was 2"):
+        train(settings(**{**common, "model": None, "lora_rank": None, "lora_targets": ("all-linear",)}), progress)
+    monkeypatch.chdir(tmp_path)
+    moved = model_directory.rename(tmp_path / "moved").name
+    others = {"model": Path(moved), "disk": tmp_path / "disk", "host_memory": "90%"}
+    assert len(train(settings(**{**common, **others}), progress).losses) == 2
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ({"device": "cpu"}, {"device": "emu:0"}, "--device was cpu and is emu"),
+        ({"device": "emu:0"}, {"device": "emu"}, None),
+        ({"device_fraction": 0.5}, {"device_fraction": 0.25}, "--device-fraction was 0.5 and is 0.25"),
+        ({"device_fraction": 0.5}, {}, "--device-fraction was 0.5 and is 0.0"),
+        ({"device_fraction": 0.0}, {}, None),
+        ({"device": "cpu", "device_fraction": 0.5}, {"device": "cpu"}, None),
+    ],
+)
+def test_where_updates_and_passes_are_computed_decides_the_last_bits(
+    settings: Settings,
+    progress: Progress,
+    tmp_path: Path,
+    begin: Callable[[dict[str, Any]], dict[str, Any]],
+    emu_device: ModuleType,
+    before: dict[str, Any],
+    after: dict[str, Any],
+    says: str | None,
+):
+    device = {"device": "emu:0"}
+    common = begin({**device, **before})
+    changed = {**{name: value for name, value in common.items() if name not in before}, **device, **after}
+    if says is None:
+        resumed = train(settings(**changed), progress)
+        assert resumed.losses == train(settings(**{**common, "output": tmp_path / "whole"}), progress).losses
+        assert_same(final(tmp_path / "out"), final(tmp_path / "whole"))
+    else:
+        with pytest.raises(TrainInputError, match="is of a run that would end otherwise") as raised:
+            train(settings(**changed), progress)
+        assert says in str(raised.value)
+
+
+def test_a_share_that_is_measured_anew_is_told(
+    settings: Settings, progress: Progress, begin: Callable[[dict[str, Any]], dict[str, Any]], emu_device: ModuleType
+):
+    train(settings(**begin({"device": "emu:0", "device_fraction": "auto"})), progress)
+    assert any(note.startswith("--device-fraction auto is measured anew") for note in progress.notes)
+
+
+def test_another_text_to_measure_on_is_told_and_the_best_model_is_chosen_anew(
+    settings: Settings,
+    progress: Progress,
+    tmp_path: Path,
+    text_file: Path,
+    begin: Callable[[dict[str, Any]], dict[str, Any]],
+):
+    other = tmp_path / "other.txt"
+    other.write_text("\u00fc \u4e2d " * 500)  # bytes that were never learned: a higher loss than on the text before
+    common = begin({"eval_text": (text_file,), "eval_every": 1})
+    result = train(settings(**{**common, "eval_text": (other,)}), progress)
+    assert progress.notes[-1].startswith("--eval-text is not what it was: what was measured before does not count")
+    assert [measured.step for measured in result.evaluations] == [2]
+    assert result.evaluations[0].loss > progress.evaluations[0].loss
+    best = load_file(tmp_path / "out" / "best" / "model.safetensors")
+    last = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(best[name], weight) for name, weight in last.items())
+
+
+def test_measuring_no_more_is_told(
+    settings: Settings, progress: Progress, text_file: Path, begin: Callable[[dict[str, Any]], dict[str, Any]]
+):
+    common = begin({"eval_text": (text_file,), "eval_every": 1})
+    train(settings(**{**common, "eval_text": (), "eval_every": None}), progress)
+    assert progress.notes[-1].startswith("--eval-text was given and is not: what was")
+
+
 def test_fewer_steps_matter_to_a_schedule_that_ends_with_them(
     settings: Settings, progress: Progress, crash_at: Callable[[int], None]
 ):
@@ -241,7 +361,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     assert main(command) == 3
     shown = capsys.readouterr()
     assert "stopping after this step, then saving" in shown.err
-    assert "1 steps (stopped on request)" in shown.out
+    assert "1 step (stopped on request)" in shown.out
     assert f"checkpoint in {tmp_path / 'out' / 'checkpoints' / 'step-00000001'}; the same command goes on" in shown.out
     assert not (tmp_path / "out" / "training.json").exists()
     assert main(command) == 0

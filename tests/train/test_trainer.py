@@ -1,6 +1,7 @@
 """Does an offloaded training run do exactly what a plain one does, within its budget, and save the result?"""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -10,11 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from millrace.errors import TrainingFailedError, TrainInputError
+from millrace.optim.optimizer import HostOptimizer
 from millrace.train import trainer
-from millrace.train.config import TrainConfig, TrainInputError
+from millrace.train.config import TrainConfig
 from millrace.train.progress import Progress
 from millrace.train.run import Run
-from millrace.train.trainer import TrainingFailedError, train
+from millrace.train.trainer import train
 
 Settings = Callable[..., TrainConfig]
 
@@ -108,6 +111,30 @@ def test_the_summary_beside_the_model_holds_settings_losses_and_measured_bytes(
     assert all(record.device_bytes and record.stall_seconds is not None for record in progress.records)
 
 
+def test_telling_of_a_step_waits_for_no_update(settings: Settings, progress: Progress, monkeypatch: pytest.MonkeyPatch):
+    telling: list[bool] = []
+    waits: list[int] = []
+    record, synchronize = trainer._Meter.record, HostOptimizer.synchronize
+
+    def told(meter: Any, *given: Any) -> Any:
+        telling.append(True)
+        try:
+            return record(meter, *given)
+        finally:
+            telling.clear()
+
+    def waited(optimizer: HostOptimizer) -> None:
+        waits.extend([1] * bool(telling))
+        synchronize(optimizer)
+
+    monkeypatch.setattr(trainer._Meter, "record", told)
+    monkeypatch.setattr(HostOptimizer, "synchronize", waited)
+    train(settings(device_memory="80%", overlap="forward", steps=12), progress)
+    assert waits == []
+    assert len(progress.records) == 12
+    assert all(record.device_bytes and record.stall_seconds is not None for record in progress.records)
+
+
 def test_training_learns(settings: Settings, progress: Progress):
     losses = train(settings(steps=30, learning_rate=3e-3, plain=True), progress).losses
     assert losses[-1] < 0.7 * losses[0]
@@ -116,7 +143,17 @@ def test_training_learns(settings: Settings, progress: Progress):
 def test_epochs_count_the_text(settings: Settings, progress: Progress, text_file: Path):
     windows = (len(text_file.read_bytes()) + 1) // 32
     result = train(settings(steps=None, epochs=0.2, accumulate=2, plain=True), progress)
-    assert len(result.losses) == int(windows * 0.2) // 4
+    assert len(result.losses) == math.ceil(0.2 * math.ceil(windows / 4))
+
+
+def test_fewer_conversations_than_a_micro_batch_holds_are_each_seen_once(
+    settings: Settings, progress: Progress, tmp_path: Path
+):
+    path = tmp_path / "two.jsonl"
+    path.write_text('{"text": "one"}\n{"text": "and two"}\n')
+    result = train(settings(text=(path,), packing=False, batch_size=4, steps=None, plain=True), progress)
+    assert len(result.losses) == 1
+    assert result.tokens == 2 * (len("and two") + 1)  # two sequences of the longer one's length
 
 
 def test_a_loss_that_differs_in_the_last_bit_fails_the_run(

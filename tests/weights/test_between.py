@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -223,3 +224,34 @@ def test_assigned_states_are_computed_with(compute_device: torch.device) -> None
             assert torch.equal(model(x), expected)
             assert handle.stats().device_peak_bytes <= held_bytes
         assert len(kept) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_parameter_that_gets_other_data_before_backward(
+    decoder: Decoder, tokens: torch.Tensor, compute_device: torch.device, tmp_path: Path, tier: str, again: bool
+) -> None:
+    """Autograd goes on with what it saved, the data of before: there is none, or it is given back in time."""
+    plain = copy.deepcopy(decoder)
+    disk: dict[str, Any] = {"host_memory": "34KiB", "disk": tmp_path} if tier == "disk" else {}
+    handle = millrace.offload(decoder, device=compute_device, device_memory=budget_bytes(decoder), **disk)
+    for _ in range(2):
+        loss = loss_of(decoder, tokens)
+        weight = next(p for p in decoder.parameters() if p.dim() == 2 and p is not decoder.embedding.weight)
+        before = weight.data
+        weight.data = weight.data * 2
+        if again:
+            weight.data = before
+            loss.backward()
+            loss_of(plain, tokens).backward()
+            assert all(map(torch.equal, gradients(decoder), gradients(plain)))
+        else:
+            with pytest.raises(millrace.WeightChangedError, match=r"was given other data \(p.data = t\) after forward"):
+                loss.backward()
+            plain.load_state_dict(decoder.state_dict())
+            for model in (decoder, plain):
+                model.zero_grad()
+                loss_of(model, tokens).backward()
+            assert all(map(torch.equal, gradients(decoder), gradients(plain)))
+    assert handle.stats().fetch_bytes > 0 or tier == "host"
+    handle.remove()

@@ -5,6 +5,8 @@ import functools
 import mmap
 import os
 import weakref
+from bisect import bisect_right
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -56,17 +58,52 @@ class Origin(Protocol):
         """Submits writing from uint8 memory of the CPU; None when what is there must be written through the mapping."""
 
 
-_shared: dict[int, int] = {}  # bytes of shared mappings, by address
-_origins: dict[int, tuple[int, Origin]] = {}  # by address: bytes of the mapping, and what it shows
+@dataclass
+class _Mapped:
+    """What is known of a mapping by its address."""
+
+    nbytes: int
+    is_shared: bool
+    origin: Origin | None = None
+
+
+class _Table:
+    """The mappings of this process, by address. They end on whatever thread collects them, within any line of these."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[int, _Mapped] = {}
+        self._change = object()  # another one after each change
+        self._sorted: tuple[object, list[int]] = (None, [])  # the addresses, as after that change
+
+    def add(self, address: int, mapped: _Mapped) -> None:
+        self._mapped[address] = mapped
+        self._change = object()
+
+    def remove(self, address: int) -> None:
+        self._mapped.pop(address, None)
+        self._change = object()
+
+    def at(self, address: int) -> tuple[int, _Mapped] | None:
+        """The mapping that has the byte at this address, and where it begins."""
+        change, (sorted_at, addresses) = self._change, self._sorted
+        if sorted_at is not change:
+            addresses = sorted(self._mapped)
+            self._sorted = change, addresses
+        index = bisect_right(addresses, address) - 1
+        mapped = self._mapped.get(addresses[index]) if index >= 0 else None
+        return None if mapped is None or address >= addresses[index] + mapped.nbytes else (addresses[index], mapped)
+
+
+_table = _Table()
 
 
 def origin_of(tensor: torch.Tensor) -> tuple[Origin, int] | None:
     """What a tensor of the CPU shows, and the offset of its first byte there; None for memory that is no mapping."""
-    first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    for begin, (nbytes, origin) in list(_origins.items()):  # at one stroke: mappings end whenever they are collected
-        if begin <= first < last <= begin + nbytes:
-            return origin, first - begin
-    return None
+    first = tensor.data_ptr()
+    found = _table.at(first) if tensor.nbytes else None
+    if found is None or found[1].origin is None or first + tensor.nbytes > found[0] + found[1].nbytes:
+        return None
+    return found[1].origin, first - found[0]
 
 
 def copy_on_disk(destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -87,18 +124,16 @@ def copy_on_disk(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 def _release(first: int, nbytes: int) -> None:
     """Whole pages of shared mappings among these bytes count no more as memory; the file has what they hold."""
-    for address, size in list(_shared.items()):
-        if address <= first < address + size:
-            begin = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
-            end = min(first + nbytes, address + size) // mmap.PAGESIZE * mmap.PAGESIZE
-            if begin < end:
-                _madvise(begin, end - begin, mmap.MADV_DONTNEED)
-            return
+    found = _table.at(first)
+    if found is not None and found[1].is_shared:
+        begin = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = min(first + nbytes, found[0] + found[1].nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if begin < end:
+            _madvise(begin, end - begin, mmap.MADV_DONTNEED)
 
 
 def _unmap(address: int, nbytes: int) -> None:
-    _shared.pop(address, None)
-    _origins.pop(address, None)
+    _table.remove(address)
     _munmap(address, nbytes)
 
 
@@ -115,13 +150,13 @@ class Mapping:
         self._offset = offset
         self.address = self._map(None, flags, descriptor)
         self._memory = (ctypes.c_char * self._nbytes).from_address(self.address)
-        if shared:
-            _shared[self.address] = self._nbytes
+        self._mapped = _Mapped(self._nbytes, shared)
+        _table.add(self.address, self._mapped)
         weakref.finalize(self._memory, _unmap, self.address, self._nbytes).atexit = False
 
     def show(self, origin: Origin) -> None:
         """`origin_of` finds `origin` for memory of this mapping from now on."""
-        _origins[self.address] = self._nbytes, origin
+        self._mapped.origin = origin
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """Bytes `offset` to `offset + nbytes` as a uint8 tensor of shape (nbytes,) with a storage of its own."""
@@ -132,8 +167,7 @@ class Mapping:
     def make_private(self, descriptor: int) -> None:
         """From now on writes stay with this process, at the same addresses. Raises OSError when that fails."""
         self._map(self.address, mmap.MAP_PRIVATE | _MAP_FIXED, descriptor)
-        _origins.pop(self.address, None)
-        _shared.pop(self.address, None)
+        self._mapped.origin, self._mapped.is_shared = None, False
 
     def _map(self, where: int | None, flags: int, descriptor: int) -> int:
         protection = mmap.PROT_READ | mmap.PROT_WRITE

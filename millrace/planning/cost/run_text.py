@@ -56,7 +56,8 @@ def size_text(nbytes: float) -> str:
 
 def _head(plan: RunPlan) -> list[str]:
     model, work, spread = plan.model, plan.work, plan.spread
-    count = f"{model.parameters / 1e9:.3g}B parameters"
+    unit, name = next((pair for pair in ((1e9, "B"), (1e6, "M")) if model.parameters >= pair[0]), (1e3, "K"))
+    count = f"{model.parameters / unit:.3g}{name} parameters"
     if model.active_parameters < 0.95 * model.parameters:
         count += f", {model.active_parameters / 1e9:.3g}B of them active"
     if work.training is Training.ADAPTER:

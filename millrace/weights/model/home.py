@@ -30,6 +30,9 @@ class Owner(Protocol):
     def touch(self) -> None:
         """The home's data is about to be handed out or re-pointed."""
 
+    def give(self, data: torch.Tensor) -> None:
+        """The home is about to get this data."""
+
     def wait_for_updates(self) -> None:
         """The host waits until no optimizer writes the home any more."""
 
@@ -55,7 +58,9 @@ class Home(nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         if value.device.type != "cpu":
             raise StateError(f"parameter {name_of(self)!r} of an offloaded model would go to {value.device}: {_MOVES}")
-        owner_of(self).touch()
+        owner: Owner = owner_of(self)
+        owner.touch()
+        owner.give(value)
         data_of.__set__(self, value)
 
     def point(self, value: torch.Tensor) -> None:

@@ -23,8 +23,8 @@ REMOVED = (
     "the model was let go of (remove() on its handle) between this forward and its backward; run backward before"
     " remove(), or the forward again"
 )
-_NEVER = (-1, 0)  # the token of no contents
-Token = tuple[int, int]  # which contents of a home: its _version, and the changes that left no trace in it
+_NEVER = (-1, 0, 0)  # the token of no contents
+Token = tuple[int, int, int]  # which contents of a home: its _version, changes without a trace in it, the data it got
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,8 @@ class Slot:
         self.unit: Unit | None = None  # what it travels with
         self.on_change: Callable[[], None] = _nothing  # called when the home may have changed without a trace in it
         self._before_touch = before_touch
+        self._data_given = 0  # how often the home got other data (`p.data = t`)
+        self._data = 0  # which of these it has; 0: its own
         self._touches = 0  # how often the home's `data` was handed out or re-pointed
         self._loaded: object = None  # fingerprint of what the device copy was made of
         self._cast: object = None  # fingerprint of what the cast in `rest` was made of
@@ -108,7 +110,7 @@ class Slot:
     @property
     def token(self) -> Token:
         """Differs when the home's contents do, as far as autograd would notice."""
-        return self.home._version, self.untraced_changes
+        return self.home._version, self.untraced_changes, self._data
 
     @property
     def stale(self) -> bool:
@@ -119,7 +121,7 @@ class Slot:
     @property
     def changed_since_load(self) -> bool:
         """Whether the home changed after the last device copy was made, whether that is still there or not."""
-        version, untraced = self.loaded_token
+        version, untraced, _ = self.loaded_token
         return version >= 0 and (version != self.home._version or untraced != self.untraced_changes)
 
     def mark_loaded(self) -> None:
@@ -314,6 +316,12 @@ class Slot:
         self._before_touch()
         self._touches += 1
         self._home_changed()
+
+    def give(self, data: torch.Tensor) -> None:
+        """`home.data = data` follows: what autograd saved of the data before is not what the home holds then."""
+        if data.data_ptr() != self.data.data_ptr():
+            self._data_given += 1
+            self._data = 0 if data.data_ptr() == self._rest_address else self._data_given
 
     def changed_untraced(self) -> None:
         """The home was written, or is being written, in a way that leaves no trace in its version."""

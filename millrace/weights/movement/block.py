@@ -11,6 +11,7 @@ import torch
 from millrace.errors import StateError
 from millrace.memory.buffers import references_beside
 from millrace.runtime.autograd import without_overrides
+from millrace.runtime.capture import before_write
 from millrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
 from millrace.runtime.pending import LostUpdate, Pending, Watcher
 from millrace.weights.model.home import AwayLeaf, Home, Leaf, point
@@ -114,9 +115,8 @@ class Block:
         self._leaves_are(present=False)
 
     def _leaves_are(self, *, present: bool) -> None:
-        kind = Leaf if present else AwayLeaf
         for slot in self.slots:
-            slot.leaf.__class__ = kind
+            slot.leaf.__class__ = Leaf if present else AwayLeaf
 
     @property
     def stale(self) -> bool:
@@ -323,13 +323,13 @@ class Block:
 
         Whether there may have been any.
         """
-        leaves = self._leaves
         with without_overrides():
-            versions = [leaf._version for leaf in leaves]
-            if versions == self._leaf_versions and not any(leaf.handed_out for leaf in leaves):
+            versions = [leaf._version for leaf in self._leaves]
+            if versions == self._leaf_versions and not any(leaf.handed_out for leaf in self._leaves):
                 return False
             if self.buffer is not None and self._presence is Presence.PRESENT:
                 self.wait_until_free()
+                before_write(slot.home for slot in self.slots)
                 for slot in self.slots:
                     if slot.keep_leaf_writes(self.buffer):
                         self._flushed = None
@@ -339,6 +339,7 @@ class Block:
     def _before_touch(self) -> None:
         self.keep_leaf_writes()
         self.wait_until_free()
+        before_write(slot.home for slot in self.slots)
 
     def take_back(self) -> None:
         """It is lent no more. Whoever keeps a leaf has it brought again when it is used."""

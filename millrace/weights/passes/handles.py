@@ -181,6 +181,11 @@ def _weight(handle: Handle) -> torch.Tensor:
     slot = handle.slot
     with without_overrides():  # a look at a home is our own
         changed = slot.token != handle.token
+    if changed and slot.token[:2] == handle.token[:2]:
+        raise WeightChangedError(
+            f"parameter {slot.name!r} was given other data (p.data = t) after forward used it and before backward did,"
+            " which needs the data of before; run backward before that"
+        )
     if changed:
         raise WeightChangedError(
             f"parameter {slot.name!r} was modified in place after forward used it and before backward did (version"

@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from millrace.runtime.autograd import without_overrides
 from millrace.runtime.process_wide import ProcessWide
+from millrace.runtime.tensors import parameters_of
 from millrace.weights.meter import Meter
 from millrace.weights.model.home import Home
 from millrace.weights.model.slot import Slot
@@ -26,7 +27,8 @@ class OptimizerSteps:
     """The steps that concern one offloaded model, from `watch()` to `unwatch()`.
 
     `waits_by_itself` says of an optimizer that it waits for each block when it comes to it, `skipped` that it has just
-    left everything as it was because gradients were not finite, `not_finite` how many of its steps took such ones.
+    left everything as it was because gradients were not finite, `not_finite` how many of its steps took such ones:
+    of all, for which it may wait, or of those that are over.
     """
 
     _watching: ClassVar["weakref.WeakSet[OptimizerSteps]"] = weakref.WeakSet()
@@ -39,7 +41,7 @@ class OptimizerSteps:
         *,
         waits_by_itself: Callable[[Optimizer], bool],
         skipped: Callable[[Optimizer], bool],
-        not_finite: Callable[[Optimizer], int],
+        not_finite: Callable[[Optimizer, bool], int],
     ) -> None:
         self._engine = engine
         self._executor = executor
@@ -61,14 +63,14 @@ class OptimizerSteps:
         self._watching.discard(self)
         self._leave_hooks()
 
-    def not_finite_steps(self) -> int:
-        """Steps since the last `reset` that took gradients that were not finite. Waits for updates under way."""
-        return sum(self._not_finite(optimizer) - before for optimizer, before in list(self._seen.items()))
+    def not_finite_steps(self, *, wait: bool) -> int:
+        """Steps since the last `reset` that took gradients that were not finite; `wait`: for updates under way."""
+        return sum(self._not_finite(optimizer, wait) - before for optimizer, before in list(self._seen.items()))
 
     def reset(self) -> None:
         """Counts anew."""
         for optimizer in list(self._seen):
-            self._seen[optimizer] = self._not_finite(optimizer)
+            self._seen[optimizer] = self._not_finite(optimizer, True)
 
     @classmethod
     def before_any(cls, optimizer: Optimizer, *_: Any) -> None:
@@ -86,7 +88,7 @@ class OptimizerSteps:
         """No copy may be reading homes that are written, and those of a checkpoint move to where writes are kept."""
         slots = self._slots_of(optimizer)
         if slots and optimizer not in self._seen:
-            self._seen[optimizer] = self._not_finite(optimizer)
+            self._seen[optimizer] = self._not_finite(optimizer, True)
         with without_overrides():  # a look at a gradient would wait for updates that use it
             written = {id(slot) for slot in slots if slot.home.grad is not None}
         for block in (*self._engine.blocks, *self._engine.residents):
@@ -112,12 +114,7 @@ class OptimizerSteps:
             self._executor.homes_changed()
 
     def _slots_of(self, optimizer: Optimizer) -> list[Slot]:
-        held = {
-            id(parameter)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if isinstance(parameter, Home)
-        }
+        held = {id(parameter) for parameter in parameters_of(optimizer) if isinstance(parameter, Home)}
         blocks = (*self._engine.blocks, *self._engine.residents)
         return [slot for block in blocks for slot in block.slots if id(slot.home) in held]
 

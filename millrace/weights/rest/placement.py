@@ -62,8 +62,9 @@ def place(sizes: Mapping[str, int], device_bytes: int, host_bytes: int, all_grad
     left_bytes = host_bytes - staging_bytes
     if left_bytes < 0:
         raise BudgetError(
-            f"blocks on disk pass through {format_bytes(staging_bytes)} of staging memory; host_memory leaves"
-            f" {format_bytes(host_bytes)} for it; raise it by {format_bytes(-left_bytes, at_least=True)}"
+            f"blocks that do not fit in host memory pass through {format_bytes(staging_bytes)} of it; host_memory"
+            f" leaves {format_bytes(max(0, host_bytes))} for that; raise it by"
+            f" {format_bytes(-left_bytes, at_least=True)}"
         )
     on_disk, kept_bytes, passed_bytes = set(), 0, 0
     for name, nbytes in pages.items():
