@@ -154,3 +154,4 @@ def test_training(kind: str, when: str, compute_device: torch.device) -> None:
     stats = handle.stats()
     assert stats.device_peak_bytes <= stats.device_budget_bytes
     assert stats.onload_bytes > weight_bytes(model)
+    handle.remove()

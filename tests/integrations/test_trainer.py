@@ -45,6 +45,7 @@ def test_logs(tmp_path: Path) -> None:
     assert 0 <= second["millrace_stall_share"] < 1
     assert second["millrace_tokens_per_second"] > 0
     assert len(model._forward_pre_hooks) == 0
+    handle.remove()
 
 
 class Reporter(TrainerCallback):
@@ -91,6 +92,7 @@ def test_checkpoints_beside_the_trainers_own(tmp_path: Path) -> None:
     mine, saved = (one.state_dict()["state"] for one in (optimizer, trainer.optimizer))
     assert len(mine) == len(list(model.parameters()))
     assert all(torch.equal(mine[number]["exp_avg"], saved[number]["exp_avg"]) for number in saved)
+    handle.remove()
 
 
 @pytest.mark.parametrize("name", ["adamw_torch_fused", "sgd"])
@@ -113,6 +115,7 @@ def test_an_optimizer_by_its_name_computes_the_same(name: str, tmp_path: Path) -
     trainer.train()
     assert type(trainer.optimizer.optimizer).__module__.startswith("millrace.optim")
     assert handle.stats().steps == 4
+    handle.remove()
     if name == "sgd":  # PyTorch's default for it is not fused, and may differ in a weight's last bit
         torch.testing.assert_close(list(model.parameters()), list(plain.parameters()))
     else:
