@@ -15,7 +15,18 @@ from millrace.weights.model.compound import is_compound
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["from_pretrained", "open_pretrained"]
+    from millrace.integrations.trainer import MillraceCallback, optimizer_cls_and_kwargs
+
+__all__ = ["MillraceCallback", "from_pretrained", "open_pretrained", "optimizer_cls_and_kwargs"]
+
+
+def __getattr__(name: str) -> Any:
+    """What is for the Trainer, which is not imported before."""
+    if name not in ("MillraceCallback", "optimizer_cls_and_kwargs"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from millrace.integrations import trainer
+
+    return getattr(trainer, name)
 
 
 def from_pretrained(
