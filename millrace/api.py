@@ -68,7 +68,7 @@ def offload(
 
     The parameters stay the model's own `nn.Parameter` objects, on the host, so optimizers, `state_dict`, clipping and
     saving work as on a CPU model. Inputs are moved to the device, outputs stay there. Results equal those of the plain
-    model bit for bit.
+    model bit for bit. Quantised weights (torchao, bitsandbytes, GGUF, packed buffers) travel packed, and frozen.
 
     - `device`: where to compute; default the current accelerator, or the CPU where there is none.
     - `device_memory`: ceiling in bytes for weights on the device (resident, visiting and arriving together) and for
@@ -94,9 +94,10 @@ def offload(
       is a part of the one here, and kept for activations; default where blocks rest on disk: a quarter,
       and what finds no room there stays on the device.
 
-    Raises BudgetError when a budget is too small, LayoutError for parameters that have no plain bytes (meta, sparse,
-    quantised), StateError for a model that is offloaded already, wrapped for data parallel training, or carries
-    accelerate or diffusers hooks, and ValueError or TypeError for settings that make no sense. Nothing is changed then.
+    Raises BudgetError when a budget is too small, LayoutError for parameters that cannot travel (meta, sparse, trained
+    ones of a class of their own), StateError for a model that is offloaded already, wrapped for data parallel training,
+    or carries accelerate or diffusers hooks, and ValueError or TypeError for settings that make no sense. Nothing is
+    changed then.
     Host memory for gradients is made by the first pass with gradients, which raises BudgetError when `host_memory` has
     no room for them.
 

@@ -4,7 +4,7 @@ import contextlib
 import os
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -121,11 +121,18 @@ class _Wanted:
         return tensor.dtype != self.saved.dtype
 
 
+def _belongs_to_a_weight(name: str, weights: Collection[str]) -> bool:
+    """Whether it is a part of one, as bitsandbytes' modules save them: `weight.absmax` beside `weight`."""
+    parts = name.split(".")
+    return any(".".join(parts[:end]) in weights for end in range(1, len(parts)))
+
+
 def _wanted(contents: Contents, model: nn.Module) -> list[_Wanted]:
     """What is read of the weights. Raises CheckpointError when they do not fit the model."""
     state = tensors_of(model)
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    strange = next((name for name, tensor in state.items() if id(tensor) not in own), None)
+    known = {name for name, tensor in state.items() if id(tensor) in own}
+    strange = next((name for name in state if name not in known and not _belongs_to_a_weight(name, known)), None)
     if strange is not None:
         raise CheckpointError(
             f"{strange!r} of the model's state_dict is none of its parameters and buffers: a hook on state_dict makes"

@@ -6,6 +6,7 @@ that holds what the pages take for granted: a small causal language model with i
 """
 
 import ast
+import gc
 import json
 import re
 import shlex
@@ -39,6 +40,7 @@ def name_of(page: Path) -> str:
 
 @pytest.fixture
 def page_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    gc.collect()  # what earlier tests left in cycles goes while there is an accelerator
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)  # examples run on the CPU
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
@@ -95,6 +97,15 @@ def test_commands_within_a_text_are_there(page: Path):
         assert name in parser.commands, command
         known = {option for action in parser.commands[name]._actions for option in action.option_strings}
         assert {word for word in rest if word.startswith("--")} <= known, command
+
+
+def test_the_readme_lists_every_example():
+    examples = {f"examples/{path.name}": len(path.read_text().splitlines()) for path in ROOT.glob("examples/*.py")}
+    del examples["examples/tiny.py"]  # what they share
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|")]
+    listed = set(re.findall(r"`(examples/[\w/.]+)`", "".join(rows)))
+    assert listed == set(examples)
+    assert max(examples.values()) <= 60
 
 
 NAMED = re.compile(r"`(millrace/[\w/]+\.py)`(?: \(((?:`[\w.]+`(?:, )?)+)\))?")

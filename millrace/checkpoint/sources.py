@@ -47,7 +47,10 @@ def _why_not_plain(tensor: torch.Tensor) -> str | None:
     if tensor.is_quantized:
         return f"it is of {tensor.dtype}, which is more than its bytes; call dequantize() on it"
     if hasattr(type(tensor), "__tensor_flatten__"):
-        return f"it is a {type(tensor).__name__}, which is more than its bytes; save it as a plain tensor"
+        return (
+            f"it is a {type(tensor).__name__}, which is more than its bytes; save the adapters that are trained beside"
+            " it (of a PEFT model nothing else is saved), or all by torch.save(model.state_dict())"
+        )
     if tensor.is_meta:
         return "it is on meta and has no value; load the model first"
     if tensor.numel() and not tensor.untyped_storage().nbytes():

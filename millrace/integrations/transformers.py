@@ -1,6 +1,7 @@
 """How does a transformers model come from its directory without being held in RAM? As mapped files, then offloaded."""
 
 import contextlib
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,11 +10,23 @@ from millrace.api import Offloaded, offload
 from millrace.errors import CheckpointError
 from millrace.memory.disk import Checkpoint, TensorsOnDisk
 from millrace.memory.ledger import Ledger
+from millrace.weights.model.compound import is_compound
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["from_pretrained", "open_pretrained"]
+    from millrace.integrations.trainer import MillraceCallback, optimizer_cls_and_kwargs
+
+__all__ = ["MillraceCallback", "from_pretrained", "open_pretrained", "optimizer_cls_and_kwargs"]
+
+
+def __getattr__(name: str) -> Any:
+    """What is for the Trainer, which is not imported before."""
+    if name not in ("MillraceCallback", "optimizer_cls_and_kwargs"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from millrace.integrations import trainer
+
+    return getattr(trainer, name)
 
 
 def from_pretrained(
@@ -28,7 +41,10 @@ def from_pretrained(
     For a config of transformers, the model has random weights, the ones that `torch.manual_seed` gives it without
     millrace too. With `disk`, they are drawn into files there, which need as much space as the weights for a while.
 
+    A quantised model (bitsandbytes, torchao and others of transformers' quantisers) stays packed, on every tier.
+
     - `trainable`: whether parameters want gradients. False, for inference and adapters: no room is kept for them.
+      Quantised weights never do.
 
     Raises CheckpointError when there is no config.json or no sound safetensors file, and what `millrace.offload`
     raises. Needs transformers.
@@ -36,10 +52,11 @@ def from_pretrained(
     if not isinstance(path_or_config, str | os.PathLike):
         model = _new_model(path_or_config, settings.get("disk"))
         return model, offload(model.requires_grad_(trainable), **settings)
+    if (model := _from_its_files(path_or_config)) is not None:
+        return model, offload(_trained(model, trainable), **settings)
     model, checkpoint = open_pretrained(path_or_config, disk=settings.get("disk"))
     try:
-        model.requires_grad_(trainable)
-        return model, offload(model, checkpoint=checkpoint, **settings)
+        return model, offload(_trained(model, trainable), checkpoint=checkpoint, **settings)
     except BaseException:
         checkpoint.close()
         raise
@@ -76,6 +93,30 @@ def open_pretrained(
     except BaseException:
         checkpoint.close()
         raise
+
+
+def _trained(model: "PreTrainedModel", trainable: bool) -> "PreTrainedModel":
+    """The model, whose parameters want gradients or not; packed ones cannot."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and not is_compound(parameter):
+            parameter.requires_grad_(trainable)
+        else:
+            parameter.requires_grad_(False)
+    return model
+
+
+def _from_its_files(directory: str | os.PathLike[str]) -> "PreTrainedModel | None":
+    """A model of torchao's, for which transformers reads the files' own headers; None for any other."""
+    path = Path(directory).expanduser() / "config.json"
+    quantised = json.loads(path.read_text()).get("quantization_config") if path.is_file() else None
+    if quantised is None or quantised.get("quant_method") != "torchao":
+        return None
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path.parent, local_files_only=True)
+    model_class = _class_of(config) or transformers.AutoModelForCausalLM
+    model: PreTrainedModel = model_class.from_pretrained(path.parent, dtype="auto", local_files_only=True)
+    return model.eval()
 
 
 def _class_of(config: "PreTrainedConfig") -> Any:

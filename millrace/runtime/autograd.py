@@ -20,6 +20,7 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 __all__ = [
@@ -35,6 +36,8 @@ __all__ = [
     "in_backward",
     "in_gradient_transform",
     "in_transform",
+    "is_wrapper",
+    "make_subclass",
     "neg_view",
     "no_override",
     "pop_hooks",
@@ -139,6 +142,12 @@ has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
 # The property `data` of tensors, for classes that have another: `data_of.__get__(tensor)`, `data_of.__set__(tensor,
 # value)`. Relies on both taking a tensor of any class, and on leaving no trace in `_version`.
 data_of: Any = torch.Tensor.data
+# `make_subclass(cls, tensor, requires_grad)`: a tensor of that class over the same memory, without `cls.__new__`.
+# Relies on it counting the same versions as `tensor`.
+make_subclass: Any = torch.Tensor._make_subclass
+# Whether a tensor is a wrapper around others that says which: `names, context = t.__tensor_flatten__()`, and another
+# like it is `type(t).__tensor_unflatten__(inner, context, size, stride)`. Relies on the names being attributes'.
+is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass
 # The same memory, to be read as negative. Relies on it doing what `tensor.imag` of a conjugate does.
 neg_view = torch._neg_view
 

@@ -1,8 +1,11 @@
 """Do trainers that wrap models for data parallel training by themselves refuse offloaded ones, in every process?"""
 
+import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning
 import pytest
@@ -63,6 +66,14 @@ def test_processes_of_torchrun(trainer: str, nursery: Nursery, tmp_path: Path) -
         assert rank.wait() == 0, rank.errors
 
 
+@pytest.fixture
+def own_environment() -> Iterator[None]:
+    """Lightning leaves there what a process of a group has (RANK, WORLD_SIZE, ...), which accelerate would believe."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
+@pytest.mark.usefixtures("own_environment")
 def test_fabric() -> None:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
     millrace.offload(model, device="cpu", device_memory=3000)
@@ -83,6 +94,7 @@ class Late(Learner):
         millrace.offload(self.model, device="cpu", device_memory=40_000)
 
 
+@pytest.mark.usefixtures("own_environment")
 @pytest.mark.parametrize("when", ["before", "later"])
 def test_lightning(when: str) -> None:
     learner: Any = Learner() if when == "before" else Late()

@@ -8,12 +8,12 @@ import accelerate
 import diffusers
 import pytest
 import torch
-from diffusers.hooks import apply_group_offloading
+from diffusers.hooks import FirstBlockCacheConfig, apply_group_offloading
 from torch import nn
 
 import millrace
 from tests.matrix.compare import weight_bytes
-from tests.matrix.test_diffusers import unet, unet_inputs
+from tests.matrix.test_diffusers import flux, flux_inputs, unet, unet_inputs
 
 Act = Callable[[Any, torch.device], object]
 MOVES = "millrace moves weights by itself.*call remove"
@@ -97,3 +97,43 @@ def test_model_offloading_of_a_pipeline_goes_together(compute_device: torch.devi
         pipeline.enable_model_cpu_offload(device=compute_device)
     assert torch.equal(outputs(model, compute_device), expected)
     assert handle.stats().device_peak_bytes <= handle.stats().device_budget_bytes
+
+
+def steps(model: Any, device: torch.device) -> list[torch.Tensor]:
+    """What a transformer gives in three steps, of which the later ones find the first one's blocks in the cache."""
+    inputs = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in flux_inputs(0).items()
+    }
+    found = []
+    with torch.no_grad(), model.cache_context("steps"):
+        for _ in range(3):
+            found.append(model(**inputs).sample.cpu())
+            inputs["hidden_states"] = inputs["hidden_states"] * 1.01
+    return found
+
+
+@pytest.mark.parametrize("when", ["before", "after", "disabled"])
+def test_caches_of_diffusers_go_together(when: str, compute_device: torch.device) -> None:
+    """Their hooks replace the forward of blocks, and skip some; `disabled`: as much is left of them as then is."""
+    torch.manual_seed(0)
+    model = flux()
+    plain = copy.deepcopy(model).to(compute_device)
+    for one in (plain, model) if when != "after" else (plain,):
+        one.enable_cache(FirstBlockCacheConfig(threshold=0.5))
+    if when == "disabled":
+        plain.disable_cache()
+        model.disable_cache()
+    expected = steps(plain, compute_device)
+    with millrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2) as handle:
+        if when == "after":
+            model.enable_cache(FirstBlockCacheConfig(threshold=0.5))
+        assert all(map(torch.equal, steps(model, compute_device), expected))
+        assert handle.stats().onload_bytes > weight_bytes(model) // 2
+        assert handle.stats().device_peak_bytes <= handle.stats().device_budget_bytes
+
+
+def test_layerwise_casting_is_refused() -> None:
+    model = flux()
+    model.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
+    with pytest.raises(millrace.StateError, match="converts its weights in each call; load the model without"):
+        millrace.offload(model, device="cpu")

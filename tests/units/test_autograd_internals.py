@@ -26,6 +26,8 @@ from millrace.runtime.autograd import (
     in_backward,
     in_gradient_transform,
     in_transform,
+    is_wrapper,
+    make_subclass,
     neg_view,
     no_override,
     pop_hooks,
@@ -503,3 +505,31 @@ def test_foreach_norm_and_group_tensors_give_pytorchs_norm_of_all() -> None:
     assert len(ordered) == 6
     total = torch.linalg.vector_norm(torch.stack([norm.to(torch.float32) for norm in ordered]), 2.0)
     assert torch.equal(total, torch.nn.utils.get_total_norm(tensors))
+
+
+def test_a_tensor_of_a_class_counts_the_versions_of_what_it_was_made_of() -> None:
+    class Special(nn.Parameter):
+        def __new__(cls) -> "Special":
+            raise AssertionError("not called")
+
+    tensor = torch.zeros(3)
+    special = make_subclass(Special, tensor, False)
+    assert type(special) is Special
+    assert not special.requires_grad
+    special.add_(1)
+    assert tensor.tolist() == [1, 1, 1]
+    assert tensor._version == special._version == 1
+
+
+def test_a_wrapper_says_what_it_is_made_of() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    wrapper = TwoTensor(torch.ones(2, 3), torch.zeros(2, 3))
+    assert is_wrapper(wrapper)
+    names, context = wrapper.__tensor_flatten__()
+    assert [getattr(wrapper, name) for name in names] == [wrapper.a, wrapper.b]
+    inner = {name: getattr(wrapper, name) + 1 for name in names}
+    made = TwoTensor.__tensor_unflatten__(inner, context, wrapper.size(), wrapper.stride())
+    assert is_wrapper(made)
+    assert made.a is inner["a"]
+    assert not any(map(is_wrapper, (torch.ones(2), nn.Parameter(torch.ones(2)))))

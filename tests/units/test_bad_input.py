@@ -215,8 +215,10 @@ def test_accelerates_offloading(model: Decoder) -> None:
 
 def test_diffusers_hooks(model: Decoder) -> None:
     from diffusers.hooks import HookRegistry
+    from diffusers.hooks import ModelHook as DiffusersHook
 
-    HookRegistry.check_if_exists_or_initialize(model.layers[2])
+    registry = HookRegistry.check_if_exists_or_initialize(model.layers[2])
+    registry.register_hook(DiffusersHook(), "group_offloading")
     refused(model, millrace.StateError, r"module 'layers.2' carries a diffusers hook.*disable group offloading first")
 
 

@@ -18,6 +18,7 @@ from millrace.weights.model.home import AwayLeaf, Home
 from millrace.weights.model.places import Member, Place
 from millrace.weights.model.slot import Slot
 from millrace.weights.movement.block import Block, Presence
+from millrace.weights.movement.leaves import Leaves
 from millrace.weights.rest.placement import Placement, Shelf
 
 CPU = torch.device("cpu")
@@ -309,7 +310,7 @@ def test_ctrl_c_as_a_block_goes_leaves_none_that_seems_present(monkeypatch: pyte
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Block, "_leaves_are", interrupted)
+        patch.setattr(Leaves, "are", interrupted)
         with pytest.raises(KeyboardInterrupt):
             block.presence = Presence.ABSENT
     assert block.presence is Presence.ABSENT

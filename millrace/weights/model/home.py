@@ -10,13 +10,33 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from millrace.errors import StateError
-from millrace.runtime.autograd import data_of, without_overrides
+from millrace.runtime.autograd import data_of, make_subclass, no_override, without_overrides
 from millrace.runtime.pending import OWNER, name_of
 
-__all__ = ["AwayLeaf", "Home", "Leaf", "Owner", "as_home", "as_parameter", "home_of", "owner_of", "point", "raw_data"]
+__all__ = [
+    "GONE",
+    "AwayLeaf",
+    "Home",
+    "Leaf",
+    "Owner",
+    "Part",
+    "PartHome",
+    "WatchedBuffer",
+    "as_home",
+    "as_parameter",
+    "home_of",
+    "owner_of",
+    "point",
+    "raw_data",
+]
 
+GONE = (
+    "a weight that a pass over an offloaded model had handed out was kept, and the model is no longer offloaded; ask"
+    " the module for its parameter again"
+)
 _MOVES = (
     "millrace moves weights by itself. Leave out what else does (p.data = p.data.to(device), fully_shard, accelerate's"
     " cpu_offload, dispatch_model and device_map, diffusers' enable_sequential_cpu_offload and group offloading), or"
@@ -95,6 +115,68 @@ class Home(nn.Parameter):
         return nn.Parameter(raw_data(self), self.requires_grad).__repr__()
 
 
+class Part(nn.Parameter):
+    """A tensor inside of a weight (weights/model/compound.py), as a parameter of ours: the same memory and versions."""
+
+    tensor: torch.Tensor  # that is inside of the weight
+    leads: bool  # the tensor goes where this goes: another weight's part, which has it too, does not lead it
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Part":
+        """The part that `tensor` is."""
+        with without_overrides():
+            part: Part = make_subclass(cls, tensor.detach(), False)
+        part.tensor = tensor
+        leader = _leaders.get(tensor)
+        part.leads = leader is None or leader() is None
+        if part.leads:
+            _leaders[tensor] = weakref.ref(part)
+        return part
+
+
+class PartHome(Home):
+    """A managed part. What it is pointed to, the tensor inside of the weight is as well."""
+
+    tensor: torch.Tensor
+    leads: bool
+
+    def point(self, value: torch.Tensor) -> None:
+        """As in Home."""
+        super().point(value)
+        if self.leads:
+            data_of.__set__(self.tensor, value)
+
+
+_leaders: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # the part that leads each tensor, weakly
+
+
+class WatchedBuffer(torch.Tensor):
+    """A buffer of a module that travels with its block, as the user sees it. Its `data` tells whoever manages it."""
+
+    __torch_function__ = no_override
+
+    @property
+    def data(self) -> torch.Tensor:
+        self.__dict__[OWNER].touch()
+        return data_of.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.__dict__[OWNER].home.data = value
+        data_of.__set__(self, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = data_of.__get__(self).clone()
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return data_of.__get__(self).__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(data_of.__get__(self))
+
+
 class Leaf(nn.Parameter):
     """What a module computes with. Its `data` notices that it was handed out: the module may write to its weight."""
 
@@ -153,7 +235,7 @@ def point(leaf: Leaf, value: torch.Tensor) -> None:
 
 def as_home(parameter: nn.Parameter, owner: Owner) -> Home:
     """Makes the object itself a home of `owner`."""
-    parameter.__class__ = Home
+    parameter.__class__ = PartHome if isinstance(parameter, Part) else Home
     parameter.__dict__[OWNER] = owner
     return parameter  # type: ignore[return-value]
 
@@ -174,10 +256,7 @@ def home_of(leaf: Leaf) -> Home:
     """The home of a leaf that is away. Raises StateError when its model is no longer offloaded."""
     owner = leaf.owner()
     if owner is None or not isinstance(owner.home, Home):
-        raise StateError(
-            "a weight that a pass over an offloaded model had handed out was kept, and the model is no longer"
-            " offloaded; ask the module for its parameter again"
-        )
+        raise StateError(GONE)
     return owner.home
 
 

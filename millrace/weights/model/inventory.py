@@ -1,19 +1,26 @@
 """What does a model hold? Every parameter once, with all the places that keep it, and the modules that own it."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cached_property
 
 import torch
 from torch import nn
 
+from millrace.errors import LayoutError
 from millrace.memory.arena import aligned
+from millrace.weights.model.compound import Compound, TravellingBuffer, compound_of, is_compound
+from millrace.weights.model.home import WatchedBuffer
 from millrace.weights.model.layout import by_storage, check_can_travel, lay_out, travel_dtype
+from millrace.weights.model.module_buffers import may_rest_on_host, overlapping_buffers
 from millrace.weights.model.places import Member, Place
 
 __all__ = ["USE_WEIGHTS_OF_CHILDREN", "Inventory", "take_inventory"]
 
 # They compute with their children's weights, without calling those, where they take a path of their own.
 USE_WEIGHTS_OF_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+_LARGE_BUFFER_BYTES = 16 * 2**10  # smaller ones stay on the device
 
 
 @dataclass
@@ -27,10 +34,52 @@ class Inventory:
     )  # ids of the parameters a module itself computes with
     names: dict[nn.Module, str] = field(default_factory=dict)  # every module, by its first name
     parents: dict[nn.Module, nn.Module] = field(default_factory=dict)
+    compounds: dict[int, Compound] = field(default_factory=dict)  # by the id of the weight that each is
+    places_of_compounds: dict[Compound, list[Place]] = field(default_factory=dict)
+
+    def add_compound(self, name: str, weight: torch.Tensor, module: nn.Module, place: Place, *, check: bool) -> None:
+        """The parts of a weight that is not one plain tensor. With `check`, raises LayoutError for one that stays."""
+        compound = self.compounds.get(id(weight)) or compound_of(weight)
+        try:
+            compound = compound or Compound(name, weight)
+        except LayoutError as error:
+            raise LayoutError(f"parameter {name!r} cannot be offloaded: {error}") from None
+        if id(weight) not in self.compounds:
+            if check:
+                compound.check()
+            self.compounds[id(weight)] = compound
+            self.places_of_compounds[compound] = []
+            for path, part in compound.parts.items():
+                if check:
+                    check_can_travel(f"{name}.{path}", part)
+                self.members[id(part)] = Member(f"{name}.{path}", part, compound=compound)
+        self.places_of_compounds[compound].append(place)
+        self.owned.setdefault(module, []).extend(map(id, compound.parts.values()))
+
+    def add_buffer(self, name: str, buffer: torch.Tensor, module: nn.Module, place: Place, *, check: bool) -> None:
+        """A buffer that travels."""
+        compound = self.compounds.get(id(buffer)) or compound_of(buffer) or TravellingBuffer(name, buffer)
+        if id(buffer) not in self.compounds:
+            self.compounds[id(buffer)] = compound
+            self.places_of_compounds[compound] = []
+            for part in compound.parts.values():
+                if check:
+                    check_can_travel(name, part)
+                self.members[id(part)] = Member(name, part, compound=compound)
+        self.places_of_compounds[compound].append(place)
+        self.owned.setdefault(module, []).extend(map(id, compound.parts.values()))
 
     def below(self, module: nn.Module) -> list[int]:
         """Ids of the parameters that a module or anything inside it holds, each once, in order."""
         return list(dict.fromkeys(key for inner in module.modules() for key in self.owned.get(inner, ())))
+
+    def named(self, pattern: str) -> list[int]:
+        """Ids of the parameters of such names; all parts of a weight whose name, or that of one, is such."""
+        found = [member for member in self.members.values() if fnmatchcase(member.name, pattern)]
+        whole = {member.compound for member in found if member.compound is not None}
+        whole |= {compound for compound in self.places_of_compounds if fnmatchcase(compound.name, pattern)}
+        alone = {id(member.parameter) for member in found}
+        return [key for key, member in self.members.items() if key in alone or member.compound in whole]
 
     def nbytes(self, keys: list[int]) -> int:
         """Bytes of these parameters in a block: in the dtype in which they travel, and aligned."""
@@ -53,8 +102,11 @@ class Inventory:
 
 
 def take_inventory(model: nn.Module, *, param_dtype: torch.dtype | None = None, check: bool = True) -> Inventory:
-    """Walks the model. With `check`, raises LayoutError for a parameter that cannot travel."""
+    """Walks the model. With `check`, raises LayoutError for a parameter that cannot travel; without, no buffers travel
+    but those that do already.
+    """
     inventory = Inventory(param_dtype)
+    overlapping = overlapping_buffers(model.modules()) if check else set()
     for module_name, module in model.named_modules():
         inventory.names[module] = module_name
         for child in module.children():
@@ -62,20 +114,53 @@ def take_inventory(model: nn.Module, *, param_dtype: torch.dtype | None = None, 
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
+            full_name = f"{module_name}.{name}" if module_name else name
+            place = Place(module._parameters, name)
+            if is_compound(parameter):
+                inventory.add_compound(full_name, parameter, module, place, check=check)
+                continue
             key = id(parameter)
             if key not in inventory.members:
-                full_name = f"{module_name}.{name}" if module_name else name
                 if check:
                     check_can_travel(full_name, parameter)
                 inventory.members[key] = Member(full_name, parameter)
-            inventory.members[key].places.append(Place(module._parameters, name))
+            inventory.members[key].places.append(place)
             inventory.owned.setdefault(module, []).append(key)
+        for name, buffer in module._buffers.items():
+            known = isinstance(buffer, WatchedBuffer)
+            if buffer is not None and (known or (check and _travels(module, name, overlapping))):
+                full_name = f"{module_name}.{name}" if module_name else name
+                inventory.add_buffer(full_name, buffer, module, Place(module._buffers, name), check=check)
         if isinstance(module, nn.RNNBase):
             _add_flat_weights(inventory, module)
     for module in inventory.names:
         if isinstance(module, USE_WEIGHTS_OF_CHILDREN):
             inventory.owned[module] = inventory.below(module)
     return inventory
+
+
+def _travels(module: nn.Module, name: str, overlapping: Collection[int]) -> bool:
+    """Whether a buffer is packed weights, or the scales of such: large, saved with the model, beside large integers.
+
+    Others (statistics, codebooks, queues) are written to by the module itself, and stay on the device.
+    """
+    large = {
+        name: buffer
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+        and buffer.nbytes >= _LARGE_BUFFER_BYTES
+        and name not in module._non_persistent_buffers_set
+        and buffer.device.type == "cpu"
+        and type(buffer) is torch.Tensor
+        and may_rest_on_host(buffer)
+        and not buffer.is_inference()
+        and id(buffer) not in overlapping
+    }
+    return name in large and any(_is_integer(buffer) for buffer in large.values())
+
+
+def _is_integer(buffer: torch.Tensor) -> bool:
+    return not buffer.dtype.is_floating_point and not buffer.dtype.is_complex and buffer.dtype != torch.bool
 
 
 def _add_flat_weights(inventory: Inventory, module: nn.RNNBase) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from millrace.errors import LayoutError
 from millrace.memory.arena import KERNEL_ALIGNMENT_BYTES, aligned, is_large
 from millrace.runtime.autograd import address_of
-from millrace.weights.model.home import Home
+from millrace.weights.model.home import Home, Part, PartHome
 from millrace.weights.model.slot import Layout
 
 __all__ = ["by_storage", "check_can_travel", "lay_out", "travel_dtype"]
@@ -18,6 +18,8 @@ __all__ = ["by_storage", "check_can_travel", "lay_out", "travel_dtype"]
 def travel_dtype(parameter: nn.Parameter, param_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype in which a parameter travels and computes: `param_dtype` for floating-point ones, else its own."""
     wide = parameter.dtype.is_floating_point and parameter.dtype.itemsize > 1  # float8 weights are left as they are
+    if isinstance(parameter, Part | PartHome):
+        return parameter.dtype
     return param_dtype if param_dtype is not None and wide else parameter.dtype
 
 
@@ -41,9 +43,8 @@ def check_can_travel(name: str, parameter: nn.Parameter) -> None:
             "another offloaded model has it, too; offload both as one, such as nn.ModuleList([a, b]), or call remove()"
             " on the other one's handle first"
         )
-    elif type(parameter.data) is not torch.Tensor or type(parameter) is not nn.Parameter:
-        kind = type(parameter if type(parameter) is not nn.Parameter else parameter.data).__name__
-        reason = f"it is a {kind}, whose bytes lie elsewhere; keep its module out of the model, or use plain parameters"
+    elif parameter.device.type != "cpu" and isinstance(parameter, Part):
+        reason = f"a part of it is on {parameter.device}; bring the model to the CPU first (model.cpu())"
     if reason is not None:
         raise LayoutError(f"parameter {name!r} cannot be offloaded: {reason}")
 

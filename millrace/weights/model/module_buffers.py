@@ -15,8 +15,9 @@ from torch import nn
 
 from millrace.memory.ledger import Ledger, Tier
 from millrace.runtime.autograd import data_of, no_override, tree_flatten, without_overrides
+from millrace.weights.model.home import WatchedBuffer
 
-__all__ = ["HostBuffer", "ModuleBuffers", "plain_buffer"]
+__all__ = ["HostBuffer", "ModuleBuffers", "may_rest_on_host", "overlapping_buffers", "plain_buffer"]
 
 _LOOKS = frozenset(("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_sparse"))
 _Key = tuple[int, str]  # of a place: the id of a module's `_buffers`, and the name
@@ -113,6 +114,8 @@ def plain_buffer(buffer: torch.Tensor | None) -> torch.Tensor | None:
     if isinstance(buffer, HostBuffer):
         buffer.make_good()
         return data_of.__get__(buffer)  # type: ignore[no-any-return]
+    if isinstance(buffer, WatchedBuffer):
+        return data_of.__get__(buffer)  # type: ignore[no-any-return]
     return buffer if buffer is None else buffer.to("cpu")
 
 
@@ -134,16 +137,16 @@ class ModuleBuffers:
         modules = list(modules)
         containers = {id(module._buffers) for module in modules}
         self._drop([key for key in self._places if key[0] not in containers or self._is_gone(key)])
-        overlapping = _overlapping(modules)
+        overlapping = overlapping_buffers(modules)
         for module in modules:
             self._take_in(module, overlapping)
         self._book()
 
     def _take_in(self, module: nn.Module, overlapping: Collection[int]) -> None:
         for name, buffer in module._buffers.items():
-            if buffer is None or isinstance(buffer, HostBuffer) or buffer.device == self._device:
+            if buffer is None or isinstance(buffer, HostBuffer | WatchedBuffer) or buffer.device == self._device:
                 continue
-            if _may_rest_on_host(buffer) and id(buffer) not in overlapping:
+            if may_rest_on_host(buffer) and id(buffer) not in overlapping:
                 self._manage(module._buffers, name, buffer)
                 continue
             with torch.inference_mode(False):
@@ -246,22 +249,22 @@ def _let_go(buffer: HostBuffer) -> None:
         buffer.__dict__.pop(attribute, None)
 
 
-def _may_rest_on_host(buffer: torch.Tensor) -> bool:
+def may_rest_on_host(buffer: torch.Tensor) -> bool:
     """Whether copies to and fro do no harm: not to a class that is not ours to change, nor to a gradient, nor to a
-    tensor whose elements share memory. Such ones go to the device for good, and so do those of `_overlapping`.
+    tensor whose elements share memory. Such ones go to the device for good, and so do those of `overlapping_buffers`.
     """
     if type(buffer) is not torch.Tensor or buffer.layout != torch.strided or buffer.requires_grad:
         return False
     return bool(torch.ops.aten.is_non_overlapping_and_dense(buffer))
 
 
-def _overlapping(modules: Iterable[nn.Module]) -> set[int]:
+def overlapping_buffers(modules: Iterable[nn.Module]) -> set[int]:
     """The ids of buffers that share memory with others."""
     buffers = {
         id(buffer): buffer
         for module in modules
         for buffer in module._buffers.values()
-        if buffer is not None and buffer.numel() and _may_rest_on_host(buffer) and not isinstance(buffer, HostBuffer)
+        if buffer is not None and buffer.numel() and may_rest_on_host(buffer) and not isinstance(buffer, HostBuffer)
     }
     in_order = sorted(buffers.values(), key=torch.Tensor.data_ptr)
     found: set[int] = set()

@@ -122,7 +122,7 @@ class _Cutter:
                 found = self._inventory.below(self._own(chosen, "resident"))
             else:
                 found = [key for module in self._matching(chosen) for key in self._inventory.below(module)]
-                found += [key for key, member in self._inventory.members.items() if fnmatchcase(member.name, chosen)]
+                found += self._inventory.named(chosen)
             if not found:
                 raise ValueError(
                     f"resident={chosen!r} matches no module or parameter of the model; see named_modules()"

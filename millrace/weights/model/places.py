@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from millrace.errors import LayoutError
+from millrace.weights.model.compound import Compound
 from millrace.weights.model.home import Home, Leaf
 from millrace.weights.model.slot import Slot
 
@@ -29,7 +30,7 @@ class Place:
         held = self.container[self.key] if self.key < len(self.container) else None
         return held() if self.weakly and held is not None else held
 
-    def put(self, parameter: nn.Parameter) -> None:
+    def put(self, parameter: Any) -> None:
         self.container[self.key] = weakref.ref(parameter) if self.weakly else parameter
 
 
@@ -40,17 +41,23 @@ class Member:
     name: str
     parameter: nn.Parameter
     places: list[Place] = field(default_factory=list)
+    compound: Compound | None = None  # of which it is a part, and which has the places then
 
 
 class Places:
-    """All places of one block's parameters, each with the slot of its parameter."""
+    """All places of one block's parameters, each with the slot of its parameter, or with its compound."""
 
     def __init__(self, places: Iterable[tuple[Place, Slot]]) -> None:
+        self.compounds: list[tuple[Place, Compound]] = []
         self._keep(places)
 
     def move(self, slots: Iterable[Slot], places: Mapping[int, Sequence[Place]]) -> None:
         """The model was rebuilt around the parameters of these slots: `places` by the id of each home."""
         self._keep((place, slot) for slot in slots for place in places.get(id(slot.home), ()))
+
+    def move_compounds(self, compounds: Iterable[Compound], places: Mapping[Compound, Sequence[Place]]) -> None:
+        """As `move`, of what is made of several tensors."""
+        self.compounds = [(place, compound) for compound in compounds for place in places.get(compound, ())]
 
     def _keep(self, places: Iterable[tuple[Place, Slot]]) -> None:
         self._all = list(places)
@@ -64,8 +71,9 @@ class Places:
 
     @property
     def references(self) -> int:
-        """How many of them keep what is there alive."""
-        return sum(not place.weakly for place, _ in self._all)
+        """How often leaves are referred to while they are bound, from here and by the places."""
+        strong = sum(not place.weakly for place, _ in self._all)
+        return strong + len(self._attributes) + len(self.compounds)
 
     def bind(self) -> None:
         """They hold the leaves."""
@@ -77,6 +85,12 @@ class Places:
                 self._bind(Place(parameters, key), slot)
         for place, slot in self._others:
             self._bind(place, slot)
+        for place, compound in self.compounds:
+            held = place.get()
+            if held is compound.outer or self._adopt_compound(compound, held):
+                compound.check()
+                compound.catch_up()
+                place.put(compound.leaf)
 
     def _bind(self, place: Place, slot: Slot) -> None:
         held = place.get()
@@ -95,6 +109,9 @@ class Places:
         for place, slot in self._others:
             if place.get() is slot.leaf:
                 place.put(slot.home)
+        for place, compound in self.compounds:
+            if place.get() is compound.leaf:
+                place.put(compound.outer)
 
     def adopt_replacements(self) -> None:
         """Parameters that the user put in the place of homes become the homes."""
@@ -102,6 +119,13 @@ class Places:
             held = place.get()
             if held is not slot.leaf and held is not slot.home and _is_replacement(held):
                 self._adopt(slot, place, held)
+        for place, compound in self.compounds:
+            self._adopt_compound(compound, place.get())
+
+    @staticmethod
+    def _adopt_compound(compound: Compound, held: Any) -> bool:
+        """Whether what is there took the compound's place, as one of its kind that the user put there."""
+        return False if held is None or held is compound.leaf or held is compound.outer else compound.adopt(held)
 
     def _adopt(self, slot: Slot, place: Place, parameter: nn.Parameter) -> None:
         replaced = slot.home

@@ -15,7 +15,7 @@ from millrace.runtime.autograd import without_overrides
 from millrace.runtime.pending import Unit
 from millrace.weights.model.accumulation import node_is_kept
 from millrace.weights.model.data_parallel import ADVICE
-from millrace.weights.model.home import AwayLeaf, Home, Leaf, as_home, as_parameter, raw_data
+from millrace.weights.model.home import AwayLeaf, Home, Leaf, Part, as_home, as_parameter, raw_data
 
 __all__ = ["REMOVED", "Layout", "Slot", "Token"]
 
@@ -226,7 +226,7 @@ class Slot:
     def adopt(self, parameter: nn.Parameter) -> None:
         """The user put another Parameter in the home's place (`load_state_dict(assign=True)`): it is the home now."""
         kind = type(parameter if type(parameter) is not nn.Parameter else raw_data(parameter))
-        if kind not in (nn.Parameter, torch.Tensor):
+        if kind not in (nn.Parameter, torch.Tensor, Part):
             advice = f": {ADVICE}" if kind.__name__ == "DTensor" else ""
             raise LayoutError(
                 f"parameter {self.name!r} was offloaded as a plain one and is a {kind.__name__} now, whose bytes lie"
@@ -240,16 +240,21 @@ class Slot:
             )
         self._before_touch()
         self._node_is_watched = True
-        replaced = as_parameter(self.home)
         if not self.casts:
-            replaced.data = replaced.data.clone()  # whoever still holds it keeps its contents
+            self.home.point(self.data.clone())  # whoever still holds it keeps its contents
+        as_parameter(self.home)
         self.home = as_home(parameter, self)
         self.changed_untraced()  # its version may count as the other one's did
         self._move_in()
 
     def check_shape(self) -> None:
-        """Raises LayoutError when the home's shape is no longer the one it was laid out with."""
+        """Raises LayoutError when the home's shape or dtype is no longer the one it was laid out with."""
         self._check_shape(self.home)
+        if self.home.dtype != self.dtype:
+            raise LayoutError(
+                f"parameter {self.name!r} was offloaded as {self.dtype} and is {self.home.dtype} now; call remove() on"
+                " the handle before such a change, and offload again after it"
+            )
 
     def _check_shape(self, data: torch.Tensor) -> None:
         if data.shape != self.layout.shape:
@@ -287,8 +292,9 @@ class Slot:
         with torch.no_grad():
             if self.casts:
                 self.cast()
-            elif not self.in_place and self.rest.data_ptr() == self._rest_address:  # not what other processes have
-                copy_on_disk(self.rest, self.data)
+            elif self.rest.data_ptr() == self._rest_address:  # not what other processes have
+                if not self.in_place:
+                    copy_on_disk(self.rest, self.data)
                 self.home.point(self.rest)
             if self.home.grad is not None and self.home.grad.device.type != "cpu":
                 self.home.grad = self.home.grad.to("cpu")

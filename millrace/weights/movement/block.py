@@ -1,6 +1,5 @@
 """What is a block? The parameters that travel together: one byte range in host memory, one buffer on the device."""
 
-import sys
 import weakref
 from collections.abc import Iterable
 from enum import Enum, auto
@@ -14,10 +13,11 @@ from millrace.runtime.autograd import without_overrides
 from millrace.runtime.capture import before_write
 from millrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
 from millrace.runtime.pending import LostUpdate, Pending, Watcher
-from millrace.weights.model.home import AwayLeaf, Home, Leaf, point
+from millrace.weights.model.home import Home
 from millrace.weights.model.layout import lay_out
 from millrace.weights.model.places import Member, Places
-from millrace.weights.model.slot import Layout, Slot
+from millrace.weights.model.slot import Slot
+from millrace.weights.movement.leaves import AbsentLeaves, Leaves
 from millrace.weights.rest.fetching import Fetch, Way
 from millrace.weights.rest.placement import Shelf
 
@@ -78,7 +78,7 @@ class Block:
         self.rest = shelf.rest_for(name, parameters, layouts, self.nbytes)
         self._shelf = shelf
         self.manager: object = shelf  # each offloaded model has one
-        absent = _AbsentLeaves(device)
+        absent = AbsentLeaves(device)
         self.slots = [
             Slot(member.name, member.parameter, layout, rest, absent.of(layout), self._before_touch)
             for member, layout, rest in zip(members, layouts, self.rest.places(layouts), strict=True)
@@ -86,8 +86,8 @@ class Block:
         for slot in self.slots:
             slot.unit = self
             slot.on_change = self._changed
-        self._leaves = [slot.leaf for slot in self.slots]
-        self._leaf_versions: list[int] = []  # with which all that was written to them was kept
+        self.compounds = list(dict.fromkeys(member.compound for member in members if member.compound is not None))
+        self._leaves = Leaves(self.slots, self.compounds)
         self.slots_by_offset = sorted(self.slots, key=lambda slot: slot.layout.offset)
         self.slot_offsets = [slot.layout.offset for slot in self.slots_by_offset]
         self.places = Places(
@@ -104,23 +104,20 @@ class Block:
         if new not in _NEXT[self._presence]:
             raise StateError(f"block {self.name!r} is {self._presence.name} and cannot become {new.name}")
         if new is Presence.PRESENT:  # which it is with all of its leaves, also where Ctrl-C keeps some from following
-            self._leaves_are(present=True)
+            self._leaves.are(present=True)
         was, self._presence = self._presence, new
         if was is Presence.PRESENT:
-            self._leaves_are(present=False)
+            self._leaves.are(present=False)
 
     def lost(self) -> None:
         """A copy was broken off: the block is ABSENT, whatever it was before."""
         self._presence = Presence.ABSENT
-        self._leaves_are(present=False)
-
-    def _leaves_are(self, *, present: bool) -> None:
-        for slot in self.slots:
-            slot.leaf.__class__ = Leaf if present else AwayLeaf
+        self._leaves.are(present=False)
 
     @property
     def stale(self) -> bool:
         """Whether the device copy may differ from a home."""
+        self._notice_writes()
         signature = self._signature()
         if self._not_stale is not None and signature == self._not_stale:
             return False
@@ -128,6 +125,10 @@ class Block:
             return True
         self._not_stale = signature
         return False
+
+    def _notice_writes(self) -> None:
+        for compound in self.compounds:
+            compound.notice_writes()
 
     def _signature(self) -> tuple[int, list[int], list[int]]:
         """Differs when anything does by which slots tell that their homes have changed. Quicker than to ask them."""
@@ -149,12 +150,14 @@ class Block:
     @property
     def is_known_current(self) -> bool:
         """Whether nothing was written to a home since `is_current` said so, nor to a tensor that shares its version."""
+        self._notice_writes()
         if self._current_at < 0:
             return False
         with without_overrides():
             return self._not_stale is None or [home._version for home in self._homes or ()] == self._not_stale[1]
 
     def _changed(self) -> None:
+        self._leaves.touched()
         self._current_at = -1
         self._changes += 1
         self._homes = None
@@ -209,6 +212,7 @@ class Block:
     @property
     def contents(self) -> object:
         """Differs when what the homes hold may do."""
+        self._notice_writes()
         return tuple(slot.fingerprint for slot in self.slots)
 
     def fetch(self, chunk_bytes: int, way: Way) -> Fetch:
@@ -258,20 +262,10 @@ class Block:
 
     def point_leaves(self, buffer: torch.Tensor | None) -> None:
         """Leaves become views of `buffer`; without one, NaN of the right shape, of no memory and read-only."""
-        typed: dict[torch.dtype, torch.Tensor] = {}  # the buffer in each dtype
         if buffer is None:
             self._current_at = -1
             self._not_stale = None
-        with without_overrides():
-            for slot in self.slots:
-                if buffer is None:
-                    point(slot.leaf, slot.absent)
-                    slot.mark_absent()
-                    continue
-                dtype = slot.layout.dtype
-                if dtype not in typed:
-                    typed[dtype] = buffer.view(dtype)
-                point(slot.leaf, slot.layout.view(typed[dtype]))
+        self._leaves.point(buffer)
 
     def read_until(self, done: Event) -> None:
         """The homes are being read, and may not be written before `done`."""
@@ -314,8 +308,7 @@ class Block:
     def unbind(self) -> None:
         """The modules' attributes become the homes again."""
         if self.keep_leaf_writes():
-            for leaf in self._leaves:
-                leaf.handed_out = False
+            self._leaves.are_no_longer_handed_out()
         self.places.unbind()
 
     def keep_leaf_writes(self) -> bool:
@@ -324,8 +317,7 @@ class Block:
         Whether there may have been any.
         """
         with without_overrides():
-            versions = [leaf._version for leaf in self._leaves]
-            if versions == self._leaf_versions and not any(leaf.handed_out for leaf in self._leaves):
+            if not self._leaves.may_be_written():
                 return False
             if self.buffer is not None and self._presence is Presence.PRESENT:
                 self.wait_until_free()
@@ -333,7 +325,7 @@ class Block:
                 for slot in self.slots:
                     if slot.keep_leaf_writes(self.buffer):
                         self._flushed = None
-            self._leaf_versions = versions
+            self._leaves.writes_are_kept()
         return True
 
     def _before_touch(self) -> None:
@@ -359,21 +351,19 @@ class Block:
         """Whether nothing speaks against its eviction: no visit, nobody who keeps a leaf that was lent, and no view of
         its buffer, whose memory would only be held on (by a node of backward that is just being computed).
         """
-        if self.users and (not self.may_be_taken_back or self._leaves_are_kept()):
+        if self.users and (not self.may_be_taken_back or self._leaves.are_kept(self.places.references)):
             return False
-        views = sum(slot.layout.nbytes > 0 for slot in self.slots)
+        views = self._leaves.views
         if self.arrival is not None:
             views += sum(destination is not self.buffer for destination, _ in self.arrival.copies)
         return self.buffer is None or references_beside(self.buffer) <= views
-
-    def _leaves_are_kept(self) -> bool:
-        own = 2 * len(self.slots) + self.places.references  # looking counts too
-        return sum(sys.getrefcount(slot.leaf) for slot in self.slots) > own
 
     def release(self) -> None:
         """Homes are ordinary parameters again."""
         for slot in self.slots:
             slot.release()
+        for compound in self.compounds:
+            compound.release()
 
 
 def _flush(block: "weakref.ref[Block]", contents: object) -> None:
@@ -381,20 +371,3 @@ def _flush(block: "weakref.ref[Block]", contents: object) -> None:
     present = block()
     if present is not None:
         present._flush(contents)
-
-
-class _AbsentLeaves:
-    """What leaves hold while their block is away: one scalar for each dtype, expanded to any shape.
-
-    All its bits are set: NaN in every floating-point format, and no sensible integer.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._scalars: dict[torch.dtype, torch.Tensor] = {}
-
-    def of(self, layout: Layout) -> torch.Tensor:
-        if layout.dtype not in self._scalars:
-            bits = torch.full((layout.dtype.itemsize,), 255, dtype=torch.uint8, device=self._device)
-            self._scalars[layout.dtype] = bits.view(layout.dtype).squeeze(0)
-        return self._scalars[layout.dtype].expand(layout.shape)

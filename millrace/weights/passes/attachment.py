@@ -156,6 +156,7 @@ class Attachment:
         self._block_of = {id(slot.home): block for block in self._blocks() for slot in block.slots}
         for block in self._blocks():
             block.places.move(block.slots, places)
+            block.places.move_compounds(block.compounds, inventory.places_of_compounds)
         for module, name in inventory.names.items():
             if site_of(module) is None:
                 make_managed(module, self._site(module, name, inventory))

@@ -17,7 +17,16 @@ import torch
 import torch.utils.checkpoint
 
 from millrace.errors import WeightChangedError
-from millrace.runtime.autograd import check_version, neg_view, pop_hooks, push_hooks, top_hooks, without_overrides
+from millrace.runtime.autograd import (
+    check_version,
+    is_wrapper,
+    neg_view,
+    pop_hooks,
+    push_hooks,
+    top_hooks,
+    without_overrides,
+)
+from millrace.weights.model.home import Leaf
 from millrace.weights.model.slot import Slot, Token
 from millrace.weights.movement.block import Block
 from millrace.weights.movement.residency import Residency
@@ -55,6 +64,16 @@ class _Outer(NamedTuple):
     unpack: Callable[[Any], torch.Tensor]
 
 
+class _Wrapper(NamedTuple):
+    """A tensor of a class of its own, around others."""
+
+    kind: Any
+    inner: dict[str, Any]  # packed
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
 class SavedTensors:
     """The saved-tensor hooks of one visit. `on_unpack` makes the site's blocks present; `require` one block."""
 
@@ -90,6 +109,11 @@ class SavedTensors:
         pop_hooks()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
+        if type(tensor) not in (torch.Tensor, Leaf) and is_wrapper(tensor):
+            wrapper: Any = tensor
+            names, context = wrapper.__tensor_flatten__()
+            inner = {name: self._pack(getattr(tensor, name)) for name in names}
+            return _Wrapper(type(tensor), inner, context, tensor.size(), tensor.stride())
         if tensor.layout == torch.strided and tensor.device == self._device:
             block = self._residency.block_of(tensor)
             if block is not None:
@@ -112,6 +136,10 @@ class SavedTensors:
             return _weight(packed)
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
+        if isinstance(packed, _Wrapper):
+            inner = {name: self._unpack(part) for name, part in packed.inner.items()}
+            wrapper: torch.Tensor = packed.kind.__tensor_unflatten__(inner, packed.context, packed.size, packed.stride)
+            return wrapper
         saved: _Saved = packed
         check_version(saved.tensor, saved.version)
         return saved.tensor

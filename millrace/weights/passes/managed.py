@@ -14,9 +14,10 @@ from torch import nn
 
 from millrace.errors import StateError
 from millrace.runtime.module_calls import Method, participant_of, take_part, withdraw
-from millrace.weights.model.home import AwayLeaf, Home, Leaf, home_of
+from millrace.weights.model.compound import is_compound, outer_of
+from millrace.weights.model.home import AwayLeaf, Home, Leaf, PartHome, WatchedBuffer, home_of
 from millrace.weights.model.module_buffers import plain_buffer
-from millrace.weights.passes.stray import homes_as_they_are, lent_for_call
+from millrace.weights.passes.stray import compound_lent_for_call, homes_as_they_are, lent_for_call
 
 if TYPE_CHECKING:
     from millrace.weights.passes.site import Site
@@ -25,19 +26,27 @@ __all__ = ["Managed", "lend_parameters", "make_managed", "make_plain", "site_of"
 
 
 class Parameters(dict[str, Any]):
-    """A module's `_parameters`: while the model computes, a home that is asked for gives its leaf."""
+    """A module's `_parameters` or `_buffers`: while the model computes, a home that is asked for gives its leaf."""
 
     def __getitem__(self, name: str) -> Any:
         held = super().__getitem__(name)  # so that the compiler can follow
-        if type(held) is AwayLeaf:  # bound, and its home was written to
+        kind = type(held)
+        if kind is Leaf:
+            return held
+        if kind is Home:
+            return lent_for_call(held)
+        if kind is AwayLeaf:  # bound, and its home was written to
             return lent_for_call(home_of(held))
-        return lent_for_call(held) if type(held) is Home else held
+        return compound_lent_for_call(held) if held is not None and is_compound(held) else held
 
 
 def lend_parameters(module: nn.Module) -> None:
     """The module gives leaves, where it is asked for a parameter during a pass."""
     if module._parameters and not isinstance(module._parameters, Parameters):
         module.__dict__["_parameters"] = Parameters(module._parameters)
+    travel = any(isinstance(buffer, WatchedBuffer) for buffer in module._buffers.values())
+    if travel and not isinstance(module._buffers, Parameters):
+        module.__dict__["_buffers"] = Parameters(module._buffers)
 
 
 class Managed:
@@ -98,7 +107,7 @@ class Managed:
             for child in module.children():
                 child._apply(fn)
         for name, parameter in module._parameters.items():
-            if isinstance(parameter, Home | Leaf):
+            if isinstance(parameter, Home | Leaf) or (parameter is not None and is_compound(parameter)):
                 _check_same_dtype(name, parameter, fn)
             elif parameter is not None:
                 parameter.data = fn(parameter.data)
@@ -139,7 +148,12 @@ class Managed:
 
 
 def _home_or_own(member: Any) -> Any:
-    return home_of(member) if isinstance(member, Leaf) else member
+    if isinstance(member, WatchedBuffer):  # in a pass, buffers are where the model computes
+        return compound_lent_for_call(member)
+    if isinstance(member, Leaf):
+        home = home_of(member)
+        return member if isinstance(home, PartHome) else home
+    return outer_of(member)
 
 
 def _never() -> bool:
@@ -177,6 +191,8 @@ def make_plain(module: nn.Module) -> None:
         _take_device(module)
     if isinstance(module._parameters, Parameters):
         module.__dict__["_parameters"] = dict(module._parameters.items())
+    if isinstance(module._buffers, Parameters):
+        module.__dict__["_buffers"] = dict(module._buffers.items())
 
 
 def site_of(module: nn.Module) -> "Site | None":

@@ -23,9 +23,15 @@ def refuse_unmanageable(model: nn.Module) -> None:
                 f"{where} carries an accelerate hook, which moves weights too; call"
                 " accelerate.hooks.remove_hook_from_submodules(model) first, and load without device_map"
             )
-        if getattr(module, "_diffusers_hook", None) is not None:
+        registry = getattr(module, "_diffusers_hook", None)  # of caches, too, and empty where one was disabled
+        if registry is not None and any("offloading" in hook for hook in registry.hooks):
             raise StateError(
                 f"{where} carries a diffusers hook, which moves weights too; disable group offloading first"
+            )
+        if registry is not None and "layerwise_casting" in registry.hooks:
+            raise StateError(
+                f"{where} carries a diffusers hook, which converts its weights in each call; load the model without"
+                " layerwise casting"
             )
     refuse_wrapped(model)
 

@@ -13,13 +13,16 @@ from typing import Any, Protocol
 
 import torch
 
+from millrace.errors import StateError
 from millrace.runtime.autograd import tree_flatten, tree_map_only, without_overrides
-from millrace.weights.model.home import AwayLeaf, Home, home_of, owner_of
+from millrace.weights.model.compound import AwayCompound, compound_of
+from millrace.weights.model.home import GONE, AwayLeaf, Home, home_of, owner_of
 
 __all__ = [
     "Lender",
     "TakingPart",
     "Use",
+    "compound_lent_for_call",
     "homes_as_they_are",
     "is_lending",
     "lending_leaves",
@@ -137,6 +140,17 @@ def lent_for_call(home: Home) -> torch.Tensor:
     return home
 
 
+def compound_lent_for_call(weight: Any) -> Any:
+    """As `lent_for_call`, for a weight that is not one plain tensor; one that is no business of ours as it is."""
+    compound = compound_of(weight) if _lenders and _lenders[-1] is not None else None
+    if compound is None or (weight is compound.leaf and not isinstance(weight, AwayCompound)):
+        return weight
+    for lender in dict.fromkeys(reversed(_lenders)):
+        if lender is not None and lender.lend_for_call(compound.owner) is not None:
+            return compound.leaf
+    return compound.outer
+
+
 def stop_lending(lender: Lender) -> None:
     """After an interrupt that kept visits of this lender from ending."""
     _lenders[:] = [other for other in _lenders if other is not lender]
@@ -191,6 +205,40 @@ def _brought_back(leaf: AwayLeaf) -> torch.Tensor:
 
 
 AwayLeaf.__torch_function__ = classmethod(_use_away_leaf)  # type: ignore[assignment]
+
+
+def _use_away_compound(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """The leaf of a compound is used while its block is away: it is lent again, or else the user's own is used."""
+    kwargs = kwargs or {}
+    if getattr(func, "__name__", "") == "__hash__":
+        with without_overrides():
+            return func(*args, **kwargs)
+    away = {id(leaf): leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, AwayCompound)}
+    loans: list[tuple[Lender, Any]] = []
+    result = None
+
+    def lent(leaf: Any) -> Any:
+        compound = compound_of(leaf)
+        if compound is None:
+            raise StateError(GONE)
+        owner = compound.owner
+        for lender in dict.fromkeys(reversed(_lenders)):
+            if lender is not None and lender.lend(owner, Use.COMPUTE) is not None:
+                loans.append((lender, owner))
+                return leaf
+        return compound.stand_in(leaf)
+
+    try:
+        stand_ins = {key: lent(leaf) for key, leaf in away.items()}
+        args, kwargs = tree_map_only(AwayCompound, lambda leaf: stand_ins[id(leaf)], (args, kwargs))
+        result = func(*args, **kwargs)
+        return result
+    finally:
+        for lender, owner in loans:
+            lender.take_back(owner, result)
+
+
+AwayCompound.__torch_function__ = classmethod(_use_away_compound)  # type: ignore[attr-defined]
 
 
 def _use_of(func: Any, args: Any, kwargs: Any) -> Use | None:

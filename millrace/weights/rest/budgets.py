@@ -36,7 +36,8 @@ class Budgets:
     def of(cls, model: nn.Module, inventory: Inventory, config: OffloadConfig) -> "Budgets":
         """What the user set, and else what device and host have to spare."""
         weights_bytes = inventory.nbytes(list(inventory.members))
-        buffer_bytes = sum({id(buffer): buffer.nbytes for buffer in model.buffers()}.values())
+        staying = {id(buffer): buffer.nbytes for buffer in model.buffers() if id(buffer) not in inventory.compounds}
+        buffer_bytes = sum(staying.values())
         device_bytes, host_bytes = config.device_memory_bytes, config.host_memory_bytes
         if device_bytes is None and is_accelerator(config.device):
             device_bytes = int(free_device_bytes(config.device) * (1 - _DEVICE_RESERVE))

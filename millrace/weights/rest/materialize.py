@@ -9,6 +9,8 @@ from torch import nn
 
 from millrace.errors import CheckpointError, LayoutError
 from millrace.memory.disk import Checkpoint
+from millrace.weights.model.compound import is_compound
+from millrace.weights.model.home import Part
 
 __all__ = ["Materialized", "materialize"]
 
@@ -24,7 +26,10 @@ class Materialized:
     def name_of(self, parameter: nn.Parameter) -> str | None:
         """The checkpoint's name of a parameter that lies there."""
         known, name = self._names.get(id(parameter), (None, None))
-        return name if known is not None and known() is parameter else None  # ids are used again
+        if known is not None and known() is parameter:  # ids are used again
+            return name
+        name = self.checkpoint.name_of(parameter.detach()) if isinstance(parameter, Part) else None
+        return None if name is None or self.checkpoint.written(name) else name
 
     def found(self, parameter: nn.Parameter, name: str) -> None:
         """The parameter is the checkpoint's tensor `name`."""
@@ -70,6 +75,9 @@ def _parameters(model: nn.Module, made: Materialized) -> None:
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     any_mapped = False
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if is_compound(parameter):  # whose parts may lie there
+            any_mapped = True
+            continue
         mapped = None if parameter.device.type == "meta" else made.checkpoint.name_of(parameter.detach())
         if parameter.device.type == "meta":
             names[parameter].append(name)

@@ -164,8 +164,8 @@ class Shelf:
         """Where a block rests on disk when it changes. Raises BudgetError when there is no disk."""
         if self.store is None:
             raise BudgetError(
-                f"weights of {name!r}, which lie in a checkpoint, change, and host_memory has no room; raise it"
-                ' or pass a directory, such as disk="/nvme/millrace", where changed weights can rest'
+                f"weights of {name!r} change, or lie in no checkpoint as they are, and host_memory has no room; raise"
+                ' it or pass a directory, such as disk="/nvme/millrace", where they can rest'
             )
         chunk_bytes = self._placement.chunk_bytes or ring_size(self._ledger.host_budget_bytes or 0, 0, 0)[0]
         return DiskRest(self.store, name, nbytes, chunk_bytes, self._meter.spilled)

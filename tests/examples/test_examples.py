@@ -1,0 +1,64 @@
+"""Do the examples give, offloaded, the bits that they give without millrace, within their budgets?"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.examples.conftest import EXAMPLES, run_example
+from tests.matrix.compare import same
+
+# What transformers, TRL, PEFT and Lightning say of each other.
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore:.*num_workers")]
+
+CASES = [pytest.param(name, {}, id=name) for name in EXAMPLES]
+CASES.append(pytest.param("trl_dpo", {"lora": True}, id="trl_dpo_lora"))
+
+
+@pytest.fixture
+def main_of(at_examples: None) -> Callable[[str], Callable[..., Any]]:
+    """The function `main` of an example."""
+    return lambda name: run_example(name, as_program=False)["main"]
+
+
+def tensors(result: Any) -> dict[str, torch.Tensor]:
+    """Of a model, or an output."""
+    state = {"output": result} if isinstance(result, torch.Tensor) else result.state_dict()
+    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_example(
+    name: str,
+    settings: dict[str, Any],
+    main_of: Callable[[str], Callable[..., Any]],
+    compute_device: torch.device,
+) -> None:
+    main = main_of(name)
+    plain, none = main(device=compute_device, offload=False, **settings)
+    assert not none
+    expected = tensors(plain)
+    result, handles = main(device=compute_device, **settings)
+    for handle in handles if isinstance(handles, list) else [handles]:
+        stats = handle.stats()
+        assert 0 < stats.device_peak_bytes <= stats.device_budget_bytes
+        assert stats.onload_bytes > 0
+        handle.remove()
+    found = tensors(result)
+    assert list(found) == list(expected)
+    for key, tensor in found.items():
+        assert same(tensor, expected[key]), key
+
+
+@pytest.mark.parametrize("name", ["accelerate_loop", "text_to_image"])
+def test_as_a_program(
+    name: str, at_examples: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", [name, "--device", "cpu", "--device-memory", "900KiB"])
+    ran = run_example(name, as_program=True)
+    handles = ran.get("handles") or [ran["handle"]]
+    assert all(handle.stats().device_budget_bytes == 900 << 10 for handle in handles)
+    assert capsys.readouterr().out.count("of 900 KiB") == len(handles)
+    for handle in handles:
+        handle.remove()

@@ -1,0 +1,110 @@
+"""Do TRL's trainers give the same bits, where they hold a second model, write completions, or keep what they found?"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
+
+import millrace
+from millrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer
+from tests.matrix.compare import Outcome, weight_bytes
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of each other's deprecated names
+
+IDS = {"vocab_size": VOCABULARY_SIZE, "bos_token_id": None, "eos_token_id": END_ID, "pad_token_id": PAD_ID}
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4}
+PAIRS = [
+    {"prompt": f"{n} + 1 =", "chosen": f" {n + 1}.", "rejected": f" not {n + 7}, not at all."} for n in range(90, 98)
+]
+
+
+class Run:
+    """One run of a trainer: plain, or with models that are offloaded."""
+
+    def __init__(self, device: torch.device, directory: Path, *, offloads: bool) -> None:
+        self.device, self.directory, self.offloads = device, directory, offloads
+        self.handles: list[millrace.Offloaded] = []
+
+    def llama(self, kind: Any = LlamaForCausalLM, **settings: Any) -> Any:
+        torch.manual_seed(0)
+        return self.offload(kind(LlamaConfig(**IDS, **SIZES, **settings)))
+
+    def offload(self, model: Any) -> Any:
+        if self.offloads:
+            self.handles.append(millrace.offload(model, device=self.device, device_memory=weight_bytes(model) * 2 // 3))
+        return model
+
+    def train(
+        self, trainer: Any, config: Any, model: Any, rows: list[Any], settings: dict[str, Any], **more: Any
+    ) -> Any:
+        common = {"max_steps": 3, "learning_rate": 1e-3, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+        batch = {"per_device_train_batch_size": 2, "use_cpu": self.device.type == "cpu", "bf16": False}
+        made = trainer(
+            model,
+            args=config(str(self.directory), **{**common, **batch, **settings}),
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=byte_tokenizer(longest=64),
+            **more,
+        )
+        if self.offloads and getattr(made, "ref_model", None) is not None and "ref_model" not in more:
+            self.offload(made.ref_model.cpu())  # one that the trainer has loaded
+        made.train()
+        return made
+
+
+def dpo(run: Run, **settings: Any) -> Outcome:
+    model, reference = run.llama(), run.llama().requires_grad_(False)
+    run.train(DPOTrainer, DPOConfig, model, PAIRS, settings, ref_model=reference)
+    outcome = Outcome().read(model)
+    outcome.parameters |= {f"reference.{name}": tensor for name, tensor in Outcome().read(reference).parameters.items()}
+    return outcome
+
+
+def synchronised(run: Run) -> Outcome:
+    """The reference model follows the one that trains."""
+    return dpo(run, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.5)
+
+
+def precomputed(run: Run) -> Outcome:
+    """What the reference says is computed before; the model itself is it."""
+    model = run.llama()
+    run.train(DPOTrainer, DPOConfig, model, PAIRS, {"precompute_ref_log_probs": True})
+    return Outcome().read(model)
+
+
+def rewarded(run: Run) -> Outcome:
+    model = run.llama(LlamaForSequenceClassification, num_labels=1)
+    run.train(RewardTrainer, RewardConfig, model, PAIRS, {})
+    return Outcome().read(model)
+
+
+def grpo(run: Run) -> Outcome:
+    """Completions are used twice, and a reference model, which the trainer loads, holds the other back."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**IDS, **SIZES)).save_pretrained(run.directory / "model")
+    model = run.offload(LlamaForCausalLM.from_pretrained(run.directory / "model"))
+    settings = {"num_generations": 4, "max_completion_length": 6, "num_iterations": 2, "beta": 0.1}
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(set(completion))) for completion in completions]
+
+    run.train(GRPOTrainer, GRPOConfig, model, PAIRS, settings | {"per_device_train_batch_size": 4}, reward_funcs=reward)
+    return Outcome().read(model)
+
+
+@pytest.mark.parametrize("script", [dpo, synchronised, precomputed, rewarded, grpo])
+def test_trainer(script: Callable[[Run], Outcome], trainer_device: torch.device, tmp_path: Path) -> None:
+    plain = script(Run(trainer_device, tmp_path, offloads=False))
+    run = Run(trainer_device, tmp_path, offloads=True)
+    script(run).assert_equals(plain)
+    assert len(run.handles) == 1 if script in (precomputed, rewarded) else 2
+    for handle in run.handles:
+        stats = handle.stats()
+        assert stats.onload_bytes > stats.device_budget_bytes
+        assert stats.device_peak_bytes <= stats.device_budget_bytes
+        handle.remove()

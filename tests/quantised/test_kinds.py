@@ -1,0 +1,107 @@
+"""Do quantised models compute offloaded what they compute without, and do packed bytes travel and nothing else?"""
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import millrace
+from tests.quantised.kinds import KINDS, LAYERS, WIDTH
+
+STEPS = 5
+RESIDENT_BYTES = 48 << 10  # adapters and biases, at most
+QUANTISED = LAYERS * WIDTH * WIDTH  # weights
+CPU = torch.device("cpu")
+
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")]
+emulated = pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.emulated])
+
+
+def trained(model: nn.Module, batch: Tensor) -> list[Tensor]:
+    """Losses, and the adapters after some steps."""
+    adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(adapters, lr=1e-2, foreach=False)
+    losses = []
+    for _ in range(STEPS):
+        loss = model(batch).float().square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().cpu())
+    return losses + [adapter.detach().cpu() for adapter in adapters]
+
+
+def inferred(model: nn.Module, batch: Tensor) -> list[Tensor]:
+    with torch.no_grad():
+        return [model(batch).cpu() for _ in range(3)]
+
+
+def offload(name: str, model: nn.Module, device: torch.device, disk: Path | None) -> millrace.Offloaded:
+    """With room for adapters and three of eight quantised layers; on disk, host memory for some of those."""
+    budget_bytes = RESIDENT_BYTES + int(3 * WIDTH * WIDTH * KINDS[name].bits / 8)
+    tiers: dict[str, Any] = {}
+    if disk is not None:
+        tiers = {"host_memory": int(QUANTISED * KINDS[name].bits / 8 * 0.8), "disk": disk}
+    return millrace.offload(model, device=device, device_memory=budget_bytes, blocks=list(model), **tiers)
+
+
+def check_inference(name: str, device: torch.device, disk: Path | None = None) -> None:
+    kind = KINDS[name]
+    plain = inferred(kind.model(), kind.batch(CPU))
+    model = kind.model()
+    with offload(name, model, device, disk) as handle:
+        assert all(map(torch.equal, inferred(model, kind.batch(CPU)), plain))
+        stats = handle.stats()
+        assert stats.device_peak_bytes <= stats.device_budget_bytes
+        packed_bytes = QUANTISED * kind.bits / 8 + RESIDENT_BYTES
+        assert QUANTISED * 3 / 8 < stats.onload_bytes <= 3 * packed_bytes
+        if disk is not None:
+            assert stats.fetch_bytes > 0
+    assert all(map(torch.equal, inferred(model, kind.batch(CPU)), plain)), "remove() gives the model back"
+
+
+def check_training(name: str, device: torch.device, disk: Path | None = None) -> None:
+    kind = KINDS[name]
+    plain = trained(kind.model(), kind.batch(CPU))
+    model = kind.model()
+    with offload(name, model, device, disk) as handle:
+        assert all(map(torch.equal, trained(model, kind.batch(CPU)), plain))
+        stats = handle.stats()
+        assert stats.device_peak_bytes <= stats.device_budget_bytes
+        assert stats.onload_bytes > QUANTISED * 3 / 8
+        if disk is not None:
+            assert stats.fetch_bytes > 0
+        adapter_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        assert stats.offload_bytes == STEPS * adapter_bytes, "gradients of adapters come back, and nothing else"
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["host", "disk"])
+@pytest.mark.parametrize("name", list(KINDS))
+def test_inference_is_that_of_the_quantised_model(name: str, on_disk: bool, tmp_path: Path) -> None:
+    check_inference(name, CPU, tmp_path if on_disk else None)
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["host", "disk"])
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.trains])
+def test_adapters_train_beside_a_quantised_base(name: str, on_disk: bool, tmp_path: Path) -> None:
+    check_training(name, CPU, tmp_path if on_disk else None)
+
+
+@pytest.fixture
+def accelerator(emu_device: ModuleType) -> torch.device:
+    return torch.device("emu:0")
+
+
+@emulated
+def test_inference_on_an_accelerator(name: str, accelerator: torch.device) -> None:
+    with torch.compiler.set_stance("force_eager"):  # bitsandbytes compiles for devices that it does not know
+        check_inference(name, accelerator)
+
+
+@emulated
+def test_adapters_train_on_an_accelerator(name: str, accelerator: torch.device) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        check_training(name, accelerator)
