@@ -50,9 +50,17 @@ class _Registrations:
     def _seen(self, *_args: Any) -> None:
         self.count += 1
 
-    def _seen_module(self, parent: nn.Module, _name: str, module: nn.Module | None) -> None:
+    def _seen_module(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
         refuse_wrapping(parent, module)
+        _note_compiled(parent, name, module)
         self.count += 1
+
+
+def _note_compiled(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    """torch.compile made `parent` around a managed module."""
+    site = site_of(module) if name == "_orig_mod" and module is not None else None
+    if site is not None:
+        site.compiled_by = weakref.ref(parent)
 
 
 _registrations = _Registrations()
@@ -159,6 +167,8 @@ class Attachment:
         for module, name in inventory.names.items():
             if site_of(module) is None:
                 make_managed(module, self._site(module, name, inventory))
+        for module in inventory.names:
+            _note_compiled(module, "_orig_mod", module._modules.get("_orig_mod"))
         self._engine.buffers.take_in(inventory.names)
         self._seen = _registrations.count
 

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from millrace.errors import StateError
-from millrace.runtime.module_calls import Method, participant_of, take_part, withdraw
+from millrace.runtime.module_calls import Method, compile_calls, participant_of, take_part, withdraw
 from millrace.weights.model.home import AwayLeaf, Home, Leaf, home_of
 from millrace.weights.model.module_buffers import plain_buffer
+from millrace.weights.passes.compiling import compile_blocks, note_not_compiled
 from millrace.weights.passes.stray import homes_as_they_are, lent_for_call
 
 if TYPE_CHECKING:
@@ -72,10 +73,25 @@ class Managed:
             return forward(*args, **kwargs)
         return site.engine.call(site, forward, args, kwargs)
 
-    def compiling(self, module: nn.Module) -> None:
+    def compiling(self, module: nn.Module) -> bool:
         """A compiled block may be compiled through, because its visit is under way; a model around blocks may not."""
-        if not self.site.engine.progress.computes:
-            torch.compiler.disable(_refuse_compilation_of_all)()  # here: that loads the compiler
+        return self.site.encloses or not self.site.engine.progress.computes
+
+    def compile(self, module: nn.Module, compiler: Callable[[Any], Any]) -> bool:
+        """Blocks are compiled in the place of a module around them."""
+        if not self.site.encloses:
+            return False
+        compile_blocks(self.site.engine, _layers(module), compiler)
+        return True
+
+    def stopped(self, module: nn.Module) -> None:
+        """Where torch.compile was given the module, that compiles its blocks from now on."""
+        wrapper, self.site.compiled_by = self.site.compiled_by, None
+        given: Any = None if wrapper is None else wrapper()
+        if given is not None:
+            compile_calls(module, given.dynamo_ctx)
+        else:
+            note_not_compiled(self.site.engine)
 
     @contextlib.contextmanager
     def plain(self, module: nn.Module) -> Iterator[None]:
@@ -156,11 +172,13 @@ def _looking_at_homes(forward: Callable[..., Any]) -> Callable[..., Any]:
     return looking
 
 
-def _refuse_compilation_of_all() -> None:
-    raise StateError(
-        "torch.compile around an offloaded model would compile the visits away; compile its blocks instead: "
-        "for layer in model.layers: layer.compile()"
-    )
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """The modules below whose calls bring blocks, and with none of their kind inside. One operation alone gains nothing
+    by being compiled: modules without children are left out.
+    """
+    composed = [inner for inner in module.modules() if next(inner.children(), None) is not None]
+    sites = ((inner, site_of(inner)) for inner in composed)
+    return [inner for inner, site in sites if site is not None and site.main and not site.encloses]
 
 
 def make_managed(module: nn.Module, site: "Site") -> None:

@@ -1,9 +1,10 @@
 """Which blocks does a module need when it is called? A site ties one module to its blocks and to the engine."""
 
+import weakref
 from threading import get_ident
 from typing import TYPE_CHECKING
 
-from torch import is_autocast_cache_enabled, is_autocast_enabled, is_grad_enabled
+from torch import is_autocast_cache_enabled, is_autocast_enabled, is_grad_enabled, nn
 
 from millrace.weights.movement.block import Block
 from millrace.weights.passes.stray import is_lending
@@ -31,6 +32,7 @@ class Site:
         self.encloses = encloses
         self.device = engine.device
         self.companion: object = None  # what lives as long as the module
+        self.compiled_by: weakref.ref[nn.Module] | None = None  # what torch.compile made around it, until it is called
 
     def is_inside(self) -> bool:
         """Whether a call does nothing of its own: of a module inside of one whose visit, on this thread, brought all of
