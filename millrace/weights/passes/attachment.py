@@ -22,7 +22,7 @@ from millrace.weights.movement.residency import plain_tensors
 from millrace.weights.passes.engine import Engine
 from millrace.weights.passes.managed import lend_parameters, make_managed, make_plain, site_of
 from millrace.weights.passes.refusals import refuse_call, refuse_script
-from millrace.weights.passes.site import Site
+from millrace.weights.passes.site import Companion, Site
 
 __all__ = ["Attachment"]
 
@@ -132,7 +132,7 @@ class Attachment:
                 left.append(member)
         return left
 
-    def keep_alive(self, companion: object) -> None:
+    def keep_alive(self, companion: Companion) -> None:
         """`companion` lives at least as long as the model does, unless it is detached before."""
         model = self._model()
         site = None if model is None else site_of(model)

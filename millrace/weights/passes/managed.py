@@ -5,8 +5,10 @@ while the model computes.
 """
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,6 +98,13 @@ class Managed:
     @contextlib.contextmanager
     def plain(self, module: nn.Module) -> Iterator[None]:
         """Inside, the module's attributes are as they would be on a CPU, were it not offloaded."""
+        if self.site.companion is not None and get_spawning_popen() is not None:
+            warnings.warn(
+                "an offloaded model is on its way to a spawned process, where it is a plain model on the CPU, with a"
+                " copy of all weights; call millrace.offload() in that process",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         attributes = module.__dict__
         parameters, buffers = attributes["_parameters"], attributes["_buffers"]
         plain_parameters = dict(parameters.items())
@@ -109,7 +118,14 @@ class Managed:
     def _apply(
         self, module: nn.Module, _own: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> nn.Module:
-        """`.to(device)`, `.cuda()`, `.cpu()`: managed parameters and buffers are where they belong, and stay there."""
+        """`.to(device)`, `.cuda()`, `.cpu()`: managed parameters and buffers are where they belong, and stay there.
+
+        Of the whole model `.to(dtype)` is done, and it is offloaded anew.
+        """
+        owner = self.site.companion
+        if owner is not None and recurse and any(_changes_dtype(home, fn) for home in module.parameters()):
+            owner.convert(module, lambda: module._apply(_on_cpu(fn)))
+            return module
         if recurse:
             for child in module.children():
                 child._apply(fn)
@@ -246,10 +262,19 @@ def _owner_of_device(kind: Any) -> Any:
     return None
 
 
+def _changes_dtype(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    return fn(torch.empty(0, dtype=tensor.dtype)).dtype != tensor.dtype
+
+
+def _on_cpu(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What `fn` makes of a tensor, in host memory: `.to(device, dtype)` changes the dtype alone."""
+    return lambda tensor: tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype)
+
+
 def _check_same_dtype(name: str, tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    dtype = fn(torch.empty(0, dtype=tensor.dtype)).dtype
-    if dtype != tensor.dtype:
+    if _changes_dtype(tensor, fn):
+        dtype = fn(torch.empty(0, dtype=tensor.dtype)).dtype
         raise StateError(
-            f"an offloaded model cannot change {name!r} from {tensor.dtype} to {dtype}; call remove() on the handle,"
-            " convert the model, and offload it again (or pass param_dtype to compute in another dtype)"
+            f"a part of an offloaded model cannot change {name!r} from {tensor.dtype} to {dtype}; convert the whole"
+            " model, or the part before offload() (or pass param_dtype to compute in another dtype)"
         )
