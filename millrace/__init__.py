@@ -13,6 +13,7 @@ from millrace.errors import (
     StateError,
     WeightChangedError,
 )
+from millrace.integrations.diffusers import offload_pipeline
 from millrace.integrations.transformers import from_pretrained
 from millrace.loading import load
 from millrace.planning.cost import Hardware, RunPlan
@@ -44,6 +45,7 @@ __all__ = [
     "mark_not_offload",
     "offload",
     "offload_activations",
+    "offload_pipeline",
     "plan",
     "probe",
     "save",

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from millrace.planning import Plan
 from millrace.report import Planned, Report, RunRecord, Stats
 from millrace.runtime.device import is_accelerator, resolve_device
 from millrace.runtime.grad_scaler import make_grad_scaler_wait
+from millrace.runtime.handle import Handle
 from millrace.runtime.lanes import open_lanes
 from millrace.runtime.pending import unit_of
 from millrace.weights.meter import Checkpointed, Meter
@@ -68,7 +69,7 @@ def offload(
 
     The parameters stay the model's own `nn.Parameter` objects, on the host, so optimizers, `state_dict`, clipping and
     saving work as on a CPU model. Inputs are moved to the device, outputs stay there. Results equal those of the plain
-    model bit for bit. Quantised weights (torchao, bitsandbytes, GGUF, packed buffers) travel packed, and frozen.
+    model bit for bit. Quantised weights travel packed, and frozen.
 
     - `device`: where to compute; default the current accelerator, or the CPU where there is none.
     - `device_memory`: ceiling in bytes for weights on the device (resident, visiting and arriving together) and for
@@ -97,9 +98,8 @@ def offload(
     Raises BudgetError when a budget is too small, LayoutError for parameters that cannot travel (meta, sparse, trained
     ones of a class of their own), StateError for a model that is offloaded already, wrapped for data parallel training,
     or carries accelerate or diffusers hooks, and ValueError or TypeError for settings that make no sense. Nothing is
-    changed then.
-    Host memory for gradients is made by the first pass with gradients, which raises BudgetError when `host_memory` has
-    no room for them.
+    changed then. Host memory for gradients is made by the first pass with gradients, which raises BudgetError when
+    `host_memory` has no room for them.
 
     Gradients of parameters come from `backward()` alone: `torch.autograd.grad` and `backward(inputs=...)` do not find
     them, because the graph holds the copies on the device.
@@ -120,7 +120,7 @@ def offload(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
     refuse_watched(model)
-    refuse_unmanageable(model)
+    refuse_unmanageable(model, with_checkpoint=config.checkpoint is not None)
     if config.activations is not None:
         check_targets(model, config.activations)
         if config.activations.tier == "disk" and config.disk is None:
@@ -128,11 +128,11 @@ def offload(
     return Offloaded(model, config)
 
 
-class Offloaded:
+class Offloaded(Handle):
     """The handle on an offloaded model, made by `offload()`. As a context manager it calls `remove()` at the end."""
 
     def __init__(self, model: nn.Module, config: OffloadConfig) -> None:
-        self._config = config
+        self._given = self._config = config
         self._ledger = Ledger(frozenset({"weights", "buffers"}), config.host_memory_bytes)
         materialized = None
         if config.checkpoint is not None:
@@ -322,6 +322,18 @@ class Offloaded:
             self._check_between_passes("remove()")
             self.let_go()
 
+    def convert(self, model: nn.Module, convert: Callable[[], object]) -> None:
+        """The whole model gets other dtypes by `convert`, and is offloaded anew. Counters start anew."""
+        self._check_between_passes("a change of dtype")
+        if self._given.disk is not None or self._given.checkpoint is not None:
+            raise StateError(
+                "weights that rest on disk, or come from a checkpoint, cannot change their dtype while they are"
+                " offloaded; convert the model before offload(), or pass param_dtype to compute in another dtype"
+            )
+        self.let_go()
+        convert()
+        self.__init__(model, self._given)  # type: ignore[misc]
+
     def settled_blocks(self, what: str) -> list[Block]:
         """All blocks, with nothing under way. Raises StateError when `what` is called within a pass."""
         self._check_between_passes(what)
@@ -366,18 +378,6 @@ class Offloaded:
             for block in self._blocks():
                 steps.callback(block.wait_for_reads)
             steps.callback(self._engine.updates.wait)
-
-    def __enter__(self) -> "Offloaded":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "a handle belongs to one model, and is neither copied nor pickled; copy.deepcopy(model) gives a plain"
-            " model, to be given to millrace.offload()"
-        )
 
     # inside -----------------------------------------------------------------------------------------------------------
     def _block(self, name: str, members: Iterable[Member]) -> Block:

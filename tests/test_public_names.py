@@ -28,6 +28,7 @@ PUBLIC_NAMES = [
     "mark_not_offload",
     "offload",
     "offload_activations",
+    "offload_pipeline",
     "plan",
     "probe",
     "save",

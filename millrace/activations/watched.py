@@ -42,10 +42,18 @@ class _Watched:
         with self.watcher.calling(module, args, kwargs):
             return forward(*args, **kwargs)
 
-    def compiling(self, module: nn.Module) -> None:
+    def compiling(self, module: nn.Module) -> bool:
         """A layer may be compiled through; the model may not."""
         if self._outermost:
             torch.compiler.disable(_refuse_compilation_of_all)()  # here: that loads the compiler
+        return False
+
+    def compile(self, module: nn.Module, compiler: Callable[[Any], Any]) -> bool:
+        """As it would be."""
+        return False
+
+    def stopped(self, module: nn.Module) -> None:
+        """As it would be."""
 
     def plain(self, module: nn.Module) -> AbstractContextManager[None]:
         """A watched module is as it would be."""

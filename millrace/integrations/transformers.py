@@ -1,4 +1,4 @@
-"""How does a transformers model come from its directory without being held in RAM? As mapped files, then offloaded."""
+"""How does a saved model come from its directory without being held in RAM? As mapped files, then offloaded."""
 
 import contextlib
 import json
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.api import Offloaded, offload
 from millrace.errors import CheckpointError
+from millrace.integrations.diffusers import open_component
 from millrace.memory.disk import Checkpoint, TensorsOnDisk
 from millrace.memory.ledger import Ledger
 from millrace.weights.model.compound import is_compound
@@ -37,6 +38,9 @@ def from_pretrained(
     Its weights are never held in host memory beside what `settings`, those of `millrace.offload`, allow: until blocks
     take their places they are mapped files. They have the dtype that they were saved in. The model is in evaluation
     mode.
+
+    The directory of a model of diffusers (a pipeline's "unet") is taken, too; that of a whole pipeline is loaded by
+    diffusers and given to `millrace.offload_pipeline`.
 
     For a config of transformers, the model has random weights, the ones that `torch.manual_seed` gives it without
     millrace too. With `disk`, they are drawn into files there, which need as much space as the weights for a while.
@@ -70,6 +74,15 @@ def open_pretrained(
     Weights that the library puts together of several in the files (experts) are written to `disk` for that.
     """
     directory = Path(path).expanduser()
+    if (directory / "model_index.json").is_file():
+        raise CheckpointError(
+            f"{directory} is a diffusers pipeline: load it with"
+            f" diffusers.DiffusionPipeline.from_pretrained({str(path)!r}) and give it to"
+            " millrace.offload_pipeline(pipeline, device_memory=...), or name one of its models here, such as"
+            f" {_some_component(directory)!r}"
+        )
+    if _is_of_diffusers(directory):
+        return open_component(directory)
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} has no config.json; give the directory of a transformers model")
     import transformers  # here, because it is optional and takes seconds
@@ -117,6 +130,20 @@ def _from_its_files(directory: str | os.PathLike[str]) -> "PreTrainedModel | Non
     model_class = _class_of(config) or transformers.AutoModelForCausalLM
     model: PreTrainedModel = model_class.from_pretrained(path.parent, dtype="auto", local_files_only=True)
     return model.eval()
+
+
+def _is_of_diffusers(directory: Path) -> bool:
+    """Whether the directory is that of one model of a diffusers pipeline."""
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError):  # what is wrong with it transformers says
+        return False
+    return isinstance(config, dict) and "_diffusers_version" in config and "_class_name" in config
+
+
+def _some_component(directory: Path) -> str:
+    weights = sorted(directory.glob("*/*.safetensors"))
+    return str(weights[0].parent if weights else directory / "unet")
 
 
 def _class_of(config: "PreTrainedConfig") -> Any:

@@ -1,5 +1,6 @@
 """How do optimizers step that need a whole matrix at once? One parameter at a time, with PyTorch's own arithmetic."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
@@ -13,12 +14,18 @@ from millrace.optim.disk_state import DiskState
 from millrace.optim.kernel import Master
 from millrace.optim.optimizer import HostOptimizer
 from millrace.optim.options import Given, Options
+from millrace.optim.rules import AdamRule
 from millrace.optim.update import scaled
 from millrace.optim.weights import Weights
+from millrace.runtime.pending import name_of, unit_of
 from millrace.runtime.torch_rules import adafactor, muon
 
 __all__ = ["Adafactor", "Muon"]
 
+_TABLE = re.compile(
+    r"(^|\.)(embed\w*|\w*embeddings?|wte|wpe|shared|relative_attention_bias|\w*lm_head|head|output|classifier|score)"
+    r"\.weight$"
+)
 LEAST_BYTES = 1 << 14  # of a tensor of state that goes to disk; the others stay
 
 
@@ -187,12 +194,21 @@ class Adafactor(_MatrixOptimizer, torch.optim.Adafactor):
 
 
 class Muon(_MatrixOptimizer, torch.optim.Muon):
-    """torch.optim.Muon (matrices only) with state and update in host memory; the rest as in `millrace.optim.AdamW`.
+    """torch.optim.Muon with state and update in host memory, and AdamW for what is no matrix, in one optimizer.
 
-    State: a float32 momentum, 4 bytes per parameter. `state_dtype` stays torch.float32.
+    Give it all parameters of a model, or `model.named_parameters()`. A group becomes two where it has both kinds: by
+    Muon go its parameters of two dimensions, except tables (embeddings and output heads) as far as names tell: a
+    parameter's last module is named embed*, *embedding(s), wte, wpe, shared, relative_attention_bias, *lm_head, head,
+    output, classifier or score. Offloaded models know their names; of others named_parameters() has them, and without
+    names every matrix goes by Muon. `use_muon` in a group, True or False, is taken as it is. The groups of AdamW
+    have "use_muon": False, and come after those of Muon.
+
+    State: a float32 momentum, 4 bytes per parameter; of AdamW 8 bytes. `state_dtype` stays torch.float32. The other
+    settings are as in `millrace.optim.AdamW`, and its own are `adamw_lr` and `adamw_weight_decay` (None: the group's),
+    `adamw_betas` and `adamw_eps`.
     """
 
-    ELEMENTWISE = ("momentum_buffer",)
+    ELEMENTWISE = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -205,10 +221,26 @@ class Muon(_MatrixOptimizer, torch.optim.Muon):
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
+        *,
+        adamw_lr: float | torch.Tensor | None = None,
+        adamw_betas: tuple[float, float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: float | None = None,
         **options: Unpack[Given],
     ) -> None:
+        given = {"lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay}
+        self._adamw = {name: value for name, value in given.items() if value is not None}
+        by_muon, by_adamw = params, []
+        if params is not None and not isinstance(params, torch.Tensor):  # which torch.optim refuses
+            params = list(params)
+            groups = params if params and isinstance(params[0], dict) else [{"params": params}]
+            parts = [part for group in groups for part in self._parts(group)]
+            by_muon = [part for part in parts if part.get("use_muon", True)]
+            by_adamw = [part for part in parts if not part.get("use_muon", True)]
+        if by_adamw and not by_muon:
+            raise ValueError("Muon got no matrix to update; use millrace.optim.AdamW for these parameters")
         super().__init__(
-            params,
+            by_muon,
             options=_float32_state(Options(**options), "Muon"),
             lr=lr,
             weight_decay=weight_decay,
@@ -219,10 +251,43 @@ class Muon(_MatrixOptimizer, torch.optim.Muon):
             ns_steps=ns_steps,
             adjust_lr_fn=adjust_lr_fn,
         )
+        for part in by_adamw:
+            super().add_param_group(part)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, or two where it has matrices and others. Raises as with every optimizer of millrace."""
+        for part in self._parts(param_group):
+            super().add_param_group(part)
+
+    def _parts(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+        """The group as one or two: what goes by Muon, and what goes by AdamW with the settings of that."""
+        params = group["params"]
+        if isinstance(params, set):
+            raise TypeError("parameters of a group are a set, which has no order; give a list")
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        if group.get("use_muon"):
+            for entry in params:
+                tensor = entry[1] if isinstance(entry, tuple) else entry
+                if tensor.dim() != 2:
+                    raise ValueError(
+                        f"a group with use_muon=True has a parameter of shape {tuple(tensor.shape)}; Muon is for those"
+                        " of two dimensions: leave use_muon out, and the others go by AdamW"
+                    )
+        if "use_muon" in group:
+            chosen = [bool(group["use_muon"])] * len(params)
+        else:
+            chosen = [_goes_by_muon(*entry[::-1] if isinstance(entry, tuple) else (entry,)) for entry in params]
+        by_muon = [entry for entry, muons in zip(params, chosen, strict=True) if muons]
+        others = [entry for entry, muons in zip(params, chosen, strict=True) if not muons]
+        parts = [{**group, "params": by_muon}] if by_muon or not others else []
+        return [*parts, {**group, **self._adamw, "params": others, "use_muon": False}] if others else parts
 
     def _apply(
         self, group: dict[str, Any], state: dict[str, Any], weight: torch.Tensor, gradient: torch.Tensor
     ) -> None:
+        if not group.get("use_muon", True):
+            self._apply_adamw(group, state, weight, gradient)
+            return
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         muon(
@@ -239,6 +304,35 @@ class Muon(_MatrixOptimizer, torch.optim.Muon):
             adjust_lr_fn=group["adjust_lr_fn"],
             has_complex=False,
         )
+
+    def _apply_adamw(
+        self, group: dict[str, Any], state: dict[str, Any], weight: torch.Tensor, gradient: torch.Tensor
+    ) -> None:
+        if "step" not in state:
+            state["step"] = torch.tensor(0.0, device="cpu")
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        rule = AdamRule(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=True,
+            maximize=False,
+            step=float(state["step"]),
+        )
+        rule.apply(weight, gradient, state["exp_avg"], state["exp_avg_sq"], None, first_step=False)
+
+
+def _goes_by_muon(parameter: torch.Tensor, name: str | None = None) -> bool:
+    """Whether a parameter is a matrix and, as far as its name tells, no table."""
+    if parameter.dim() != 2:
+        return False
+    if name is None and unit_of(parameter) is not None:
+        name = name_of(parameter)
+    return name is None or _TABLE.search(name) is None
 
 
 def _float32_state(options: Options, name: str) -> Options:

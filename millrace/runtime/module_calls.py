@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-__all__ = ["Method", "Participant", "participant_of", "take_part", "withdraw"]
+__all__ = ["Method", "Participant", "compile_calls", "participant_of", "take_part", "withdraw"]
 
 _CALLS = "_compiled_call_impl"
 Method = Callable[..., Any]  # of (module, the method as it would be without us, and its arguments)
@@ -43,8 +43,14 @@ class Participant(Protocol):
     ) -> Any:
         """The module is called: `forward(*args, **kwargs)` does what it would without us."""
 
-    def compiling(self, module: nn.Module) -> None:
-        """PyTorch's compiler goes through a call, and leaves us out of it. Raises where that must not be."""
+    def compiling(self, module: nn.Module) -> bool:
+        """PyTorch's compiler goes through a call, and leaves us out of it. Whether it must not, but stops there."""
+
+    def compile(self, module: nn.Module, compiler: Callable[[Any], Any]) -> bool:
+        """Calls of the module are to be compiled. Whether something was compiled in their place."""
+
+    def stopped(self, module: nn.Module) -> None:
+        """The compiler stopped at a call of the module, which is made without it."""
 
     def plain(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, the module's attributes are what they would be without us, to be copied or pickled."""
@@ -64,9 +70,8 @@ class _Calls:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
         if torch.compiler.is_compiling():
-            self.participants[0].compiling(module)  # not in a loop, in which the compiler could not stop to refuse
-            if len(self.participants) > 1:
-                self.participants[1].compiling(module)
+            if self._stops_compiler(module):
+                return _outside_of_compiler()(self, module, *args, **kwargs)
             return type(module)._call_impl(module, *args, **kwargs)
         if len(self.participants) == 1:
             only = self.participants[0]
@@ -74,6 +79,19 @@ class _Calls:
                 return type(module)._call_impl(module, *args, **kwargs)
             return only.call(module, self._inside, args, kwargs)
         return self.around(module, self._inside, args, kwargs)
+
+    def _stops_compiler(self, module: nn.Module) -> bool:
+        """The inner participant is asked first: weights stop the compiler, activations alone refuse it."""
+        for participant in self.participants[::-1]:  # noqa: SIM110  # the compiler follows this more easily
+            if participant.compiling(module):
+                return True
+        return False
+
+    def stopped(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """A call of which the compiler knows nothing."""
+        for participant in self.participants:
+            participant.stopped(module)
+        return self(*args, **kwargs)
 
     def around(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Every participant's `call`, around `forward`."""
@@ -83,6 +101,10 @@ class _Calls:
 
     def forward(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """The module's `forward`: within a call that came here, or a call of its own."""
+        if torch.compiler.is_compiling():
+            if self._stops_compiler(module):
+                return _outside_of_compiler()(self, module, *args, **kwargs)
+            return own(*args, **kwargs)
         this = threading.get_ident()
         if self.entered is None or this not in self.entered:
             return self.around(module, own, args, kwargs)
@@ -100,6 +122,17 @@ class _Calls:
         finally:
             if self.entered is not None:
                 self.entered.discard(threading.get_ident())
+
+
+_outside: Callable[..., Any] | None = None
+
+
+def _outside_of_compiler() -> Callable[..., Any]:
+    """`_Calls.stopped`, which the compiler leaves alone. Made where it is needed: that loads the compiler."""
+    global _outside  # the compiler follows no cache of functools
+    if _outside is None:
+        _outside = torch.compiler.disable(_Calls.stopped, reason="millrace moves weights or activations in this call")
+    return _outside
 
 
 class _Around:
@@ -156,6 +189,15 @@ def withdraw(module: nn.Module, participant: Participant) -> None:
         del module.__dict__[_CALLS]
         if calls.compiled is not None:
             module.__dict__[_CALLS] = calls.compiled
+
+
+def compile_calls(module: nn.Module, compiler: Callable[[Any], Any]) -> None:
+    """`compiler` compiles the module's calls, inside of ours, or what a participant chooses in their place."""
+    calls = _calls_of(module)
+    for participant in calls.participants:
+        if participant.compile(module, compiler):
+            return
+    calls.compiled = compiler(MethodType(type(module)._call_impl, module))
 
 
 def participant_of(module: nn.Module, kind: type[_P]) -> _P | None:
@@ -222,8 +264,7 @@ def _getstate(module: nn.Module, _own: Any) -> Any:
 
 
 def _compile(module: nn.Module, _own: Any, *args: Any, **kwargs: Any) -> None:
-    calls = _calls_of(module)
-    calls.compiled = torch.compile(MethodType(type(module)._call_impl, module), *args, **kwargs)
+    compile_calls(module, partial(torch.compile, *args, **kwargs))
 
 
 def _call_impl(_module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:

@@ -53,10 +53,10 @@ SYMPTOMS = (
         fix="more tokens in a micro-batch, more device_memory, fewer bits in a frozen base; millrace doctor",
     ),
     Symptom(
-        symptom="CUDA graphs or torch.compile of the whole model fail",
+        symptom="CUDA graphs of the whole model fail, or torch.compile says that the model runs without it",
         cause="weights move between graphs: they lie elsewhere each time they are on the device",
         confirm="it works without mode='reduce-overhead', or without compiling the model as a whole",
-        fix="compile each block: for layer in model.layers: layer.compile()",
+        fix="compile each block: for layer in model.layers: layer.compile(), without mode='reduce-overhead'",
     ),
     Symptom(
         symptom="the process is killed without a message",

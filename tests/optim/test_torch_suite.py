@@ -112,6 +112,8 @@ def test_errors_equal_those_of_the_stock_optimizer() -> None:
             settings = error.optimizer_error_input.kwargs
             if UNSUPPORTED & settings.keys() or error.error_on is not OptimizerErrorEnum.CONSTRUCTION_ERROR:
                 continue
+            if name == "Muon" and "only supports 2D" in error.error_regex:
+                continue  # the others go by AdamW
             # What PyTorch only warns of (a parameter twice in one group) would be updated by two threads at once.
             wanted = ValueError if error.error_type is UserWarning else error.error_type
             with pytest.raises(wanted, match=error.error_regex):

@@ -169,7 +169,7 @@ def quantised() -> nn.Parameter:
         (lambda: nn.Parameter(torch.empty(4, device="meta")), r"meta device and has no bytes; load the weights first"),
         (lambda: nn.Parameter(torch.eye(4).to_sparse()), r"layout is torch.sparse_coo; call to_dense\(\)"),
         (lambda: nn.Parameter(torch.eye(4).to_sparse_csr()), r"layout is torch.sparse_csr; call to_dense\(\)"),
-        (quantised, r"torch.qint8 is quantised; dequantise it, or keep"),
+        (quantised, r"torch.qint8 is quantised; call dequantize\(\) on it"),
         (nn.parameter.UninitializedParameter, r"not initialised yet; run the lazy module once"),
         (
             lambda: nn.Parameter(Opaque(torch.ones(4)), False),

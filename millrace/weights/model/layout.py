@@ -37,7 +37,9 @@ def check_can_travel(name: str, parameter: nn.Parameter) -> None:
     elif parameter.layout != torch.strided:
         reason = f"its layout is {parameter.layout}; call to_dense() on it first"
     elif parameter.is_quantized:
-        reason = f"its dtype {parameter.dtype} is quantised; dequantise it, or keep its module out of the model"
+        reason = (
+            f"its dtype {parameter.dtype} is quantised; call dequantize() on it, or offload the modules beside its own"
+        )
     elif isinstance(parameter, Home):
         reason = (
             "another offloaded model has it, too; offload both as one, such as nn.ModuleList([a, b]), or call remove()"

@@ -22,7 +22,7 @@ from millrace.weights.movement.residency import plain_tensors
 from millrace.weights.passes.engine import Engine
 from millrace.weights.passes.managed import lend_parameters, make_managed, make_plain, site_of
 from millrace.weights.passes.refusals import refuse_call, refuse_script
-from millrace.weights.passes.site import Site
+from millrace.weights.passes.site import Companion, Site
 
 __all__ = ["Attachment"]
 
@@ -50,9 +50,17 @@ class _Registrations:
     def _seen(self, *_args: Any) -> None:
         self.count += 1
 
-    def _seen_module(self, parent: nn.Module, _name: str, module: nn.Module | None) -> None:
+    def _seen_module(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
         refuse_wrapping(parent, module)
+        _note_compiled(parent, name, module)
         self.count += 1
+
+
+def _note_compiled(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    """torch.compile made `parent` around a managed module."""
+    site = site_of(module) if name == "_orig_mod" and module is not None else None
+    if site is not None:
+        site.compiled_by = weakref.ref(parent)
 
 
 _registrations = _Registrations()
@@ -124,7 +132,7 @@ class Attachment:
                 left.append(member)
         return left
 
-    def keep_alive(self, companion: object) -> None:
+    def keep_alive(self, companion: Companion) -> None:
         """`companion` lives at least as long as the model does, unless it is detached before."""
         model = self._model()
         site = None if model is None else site_of(model)
@@ -160,6 +168,8 @@ class Attachment:
         for module, name in inventory.names.items():
             if site_of(module) is None:
                 make_managed(module, self._site(module, name, inventory))
+        for module in inventory.names:
+            _note_compiled(module, "_orig_mod", module._modules.get("_orig_mod"))
         self._engine.buffers.take_in(inventory.names)
         self._seen = _registrations.count
 

@@ -5,18 +5,21 @@ while the model computes.
 """
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from millrace.errors import StateError
-from millrace.runtime.module_calls import Method, participant_of, take_part, withdraw
+from millrace.runtime.module_calls import Method, compile_calls, participant_of, take_part, withdraw
 from millrace.weights.model.compound import is_compound, outer_of
 from millrace.weights.model.home import AwayLeaf, Home, Leaf, PartHome, WatchedBuffer, home_of
 from millrace.weights.model.module_buffers import plain_buffer
+from millrace.weights.passes.compiling import compile_blocks, note_not_compiled
 from millrace.weights.passes.stray import compound_lent_for_call, homes_as_they_are, lent_for_call
 
 if TYPE_CHECKING:
@@ -81,14 +84,36 @@ class Managed:
             return forward(*args, **kwargs)
         return site.engine.call(site, forward, args, kwargs)
 
-    def compiling(self, module: nn.Module) -> None:
+    def compiling(self, module: nn.Module) -> bool:
         """A compiled block may be compiled through, because its visit is under way; a model around blocks may not."""
-        if not self.site.engine.progress.computes:
-            torch.compiler.disable(_refuse_compilation_of_all)()  # here: that loads the compiler
+        return self.site.encloses or not self.site.engine.progress.computes
+
+    def compile(self, module: nn.Module, compiler: Callable[[Any], Any]) -> bool:
+        """Blocks are compiled in the place of a module around them."""
+        if not self.site.encloses:
+            return False
+        compile_blocks(self.site.engine, _layers(module), compiler)
+        return True
+
+    def stopped(self, module: nn.Module) -> None:
+        """Where torch.compile was given the module, that compiles its blocks from now on."""
+        wrapper, self.site.compiled_by = self.site.compiled_by, None
+        given: Any = None if wrapper is None else wrapper()
+        if given is not None:
+            compile_calls(module, given.dynamo_ctx)
+        else:
+            note_not_compiled(self.site.engine)
 
     @contextlib.contextmanager
     def plain(self, module: nn.Module) -> Iterator[None]:
         """Inside, the module's attributes are as they would be on a CPU, were it not offloaded."""
+        if self.site.companion is not None and get_spawning_popen() is not None:
+            warnings.warn(
+                "an offloaded model is on its way to a spawned process, where it is a plain model on the CPU, with a"
+                " copy of all weights; call millrace.offload() in that process",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         attributes = module.__dict__
         parameters, buffers = attributes["_parameters"], attributes["_buffers"]
         plain_parameters = dict(parameters.items())
@@ -102,7 +127,14 @@ class Managed:
     def _apply(
         self, module: nn.Module, _own: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> nn.Module:
-        """`.to(device)`, `.cuda()`, `.cpu()`: managed parameters and buffers are where they belong, and stay there."""
+        """`.to(device)`, `.cuda()`, `.cpu()`: managed parameters and buffers are where they belong, and stay there.
+
+        Of the whole model `.to(dtype)` is done, and it is offloaded anew.
+        """
+        owner = self.site.companion
+        if owner is not None and recurse and any(_changes_dtype(home, fn) for home in module.parameters()):
+            owner.convert(module, lambda: module._apply(_on_cpu(fn)))
+            return module
         if recurse:
             for child in module.children():
                 child._apply(fn)
@@ -170,11 +202,13 @@ def _looking_at_homes(forward: Callable[..., Any]) -> Callable[..., Any]:
     return looking
 
 
-def _refuse_compilation_of_all() -> None:
-    raise StateError(
-        "torch.compile around an offloaded model would compile the visits away; compile its blocks instead: "
-        "for layer in model.layers: layer.compile()"
-    )
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """The modules below whose calls bring blocks, and with none of their kind inside. One operation alone gains nothing
+    by being compiled: modules without children are left out.
+    """
+    composed = [inner for inner in module.modules() if next(inner.children(), None) is not None]
+    sites = ((inner, site_of(inner)) for inner in composed)
+    return [inner for inner, site in sites if site is not None and site.main and not site.encloses]
 
 
 def make_managed(module: nn.Module, site: "Site") -> None:
@@ -244,10 +278,19 @@ def _owner_of_device(kind: Any) -> Any:
     return None
 
 
+def _changes_dtype(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    return fn(torch.empty(0, dtype=tensor.dtype)).dtype != tensor.dtype
+
+
+def _on_cpu(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What `fn` makes of a tensor, in host memory: `.to(device, dtype)` changes the dtype alone."""
+    return lambda tensor: tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype)
+
+
 def _check_same_dtype(name: str, tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    dtype = fn(torch.empty(0, dtype=tensor.dtype)).dtype
-    if dtype != tensor.dtype:
+    if _changes_dtype(tensor, fn):
+        dtype = fn(torch.empty(0, dtype=tensor.dtype)).dtype
         raise StateError(
-            f"an offloaded model cannot change {name!r} from {tensor.dtype} to {dtype}; call remove() on the handle,"
-            " convert the model, and offload it again (or pass param_dtype to compute in another dtype)"
+            f"a part of an offloaded model cannot change {name!r} from {tensor.dtype} to {dtype}; convert the whole"
+            " model, or the part before offload() (or pass param_dtype to compute in another dtype)"
         )

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from millrace.errors import StateError
+from millrace.errors import LayoutError, StateError
 from millrace.runtime.autograd import in_gradient_transform
 from millrace.weights.model.data_parallel import refuse_wrapped
 from millrace.weights.passes.managed import site_of
@@ -11,8 +11,11 @@ from millrace.weights.passes.managed import site_of
 __all__ = ["refuse_call", "refuse_script", "refuse_unmanageable"]
 
 
-def refuse_unmanageable(model: nn.Module) -> None:
-    """Raises StateError for a model that something else manages already, or that cannot be; names the module."""
+def refuse_unmanageable(model: nn.Module, *, with_checkpoint: bool) -> None:
+    """Raises StateError for a model that something else manages already, or that cannot be; names the module.
+
+    LayoutError for parameters without bytes, where no checkpoint has them.
+    """
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"
         refuse_script(where, module)
@@ -34,6 +37,19 @@ def refuse_unmanageable(model: nn.Module) -> None:
                 " layerwise casting"
             )
     refuse_wrapped(model)
+    if not with_checkpoint:
+        _refuse_meta(model)
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    names = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
+    if names:
+        more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
+        raise LayoutError(
+            f"parameter {names[0]!r} cannot be offloaded: it{more} on the meta device (init_empty_weights,"
+            " torch.device('meta')), without values; pass checkpoint=, the directory of the model's safetensors files,"
+            " to millrace.offload(), or call millrace.from_pretrained() with it, or load the weights before"
+        )
 
 
 def refuse_script(where: str, module: nn.Module) -> None:

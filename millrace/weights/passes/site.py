@@ -1,9 +1,11 @@
 """Which blocks does a module need when it is called? A site ties one module to its blocks and to the engine."""
 
+import weakref
+from collections.abc import Callable
 from threading import get_ident
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from torch import is_autocast_cache_enabled, is_autocast_enabled, is_grad_enabled
+from torch import is_autocast_cache_enabled, is_autocast_enabled, is_grad_enabled, nn
 
 from millrace.weights.movement.block import Block
 from millrace.weights.passes.stray import is_lending
@@ -11,7 +13,14 @@ from millrace.weights.passes.stray import is_lending
 if TYPE_CHECKING:
     from millrace.weights.passes.engine import Engine
 
-__all__ = ["Site"]
+__all__ = ["Companion", "Site"]
+
+
+class Companion(Protocol):
+    """Who offloaded a model."""
+
+    def convert(self, model: nn.Module, convert: Callable[[], object]) -> None:
+        """The model gets other dtypes by `convert`."""
 
 
 class Site:
@@ -30,7 +39,8 @@ class Site:
         self._may_be_inside = bool(blocks) and not main
         self.encloses = encloses
         self.device = engine.device
-        self.companion: object = None  # what lives as long as the module
+        self.companion: Companion | None = None  # of a whole model: what lives as long as it does
+        self.compiled_by: weakref.ref[nn.Module] | None = None  # what torch.compile made around it, until it is called
 
     def is_inside(self) -> bool:
         """Whether a call does nothing of its own: of a module inside of one whose visit, on this thread, brought all of
