@@ -237,7 +237,7 @@ def quantised() -> nn.Parameter:
     [
         (lambda: nn.Parameter(torch.empty(16, 16, device="meta")), "on the meta device .* pass checkpoint="),
         (lambda: nn.Parameter(torch.eye(16).to_sparse()), r"layout is torch.sparse_coo; call to_dense\(\)"),
-        (quantised, "torch.qint8 is quantised; dequantise it"),
+        (quantised, "torch.qint8 is quantised; call dequantize"),
         (nn.parameter.UninitializedParameter, "not initialised yet; run the lazy module once"),
     ],
 )
