@@ -80,10 +80,10 @@ def modelled(host: Host) -> Iterator[None]:
         host.works(sum(tensor.numel() for tensor in tensors), NORM_BYTES, "norm")
         return [torch.ones(()) for _ in tensors]
 
-    def timed_total(self: GradientNorms, gradients: Any) -> torch.Tensor:
+    def timed_total(self: GradientNorms, *gradients: Any) -> torch.Tensor:
         for job in self._jobs:
             emu.host_waits_until(moments[job])
-        return total(self, gradients)
+        return total(self, *gradients)
 
     def timed_wait(self: Pending) -> None:
         emu.host_waits_until(moments[self._job])
@@ -113,8 +113,12 @@ def measured(
     forward_seconds: float,
     overlap: str,
     measure: Callable[[millrace.Offloaded, Callable[[], None]], T],
+    beside: Callable[[Host], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> T:
-    """What `measure` finds of the handle of a model and its step, which it runs as often as it likes."""
+    """What `measure` finds of the handle of a model and its step, which it runs as often as it likes.
+
+    `beside`: what else uses the host's memory meanwhile.
+    """
     configure(case)
     model = case.build()
     elements = sum(parameter.numel() for parameter in model.parameters())
@@ -135,7 +139,8 @@ def measured(
             optimizer.step()
             optimizer.zero_grad()
 
-        found = measure(handle, step)
+        with beside(host):
+            found = measure(handle, step)
     reports = emu.take_reports()
     if reports:
         raise RuntimeError(f"{len(reports)} races, the first: {reports[0]}")

@@ -1,6 +1,6 @@
 """Which weights are not one plain tensor? Those of quantisers: a class of their own around plain ones, which travel.
 
-A wrapper subclass tells of which tensors it is made (`__tensor_flatten__`: torchao's, DTensor). A Parameter of a class
+A wrapper subclass tells of which tensors it is made (`__tensor_flatten__`, as torchao's). A Parameter of a class
 of its own is its data, and the tensors in its attributes (bitsandbytes' quantisation state, the type of a GGUF weight).
 The user's object stays what it is, but for the memory of its tensors, its *parts*. What computes in its place is
 another of its kind, around the leaves of the parts.
@@ -60,6 +60,7 @@ class Compound:
 
     def make_leaf(self, leaves: Mapping[str, Leaf]) -> None:
         """The leaf, around those of the parts, by their names."""
+        self.leaf, self._leaves = None, {}  # one that was made before
         before = _references(leaves.values())
         with without_overrides(), torch.no_grad():
             self._leaves = dict(leaves)
@@ -89,13 +90,12 @@ class Compound:
             now = dict(_parts_of(self.outer))
             if now.keys() != self.parts.keys():
                 raise LayoutError(self._changed(f"a {self._kind.__name__} made of {', '.join(now)}"))
+            replaced = {path: part for path, part in now.items() if part is not self.parts[path].tensor}
+            if replaced:
+                self._adopt_parts(replaced)
             for path, part in now.items():
                 home = self.parts[path]
-                if part is not home.tensor:
-                    owner = owner_of(home)
-                    owner.adopt(Part.of(part))
-                    self.parts[path] = owner.home
-                elif home.leads and part.data_ptr() != home.data_ptr():
+                if home.leads and part.data_ptr() != home.data_ptr():
                     home.data = data_of.__get__(part)
 
     def _changed(self, now: str) -> str:
@@ -111,15 +111,19 @@ class Compound:
         parts = dict(_parts_of(weight)) if is_compound(weight) else {}
         if type(weight) is not self._kind or parts.keys() != self.parts.keys():
             raise LayoutError(self._changed(f"a {type(weight).__name__}"))
+        _known.pop(self.outer, None)
+        self.outer = weight
+        _known[weight] = weakref.ref(self)
+        self._adopt_parts(parts)
+        return True
+
+    def _adopt_parts(self, parts: Mapping[str, torch.Tensor]) -> None:
+        """These are its parts from now on, and what it has beside them may be another, too."""
         for path, part in parts.items():
             owner = owner_of(self.parts[path])
             owner.adopt(Part.of(part))
             self.parts[path] = owner.home
-        _known.pop(self.outer, None)
-        self.outer = weight
-        _known[weight] = weakref.ref(self)
         self.make_leaf(self._leaves)
-        return True
 
     def leaf_is(self, *, present: bool) -> None:
         """Whether the memory of its parts is on the device; else whoever still holds the leaf gets it brought."""
@@ -176,10 +180,9 @@ class Compound:
 
     def release(self) -> None:
         """The user's object is an ordinary one again."""
-        _known.pop(self.outer, None)
-        _known.pop(self.leaf, None)
-        if self.leaf is not None:
-            self.leaf.__class__ = self._kind
+        for known in (self.outer, self.leaf):
+            _known.pop(known, None)
+        self.leaf.__class__ = self._kind
 
 
 class TravellingBuffer(Compound):
