@@ -1,5 +1,7 @@
 """Do quantised models compute offloaded what they compute without, and do packed bytes travel and nothing else?"""
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -91,8 +93,11 @@ def test_adapters_train_beside_a_quantised_base(name: str, on_disk: bool, tmp_pa
 
 
 @pytest.fixture
-def accelerator(emu_device: ModuleType) -> torch.device:
-    return torch.device("emu:0")
+def accelerator(emu_device: ModuleType) -> Iterator[torch.device]:
+    yield torch.device("emu:0")
+    tables = sys.modules.get("bitsandbytes.backends.utils")
+    if tables is not None:
+        tables._code_4bit_cache.clear()  # it keeps one for each device it saw
 
 
 @emulated

@@ -364,7 +364,7 @@ def test_too_little_host_memory(tmp_path: Path):
     model = build()
     with pytest.raises(millrace.BudgetError, match=r"host_memory allows 16 KiB.*or pass a directory"):
         millrace.offload(model, device="cpu", host_memory="16KiB")
-    with pytest.raises(millrace.BudgetError, match=r"staging memory; host_memory leaves .* raise it by"):
+    with pytest.raises(millrace.BudgetError, match=r"host_memory leaves .* raise it by"):
         millrace.offload(model, device="cpu", host_memory="16KiB", disk=tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is a file"):
