@@ -1,4 +1,4 @@
-# make demo | test | check | format | bench | setup | clean. Each sets up what it needs; `make setup` alone does only that.
+# make demo | test | check | docs | format | bench | bench-rivals | zoo | dist | setup | clean. Each sets up what it needs; `setup` does only that.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -8,7 +8,7 @@ READY  := $(VENV)/ready
 PYTEST_ARGUMENTS ?= --numprocesses auto
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: help setup demo check format test bench clean
+.PHONY: help setup demo check dist docs format test bench bench-rivals zoo clean
 
 help:
 	@sed -n 1p Makefile
@@ -34,6 +34,10 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# The site, in build/site. A link that leads nowhere is an error, and so is anything that would come from the network.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGUMENTS)
 
@@ -47,10 +51,35 @@ demo: $(READY)
 		--device-memory 25% --compare-plain 5 \
 		--sequence-length 128 --steps 60 --warmup-steps 10 --learning-rate 1e-3 --output build/demo
 
+# All but the zoo, and the others.
 bench: $(READY)
-	@for benchmark in $$(grep -l '__main__' benchmarks/*.py); do \
+	@for benchmark in $$(grep -l '__main__' benchmarks/*.py | grep -v -e /zoo.py -e /rivals.py); do \
 		echo "== $$benchmark"; PYTHONPATH=. $(BIN)/python "$$benchmark" || exit 1; \
 	done
+
+# millrace beside accelerate, transformers, FSDP2, DeepSpeed and torchao, in an environment with the last two beside ours.
+bench-rivals: $(READY)
+	$(BIN)/python -m venv build/rivals
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+		> "$$(build/rivals/bin/python -c 'import site; print(site.getsitepackages()[0])')/beside.pth"
+	build/rivals/bin/python -m pip install --quiet einops hjson msgpack ninja py-cpuinfo pydantic setuptools wheel
+	DS_BUILD_OPS=0 build/rivals/bin/python -m pip install --quiet --no-build-isolation --no-deps deepspeed==0.19.8
+	TORCH_EXTENSIONS_DIR="$(CURDIR)/build/rivals/extensions" PATH="$(CURDIR)/build/rivals/bin:$$PATH" PYTHONPATH=. build/rivals/bin/python benchmarks/rivals.py --write
+
+# Every architecture of transformers and of diffusers, in three places: hours. Writes docs/models.md and its sibling.
+zoo: $(READY)
+	@mkdir -p build
+	@rm -f build/zoo.jsonl build/zoo_diffusers.jsonl
+	PYTHONPATH=. $(BIN)/python benchmarks/zoo.py --results build/zoo.jsonl
+	PYTHONPATH=. $(BIN)/python benchmarks/zoo.py --results build/zoo.jsonl --write docs/models.md
+	PYTHONPATH=. $(BIN)/python benchmarks/zoo.py --of diffusers --results build/zoo_diffusers.jsonl
+	PYTHONPATH=. $(BIN)/python benchmarks/zoo.py --of diffusers --results build/zoo_diffusers.jsonl \
+		--write docs/models_diffusers.md
+
+# What is released, in dist/; docs/releasing.md has the steps around it.
+dist: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[release]'
+	PATH="$(CURDIR)/$(BIN):$$PATH" .ci/dist
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,6 +1,6 @@
 """Are saving and loading done in the memory that a run was given? The kernel kills the process if not.
 
-    python benchmarks/checkpoint_memory.py [--size 4.5GiB] [--host-memory 256MiB] [--device-memory 192MiB]
+    PYTHONPATH=. python benchmarks/checkpoint_memory.py [--size 4.5GiB] [--host-memory 256MiB] [--device-memory 192MiB]
 
 Writes a bfloat16 Llama of that size to `--directory`, and starts two processes that live in a memory cgroup of their
 budgets, what the interpreter takes, and an allowance: the first maps the model, trains a step (Lion, its state on disk)

@@ -3,9 +3,9 @@
     PYTHONPATH=. python benchmarks/checkpoint_virtual.py
 
 The step of `overlap_updates.py` with `overlap="forward"`, without a checkpoint, and with one that begins in every step,
-into host memory that has room for a copy of all. As `millrace.save(wait=False)` does, the copy reads weights and
-moments while nothing else uses the host's memory, and an update waits until what it changes has been copied. A copy
-reads and writes 12 bytes per parameter. The bar is 1.05.
+into host memory that has room for a copy of all. The copy is modelled, and `millrace.save` is not called: as
+`millrace.save(wait=False)` does, it reads weights and moments while nothing else uses the host's memory, and an update
+waits until what it changes has been copied. A copy reads and writes 12 bytes per parameter. The bar is 1.05.
 """
 
 import contextlib

@@ -6,8 +6,10 @@ from accelerate import Accelerator
 
 import millrace
 
+DEVICE_MEMORY = "2MiB"  # for 4.2 MiB of weights
 
-def main(device=None, device_memory="2MiB", offload=True):
+
+def main(device=None, device_memory=DEVICE_MEMORY, offload=True):
     accelerator = Accelerator(cpu=str(device) == "cpu", gradient_accumulation_steps=2)
     model = tiny.llama()
     handle = millrace.offload(model, device=device, device_memory=device_memory) if offload else None
@@ -24,5 +26,5 @@ def main(device=None, device_memory="2MiB", offload=True):
 
 
 if __name__ == "__main__":
-    _, handle = main(**tiny.options(device_memory="2MiB"))
+    _, handle = main(**tiny.options(device_memory=DEVICE_MEMORY))
     print(handle.report())

@@ -7,6 +7,7 @@ from peft import LoraConfig
 
 import millrace
 
+DEVICE_MEMORY = "1MiB"  # for 3.4 MiB of weights
 SIZES = {"num_layers": 4, "num_single_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4}
 
 
@@ -20,7 +21,7 @@ def transformer():
     return model
 
 
-def main(device=None, device_memory="1MiB", offload=True):
+def main(device=None, device_memory=DEVICE_MEMORY, offload=True):
     model = transformer()
     handle = millrace.offload(model, device=device, device_memory=device_memory) if offload else None
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
@@ -44,5 +45,5 @@ def main(device=None, device_memory="1MiB", offload=True):
 
 
 if __name__ == "__main__":
-    _, handle = main(**tiny.options(device_memory="1MiB"))
+    _, handle = main(**tiny.options(device_memory=DEVICE_MEMORY))
     print(handle.report())

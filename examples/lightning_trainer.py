@@ -1,10 +1,13 @@
-"""How does Lightning's Trainer fit an offloaded model? Offload it before `fit`."""
+"""How does Lightning's Trainer fit an offloaded model, save it and go on? Offload it before `fit`."""
 
 import lightning
 import tiny
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 import millrace
+
+DEVICE_MEMORY = "2MiB"  # for 4.2 MiB of weights
 
 
 class Learner(lightning.LightningModule):
@@ -19,20 +22,22 @@ class Learner(lightning.LightningModule):
         return millrace.optim.AdamW(self.model.parameters(), lr=1e-3, overlap="forward")
 
 
-def main(device=None, device_memory="2MiB", offload=True):
+def main(device=None, device_memory=DEVICE_MEMORY, offload=True, epochs=1, checkpoints=None, resume_from=None):
     model = tiny.llama()
     handle = millrace.offload(model, device=device, device_memory=device_memory) if offload else None
     trainer = lightning.Trainer(
         accelerator="cpu" if str(device) == "cpu" else "auto",
-        max_epochs=1,
+        max_epochs=epochs,
         gradient_clip_val=1.0,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=checkpoints is not None,  # also to go on from one: Lightning wants the same callbacks
+        callbacks=[ModelCheckpoint(checkpoints, "{epoch}", save_top_k=-1)] if checkpoints is not None else [],
     )
-    trainer.fit(Learner(model), torch.utils.data.DataLoader(tiny.batches(), batch_size=None))
+    loader = torch.utils.data.DataLoader(tiny.batches(), batch_size=None)
+    trainer.fit(Learner(model), loader, ckpt_path=resume_from)  # None: from the beginning
     return model, handle
 
 
 if __name__ == "__main__":
-    _, handle = main(**tiny.options(device_memory="2MiB"))
+    _, handle = main(**tiny.options(device_memory=DEVICE_MEMORY))
     print(handle.report())

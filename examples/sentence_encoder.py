@@ -14,8 +14,10 @@ from sentence_transformers.sentence_transformer.losses import MultipleNegativesR
 
 import millrace
 
+DEVICE_MEMORY = "16MiB"  # for 86.6 MiB of weights
 
-def main(device=None, device_memory="56MiB", offload=True, output=None):
+
+def main(device=None, device_memory=DEVICE_MEMORY, offload=True, output=None):
     torch.manual_seed(0)
     model = SentenceTransformer(str(get_model_path()), device="cpu")
     model.max_seq_length = 32
@@ -38,5 +40,5 @@ def main(device=None, device_memory="56MiB", offload=True, output=None):
 
 
 if __name__ == "__main__":
-    _, handle = main(**tiny.options(device_memory="56MiB"))
+    _, handle = main(**tiny.options(device_memory=DEVICE_MEMORY))
     print(handle.report())

@@ -1,4 +1,4 @@
-"""How does a diffusers pipeline draw an image with less device memory than its models? Offload each of them.
+"""How does a diffusers pipeline draw an image with less device memory than its models? Offload all of them as one.
 
 `FluxPipeline.from_pretrained(...)` gives the same components, with weights that mean something.
 """
@@ -10,6 +10,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 import millrace
 
+DEVICE_MEMORY = "600KiB"  # for 4.4 MiB of weights
 CLIP = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 4, "num_heads": 4}
 FLUX = {"num_layers": 4, "num_single_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4}
@@ -32,19 +33,19 @@ def pipeline():
     )
 
 
-def main(device=None, device_memory="600KiB", offload=True):
+def main(device=None, device_memory=DEVICE_MEMORY, offload=True):
     pipe = pipeline()
-    models = [pipe.text_encoder.eval(), pipe.text_encoder_2.eval(), pipe.transformer.eval(), pipe.vae.eval()]
-    handles = [millrace.offload(model, device=device, device_memory=device_memory) for model in models if offload]
+    for model in (pipe.text_encoder, pipe.text_encoder_2, pipe.transformer, pipe.vae):
+        model.eval()
+    handle = millrace.offload_pipeline(pipe, device=device, device_memory=device_memory) if offload else None
     generator = torch.Generator().manual_seed(0)
     pipe.set_progress_bar_config(disable=True)
     image = pipe(
         "a mill beside its race", height=32, width=32, num_inference_steps=3, generator=generator, output_type="pt"
     ).images
-    return image, handles
+    return image, handle
 
 
 if __name__ == "__main__":
-    _, handles = main(**tiny.options(device_memory="600KiB"))
-    for handle in handles:  # of the text encoders, the transformer and the decoder
-        print(handle.report())
+    _, handle = main(**tiny.options(device_memory=DEVICE_MEMORY))
+    print(handle.report())

@@ -1,4 +1,4 @@
-"""How does a diffusers pipeline make a video with less device memory than its models? Offload each of them.
+"""How does a diffusers pipeline make a video with less device memory than its models? Offload all of them as one.
 
 `WanPipeline.from_pretrained(...)` gives the same components, with weights that mean something.
 """
@@ -10,6 +10,7 @@ from transformers import T5Config, T5EncoderModel
 
 import millrace
 
+DEVICE_MEMORY = "600KiB"  # for 1.8 MiB of weights
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 4, "num_heads": 4}
 WAN = {"num_attention_heads": 4, "attention_head_dim": 16, "ffn_dim": 128, "num_layers": 6, "freq_dim": 32}
 VAE = {"base_dim": 8, "z_dim": 16, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
@@ -26,10 +27,11 @@ def pipeline():
     )
 
 
-def main(device=None, device_memory="600KiB", offload=True):
+def main(device=None, device_memory=DEVICE_MEMORY, offload=True):
     pipe = pipeline()
-    models = [pipe.text_encoder.eval(), pipe.transformer.eval(), pipe.vae.eval()]
-    handles = [millrace.offload(model, device=device, device_memory=device_memory) for model in models if offload]
+    for model in (pipe.text_encoder, pipe.transformer, pipe.vae):
+        model.eval()
+    handle = millrace.offload_pipeline(pipe, device=device, device_memory=device_memory) if offload else None
     pipe.set_progress_bar_config(disable=True)
     video = pipe(
         "water turns the wheel",
@@ -40,10 +42,9 @@ def main(device=None, device_memory="600KiB", offload=True):
         generator=torch.Generator().manual_seed(0),
         output_type="pt",
     ).frames
-    return video, handles
+    return video, handle
 
 
 if __name__ == "__main__":
-    _, handles = main(**tiny.options(device_memory="600KiB"))
-    for handle in handles:  # of the text encoder, the transformer and the decoder
-        print(handle.report())
+    _, handle = main(**tiny.options(device_memory=DEVICE_MEMORY))
+    print(handle.report())

@@ -8,8 +8,10 @@ from transformers import Trainer, TrainingArguments
 
 import millrace
 
+DEVICE_MEMORY = "2MiB"  # for 4.2 MiB of weights
 
-def main(device=None, device_memory="2MiB", offload=True, output=None):
+
+def main(device=None, device_memory=DEVICE_MEMORY, offload=True, output=None):
     base = tiny.llama()
     model = get_peft_model(base, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
     handle = millrace.offload(model, device=device, device_memory=device_memory) if offload else None
@@ -29,5 +31,5 @@ def main(device=None, device_memory="2MiB", offload=True, output=None):
 
 
 if __name__ == "__main__":
-    _, handle = main(**tiny.options(device_memory="2MiB"))
+    _, handle = main(**tiny.options(device_memory=DEVICE_MEMORY))
     print(handle.report())

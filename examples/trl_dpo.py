@@ -13,8 +13,10 @@ from trl import DPOConfig, DPOTrainer
 
 import millrace
 
+DEVICE_MEMORY = "2MiB"  # for 4.2 MiB of weights in each of two models
 
-def main(device=None, device_memory="2MiB", offload=True, output=None, lora=False):
+
+def main(device=None, device_memory=DEVICE_MEMORY, offload=True, output=None, lora=False):
     model, reference = tiny.llama(), None if lora else tiny.llama().requires_grad_(False)
     if lora:
         model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
@@ -43,6 +45,6 @@ def main(device=None, device_memory="2MiB", offload=True, output=None, lora=Fals
 
 
 if __name__ == "__main__":
-    _, handles = main(**tiny.options(device_memory="2MiB"))
+    _, handles = main(**tiny.options(device_memory=DEVICE_MEMORY))
     for handle in handles:  # of the model, and of the reference model
         print(handle.report())

@@ -8,12 +8,14 @@ from trl import GRPOConfig, GRPOTrainer
 
 import millrace
 
+DEVICE_MEMORY = "2MiB"  # for 4.2 MiB of weights
+
 
 def reward_for_letters(completions, **_):
     return [sum(letter.isalpha() for letter in completion) / 10 for completion in completions]
 
 
-def main(device=None, device_memory="2MiB", offload=True, output=None):
+def main(device=None, device_memory=DEVICE_MEMORY, offload=True, output=None):
     model = tiny.llama()
     handle = millrace.offload(model, device=device, device_memory=device_memory) if offload else None
     arguments = GRPOConfig(
@@ -40,5 +42,5 @@ def main(device=None, device_memory="2MiB", offload=True, output=None):
 
 
 if __name__ == "__main__":
-    _, handle = main(**tiny.options(device_memory="2MiB"))
+    _, handle = main(**tiny.options(device_memory=DEVICE_MEMORY))
     print(handle.report())

@@ -8,8 +8,10 @@ from trl import SFTConfig, SFTTrainer
 
 import millrace
 
+DEVICE_MEMORY = "2MiB"  # for 4.2 MiB of weights
 
-def main(device=None, device_memory="2MiB", offload=True, output=None):
+
+def main(device=None, device_memory=DEVICE_MEMORY, offload=True, output=None):
     model = tiny.llama()
     handle = millrace.offload(model, device=device, device_memory=device_memory) if offload else None
     rows = [{"prompt": f"{name}:", "completion": f" {text}"} for name, text in tiny.docstrings().items()]
@@ -30,5 +32,5 @@ def main(device=None, device_memory="2MiB", offload=True, output=None):
 
 
 if __name__ == "__main__":
-    _, handle = main(**tiny.options(device_memory="2MiB"))
+    _, handle = main(**tiny.options(device_memory=DEVICE_MEMORY))
     print(handle.report())

@@ -10,6 +10,7 @@ from millrace.errors import (
     DiskError,
     LayoutError,
     MillraceError,
+    RankError,
     StateError,
     WeightChangedError,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "MillraceError",
     "Offloaded",
     "Probe",
+    "RankError",
     "RunPlan",
     "Saving",
     "StateError",

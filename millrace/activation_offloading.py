@@ -155,6 +155,7 @@ class ActivationOffloading:
             host_held_bytes=self._stash.pool.held_bytes,
             host_bytes=self._ledger.held_bytes(Tier.HOST, PURPOSE),
             host_peak_bytes=self._ledger.peak_bytes(Tier.HOST, PURPOSE),
+            host_locked_bytes=self._stash.pool.locked_bytes,
             device_peak_bytes=self._ledger.peak_bytes(Tier.DEVICE, PURPOSE),
             offload_bytes=meter.offload_bytes,
             onload_bytes=meter.onload_bytes,
@@ -251,6 +252,14 @@ class ActivationOffloading:
         StateError inside of another block or of a call of the model.
         """
         return self._calls.block()
+
+    def together(self, inputs: Any) -> AbstractContextManager[None]:
+        """A forward that consists of several calls of the model, with all these inputs, which take turns."""
+        return self._calls.together(inputs)
+
+    def one_backward(self) -> AbstractContextManager[None]:
+        """Within a backward: those nested in it are parts of it."""
+        return self._passes.one_backward()
 
     def calling(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         """A watched module is called, in a forward or a recomputation."""

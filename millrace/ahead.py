@@ -5,7 +5,6 @@ import errno
 import os
 import platform
 import tempfile
-from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,24 +17,23 @@ from millrace.optim.eight_bit import RECORD_BYTES, RUN_ELEMENTS
 from millrace.planning.cost import (
     MACHINES,
     Hardware,
-    ModelShape,
     Overlap,
     RunPlan,
     Spread,
     Training,
     Work,
-    is_counted,
-    is_module,
+    all_devices,
+    nearest,
     plan_run,
-    read_config,
-    shape_of_config,
-    shape_of_module,
-    stored_bits,
+    wanted,
+    with_drives,
+    with_peers,
 )
 from millrace.runtime.device import is_accelerator, resolve_device
 from millrace.runtime.host import available_host_bytes
 from millrace.runtime.probe import dram_rate, link_rates, matmul_rates, update_rate
 from millrace.runtime.probe_disk import disk_rates
+from millrace.shapes import shape_of
 
 __all__ = ["HardwareNotFound", "Probe", "cached_probe", "plan", "probe", "probed_rates"]
 
@@ -55,16 +53,18 @@ class Probe:
     hardware: Hardware
     matmul_flops_per_second: dict[str, float]
     pageable_bytes_per_second: float
+    locked: bool = True  # host memory could be page-locked; without, the hardware's link is as fast as pageable memory
     notes: tuple[str, ...]
 
     def to_text(self) -> str:
         """The rates as a table."""
         hardware, products = self.hardware, self.matmul_flops_per_second
+        host = "page-locked" if self.locked else "not locked"
         rows = [
             ("device memory", f"{hardware.device_memory_bytes / 1e9:.1f} GB"),
-            ("onload, page-locked", f"{hardware.onload_bytes_per_second / 1e9:.2f} GB/s"),
+            (f"onload, {host}", f"{hardware.onload_bytes_per_second / 1e9:.2f} GB/s"),
             ("onload, pageable", f"{self.pageable_bytes_per_second / 1e9:.2f} GB/s"),
-            ("offload, page-locked", f"{hardware.offload_bytes_per_second / 1e9:.2f} GB/s"),
+            (f"offload, {host}", f"{hardware.offload_bytes_per_second / 1e9:.2f} GB/s"),
             ("of each, both at once", f"{hardware.duplex_share:.0%}"),
             ("host memory", f"{hardware.host_memory_bytes / 1e9:.1f} GB"),
             ("host memory, copies", f"{hardware.dram_bytes_per_second / 1e9:.2f} GB/s read and written"),
@@ -120,6 +120,7 @@ def probe(
         hardware=hardware,
         matmul_flops_per_second=products,
         pageable_bytes_per_second=link.pageable_onload,
+        locked=link.locked,
         notes=(*link.notes, *disk_found.notes, *_implausible(hardware)),
     )
     if cache:
@@ -170,7 +171,19 @@ def plan(
     device_memory: Size | None = None,
     host_memory: Size | None = None,
     disk: Size | bool | None = None,
+    drive: str | None = None,
+    drives: int = 1,
+    link_bytes_per_second: float | None = None,
+    disk_bytes_per_second: float | None = None,
+    host_bytes_per_second: float | None = None,
+    device_bytes_per_second: float | None = None,
+    flops_per_second: float | None = None,
+    update_bytes_per_second: float | None = None,
+    peer: Literal["fabric", "pcie", "none"] | None = None,
+    peer_bytes_per_second: float | None = None,
+    network_bytes_per_second: float | None = None,
     devices: int | None = None,
+    nodes: int = 1,
     training: Literal["full", "adapter", "inference"] = "full",
     adapter_rank: int | None = None,
     weight_bits: float | None = None,
@@ -179,6 +192,9 @@ def plan(
     tensor: int = 1,
     pipeline: int = 1,
     zero_stage: int = 0,
+    expert_parallel: int = 1,
+    method: str | None = None,
+    optimizer_fraction: float | None = None,
 ) -> RunPlan:
     """What a run of `model` will hold in each tier, how long a step takes and why, before anything is allocated.
 
@@ -187,8 +203,21 @@ def plan(
       Default: measured when there is a measurement, otherwise "4090".
     - `batch_size`, `sequence_length`, `micro_batches`: one optimizer step of one replica.
     - `device_memory`, `host_memory`, `disk`: bytes or text such as "24GiB", instead of the machine's own; `disk=False`:
-      without one.
-    - `devices`: how many work together; what `tensor` and `pipeline` leave are replicas, with `zero_stage` 0 to 3.
+      without one. `drive`: "nvme-gen4", "nvme-gen5", "sata" or "hdd" in its place, `drives` of them.
+    - `link_bytes_per_second` (each way), `disk_bytes_per_second` (reading and writing), `host_bytes_per_second` (of
+      host memory), `device_bytes_per_second` (of device memory), `flops_per_second`, `update_bytes_per_second` (of host
+      memory that the optimizer's update moves, all devices' together), `peer_bytes_per_second` (of each device, to the
+      others of its node), `network_bytes_per_second` (of each node, each way): as they are reached, instead of the
+      machine's own. `peer`: how devices of a node reach each other: "fabric" (NVLink, Infinity Fabric), "pcie" (peer
+      access over each one's link to the host) or "none" (through host memory).
+    - `devices`: how many of each of `nodes` work together; by default `tensor` times `pipeline`, or all of the machine
+      where there are several nodes. What `tensor` and `pipeline` leave are replicas: those of a node share one copy on
+      the host, or all have a `zero_stage` of 1 to 3; `expert_parallel` of them share the experts of a layer. What
+      millrace does not run yet of this is simulated: `RunPlan.not_run`.
+    - `method`: instead of the fastest, one by name ("none", "offload-optimizer", "offload-optimizer-to-disk",
+      "stream-weights", "stream-weights-from-disk"), by its parts ("weights=host,state=disk,activations=recomputed"),
+      or both. `optimizer_fraction`: the share of the optimizer's state and update that the host has, 0 to 1; the
+      device has the rest, as with `device_fraction` of `millrace.optim`.
     - `training`: "full", "adapter" (LoRA of `adapter_rank`, default 16) or "inference". `weight_bits`: of the layers'
       weights, 4.5 for NF4. `overlap` and `state_dtype`: those of `millrace.optim.AdamW`: "none", "forward" or
       "backward"; torch.float32, torch.bfloat16 or "8bit".
@@ -196,15 +225,37 @@ def plan(
     Raises ValueError for settings that make no sense, and HardwareNotFound for a machine that is not known. A model
     that does not fit is an answer and no error: see `RunPlan.fits`.
     """
-    machine = _resized(_machine(hardware), device_memory, host_memory, disk)
+    machine = _machine(hardware)
+    if drive is not None:
+        machine = with_drives(machine, drive, drives)
+    elif drives != 1:
+        raise ValueError(f"drives={drives} of which drive? Give drive too, such as drive='nvme-gen4'")
+    rates = {
+        ("onload_bytes_per_second", "offload_bytes_per_second"): link_bytes_per_second,
+        ("disk_read_bytes_per_second", "disk_write_bytes_per_second"): disk_bytes_per_second,
+        ("dram_bytes_per_second", "update_bytes_per_second"): host_bytes_per_second,
+        ("device_bytes_per_second",): device_bytes_per_second,
+        ("flops_per_second",): flops_per_second,
+        ("update_bytes_per_second",): update_bytes_per_second,
+        ("collective_bytes_per_second",): peer_bytes_per_second,
+        ("node_bytes_per_second",): network_bytes_per_second,
+    }
+    given = {field: rate for fields, rate in rates.items() if rate is not None for field in fields}
+    machine = _resized(machine.changed(**given) if given else machine, device_memory, host_memory, disk)
+    machine = with_peers(machine, peer, peer_bytes_per_second)
     work = _one_of(Training, training, "training")
-    shape = _shape(model, work, adapter_rank, weight_bits)
+    shape = shape_of(model, work, adapter_rank, weight_bits)
     if tensor < 1 or pipeline < 1:
         raise ValueError(f"tensor={tensor}, pipeline={pipeline}; give at least 1 of each")
-    count = tensor * pipeline if devices is None else devices
-    if count % (tensor * pipeline):
-        raise ValueError(f"devices={count} cannot be cut into tensor={tensor} times pipeline={pipeline}")
-    spread = Spread(data=count // (tensor * pipeline), tensor=tensor, pipeline=pipeline, zero_stage=zero_stage)
+    count = all_devices(machine, devices, nodes, tensor * pipeline)
+    spread = Spread(
+        data=count // (tensor * pipeline),
+        tensor=tensor,
+        pipeline=pipeline,
+        zero_stage=zero_stage,
+        expert=expert_parallel,
+        nodes=nodes,
+    )
     full_width = shape.weight_bytes >= 3.9 * shape.parameters
     return plan_run(
         shape,
@@ -221,6 +272,7 @@ def plan(
         spread,
         overlap=_one_of(Overlap, overlap, "overlap"),
         disk=disk is not False,
+        wanted=wanted(method, optimizer_fraction),
     )
 
 
@@ -233,59 +285,6 @@ def _state_bytes(state_dtype: torch.dtype | str) -> float:
     return known[name]
 
 
-def _shape(model: Any, work: Training, adapter_rank: int | None, weight_bits: float | None) -> ModelShape:
-    if isinstance(model, ModelShape):
-        shape = model
-    elif is_module(model):
-        shape = shape_of_module(model)
-    else:
-        shape = _shape_of_config(read_config(model), Path(model).stem if isinstance(model, str | Path) else "")
-    if weight_bits is not None:
-        shape = shape.with_bits(weight_bits)
-    if work is Training.NONE:
-        return shape.frozen()
-    if work is Training.ADAPTER and (adapter_rank is not None or shape.trainable == shape.parameters):
-        return shape.with_adapters(16 if adapter_rank is None else adapter_rank)
-    return shape
-
-
-def _shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
-    """By the config's numbers where the type of model is known, else counted from transformers' model on meta."""
-    if is_counted(config):
-        return shape_of_config(config, name=name)
-    shape = shape_of_module(_on_meta(config))
-    bits = stored_bits(config, 0.0)
-    shape = shape.with_bits(bits) if bits else shape
-    return dataclasses.replace(shape, name=name or str(config.get("_name_or_path") or config["model_type"]))
-
-
-def _on_meta(config: Mapping[str, Any]) -> torch.nn.Module:
-    """The model of a config, without memory for it. Raises ValueError when transformers cannot make it."""
-    kind = config["model_type"]
-    try:
-        import transformers  # here: it takes seconds to import, and most configs do not need it
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"how many parameters a model of type {kind!r} has is not known from its config; pip install"
-            " 'millrace[transformers]', or plan from the model itself, made on meta"
-        ) from error
-    reasons = []
-    named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-    dtype = torch.float32 if named == "float32" else torch.bfloat16
-    for maker in (transformers.AutoModelForCausalLM, transformers.AutoModel):
-        try:
-            described = transformers.AutoConfig.for_model(**config)
-            with torch.device("meta"):
-                module: torch.nn.Module = maker.from_config(described, dtype=dtype)
-                return module
-        except Exception as error:
-            reasons.append(str(error).splitlines()[0] if str(error) else type(error).__name__)
-    raise ValueError(
-        f"how many parameters a model of type {kind!r} has is not known from its config, and transformers cannot make"
-        f" it ({reasons[0]}); plan from the model itself, made on meta"
-    )
-
-
 def _machine(hardware: Hardware | str | None) -> Hardware:
     if isinstance(hardware, Hardware):
         return hardware
@@ -294,7 +293,7 @@ def _machine(hardware: Hardware | str | None) -> Hardware:
     if hardware == MEASURED:
         return cached_probe()
     if hardware not in MACHINES:
-        raise HardwareNotFound(f"hardware={hardware!r} is not known; give {_known()}")
+        raise HardwareNotFound(f"hardware={hardware!r} is not known{nearest(hardware, MACHINES)}; give {_known()}")
     return MACHINES[hardware]
 
 

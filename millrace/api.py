@@ -1,7 +1,6 @@
 """How is a model offloaded? `offload()` wires the layers together, and `Offloaded` is the handle on the result."""
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,29 +11,36 @@ import torch
 from torch import nn
 
 from millrace import live
+from millrace.accumulating import Accumulating
 from millrace.activation_offloading import ActivationOffloading
 from millrace.activations.targets import check_targets
 from millrace.activations.watched import refuse_watched
-from millrace.ahead import probed_rates
 from millrace.config import BlocksSpec, OffloadConfig, Size, activation_config, parse_bytes, prefetch_blocks
 from millrace.errors import StateError
 from millrace.memory.disk import Checkpoint, StagingRing
-from millrace.memory.ledger import Ledger, Tier
+from millrace.memory.ledger import Ledger
+from millrace.observed import Observed
 from millrace.optim.optimizer import HostOptimizer
 from millrace.planning import Plan
-from millrace.report import Planned, Report, RunRecord, Stats
 from millrace.runtime.device import is_accelerator, resolve_device
 from millrace.runtime.grad_scaler import make_grad_scaler_wait
 from millrace.runtime.handle import Handle
 from millrace.runtime.lanes import open_lanes
+from millrace.runtime.node import Node
+from millrace.runtime.pace import Pace
 from millrace.runtime.pending import unit_of
+from millrace.runtime.ways import way_of
 from millrace.weights.meter import Checkpointed, Meter
 from millrace.weights.model.inventory import Inventory, take_inventory
 from millrace.weights.model.module_buffers import ModuleBuffers
 from millrace.weights.model.partition import Partition, partition
 from millrace.weights.model.places import Member
+from millrace.weights.movement.averaging import AveragedGradients
 from millrace.weights.movement.block import Block
+from millrace.weights.movement.common import CommonHomes
+from millrace.weights.movement.control import CopyControl
 from millrace.weights.movement.executor import Executor
+from millrace.weights.movement.gathering import Gathers
 from millrace.weights.movement.gradients import Gradients
 from millrace.weights.movement.residency import Residency
 from millrace.weights.movement.room import Room
@@ -64,6 +70,8 @@ def offload(
     param_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
     activations: bool | Mapping[str, Any] = False,
+    mesh: Any = None,
+    onload: Literal["own", "gather", "auto"] = "own",
 ) -> "Offloaded":
     """Lets the weights of `model` visit `device` block by block while it computes. In place; training and inference.
 
@@ -95,6 +103,15 @@ def offload(
       is a part of the one here, and kept for activations; default where blocks rest on disk: a quarter,
       and what finds no room there stays on the device.
 
+    - `mesh`: a DeviceMesh (of one dimension, or of all ranks) whose ranks train one model with a batch each. All ranks
+      call this with the same model. Those of a node keep one copy of it, of its gradients and of what millrace's
+      optimizers keep; `host_memory` is for the node, the staging of each rank included, and `disk` has one file
+      for it. Gradients are averaged over all ranks. Linux.
+    - `onload`: with `mesh`, how blocks come and gradients leave in training. "own": whole, over each device's own link.
+      "gather": a range of 1/N over each link, the rest from the other devices of the node, by the mesh's process group;
+      for devices that reach each other faster than the host (NVLink). Of three ranks and more the sum of gradients has
+      the order of that group's collective. "auto": what is quicker here; both are tried, and the report says it.
+
     Raises BudgetError when a budget is too small, LayoutError for parameters that cannot travel (meta, sparse, trained
     ones of a class of their own), StateError for a model that is offloaded already, wrapped for data parallel training,
     or carries accelerate or diffusers hooks, and ValueError or TypeError for settings that make no sense. Nothing is
@@ -116,6 +133,8 @@ def offload(
         param_dtype=param_dtype,
         grad_dtype=grad_dtype,
         activations=activation_config(activations),
+        mesh=mesh,
+        onload=onload,
     )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
@@ -128,17 +147,23 @@ def offload(
     return Offloaded(model, config)
 
 
-class Offloaded(Handle):
+class Offloaded(Accumulating, Observed, CopyControl, Handle):
     """The handle on an offloaded model, made by `offload()`. As a context manager it calls `remove()` at the end."""
 
     def __init__(self, model: nn.Module, config: OffloadConfig) -> None:
-        self._given = self._config = config
-        self._ledger = Ledger(frozenset({"weights", "buffers"}), config.host_memory_bytes)
-        materialized = None
-        if config.checkpoint is not None:
-            opened = config.checkpoint
-            checkpoint = Checkpoint(opened, self._ledger) if isinstance(opened, Path) else opened
-            materialized = materialize(model, checkpoint)
+        self._given = config
+        self._goes_together = set()
+        self._start(model)
+
+    def _start(self, model: nn.Module) -> None:
+        self._config = config = self._given
+        self._device = config.device
+        self._node = None if config.mesh is None else Node(config.mesh)
+        self._way = None if self._node is None else way_of(config.onload, self._node, config.device)
+        self._attachment: Attachment | None = None
+        self._ledger = Ledger(frozenset({"weights", "buffers"}), self._own_part(config.host_memory_bytes))
+        opened = config.checkpoint
+        materialized = None if opened is None else materialize(model, opened, self._ledger)
         try:
             with torch.inference_mode(False):  # in which nothing could be trained that is made there
                 self._offload(model, materialized)
@@ -151,21 +176,27 @@ class Offloaded(Handle):
     def _offload(self, model: nn.Module, materialized: Materialized | None) -> None:
         config = self._config
         inventory = take_inventory(model, param_dtype=config.param_dtype)
-        self._budgets = budgets = Budgets.of(model, inventory, config)
-        self._ledger.host_budget_bytes = budgets.host_bytes
-        parts = partition(model, inventory, config.blocks, config.resident, budgets.weights_bytes)
+        budgets = Budgets.of(model, inventory, config)
+        if self._node is not None:
+            device_bytes, host_bytes = self._node.least([budgets.device_bytes, budgets.host_bytes])
+            budgets = replace(budgets, device_bytes=device_bytes, host_bytes=host_bytes, ranks=self._node.size)
+        self._budgets = budgets
+        self._ledger.host_budget_bytes = self._own_part(budgets.host_bytes)
+        settings = config.blocks, config.resident, budgets.weights_bytes
+        parts = partition(model, inventory, *settings, tables_by_rows=self._node is None)
         budgets.check(inventory, parts, config.device)
         activations = budgets.share_for_activations(inventory, parts, config)
         self._config = config = replace(config, activations=activations)
         reserved_bytes = 0 if activations is None else activations.host_memory_bytes or 0
         placement = replace(budgets, host_bytes=budgets.host_bytes - reserved_bytes).place(inventory, parts, config)
         self._lanes = open_lanes(config.device)
+        self._pace = Pace(self._lanes)
         self._meter = Meter(self._lanes, self._ledger)
         self._made: list[Block] = []
         self._leave_grad_scaler = make_grad_scaler_wait(self) if is_accelerator(config.device) else None
         if materialized is not None:
             materialized.checkpoint.log = self._meter.disk_log
-        self._shelf = Shelf(config.device, self._ledger, self._meter, placement, config.disk, materialized)
+        self._shelf = Shelf(config.device, self._ledger, self._meter, placement, config.disk, materialized, self._node)
         reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if materialized is not None:
             reading = materialized.checkpoint.reading(budgets.reading_bytes, self._ledger)
@@ -173,6 +204,9 @@ class Offloaded(Handle):
             with reading:
                 self._wire(model, inventory, parts, placement)
         except BaseException:
+            if self._attachment is not None:
+                self._attachment.detach()
+                self._attachment = None
             for block in self._made:
                 block.release()
             self._shelf.close()
@@ -184,6 +218,8 @@ class Offloaded(Handle):
             waits_by_itself=lambda optimizer: isinstance(optimizer, HostOptimizer) and optimizer.overlaps,
             skipped=lambda optimizer: isinstance(optimizer, HostOptimizer) and optimizer.last_step_skipped,
             not_finite=lambda by, wait: by.count_not_finite_steps(wait=wait) if isinstance(by, HostOptimizer) else 0,
+            takes_turns=lambda optimizer: isinstance(optimizer, HostOptimizer),
+            common=self._common,
         )
         self._steps.watch()
         live.handles.add(self)
@@ -193,28 +229,47 @@ class Offloaded(Handle):
         self._fetching: Fetching | None = None
         if placement.on_disk:
             self._open_fetching(placement.chunk_bytes, placement.chunks)
+        self._common = None if self._node is None else CommonHomes(self._node, lambda: self._made)
         streamed = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.streamed]
         residents = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.resident]
-        for index, block in enumerate(streamed):
-            block.index = index
-        self._residency = Residency(
-            config.device, self._budgets.weights_bytes, self._lanes, self._ledger, self._meter, self._fetching
-        )
+        for index, (part, block) in enumerate(zip(parts.streamed, streamed, strict=True)):
+            block.index, block.row_bytes, block.experts = index, part.row_bytes, part.experts
+        self._gathers: Gathers | None = None
+        if self._common is not None and self._way is not None and self._way.gathers:
+            self._gathers = Gathers(self._common, lambda: self._made, self._pace, self._meter, self._ledger)
+        among = self._pace, self._ledger, self._meter, self._fetching, self._gathers
+        self._residency = Residency(config.device, self._budgets.weights_bytes, *among)
         self._executor = Executor(streamed, self._residency, self._lanes, self._meter, config.prefetch_blocks)
         if config.disk is not None:
-            self._shelf.room = Room(self._blocks, self._residency, self._executor, self._ledger, self._open_fetching)
-        gradients = Gradients(self._lanes, self._ledger, self._meter, self._shelf, config.grad_dtype)
+            self._shelf.room = Room(
+                self._blocks,
+                self._residency,
+                self._executor,
+                self._ledger,
+                self._open_fetching,
+                self._shelf.has_room,
+                self._budgets.ranks,
+            )
+        gradients: Gradients | AveragedGradients
+        if self._common is None:
+            gradients = Gradients(self._lanes, self._ledger, self._meter, self._shelf, config.grad_dtype)
+        else:
+            measured = self._lanes, self._ledger, self._meter
+            gradients = AveragedGradients(
+                *measured, self._common, self._shelf, config.grad_dtype, on_devices=self._gathers is not None
+            )
+        self._gradients = gradients
         buffers = ModuleBuffers(config.device, self._ledger)
-        self._engine = Engine(config.device, streamed, residents, self._residency, self._executor, gradients, buffers)
+        self._engine = Engine(
+            config.device, streamed, residents, self._residency, self._executor, gradients, buffers, self._common
+        )
         for block in residents:
             self._executor.bring(block)
         mains: dict[nn.Module, tuple[Block, ...]] = {}
         for part, block in zip(parts.streamed, streamed, strict=True):
             for module in part.sites:
                 mains[module] = (*mains.get(module, ()), block)
-        self._attachment: Attachment | None = Attachment(
-            model, self._engine, mains, lambda members: self._block("added", members)
-        )
+        self._attachment = Attachment(model, self._engine, mains, lambda members: self._block("added", members))
         self._attachment.keep_alive(self)
         self.activations: ActivationOffloading | None = None  # the handle on the model's activations
         if config.activations is not None:
@@ -223,74 +278,11 @@ class Offloaded(Handle):
                 model, config.activations, self._lanes, self._ledger, store, self._meter.lane_use
             )
 
-    # what it did ------------------------------------------------------------------------------------------------------
     @property
     def plan(self) -> Plan | None:
         """The plan that is followed now, or was last; None before the first pass is over."""
         return self._executor.plan
 
-    def stats(self, *, wait_for_updates: bool = True) -> Stats:
-        """What was moved and held since the beginning or the last `reset_stats()`. Waits for passes and updates."""
-        stall_seconds, compute_seconds = self._meter.seconds()
-        if self.activations is not None:  # whose waits are within the visits
-            waited_seconds = min(compute_seconds, self.activations.stall_seconds())
-            stall_seconds, compute_seconds = stall_seconds + waited_seconds, compute_seconds - waited_seconds
-        return Stats(
-            device_peak_bytes=self._ledger.budgeted_peak_bytes,
-            device_budget_bytes=self._budgets.device_bytes,
-            device_gradient_peak_bytes=self._ledger.peak_bytes(Tier.DEVICE, "gradients"),
-            host_bytes=self._ledger.held_bytes(Tier.HOST),
-            host_peak_bytes=self._ledger.peak_bytes(Tier.HOST),
-            disk_bytes=self._ledger.held_bytes(Tier.DISK),
-            onload_bytes=self._meter.onload_bytes,
-            offload_bytes=self._meter.offload_bytes,
-            fetch_bytes=self._meter.fetch_bytes,
-            spill_bytes=self._meter.spill_bytes,
-            onloads=self._meter.onloads,
-            demand_onloads=self._meter.demand_onloads,
-            stall_seconds=stall_seconds,
-            compute_seconds=compute_seconds,
-            steps=self._meter.steps,
-            skipped_steps=self._meter.skipped_steps,
-            not_finite_steps=self._steps.not_finite_steps(wait=wait_for_updates),
-            **self._meter.saved(),
-        )
-
-    def reset_stats(self) -> None:
-        """Counters and peaks start anew."""
-        self._meter.reset()
-        self._steps.reset()
-        self._ledger.reset_peaks()
-        if self.activations is not None:
-            self.activations.reset_stats()
-
-    def report(self) -> Report:
-        """The stats, and the last step against the plan: `print` it, or see its `to_html`, `to_png` and `to_trace`."""
-        stats, activations = self.stats(), self.activations
-        moved, waited = ([], []) if activations is None else (activations.moved(), activations.waited())
-        return Report(
-            RunRecord(
-                device=str(self._config.device),
-                stats=stats,
-                spans=tuple(self._meter.spans(moved, waited)),
-                samples=tuple(self._meter.samples()),
-                planned=None if self.plan is None else Planned(**dataclasses.asdict(self.plan.predicted)),
-                rates=probed_rates(self._config.device),
-                activations=() if activations is None else activations.summary(),
-            )
-        )
-
-    def timeline(self, path: str | os.PathLike[str]) -> None:
-        """Writes the last cycle as a Chrome trace (chrome://tracing, Perfetto): visits, stalls and copies by lane.
-
-        Raises StateError before the first cycle is over, OSError when the file cannot be written.
-        """
-        report = self.report()
-        if not report.record.spans:
-            raise StateError("no pass over the model is complete yet, so there is no timeline; run a step first")
-        report.to_trace(path)
-
-    # control ----------------------------------------------------------------------------------------------------------
     def synchronize(self) -> None:
         """The host waits until every copy, write and update for this model is done, and what else the device was given.
 
@@ -303,13 +295,6 @@ class Offloaded(Handle):
         self._shelf.synchronize()
         if is_accelerator(self._config.device):
             torch.accelerator.synchronize(self._config.device)
-
-    def refresh(self) -> None:
-        """Device copies are made anew of the homes: after writes that nobody could notice (through a kept `p.data`)."""
-        for block in self._blocks():
-            for slot in block.slots:
-                slot.touch()
-        self._executor.homes_changed()
 
     def remove(self) -> None:
         """Makes the model an ordinary CPU model again. Parameters keep their identity, values and gradients.
@@ -332,7 +317,7 @@ class Offloaded(Handle):
             )
         self.let_go()
         convert()
-        self.__init__(model, self._given)  # type: ignore[misc]
+        self._start(model)
 
     def settled_blocks(self, what: str) -> list[Block]:
         """All blocks, with nothing under way. Raises StateError when `what` is called within a pass."""
@@ -361,6 +346,9 @@ class Offloaded(Handle):
         with contextlib.ExitStack() as steps:  # the last one first
             steps.callback(self._shelf.close)
             steps.callback(self._lanes.close)
+            steps.callback(self._pace.close)
+            if self._gathers is not None:
+                steps.callback(self._gathers.close)
             if self._fetching is not None:
                 steps.callback(self._fetching.close)
             if self._leave_grad_scaler is not None:
@@ -372,6 +360,7 @@ class Offloaded(Handle):
             steps.callback(self._residency.close)
             if self.activations is not None:
                 steps.callback(self.activations.remove)
+            steps.callback(self._gradients.close)
             steps.callback(self._engine.release_everything)
             if is_accelerator(self._config.device):
                 steps.callback(torch.accelerator.synchronize, self._config.device)
@@ -379,15 +368,20 @@ class Offloaded(Handle):
                 steps.callback(block.wait_for_reads)
             steps.callback(self._engine.updates.wait)
 
-    # inside -----------------------------------------------------------------------------------------------------------
     def _block(self, name: str, members: Iterable[Member]) -> Block:
         block = Block(name, members, self._config.device, self._shelf, self._config.param_dtype)
         self._made.append(block)
+        if self._common is not None:
+            self._common.move_in(block)
         return block
+
+    def _own_part(self, nbytes: int | None) -> int | None:
+        """Of what all ranks of the node may take."""
+        return nbytes if self._node is None or nbytes is None else nbytes // self._node.size
 
     def _open_fetching(self, chunk_bytes: int, chunks: int) -> Fetching:
         ring = StagingRing(chunk_bytes, chunks, self._config.device, self._ledger)
-        self._fetching = Fetching(ring, chunks, self._lanes, self._meter)
+        self._fetching = Fetching(ring, chunks, self._pace, self._meter)
         return self._fetching
 
     def forked(self) -> None:

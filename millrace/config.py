@@ -97,8 +97,23 @@ class OffloadConfig:
     param_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     activations: "ActivationConfig | None" = None
+    mesh: Any = None  # a DeviceMesh
+    onload: Literal["own", "gather", "auto"] = "own"
 
     def __post_init__(self) -> None:
+        if self.onload not in ("own", "gather", "auto"):
+            raise ValueError(f'onload={self.onload!r}; give one of "own", "gather", "auto"')
+        if self.onload != "own" and self.mesh is None:
+            raise ValueError(f"onload={self.onload!r} is what several ranks do; give mesh=, or leave onload out")
+        if self.mesh is not None and self.activations is not None and self.activations.tier == "disk":
+            raise ValueError(
+                'mesh= keeps one copy of weights on disk, and no activations of its ranks: leave tier="disk" out'
+            )
+        if self.mesh is not None and self.param_dtype is not None:
+            raise ValueError(
+                f"mesh= with param_dtype={self.param_dtype}: convert the model instead, model.to({self.param_dtype});"
+                " millrace's optimizers keep exact masters of low-precision weights"
+            )
         for name in ("param_dtype", "grad_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -7,6 +7,7 @@ __all__ = [
     "LayoutError",
     "MillraceError",
     "OutOfMemoryError",
+    "RankError",
     "StateError",
     "TrainInputError",
     "TrainingFailedError",
@@ -43,6 +44,10 @@ class LayoutError(MillraceError, TypeError):
 
 class OutOfMemoryError(MillraceError, RuntimeError):
     """`millrace train` found no room in a tier. Names the tier, the numbers, and the flags that help."""
+
+
+class RankError(MillraceError, RuntimeError):
+    """Another rank ended, raised, or did not come where this one waits for it. Names the rank, and what it said."""
 
 
 class StateError(MillraceError, RuntimeError):

@@ -1,13 +1,13 @@
 """Which models are offloaded now? All are let go of at exit, and forgotten in a process that was forked."""
 
 import contextlib
-import os
 import threading
 import weakref
 from typing import Protocol
 
 from torch import nn
 
+from millrace.runtime.system import after_fork
 from millrace.weights.meter import Checkpointed
 from millrace.weights.movement.block import Block
 
@@ -63,5 +63,5 @@ def _forked() -> None:
     handles.clear()
 
 
-os.register_at_fork(after_in_child=_forked)
+after_fork(_forked)
 threading._register_atexit(_let_all_go)  # type: ignore[attr-defined]  # atexit's turn comes after executors have ended

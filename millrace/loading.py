@@ -21,7 +21,7 @@ from millrace.checkpoint.directory import restore_interrupted
 from millrace.checkpoint.foreign import foreign_contents
 from millrace.checkpoint.manifest import EXTRA, MANIFEST
 from millrace.checkpoint.model import EXTRA_STATE, plain_name, tensors_of, unwrapped
-from millrace.checkpoint.optimizers import Optimizers, is_loaded_otherwise, plain_optimizers
+from millrace.checkpoint.optimizers import Optimizers, check_sound, is_loaded_otherwise, plain_optimizers
 from millrace.checkpoint.random_state import restore_random_state
 from millrace.checkpoint.reading import Place, PlaceInFile, SavedFile, read_all
 from millrace.checkpoint.running import wait_for_running
@@ -29,6 +29,7 @@ from millrace.checkpoint.sources import SMALL_BYTES
 from millrace.errors import CheckpointError
 from millrace.live import handles_of
 from millrace.memory.disk import TensorAtRest, origin_of
+from millrace.optim.eight_bit import SUFFIX, is_record
 from millrace.optim.optimizer import HostOptimizer
 from millrace.optim.precision import adopt_exact, take_exact
 from millrace.runtime.tensors import parameters_of
@@ -44,8 +45,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     Checkpoints of other programs load as well: of transformers' Trainer and accelerate (their directories), PEFT
     (adapters), Lightning
     (`.ckpt`), torch.distributed.checkpoint, files of torch.save and of safetensors. What is in them besides is returned
-    (`scheduler`, ...). Those of torch.distributed.checkpoint are read by its own reader, which unpickles a file of
-    theirs: load none that you do not trust.
+    (`scheduler`, ...). Nothing in any of them is run.
 
     Whatever the tiers, budgets and blocks were, and are now; a run goes on bit for bit when dtypes agree. Others are
     converted: weights that were float32 become a narrow model's with exact masters, where the optimizer keeps these,
@@ -205,6 +205,7 @@ class _State:
         self._hooked = is_loaded_otherwise(optimizer)
         if self._hooked:  # what they make of it is for them to check
             return
+        check_sound(saved)
         there, here = (
             [len(group["params"]) for group in groups]
             for groups in (saved.tree["param_groups"], optimizer.param_groups)
@@ -231,9 +232,9 @@ class _State:
         if self._hooked:
             self._load_for_hooks()
             return
-        state, on_disk, groups = self._read()
-        numbers = [number for group in groups for number in group["params"]]
+        numbers = [number for group in self._saved.tree["param_groups"] for number in group["params"]]
         parameters = parameters_of(self._optimizer)
+        state, on_disk, groups = self._read(self._of_others(dict(zip(numbers, parameters, strict=True)), converted))
         if isinstance(self._optimizer, HostOptimizer):
             for number, parameter in zip(numbers, parameters, strict=True):
                 if id(parameter) in converted:
@@ -244,6 +245,13 @@ class _State:
         if isinstance(self._optimizer, HostOptimizer):
             pairs = zip(numbers, parameters, strict=True)
             self._optimizer.fill({parameter: on_disk[number] for number, parameter in pairs if on_disk.get(number)})
+
+    def _of_others(self, parameters: Mapping[int, torch.Tensor], converted: Mapping[int, SavedTensor]) -> set[int]:
+        """The numbers of parameters whose state other ranks keep, and whose values here do not come out of it."""
+        if not isinstance(self._optimizer, HostOptimizer):
+            return set()
+        others = self._optimizer.kept_elsewhere()
+        return {number for number, one in parameters.items() if one in others and id(one) not in converted}
 
     def _load_for_hooks(self) -> None:
         places: list[Place] = []
@@ -257,15 +265,23 @@ class _State:
         parameters = parameters_of(self._optimizer)
         for number, parameter in zip(numbers, parameters, strict=True):
             for name, value in self._saved.tree["state"].get(number, {}).items():
-                if name in _ELEMENTWISE and isinstance(value, torch.Tensor) and value.shape != parameter.shape:
+                if not isinstance(value, torch.Tensor):
+                    continue
+                moment = name.endswith(SUFFIX) and not is_record(value, parameter.numel())
+                if moment or (name in _ELEMENTWISE and value.shape != parameter.shape):
                     raise CheckpointError(
                         f"{name} of parameter {number} has the shape {tuple(value.shape)} in {self._saved.file.path},"
                         f" and the parameter {tuple(parameter.shape)}; give the optimizer its parameters in the order"
                         " in which the saved one had them"
                     )
 
-    def _read(self) -> tuple[dict[Any, Any], dict[Any, dict[str, TensorAtRest]], list[dict[str, Any]]]:
-        """By number of the parameter: what is in memory now, and what goes from disk to disk; and the groups."""
+    def _read(
+        self, others: Collection[int]
+    ) -> tuple[dict[Any, Any], dict[Any, dict[str, TensorAtRest]], list[dict[str, Any]]]:
+        """By number of the parameter: what is in memory now, and what goes from disk to disk; and the groups.
+
+        Nothing of those in `others`.
+        """
         streams = isinstance(self._optimizer, HostOptimizer) and self._optimizer.state_on_disk
         state: dict[Any, Any] = {}
         on_disk: dict[Any, dict[str, TensorAtRest]] = {}
@@ -273,6 +289,8 @@ class _State:
         places: list[Place] = []
         for number, entries in self._saved.tree["state"].items():
             on_disk[number] = {}
+            if number in others:
+                continue
             for name, value in entries.items() if streams and isinstance(entries, Mapping) else ():
                 if isinstance(value, torch.Tensor) and value.nbytes > SMALL_BYTES:
                     first = self._saved.content.offset(value)

@@ -18,6 +18,7 @@ import pytest
 _MAIN = """
 import json, os, sys
 import torch._dynamo  # the first optimizer imports it
+import torch.distributed.checkpoint.state_dict, torch.distributed.fsdp, torch.distributed.tensor.parallel
 import millrace.optim
 while True:
     order = json.loads(sys.stdin.readline() or "null")

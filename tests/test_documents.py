@@ -2,14 +2,18 @@
 
 Each page's ```python blocks run in order, in one namespace, and its ```sh blocks line by line, in an empty directory
 that holds what the pages take for granted: a small causal language model with its tokenizer in `my-model`, texts in
-`books`, conversations in `chat.jsonl`, and `loader`, batches of token ids on the CPU. /nvme is a directory in it.
+`books`, conversations in `chat.jsonl`, and `loader`, batches of token ids on the CPU; where a page speaks of it, a
+pipeline of diffusers in `my-pipeline`. /nvme is a directory in it. Installing is not done, but its extras are there.
 """
 
 import ast
+import contextlib
 import gc
+import importlib
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import datasets
@@ -22,7 +26,7 @@ from millrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_
 from tests.ahead.test_probe import small as small_probe  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")), *sorted(ROOT.glob("docs/**/*.md"))]
 BLOCK = {kind: re.compile(rf"^```{kind}\n(.*?)^```", re.MULTILINE | re.DOTALL) for kind in ("python", "sh")}
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '\n' }}{% endfor %}"
@@ -53,8 +57,17 @@ def page_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def save_pipeline(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small one of an example."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    importlib.import_module("text_to_image").pipeline().save_pretrained(directory)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("page", pages_with("python"), ids=name_of)
-def test_examples_of_a_page_run(page: Path, page_directory: Path):
+def test_examples_of_a_page_run(page: Path, page_directory: Path, monkeypatch: pytest.MonkeyPatch):
+    if "my-pipeline" in page.read_text():
+        save_pipeline(page_directory / "my-pipeline", monkeypatch)
     tokens = torch.randint(64, (2, 16))
     namespace: dict[str, object] = {"loader": [{"input_ids": tokens, "labels": tokens}] * 2}
     for block in BLOCK["python"].findall(page.read_text()):
@@ -75,16 +88,22 @@ def training_data(page_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("page", pages_with("sh"), ids=name_of)
 def test_commands_of_a_page_run(page: Path, page_directory: Path, capsys: pytest.CaptureFixture[str]):
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for block in BLOCK["sh"].findall(page.read_text()):
         for line in block.splitlines():
             program, *arguments = shlex.split(line.replace("/nvme", str(page_directory)), comments=True)
             if program == "make":  # each takes minutes, and calls what continuous integration calls
                 assert set(arguments) <= set(targets), line
+            elif program == "pip":
+                assert set(re.findall(r"millrace\[(\w+)\]", line)) <= set(extras), line
+            elif program == "python":  # tests/examples runs them
+                assert (ROOT / arguments[0]).is_file(), line
             else:
                 assert program == "millrace", f"{line}: make this test know what it is to do"
                 fine = (0, 1) if arguments[0] == "doctor" else (0,)  # 1: something is wrong with this machine
-                assert main(arguments) in fine, f"{line}\n{capsys.readouterr().err}"
+                with contextlib.suppress(SystemExit) if arguments[-1] == "--help" else contextlib.nullcontext():
+                    assert main(arguments) in fine, f"{line}\n{capsys.readouterr().err}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -99,13 +118,46 @@ def test_commands_within_a_text_are_there(page: Path):
         assert {word for word in rest if word.startswith("--")} <= known, command
 
 
-def test_the_readme_lists_every_example():
+def test_a_table_of_a_page_lists_every_example():
     examples = {f"examples/{path.name}": len(path.read_text().splitlines()) for path in ROOT.glob("examples/*.py")}
     del examples["examples/tiny.py"]  # what they share
-    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|")]
+    rows = [line for page in PAGES for line in page.read_text().splitlines() if line.startswith("|")]
     listed = set(re.findall(r"`(examples/[\w/.]+)`", "".join(rows)))
     assert listed == set(examples)
     assert max(examples.values()) <= 60
+
+
+# The test file that a word in a document's table stands for.
+SHORT = {
+    "config": "test_megatron_config",
+    "hybrid": "test_megatron",
+    "shares": "test_sub_optimizers",
+    "layers": "test_transformer_engine",
+    "documents": "test_documents_code",
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_tests_that_a_page_names_are_there(page: Path):
+    """Files, and tests: in the file that a row of a table names before them, else in any."""
+    text = page.read_text()
+    for path in re.findall(r"`((?:tests|benchmarks|examples)/[\w/.]+)`", text):
+        assert (ROOT / path).exists(), path
+    tests = "".join(path.read_text() for path in ROOT.glob("tests/**/test_*.py"))
+    assert [name for name in re.findall(r"`(test_\w+)`", text) if f"def {name}(" not in tests] == []
+    if page.stem not in ("megatron", "mindie_sd"):
+        return
+    rows = re.findall(r"^\| (\d+) \|.*\| ([^|]+) \|$", text, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1))
+    for number, tried in rows:
+        file = f"test_{page.stem}"
+        for word, name in re.findall(r"(?:(\w+) )?`([^`]+)`", tried):
+            file = SHORT.get(word, file)
+            if re.fullmatch(r"test_\w+", name):
+                tests = (ROOT / f"tests/compat/{file}.py").read_text()
+                assert f"def {name}(" in tests, f"row {number}: {file}.py has no {name}"
+            elif "/" in name:
+                assert (ROOT / name).exists(), f"row {number}: {name}"
 
 
 NAMED = re.compile(r"`(millrace/[\w/]+\.py)`(?: \(((?:`[\w.]+`(?:, )?)+)\))?")

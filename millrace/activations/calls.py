@@ -4,7 +4,6 @@ One thread at a time: calls of another one meanwhile go as without millrace, as 
 """
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from millrace.activations.saving import may_save, pop_left_over
 from millrace.activations.selection import Selection
 from millrace.errors import StateError
 from millrace.runtime.autograd import NO_TASK, backward_task, in_backward
+from millrace.runtime.fibers import own_thread
 
 __all__ = ["Calls"]
 
@@ -70,7 +70,7 @@ class Calls:
         try:
             with self._passes.stash.lock:
                 if self._block is None:
-                    self._block, self._thread, self._task = mine, threading.get_ident(), backward_task()
+                    self._block, self._thread, self._task = mine, own_thread(), backward_task()
             if self._block is mine:
                 pop_left_over(self._passes.stash)
             yield
@@ -82,8 +82,17 @@ class Calls:
                 self._block = self._thread = None
                 _end(forward, completed=completed)
 
+    @contextlib.contextmanager
+    def together(self, inputs: Any) -> Iterator[None]:
+        """A forward that consists of several calls of the model, with all these inputs, which take turns."""
+        with self.block():
+            model = self._model()
+            if model is not None:
+                self._begin(model, (inputs,), {})
+            yield
+
     def _is_ours(self) -> bool:
-        return self._thread == threading.get_ident()
+        return self._thread == own_thread()
 
     @contextlib.contextmanager
     def _inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:

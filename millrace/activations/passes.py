@@ -4,9 +4,11 @@ A forward opens a course and puts hooks on top; they need not stay on all the ti
 of an item, and ends when autograd's engine says so, or lets go of what would have said so.
 """
 
+import contextlib
 import functools
 import itertools
 import weakref
+from collections.abc import Iterator
 
 from millrace.activations.book import ActivationBook, Entry
 from millrace.activations.course import Course
@@ -46,6 +48,7 @@ class Passes:
         self._rounds = itertools.count()
         # Under way, by autograd's number of their graph task, which holds them.
         self._backwards: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
+        self._whole: _Backward | None = None  # that consists of several
         self._entries: weakref.WeakKeyDictionary[Course, Entry] = weakref.WeakKeyDictionary()
 
     def begin(self, entry: Entry, selection: Selection) -> "Forward":
@@ -88,17 +91,26 @@ class Passes:
 
     def recomputed(self) -> None:
         """A call of the model's has ended within a backward: what it computed again is on the device now."""
-        backward = self._backwards.get(backward_task())
+        backward = self._whole or self._backwards.get(backward_task())
         if backward is not None:
             with self.stash.lock:
                 for course in backward.courses:
                     course.recomputed()
 
+    @contextlib.contextmanager
+    def one_backward(self) -> Iterator[None]:
+        """Within a backward: those nested in it are parts of it."""
+        self._whole = self._backward()
+        try:
+            yield
+        finally:
+            self._whole = None
+
     def _backward(self) -> "_Backward | None":
         """The backward that asks. Several may take turns on one device, and be nested."""
         task = backward_task()
-        if task == NO_TASK:
-            return None
+        if self._whole is not None or task == NO_TASK:
+            return self._whole
         backward = self._backwards.get(task)
         if backward is None:
             backward = _Backward(self, task, next(self._rounds))

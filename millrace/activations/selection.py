@@ -1,5 +1,6 @@
 """Which of the tensors that autograd saves may leave? Large ones that the model made, as far as the user says so."""
 
+import threading
 import weakref
 from collections.abc import Iterable
 
@@ -29,6 +30,14 @@ def mark_not_offload(*tensors: torch.Tensor) -> None:
         _marked[address_of(storage)] = StorageWeakRef(storage)
 
 
+class _Calls(threading.local):
+    """Those under way on this thread: several of one forward may take turns."""
+
+    def __init__(self, filters: int) -> None:
+        self.inside = [0] * filters  # how many modules of each filter are being called
+        self.names: list[str] = []
+
+
 class Selection:
     """Answers for each saved tensor. `layers`, `modules`: only what is saved inside of one of each; None: anywhere."""
 
@@ -44,21 +53,19 @@ class Selection:
         self._device = device
         self._min_bytes = min_bytes
         self._filters = [weakref.WeakSet(group) for group in (layers, modules) if group is not None]
-        self._inside = [0] * len(self._filters)  # how many modules of each filter are being called
         # Storages of parameters and buffers, which stay; None: not looked up yet.
         self._own: frozenset[int] | None = None
-        self._names: list[str] = []
+        self._calls = _Calls(len(self._filters))
         self.skipped_kinds = 0  # tensors of kinds that cannot be taken apart into bytes
 
     @property
     def name(self) -> str:
         """The innermost named module that is being called."""
-        return self._names[-1] if self._names else ""
+        return self._calls.names[-1] if self._calls.names else ""
 
     def begin(self) -> None:
         """An outermost call begins."""
-        self._inside = [0] * len(self._filters)
-        self._names = []
+        self._calls = _Calls(len(self._filters))
         self._own = None
 
     def _is_own(self, storage: torch.UntypedStorage) -> bool:
@@ -85,19 +92,19 @@ class Selection:
 
     def enter(self, module: nn.Module, name: str) -> None:
         """The call of a module begins."""
-        self._names.append(name)
+        self._calls.names.append(name)
         for index, group in enumerate(self._filters):
-            self._inside[index] += module in group
+            self._calls.inside[index] += module in group
 
     def leave(self, module: nn.Module) -> None:
         """The call of a module ends."""
-        self._names.pop()
+        self._calls.names.pop()
         for index, group in enumerate(self._filters):
-            self._inside[index] -= module in group
+            self._calls.inside[index] -= module in group
 
     def wants(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor may leave the device."""
-        if tensor.device != self._device or not all(self._inside):
+        if tensor.device != self._device or not all(self._calls.inside):
             return False
         base = tensor._base
         if isinstance(tensor, nn.Parameter) or (base is not None and isinstance(base, nn.Parameter)):

@@ -1,6 +1,5 @@
 """What does a checkpoint hold, and where does each tensor of it lie?"""
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from millrace.checkpoint.manifest import EXTRA, MANIFEST, read_manifest
 from millrace.checkpoint.reading import PlaceInFile, SavedFile
 from millrace.errors import CheckpointError
 from millrace.memory.disk.safetensors_header import read_header
-from millrace.memory.disk.torch_files import TorchFile, open_torch_file
+from millrace.memory.disk.torch_files import TorchFile, open_torch_file, plain_values
 
 __all__ = ["Contents", "SavedOptimizer", "SavedTensor", "own_contents"]
 
@@ -62,7 +61,11 @@ def own_contents(directory: Path, stack: ExitStack) -> Contents:
     """Of a checkpoint that `millrace.save` wrote. Its files are open until `stack` ends. Raises CheckpointError."""
     manifest = read_manifest(directory)
     opened = opener(stack, lambda name: SavedFile(directory / name, manifest.files[name]))
-    rest = torch.load(io.BytesIO(opened(EXTRA).bytes()), weights_only=True)
+    rest = plain_values(opened(EXTRA).bytes(), directory / EXTRA)
+    if not isinstance(rest, dict) or not {"module_state", "random", "extra"} <= rest.keys():
+        raise CheckpointError(f"{directory / EXTRA} does not hold what {MANIFEST} says; load another checkpoint")
+    if not isinstance(rest["module_state"], dict) or not isinstance(rest["random"], dict | None):
+        raise CheckpointError(f"{directory / EXTRA} does not hold states by name; load another checkpoint")
     records = {
         (name, record.name): record
         for name in {file for file, _ in manifest.weights.values()}

@@ -7,7 +7,6 @@ when the next one saves beside it, or looks for the newest.
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from millrace.checkpoint.manifest import MANIFEST, read_manifest
 from millrace.errors import CheckpointError, DiskError
+from millrace.runtime.system import flush_directory, libc, lock_directory
 
 __all__ = ["NewDirectory", "check_keep", "newest", "remove_older", "restore_interrupted", "write_whole"]
 
@@ -54,13 +54,13 @@ class NewDirectory:
     def publish(self) -> None:
         """It is `target` from now on. Raises DiskError."""
         try:
-            _flush(self.path)
+            flush_directory(self.path)
             if self.target.exists():
                 _exchange(self.path, self.target)
                 _keep_others(self.path, self.target)
             else:
                 os.rename(self.path, self.target)
-            _flush(self.target.parent)
+            flush_directory(self.target.parent)
         except OSError as error:
             raise DiskError(error.errno, f"{self.target} could not be put in its place: {error.strerror}") from error
         self.discard()
@@ -150,30 +150,26 @@ def _is_replaceable(path: Path) -> bool:
     return path.is_dir() and ((path / MANIFEST).is_file() or not any(path.iterdir()))
 
 
-def _make_locked(directory: Path) -> int:
+def _make_locked(directory: Path) -> int | None:
     while True:
         directory.mkdir(exist_ok=True)
         try:
-            descriptor = _lock(directory)
+            descriptor = lock_directory(directory)
         except (FileNotFoundError, BlockingIOError):  # another process takes it for a stale one
             continue
-        if directory.exists():
+        if descriptor is None or directory.exists():
             return descriptor
         os.close(descriptor)
-
-
-def _lock(directory: Path) -> int:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return descriptor
 
 
 def _remove_stale(parent: Path) -> None:
     """Directories that nobody has locked any more were left by processes that ended while they saved."""
     for path in parent.glob(f"{_PREFIX}*"):
         try:
-            descriptor = _lock(path)
+            descriptor = lock_directory(path)
         except OSError:
+            continue
+        if descriptor is None:  # it may be in use: nobody can tell
             continue
         shutil.rmtree(path, ignore_errors=True)
         os.close(descriptor)
@@ -181,7 +177,7 @@ def _remove_stale(parent: Path) -> None:
 
 def _exchanged(one: Path, other: Path) -> bool:
     """Whether the two have changed places; False where the system or the filesystem has no such call."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    rename = getattr(libc(), "renameat2", None)
     if rename is None:
         return False
     if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0:
@@ -220,11 +216,3 @@ def restore_interrupted(parent: Path) -> None:
         if not target.exists():
             with contextlib.suppress(OSError):  # another process did it first
                 os.rename(path, target)
-
-
-def _flush(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,6 +3,8 @@
 Saving needs nothing of ours: `dcp.save(get_state_dict(model, optimizer))` works with an offloaded model as with any.
 """
 
+import math
+import pickle
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,11 +12,11 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
+from millrace.checkpoint.distributed_files import DataPlanner, DataReader
 from millrace.errors import CheckpointError
 from millrace.runtime.tensors import parameters_of
 
@@ -27,7 +29,7 @@ _OPTIMIZERS = re.compile(
 
 def load_distributed(path: Path, state: Mapping[str, torch.Tensor], optimizers: Sequence[Optimizer]) -> None:
     """Into the tensors of a model's state_dict, and one optimizer. Raises CheckpointError when they do not fit."""
-    found = FileSystemReader(path).read_metadata().state_dict_metadata
+    found = DataReader(path).read_metadata().state_dict_metadata
     weights = _weights(path, state, found)
     if len(optimizers) > 1:
         raise CheckpointError(f"{path}: load the optimizers one by one, with torch.distributed.checkpoint's own call")
@@ -41,7 +43,7 @@ def _weights(path: Path, state: Mapping[str, torch.Tensor], found: Mapping[str, 
     first = next(iter(state))
     prefixes = [key[: -len(first)] for key in found if key == first or key.endswith(f".{first}")]
     for prefix in prefixes:
-        if any(prefix + name not in found for name in state):
+        if any(not isinstance(found.get(prefix + name), TensorStorageMetadata) for name in state):
             continue
         other = [name for name, tensor in state.items() if found[prefix + name].size != tensor.shape]
         if other:
@@ -74,12 +76,12 @@ class _OptimizerState:
             match = _OPTIMIZERS.fullmatch(key)
             if match is not None and match[2] in by_name:
                 prefix, self._entries[key] = match[1] or "", (by_name[match[2]], match[3])
-                self._wanted[key] = _place(stored)
+                self._wanted[key] = _place(path, key, stored)
         for number, group in enumerate(optimizer.param_groups):
             for name in group:
                 key = f"{prefix}param_groups.{number}.{name}"
                 if name != "params" and key in found:
-                    self._settings[key], self._wanted[key] = (number, name), _place(found[key])
+                    self._settings[key], self._wanted[key] = (number, name), _place(path, key, found[key])
         if not self._entries:
             raise CheckpointError(f"{path} holds no state of an optimizer of these parameters; load the model alone")
 
@@ -95,15 +97,21 @@ class _OptimizerState:
         self._optimizer.load_state_dict({"state": loaded, "param_groups": groups})
 
 
-def _place(stored: TensorStorageMetadata | BytesStorageMetadata) -> Any:
-    if isinstance(stored, TensorStorageMetadata):
-        return torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
-    return None
+def _place(path: Path, key: str, stored: TensorStorageMetadata | BytesStorageMetadata) -> Any:
+    if not isinstance(stored, TensorStorageMetadata):
+        return None
+    nbytes = math.prod(stored.size) * stored.properties.dtype.itemsize
+    held = sum(file.stat().st_size for file in path.iterdir())
+    if nbytes > held:
+        raise CheckpointError(
+            f"{key!r} is of {nbytes} bytes, it says, and all files of {path} have {held}; {path} is unsound"
+        )
+    return torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
 
 
 def _load(path: Path, wanted: dict[str, Any]) -> None:
     try:
         with torch.no_grad():
-            load(wanted, checkpoint_id=path, no_dist=True)
-    except (OSError, RuntimeError, ValueError, CheckpointException) as error:
+            load(wanted, storage_reader=DataReader(path), planner=DataPlanner(), no_dist=True)
+    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError, CheckpointException) as error:
         raise CheckpointError(f"{path} could not be read: {str(error).splitlines()[0]}") from error

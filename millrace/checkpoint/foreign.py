@@ -23,7 +23,7 @@ from millrace.checkpoint.reading import PlaceInFile, SavedFile
 from millrace.errors import CheckpointError
 from millrace.memory.disk.checkpoint_files import find_files
 from millrace.memory.disk.safetensors_header import read_header
-from millrace.memory.disk.torch_files import TorchFile, open_torch_file
+from millrace.memory.disk.torch_files import TorchFile, open_torch_file, plain_values
 
 __all__ = ["foreign_contents"]
 
@@ -60,17 +60,17 @@ def foreign_contents(path: Path, stack: ExitStack) -> Contents:
 
 def _weights(path: Path, opened: Callable[[str], SavedFile]) -> dict[str, SavedTensor]:
     weights: dict[str, SavedTensor] = {}
-    if path.name.endswith((".safetensors", ".json")) or any(path.glob("*.safetensors")):
-        for file, names in find_files(path).items():
-            saved = opened(str(file))
+    for file, names in find_files(path).items():
+        saved = opened(str(file))
+        if file.suffix == ".safetensors":
             for record in read_header(saved.descriptor, str(file)):
                 if names is None or record.name in names:
                     at = PlaceInFile(record.offset, record.nbytes)
                     weights[record.name] = SavedTensor(record.name, saved, at, record.dtype, record.shape)
-    else:
-        for file in [path] if path.is_file() else _pickled_weights(path):
+        else:
             content = open_torch_file(file)
-            weights |= _tensors(content.tree, content, opened(str(file)))
+            found = _tensors(content.tree, content, saved)
+            weights |= {name: one for name, one in found.items() if names is None or name in names}
     return weights
 
 
@@ -119,21 +119,6 @@ def _tensors(tree: Any, content: TorchFile, file: SavedFile) -> dict[str, SavedT
     return found
 
 
-def _pickled_weights(directory: Path) -> list[Path]:
-    indices = sorted(directory.glob("*.bin.index.json"))
-    if indices:
-        try:
-            names = set(json.loads(indices[0].read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{indices[0]} is no sound index of shards ({error})") from error
-        if any(Path(name).name != name for name in names):
-            raise CheckpointError(f"{indices[0]} names files outside of its directory; it is not read")
-        return [directory / name for name in sorted(names)]
-    if not (directory / "pytorch_model.bin").is_file():
-        raise CheckpointError(f"{directory} holds no weights: neither millrace.json, safetensors nor pytorch_model.bin")
-    return [directory / "pytorch_model.bin"]
-
-
 def _is_optimizer(state: Any) -> bool:
     return isinstance(state, Mapping) and {"state", "param_groups"} <= state.keys()
 
@@ -142,7 +127,11 @@ def _rest(directory: Path) -> dict[str, Any] | None:
     found: dict[str, Any] = {}
     for path in (directory / "scheduler.pt", directory / "scheduler.bin"):
         if path.is_file():
-            found["scheduler"] = torch.load(path, weights_only=True)
-    if (directory / "trainer_state.json").is_file():
-        found["trainer_state"] = json.loads((directory / "trainer_state.json").read_bytes())
+            found["scheduler"] = plain_values(path.read_bytes(), path)
+    state = directory / "trainer_state.json"
+    if state.is_file():
+        try:
+            found["trainer_state"] = json.loads(state.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{state} is no sound JSON ({error})") from error
     return found or None

@@ -1,6 +1,7 @@
 """What is in a checkpoint? Its manifest names every file, with a checksum for each piece; it is written last."""
 
 import json
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import xxhash
 
 from millrace.errors import CheckpointError
+from millrace.memory.disk.checkpoint_files import leads_out
 
 __all__ = ["EXTRA", "MANIFEST", "PIECE_BYTES", "FileRecord", "Manifest", "read_manifest"]
 
@@ -16,6 +18,7 @@ MANIFEST = "millrace.json"
 EXTRA = "extra.pt"  # what is not weights, and not of optimizers
 PIECE_BYTES = 4 << 20  # of a checksum, and of a request to the drive
 _FORMAT = 1
+_MOST_BYTES = 256 << 20  # of a manifest: that of 10 TB is a fifth of it
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of a checkpoint, whose files are there in full size. Raises CheckpointError."""
     path = directory / MANIFEST
     try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
+        content: dict[str, Any] = json.loads(_small_file(path))
         told = content.pop("checksum")
         if content["format"] != _FORMAT or content["piece_bytes"] != PIECE_BYTES:
             raise CheckpointError(
@@ -78,9 +81,11 @@ def read_manifest(directory: Path) -> Manifest:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path} is not as it was written ({error}); {_OTHER}") from error
-    for name, file in manifest.files.items():
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+    for name in manifest.files:
+        if Path(name).is_absolute() or ".." in Path(name).parts or leads_out(directory, directory / name):
             raise CheckpointError(f"{path} names {name!r}, which leads out of the checkpoint; it is not read")
+    _check_types(manifest, path)
+    for name, file in manifest.files.items():
         if len(file.checksums) != -(-file.nbytes // PIECE_BYTES):
             raise CheckpointError(f"{path} has {len(file.checksums)} checksums for the {file.nbytes} bytes of {name!r}")
         _check_size(directory / name, file.nbytes)
@@ -90,11 +95,32 @@ def read_manifest(directory: Path) -> Manifest:
 _OTHER = "load another checkpoint, or copy this one anew from where it came"
 
 
+def _small_file(path: Path) -> bytes:
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+        raise CheckpointError(f"{path} is no file of a checkpoint, or has more than {_MOST_BYTES} bytes; {_OTHER}")
+    return path.read_bytes()
+
+
+def _check_types(manifest: Manifest, path: Path) -> None:
+    """A checksum tells of damage, not of malice: what it is of may be anything."""
+    named = {EXTRA, *(file for file, _ in manifest.weights.values()), *manifest.optimizers}
+    if (
+        not all(type(file.nbytes) is int and file.nbytes >= 0 for file in manifest.files.values())
+        or not isinstance(manifest.shared, dict)
+        or not all(isinstance(name, str) for name in (*named, *manifest.shared.values()))
+        or not named <= manifest.files.keys()
+    ):
+        raise CheckpointError(f"{path} does not describe a checkpoint; {_OTHER}")
+
+
 def _check_size(path: Path, nbytes: int) -> None:
     try:
-        found = path.stat().st_size
+        found, is_file = path.stat().st_size, path.is_file()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}; {_OTHER}") from error
+    if not is_file:
+        raise CheckpointError(f"{path} is no file; {_OTHER}")
     if found != nbytes:
         raise CheckpointError(f"{path} has {found} bytes, and {nbytes} were written; {_OTHER}")
 

@@ -7,10 +7,19 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from millrace.checkpoint.contents import SavedOptimizer
 from millrace.checkpoint.files import Owned
+from millrace.errors import CheckpointError
 from millrace.runtime.tensors import parameters_of
 
-__all__ = ["Optimizers", "is_loaded_otherwise", "optimizer_file", "plain_optimizers", "state_of_optimizer"]
+__all__ = [
+    "Optimizers",
+    "check_sound",
+    "is_loaded_otherwise",
+    "optimizer_file",
+    "plain_optimizers",
+    "state_of_optimizer",
+]
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -49,7 +58,7 @@ def state_of_optimizer(optimizer: Optimizer, state: Mapping[Any, Mapping[str, An
 def _is_made_otherwise(optimizer: Optimizer) -> bool:
     """Whether hooks, or its own class, have a part in its state_dict."""
     hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
-    return any(hooks) or type(optimizer).state_dict is not Optimizer.state_dict
+    return any(hooks) or not type(optimizer).state_dict.__module__.startswith(("torch.", "millrace."))
 
 
 def is_loaded_otherwise(optimizer: Optimizer) -> bool:
@@ -58,6 +67,26 @@ def is_loaded_otherwise(optimizer: Optimizer) -> bool:
     return bool(optimizer._optimizer_load_state_dict_pre_hooks) or not own.__module__.startswith(
         ("torch.", "millrace.")
     )
+
+
+def check_sound(saved: SavedOptimizer) -> None:
+    """Raises CheckpointError for what is no state_dict of an optimizer, or has tensors larger than their bytes."""
+    tree = saved.tree
+    state, groups = (tree.get("state"), tree.get("param_groups")) if isinstance(tree, Mapping) else (None, None)
+    if (
+        not isinstance(state, Mapping)
+        or not all(isinstance(entries, Mapping) for entries in state.values())
+        or not isinstance(groups, list)
+        or not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups)
+    ):
+        raise CheckpointError(f"{saved.file.path} holds no state_dict of an optimizer; load another checkpoint")
+    for number, entries in state.items():
+        for name, value in entries.items():
+            if isinstance(value, torch.Tensor) and value.nbytes > value.untyped_storage().nbytes():
+                raise CheckpointError(
+                    f"{name!r} of parameter {number} is of {value.nbytes} bytes, and {saved.file.path} has"
+                    f" {value.untyped_storage().nbytes()} of it; save it with .contiguous()"
+                )
 
 
 def _plain_state(optimizer: Optimizer, state: Mapping[Any, Mapping[str, Any]]) -> dict[str, Any]:

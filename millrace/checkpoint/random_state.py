@@ -7,7 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from millrace.errors import CheckpointError
+
 __all__ = ["random_state", "restore_random_state"]
+
+_NUMPY_KEYS = 624  # of its Mersenne twister
 
 
 def random_state() -> dict[str, Any]:
@@ -29,16 +33,21 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """The inverse. Of devices, those that are there now."""
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers.tolist()), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    module = _device_module()
-    if module is not None:
-        for index, numbers in list(enumerate(state["devices"]))[: torch.accelerator.device_count()]:
-            module.set_rng_state(numbers, index)
+    """The inverse. Of devices, those that are there now. Raises CheckpointError for what is no state of a generator."""
+    try:
+        version, numbers, gauss = state["python"]
+        random.setstate((version, tuple(numbers.tolist()), gauss))
+        kind, keys, position, has_gauss, cached = state["numpy"]
+        if not 0 <= position <= _NUMPY_KEYS:  # NumPy reads there without a look
+            raise ValueError(f"the position {position!r} of NumPy's generator is outside of its {_NUMPY_KEYS} numbers")
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+        torch.set_rng_state(state["torch"])
+        module = _device_module()
+        if module is not None:
+            for index, numbers in list(enumerate(state["devices"]))[: torch.accelerator.device_count()]:
+                module.set_rng_state(numbers, index)
+    except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the checkpoint's state of random numbers is unsound: {error}") from error
 
 
 def _device_states() -> list[torch.Tensor]:

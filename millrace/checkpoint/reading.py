@@ -16,6 +16,7 @@ from millrace.errors import CheckpointError
 from millrace.memory.disk import DirectFile, TensorAtRest
 from millrace.memory.disk.checksums import checksum
 from millrace.memory.pages import map_pages
+from millrace.runtime.system import CLOSED_IN_CHILDREN
 
 __all__ = ["Place", "PlaceInFile", "SavedFile", "read_all"]
 
@@ -49,7 +50,7 @@ class SavedFile:
     def __init__(self, path: Path, record: FileRecord | None) -> None:
         self.path = path
         try:
-            self._file = DirectFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC), str(path), writable=False)
+            self._file = DirectFile(os.open(path, os.O_RDONLY | CLOSED_IN_CHILDREN), str(path), writable=False)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         self.descriptor = self._file.descriptor
@@ -73,6 +74,8 @@ class SavedFile:
 
     def read(self, begin: int, memory: torch.Tensor, what: str) -> None:
         """Fills uint8 `memory` with the bytes from `begin` on. Pieces are kept for those who read their neighbours."""
+        if begin + memory.nbytes > self.nbytes:
+            raise CheckpointError(f"{self.path} ends at byte {self.nbytes}, before {what} does; it is not sound")
         at = 0
         while at < memory.nbytes:
             index, within = divmod(begin + at, PIECE_BYTES)

@@ -1,10 +1,11 @@
 """Which checkpoint is being written in this process? One at a time; the end of the process waits for it."""
 
-import os
 import sys
 import threading
 from pathlib import Path
 from typing import Protocol
+
+from millrace.runtime.system import after_fork
 
 __all__ = ["set_running", "settle_running", "wait_for_running"]
 
@@ -49,5 +50,5 @@ def _end() -> None:
         print(f"millrace.save: {_last[0].path} was not saved: {error}", file=sys.stderr)  # noqa: T201
 
 
-os.register_at_fork(after_in_child=_last.clear)  # a child has none of the threads that write
+after_fork(_last.clear)  # a child has none of the threads that write
 threading._register_atexit(_end)  # type: ignore[attr-defined]  # before models are let go of, if imported after that

@@ -46,6 +46,8 @@ def _why_not_plain(tensor: torch.Tensor) -> str | None:
         return f"it is {kind}, and files of weights hold dense tensors; make it dense, as with to_dense()"
     if tensor.is_quantized:
         return f"it is of {tensor.dtype}, which is more than its bytes; call dequantize() on it"
+    if type(tensor).__name__ == "DTensor":
+        return "it is a DTensor, of which each rank has a part; save it by torch.distributed.checkpoint"
     if hasattr(type(tensor), "__tensor_flatten__"):
         return (
             f"it is a {type(tensor).__name__}, which is more than its bytes; save the adapters that are trained beside"

@@ -29,6 +29,7 @@ from millrace.memory.disk.checksums import checksum
 from millrace.memory.pages import map_pages
 from millrace.runtime.autograd import without_overrides
 from millrace.runtime.capture import begin_capture, end_capture
+from millrace.runtime.system import CLOSED_IN_CHILDREN, reserve
 from millrace.runtime.threads import Gate
 
 __all__ = ["LEAST_BYTES", "Writing"]
@@ -283,12 +284,12 @@ class Writing:
 def _new_file(path: Path, nbytes: int) -> DirectFile:
     """An empty file with room for so many bytes. Raises DiskError."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | CLOSED_IN_CHILDREN, 0o666)
     except OSError as error:
         raise DiskError(error.errno, f"{path} cannot be made: {error.strerror}") from error
     try:
         if nbytes:
-            os.posix_fallocate(descriptor, 0, nbytes)
+            reserve(descriptor, 0, nbytes)
         return DirectFile(descriptor, str(path), writable=True)
     except OSError as error:
         os.close(descriptor)

@@ -8,12 +8,12 @@ from typing import Any
 from millrace.checkpoint.directory import newest
 from millrace.checkpoint.manifest import MANIFEST, read_manifest
 from millrace.checkpoint.reading import SavedFile
+from millrace.cli.symptoms import SYMPTOMS, matching
 from millrace.config import format_bytes
 from millrace.errors import MillraceError
 from millrace.optim import kernel
 from millrace.runtime.checks import Finding, Machine, findings
 from millrace.runtime.device import resolve_device
-from millrace.runtime.symptoms import SYMPTOMS
 
 
 class DoctorInputError(MillraceError, ValueError):
@@ -35,14 +35,18 @@ def add_doctor_command(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="DIR",
         help="read all of a checkpoint, or of the newest one in DIR, and say if it is whole",
     )
-    parser.add_argument("--symptoms", action="store_true", help="what usually goes wrong with a run, and why")
+    parser.add_argument(
+        "--symptoms",
+        nargs="*",
+        metavar="WORD",
+        help="what usually goes wrong with a run, how millrace names it, why, and what to do; those with all WORDs",
+    )
     parser.set_defaults(run=run_doctor)
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    if arguments.symptoms:
-        for row in SYMPTOMS:
-            print(f"{row.symptom}\n  cause    {row.cause}\n  confirm  {row.confirm}\n  fix      {row.fix}\n")
+    if arguments.symptoms is not None:
+        print(_symptoms(arguments.symptoms))
         return 0
     if arguments.checkpoint is not None:
         print(_checked(arguments.checkpoint))
@@ -61,6 +65,16 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     if not found:
         print("nothing wrong was found; millrace probe measures how fast it is")
     return 1 if any(finding.severe for finding in found) else 0
+
+
+def _symptoms(words: list[str]) -> str:
+    found = matching(words)
+    if not found:
+        raise DoctorInputError(
+            f"no symptom has {' and '.join(map(repr, words))}; give fewer or other words, or none to see all"
+            f" {len(SYMPTOMS)}"
+        )
+    return "\n".join(row.to_text() for row in found).rstrip("\n")
 
 
 def _checked(directory: Path) -> str:

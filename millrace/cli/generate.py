@@ -125,7 +125,9 @@ def _tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # transformers raises many kinds for a file that is missing or broken
         raise GenerateInputError(
             f"model directory {directory} has no tokenizer that transformers can load; save the model's tokenizer there"

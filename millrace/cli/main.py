@@ -14,6 +14,7 @@ from millrace.cli.generate import add_generate_command
 from millrace.cli.plan import add_plan_command
 from millrace.cli.probe import add_probe_command
 from millrace.cli.report import add_report_command
+from millrace.cli.run_recipe import add_run_recipe_command
 from millrace.cli.train import add_train_command, rewrite
 from millrace.errors import MillraceError
 
@@ -39,6 +40,7 @@ def build_parser() -> Parser:
     add_probe_command(commands)
     add_report_command(commands)
     add_doctor_command(commands)
+    add_run_recipe_command(commands)
     parser.commands = commands.choices
     return parser
 

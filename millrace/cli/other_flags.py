@@ -58,6 +58,8 @@ _SWITCHES = {  # that stand alone, or with a truth value
 # Taken, and nothing follows from them.
 _WITHOUT_EFFECT = {
     "dataset_num_workers": "data is tokenized once, before training",
+    "remove_prefix_in_ckpt": "names in what is saved are those of --model",
+    "trainable_models": "--model is the one that trains",
     "find_unused_parameters": "one process trains; parameters without gradients are left alone anyway",
     "enable_model_cpu_offload": "weights come to the device block by block anyway, trained or not, and adapters stay",
     "enable_optimizer_cpu_offload": "gradients, state and updates are on the host anyway, with any --accumulate",
@@ -80,6 +82,8 @@ _LAYERS_OF_OTHERS = {
     "offload_modules",
 }
 _OTHER_VALUES = {
+    "dataset_repeat",
+    "lora_base_model",
     "cpu_offload_split_threshold",
     "use_gradient_checkpointing_offload",
     "task",
@@ -93,7 +97,10 @@ _REFUSED = {
     " and take OffloadTrainingManager from millrace.compat",
     "dataset_base_path": "name files and directories of texts with --text",
     "dataset_metadata_path": "name files and directories of texts with --text",
+    "model_paths": "millrace train takes one directory, with --model",
     "max_pixels": "millrace train is for language models",
+    "lora_checkpoint": "merge it into the model first (PeftModel.from_pretrained(...).merge_and_unload() of peft), or"
+    " give the same command again, which goes on from its own newest checkpoint",
 }
 _KNOWN = {*_RENAMED, *_SWITCHES, *_WITHOUT_EFFECT, *_LAYERS_OF_OTHERS, *_OTHER_VALUES, *_REFUSED}
 
@@ -122,15 +129,16 @@ def in_our_words(arguments: list[str]) -> tuple[list[str], list[str]]:
         else:
             taken.append(argument)
     notes: list[str] = []
-    translation = _Translation(theirs, notes)
+    translation = _Translation(theirs, taken, notes)
     return [*translation.flags(), *taken], notes
 
 
 class _Translation:
     """Flags of others as they were given, which together become flags of ours."""
 
-    def __init__(self, theirs: dict[str, tuple[str, str | None]], notes: list[str]) -> None:
+    def __init__(self, theirs: dict[str, tuple[str, str | None]], taken: list[str], notes: list[str]) -> None:
         self._theirs = theirs
+        self._taken = taken  # that were ours already
         self._notes = notes
 
     def flags(self) -> list[str]:
@@ -145,15 +153,21 @@ class _Translation:
             off = name in (_SWITCHES | {"recompute_granularity"}) and value is not None and value.lower() in _FALSE
             if name == "overlap_cpu_optimizer_d2h_h2d":
                 continue  # it goes with the optimizer's
-            if off:
+            if off and name not in _WITHOUT_EFFECT:
                 if name not in ("cpu_offloading_activations",):
                     self._notes.append(f"{written}: off, as without it")
             elif name in _WITHOUT_EFFECT:
                 self._notes.append(f"{written}: nothing to do: {_WITHOUT_EFFECT[name]}")
+            elif name == "num_epochs" and "dataset_repeat" in self._theirs:
+                continue  # they go together
             elif name in _RENAMED:
                 flags += self._became(written, _renamed(name, value))
             elif name in rules:
                 flags += self._became(written, rules[name](value))
+            elif name == "dataset_repeat":
+                flags += self._became(self._written(name, "num_epochs"), self._epochs(value))
+            elif name == "lora_base_model":
+                flags += self._lora(written)
             elif name == "task":
                 flags += self._task(written, value or "")
             elif name == "recompute_granularity":
@@ -173,6 +187,26 @@ class _Translation:
         self._notes.append(
             f"{written}: nothing to do: millrace train trains, on data that --data-only may have prepared"
         )
+        return []
+
+    def _epochs(self, repeat: str | None) -> list[str]:
+        """Each of DiffSynth's epochs has the data so many times."""
+        epochs = self._theirs.get("num_epochs", ("", "1"))[1]
+        try:
+            return [f"--epochs={float(epochs or '') * int(repeat or ''):g}"]
+        except ValueError:
+            raise TrainInputError(f"{self._written('dataset_repeat', 'num_epochs')}: give whole numbers") from None
+
+    def _lora(self, written: str) -> list[str]:
+        """DiffSynth's adapters have rank 32 where none is given, and the scale 1."""
+        words = [word for argument in self._taken for word in argument.split("=")]
+        rank = words[words.index("--lora-rank") + 1] if "--lora-rank" in words[:-1] else None
+        flags = [f"--lora-rank={rank or 32}"] * (rank is None) + [f"--lora-alpha={rank or 32}"] * (
+            "--lora-alpha" not in words
+        )
+        if flags:
+            return self._became(written, flags, ": adapters are put into --model")
+        self._notes.append(f"{written}: nothing to do: adapters are put into --model")
         return []
 
     def _only(self, written: str, value: str | None, allowed: str) -> None:
@@ -259,9 +293,9 @@ class _Translation:
 
 
 def _blocks(megabytes: str | None) -> list[str]:
-    if megabytes is None or not megabytes.isdigit() or not int(megabytes):
+    if megabytes is None or not re.fullmatch(r"[0-9]*\.?[0-9]+", megabytes) or not float(megabytes):
         raise TrainInputError(f"--cpu_offload_split_threshold {megabytes}: give a number of megabytes above 0")
-    return [f"--blocks={megabytes}MB"]
+    return [f"--blocks={'0' * megabytes.startswith('.')}{megabytes}MB"]
 
 
 def _renamed(name: str, value: str | None) -> list[str]:

@@ -7,15 +7,27 @@ from typing import Any
 
 from millrace.ahead import plan
 from millrace.errors import MillraceError
-from millrace.planning.cost import RunPlan, compare_text
+from millrace.planning.cost import DRIVES, METHODS, PEERS, RunPlan, compare_text
 
 EPILOG = """\
 MODEL is a transformers config.json, a directory that holds one, or the name of a model whose config transformers
 can load. Memory is bytes or text such as 24GiB. The model itself is never loaded.
+Rates are what is reached, not what is sold. What millrace cannot run yet (replicas that share one copy on each node,
+tensor, pipeline and expert degrees, ZeRO stages) is simulated, and the plan says so. docs/many_devices.md has examples.
 In the table of lanes (compute, copies each way, drive, update), the floor is the least time that what passes through a
 lane can take; "busy" is what the plan gives it.
 Exit codes: 0 planned and fits, 1 does not fit (the plan says what is missing), 2 the input cannot be used.
 """
+_RATES = {
+    "link-gbps": "10^9 bytes per second between host and device, each way",
+    "disk-gbps": "10^9 bytes per second that all drives read, and write",
+    "host-gbps": "10^9 bytes per second of host memory",
+    "device-gbps": "10^9 bytes per second of device memory",
+    "update-gbps": "10^9 bytes per second of host memory that updates of all devices move together",
+    "peer-gbps": "10^9 bytes per second of each device to the others of its node",
+    "network-gbps": "10^9 bytes (not bits) per second of each node to others, each way",
+    "tflops": "10^12 operations per second in matrix products of 16 bits",
+}
 _TRAININGS = {"lora": "adapter"}  # other names
 
 
@@ -53,14 +65,27 @@ def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
         ("batch-size", int, 1, "sequences in a micro-batch (default: 1)"),
         ("sequence-length", int, 2048, "tokens in a sequence (default: 2048)"),
         ("micro-batches", int, 1, "micro-batches in a step (default: 1)"),
-        ("devices", int, None, "devices that work together (default: tensor times pipeline)"),
+        ("devices", int, None, "devices of each node (default: tensor times pipeline, all with several nodes)"),
+        ("nodes", int, 1, "nodes, each with its own copy of the model in host memory (default: 1)"),
         ("tensor", int, 1, "devices that share each layer"),
         ("pipeline", int, 1, "stages of layers"),
         ("zero-stage", int, 0, "ZeRO stage of the replicas, 0 to 3 (default: 0)"),
+        ("expert-parallel", int, 1, "replicas that share the experts of a layer (default: 1)"),
+        ("drives", int, 1, "how many of --drive (default: 1)"),
+        ("optimizer-fraction", float, None, "the host's share of the optimizer's state and update, 0 to 1"),
         ("adapter-rank", int, None, "rank of LoRA adapters (default: 16)"),
         ("weight-bits", float, None, "bits of a stored weight of the layers, such as 4.5"),
     ):
         parser.add_argument(f"--{option}", type=kind, default=default, metavar="N", help=text)
+    parser.add_argument("--drive", metavar="KIND", help=f"instead of the machine's: {', '.join(DRIVES)}")
+    parser.add_argument(
+        "--method",
+        metavar="NAME",
+        help=f"instead of the fastest: {', '.join(METHODS)}, or parts: weights=host,state=disk,activations=recomputed",
+    )
+    parser.add_argument("--peer", metavar="KIND", help=f"how devices of a node reach each other: {', '.join(PEERS)}")
+    for option, text in _RATES.items():
+        parser.add_argument(f"--{option}", type=float, metavar="N", help=f"{text}, instead of the machine's")
     for option, text in (
         ("device-memory", "of each device, instead of the machine's"),
         ("host-memory", "of the node, instead of the machine's"),
@@ -97,6 +122,7 @@ def _planned(model: Any, hardware: str | None, arguments: argparse.Namespace) ->
             host_memory=arguments.host_memory,
             disk=False if arguments.no_disk else arguments.disk,
             devices=arguments.devices,
+            nodes=arguments.nodes,
             training=_TRAININGS.get(arguments.training, arguments.training),
             adapter_rank=arguments.adapter_rank,
             weight_bits=arguments.weight_bits,
@@ -105,11 +131,29 @@ def _planned(model: Any, hardware: str | None, arguments: argparse.Namespace) ->
             tensor=arguments.tensor,
             pipeline=arguments.pipeline,
             zero_stage=arguments.zero_stage,
+            expert_parallel=arguments.expert_parallel,
+            method=arguments.method,
+            optimizer_fraction=arguments.optimizer_fraction,
+            drive=arguments.drive,
+            drives=arguments.drives,
+            link_bytes_per_second=_scaled(arguments.link_gbps, 1e9),
+            disk_bytes_per_second=_scaled(arguments.disk_gbps, 1e9),
+            host_bytes_per_second=_scaled(arguments.host_gbps, 1e9),
+            device_bytes_per_second=_scaled(arguments.device_gbps, 1e9),
+            flops_per_second=_scaled(arguments.tflops, 1e12),
+            update_bytes_per_second=_scaled(arguments.update_gbps, 1e9),
+            peer=arguments.peer,
+            peer_bytes_per_second=_scaled(arguments.peer_gbps, 1e9),
+            network_bytes_per_second=_scaled(arguments.network_gbps, 1e9),
         )
     except MillraceError:
         raise
     except ValueError as error:
         raise PlanInputError(str(error)) from error
+
+
+def _scaled(value: float | None, unit: float) -> float | None:
+    return None if value is None else value * unit
 
 
 def _config(model: str) -> Any:
@@ -126,7 +170,7 @@ def _config(model: str) -> Any:
             f"there is no file {model!r}; for names of models run: pip install 'millrace[transformers]'"
         ) from error
     try:
-        return AutoConfig.from_pretrained(model)
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise PlanInputError(

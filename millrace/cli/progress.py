@@ -64,6 +64,22 @@ class LineProgress:
         return f", {tqdm.format_interval(seconds)} left"
 
 
+class NoProgress:
+    """Of a rank that is not the first, which tells for all."""
+
+    def note(self, text: str) -> None:
+        pass
+
+    def step(self, record: StepRecord) -> None:
+        pass
+
+    def evaluation(self, measured: "Evaluation") -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class BarProgress:
     def __init__(self) -> None:
         self._bar: tqdm[NoReturn] | None = None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.cli.config_file import with_config_file
 from millrace.cli.other_flags import in_our_words
-from millrace.cli.progress import BarProgress, LineProgress, describe_evaluation
+from millrace.cli.progress import BarProgress, LineProgress, NoProgress, describe_evaluation
 from millrace.config import counted, format_bytes
 from millrace.errors import TrainInputError
 from millrace.train.config import TrainConfig
@@ -25,6 +25,8 @@ EPILOG = """\
 Memory is bytes, text such as 8GiB, or a share of the model's weights such as 25%.
 Ctrl-C or SIGTERM ends the run after the current step and saves a checkpoint; the same command goes on from there, as
 if nothing had happened. A second Ctrl-C ends it at once.
+On several devices: torchrun --nproc-per-node N -m millrace train ..., with --accumulate a multiple of N. A step is of
+--batch-size times --accumulate sequences on any number of ranks, and --host-memory is for all ranks of a machine.
 Flags of DiffSynth-Studio and of Megatron for offloading are taken, with a note of what each one became.
 Exit codes: 0 trained and saved, 1 the training failed or memory ran out, 2 the input cannot be used,
 3 stopped on request after a checkpoint was saved, 130 stopped at once.
@@ -95,22 +97,26 @@ def run_train(arguments: argparse.Namespace) -> int:
         from datasets.utils.logging import CRITICAL, disable_progress_bar, set_verbosity
         from transformers.utils import logging
 
+        from millrace.train.ranks import is_first_rank
         from millrace.train.trainer import prepare, train
     except ModuleNotFoundError as error:
         raise TrainInputError(f"{error.name} is not installed; run: pip install 'millrace[train]'") from error
     logging.disable_progress_bar()  # ours is enough
     disable_progress_bar()
     set_verbosity(CRITICAL)  # what fails there is told as an error of ours
-    progress: Progress = BarProgress() if sys.stderr.isatty() else LineProgress()
+    first = is_first_rank()
+    progress: Progress = NoProgress() if not first else BarProgress() if sys.stderr.isatty() else LineProgress()
     if config.data_only:
-        prepare(config, progress)
+        if first:
+            prepare(config, progress)
         return 0
-    if config.tensorboard is not None:
+    if config.tensorboard is not None and first:
         from millrace.train.scalars import ScalarProgress
 
         progress = ScalarProgress(progress, config.tensorboard)
     result = train(config, progress)
-    print(summary(result, config.output_directory))
+    if first:
+        print(summary(result, config.output_directory))
     return 0 if result.checkpoint is None else STOPPED
 
 

@@ -1,8 +1,8 @@
 """How does code for another system run here? Its API, thin over millrace's: change the import, keep the code."""
 
 from millrace.compat.diffsynth import OffloadTrainingManager
-from millrace.compat.megatron import HybridDeviceOptimizer
-from millrace.compat.mindie_sd import disable_offload, enable_offload
+from millrace.compat.hybrid import HybridDeviceOptimizer
+from millrace.compat.mindie_sd import disable_offload, enable_offload, handle_of
 from millrace.compat.transformer_engine import CPUOffloadConfig, get_cpu_offload_context
 
 __all__ = [
@@ -12,4 +12,5 @@ __all__ = [
     "disable_offload",
     "enable_offload",
     "get_cpu_offload_context",
+    "handle_of",
 ]

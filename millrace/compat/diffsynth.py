@@ -5,39 +5,70 @@
 | `model` on the CPU, optimizer made before or after | the same: parameters stay the objects they were |
 | `target_device` | `millrace.offload(device=)` |
 | a leaf module is onloaded, computes, is offloaded | a leaf module is a block; the next arrive while it computes |
-| `enable_optimizer_cpu_offload=True`: trainable weights travel, | the same, and nothing but gradients is copied back |
-| the optimizer runs on the CPU | |
-| `enable_optimizer_cpu_offload=False`: trainable weights stay | the same (`resident=`); gradients and the optimizer |
-| on the device | are on the CPU all the same |
+| `enable_optimizer_cpu_offload=True`: trainable weights travel, | the same; gradients leave block by block in |
+| the optimizer runs on the CPU | backward, and nothing else is copied back |
+| `enable_optimizer_cpu_offload=False`: trainable weights stay | the same; they are in no budget, and no block |
+| on the device, with gradients and optimizer | |
 | `cpu_offload_split_threshold`: modules above it are split; in MB, | in MB of 10**6 bytes; modules not above it, and |
 | compared with a count of elements | leaf modules, are blocks |
-| `after_backward()`: gradients move to the CPU, marks are cleared | gradients are there when `backward()` returns; it |
-| | waits for the device, and may be left out |
+| `after_backward()`: gradients move to the CPU, marks are cleared | gradients are where they belong when `backward()` |
+| | returns; it waits for the device, and may be left out |
 | pinned chunks of 1 GiB and more | exact size |
 | one micro-batch for each optimizer step | any number |
 | no way back | `manager.remove()` |
+| `launch_data_process_task(...)` saves what the model makes of data | the same, in host memory |
+| `PinnedArenaPool`, the four offloaders | the same names, in diffsynth_memory.py |
 
-Device memory is three of the largest block, and what stays: trainable weights where they do, parameters of modules that
-have submodules, buffers.
+Device memory is three of the largest block, and what stays: parameters of modules that have submodules, buffers; and,
+beside the budget, what is trained where it stays on the device. Row by row: docs/documents/diffsynth.md.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
+from tqdm import tqdm
 
 import millrace
-from millrace.compat.sizes import module_bytes, parameter_pattern, tensor_bytes
+from millrace.compat.diffsynth_memory import (
+    AlwaysOnGPUParamOffloader,
+    BufferOffloader,
+    PinnedArenaPool,
+    PinnedBuffer,
+    StaticParamOffloader,
+    TrainableParamOffloader,
+)
+from millrace.compat.sizes import module_bytes, tensor_bytes
+from millrace.runtime.device import resolve_device
+from millrace.runtime.tensors import map_tensors
+from millrace.weights.model.inventory import is_left_to_user, leave_to_user
+
+__all__ = [
+    "AlwaysOnGPUParamOffloader",
+    "BufferOffloader",
+    "OffloadTrainingManager",
+    "PinnedArenaPool",
+    "PinnedBuffer",
+    "StaticParamOffloader",
+    "TrainableParamOffloader",
+    "launch_data_process_task",
+]
 
 BLOCKS_ON_DEVICE = 3  # one computes, one arrives, one more evens out their sizes
 MEGABYTE = 10**6
 
 
 class OffloadTrainingManager:
-    """Weights visit `target_device` while they compute; gradients and optimizer are on the CPU.
+    """Weights visit `target_device` while they compute.
 
-    `cpu_offload_split_threshold` is in MB of 10**6 bytes; None makes every leaf module a block. Raises what
-    `millrace.offload` raises, and ValueError for a threshold that is not positive.
+    With `enable_optimizer_cpu_offload` gradients and optimizer are on the CPU. Without, trainable parameters are moved
+    to the device and stay there, with their gradients and an optimizer that was made of them, before or after.
+    `cpu_offload_split_threshold` is in MB of 10**6 bytes; None makes every leaf module a block. The way back is
+    `remove()`: `handle.remove()` alone leaves trained parameters on the device. Raises what `millrace.offload` raises,
+    and ValueError for a threshold that is not positive.
     """
 
     def __init__(
@@ -52,31 +83,95 @@ class OffloadTrainingManager:
                 f"cpu_offload_split_threshold is {cpu_offload_split_threshold} MB; give more than 0, or None"
             )
         limit_bytes = 0 if cpu_offload_split_threshold is None else int(cpu_offload_split_threshold * MEGABYTE)
-        staying = {} if enable_optimizer_cpu_offload else _trainable(model)
-        units = [unit for unit in _units(model, limit_bytes) if any(id(p) not in staying for p in unit.parameters())]
-        inside = {id(parameter) for unit in units for parameter in unit.parameters()} - staying.keys()
-        outside = [parameter for parameter in model.parameters() if id(parameter) not in inside]
-        staying_bytes = tensor_bytes(outside) + tensor_bytes(model.buffers())
-        self.handle = millrace.offload(
-            model,
-            device=target_device,
-            device_memory=staying_bytes + BLOCKS_ON_DEVICE * max(map(module_bytes, units), default=0),
-            blocks=units or "auto",
-            resident=[parameter_pattern(name) for name in staying.values()],
-        )
+        device = resolve_device(target_device)
+        self._trained = [] if enable_optimizer_cpu_offload else [p for p in model.parameters() if p.requires_grad]
+        left_before = [parameter for parameter in model.parameters() if is_left_to_user(parameter)]
+        leave_to_user(left_before, left=False)  # of a manager whose handle was removed alone
+        leave_to_user(self._trained)
+        try:
+            self.handle = _offload(model, device, {id(parameter) for parameter in self._trained}, limit_bytes)
+        except BaseException:
+            leave_to_user(self._trained, left=False)
+            leave_to_user(left_before)  # of a manager that the model has
+            raise
+        self._move_trained(device)
 
     def after_backward(self) -> None:
-        """Waits until the device is done. Gradients are on the CPU already."""
+        """Waits until the device is done. Gradients are where they belong already."""
         self.handle.synchronize()
 
     def remove(self) -> None:
-        """The model is an ordinary CPU model again."""
+        """The model is an ordinary CPU model again. The state of an optimizer stays where it is."""
         self.handle.remove()
+        leave_to_user(self._trained, left=False)
+        self._move_trained(torch.device("cpu"))
+        self._trained = []
+
+    def _move_trained(self, device: torch.device) -> None:
+        """The parameters that stay on the device, with their gradients; they are the objects that they were."""
+        for parameter in self._trained:
+            parameter.data = parameter.data.to(device)
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to(device)
 
 
-def _trainable(model: nn.Module) -> dict[int, str]:
-    """Names of the parameters that want gradients, by id."""
-    return {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+def launch_data_process_task(
+    accelerator: Any,
+    dataset: Any,
+    model: nn.Module,
+    model_logger: Any,
+    num_workers: int = 8,
+    args: Any = None,
+) -> None:
+    """The first of two stages: what `model` makes of each sample is saved, for the second one to train on.
+
+    Sample `i` of a process goes to `{model_logger.output_path}/{accelerator.process_index}/{i}.pth`, with its tensors
+    in host memory. `args` (None, or parsed flags): with `enable_model_cpu_offload` the model is offloaded meanwhile, by
+    `enable_optimizer_cpu_offload` and `cpu_offload_split_threshold`; without it goes to `accelerator.device`.
+    """
+    manager = None
+    if getattr(args, "enable_model_cpu_offload", False):
+        manager = OffloadTrainingManager(
+            model,
+            accelerator.device,
+            getattr(args, "enable_optimizer_cpu_offload", False),
+            getattr(args, "cpu_offload_split_threshold", None),
+        )
+    else:
+        model.to(accelerator.device)
+    directory = Path(model_logger.output_path) / str(accelerator.process_index)
+    directory.mkdir(parents=True, exist_ok=True)
+    samples = accelerator.prepare(DataLoader(dataset, collate_fn=_alone, num_workers=num_workers))
+    try:
+        for index, sample in enumerate(tqdm(samples)):
+            with torch.no_grad():
+                made = model(sample)
+            if manager is not None:
+                manager.after_backward()
+            torch.save(map_tensors(made, torch.Tensor.cpu), directory / f"{index}.pth")
+    finally:
+        if manager is not None:
+            manager.remove()
+
+
+def _alone(batch: list[Any]) -> Any:
+    """The one sample of a batch."""
+    return batch[0]
+
+
+def _offload(model: nn.Module, device: torch.device, left: set[int], limit_bytes: int) -> millrace.Offloaded:
+    """All but the parameters that are left on the device, by id."""
+    managed = [parameter for parameter in model.parameters() if id(parameter) not in left]
+    units = {unit: [p for p in unit.parameters() if id(p) not in left] for unit in _units(model, limit_bytes)}
+    units = {unit: inside for unit, inside in units.items() if inside}
+    visiting = {id(parameter) for inside in units.values() for parameter in inside}
+    staying_bytes = tensor_bytes(p for p in managed if id(p) not in visiting) + tensor_bytes(model.buffers())
+    return millrace.offload(
+        model,
+        device=device,
+        device_memory=staying_bytes + BLOCKS_ON_DEVICE * max(map(tensor_bytes, units.values()), default=0),
+        blocks=list(units) or "auto",
+    )
 
 
 def _units(module: nn.Module, limit_bytes: int) -> Iterator[nn.Module]:

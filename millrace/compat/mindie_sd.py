@@ -14,6 +14,9 @@
 | a block may not be skipped, called twice or share weights | it may |
 | `model.blocks` and other attributes are set | no attribute is set |
 | no way back | `disable_offload(model)` |
+| nothing to ask | `handle_of(model)`: `report()`, `stats()`, `remove()` |
+| beside DyEPLB, which moves experts: "adjust execution timing" | `with handle_of(model).copies_paused():`, or |
+| | `handle_of(model).limit_copies("8GB")` |
 """
 
 from collections.abc import Iterator
@@ -41,7 +44,8 @@ def enable_offload(model: nn.Module, blocks: nn.ModuleList, min_reserved_blocks_
     """Blocks of `model` visit the device in turn; the first `min_reserved_blocks_count` and all else stay there.
 
     Raises TypeError and ValueError for arguments as listed above, and what `millrace.offload` raises. Called once
-    more for the same blocks, the new count holds; for other blocks of the model, they travel as well.
+    more for the same blocks, the new count holds; for other blocks of the model, they travel as well. Where that
+    raises, what was enabled before holds.
     """
     _check(model, blocks, min_reserved_blocks_count)
     enabled = _enabled.setdefault(model, _Enabled())
@@ -53,16 +57,29 @@ def enable_offload(model: nn.Module, blocks: nn.ModuleList, min_reserved_blocks_
     try:
         enabled.handle = _offload(model, enabled.lists)
     except Exception:
-        del _enabled[model]
+        enabled.lists = before
+        if before:
+            enabled.handle = _offload(model, before)
+        else:
+            del _enabled[model]
         raise
+
+
+def handle_of(model: nn.Module) -> millrace.Offloaded:
+    """What `millrace.offload` returned for it. Raises ValueError when `enable_offload` was not called for it.
+
+    Another one after each `enable_offload`.
+    """
+    enabled = _enabled.get(model)
+    if enabled is None or enabled.handle is None:
+        raise ValueError(f"this {type(model).__name__} is not offloaded; call enable_offload first")
+    return enabled.handle
 
 
 def disable_offload(model: nn.Module) -> None:
     """`model` is an ordinary CPU model again. Raises ValueError when `enable_offload` was not called for it."""
-    enabled = _enabled.pop(model, None)
-    if enabled is None or enabled.handle is None:
-        raise ValueError(f"this {type(model).__name__} is not offloaded; call enable_offload first")
-    enabled.handle.remove()
+    handle_of(model).remove()
+    del _enabled[model]
 
 
 def _offload(model: nn.Module, lists: list[tuple[nn.ModuleList, int]]) -> millrace.Offloaded:

@@ -30,8 +30,9 @@ from millrace.activations.passes import Forward, Passes
 from millrace.activations.saving import may_save, pop_left_over
 from millrace.activations.selection import Selection
 from millrace.activations.targets import named_layers
+from millrace.compat.settings import Settings
 from millrace.compat.sizes import module_bytes, parameter_pattern, tensor_bytes
-from millrace.config import ActivationConfig, Size, parse_bytes
+from millrace.config import ActivationConfig, Size
 from millrace.memory.ledger import Ledger
 from millrace.runtime.autograd import in_backward
 from millrace.runtime.device import resolve_device
@@ -99,16 +100,15 @@ def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
 
 def _offload_model(
     model: nn.Module, num_layers: int, settings: dict[str, Any], *, activations: bool, weights: bool
-) -> None:
+) -> millrace.Offloaded | millrace.ActivationOffloading:
     settings = {**settings, "layers": num_layers}
     if not weights:
-        millrace.offload_activations(model, **settings)
-        return
+        return millrace.offload_activations(model, **settings)
     travelling = list(named_layers(model))[:num_layers]
     inside = {id(parameter) for layer in travelling for parameter in layer.parameters()}
     staying = {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in inside}
     visiting_bytes = min(_VISITING_LAYERS, num_layers) * max(map(module_bytes, travelling))
-    millrace.offload(
+    return millrace.offload(
         model,
         device_memory=tensor_bytes(staying.values()) + tensor_bytes(model.buffers()) + visiting_bytes,
         blocks=travelling,
@@ -180,11 +180,12 @@ class _LayerContext:
             forward.end(completed=completed)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CPUOffloadConfig:
+@dataclass(kw_only=True)
+class CPUOffloadConfig(Settings):
     """Megatron's settings of layer-level CPU offloading, validated as listed above. `num_layers`: of the model.
 
-    Raises ValueError for what cannot be. Recomputation and pipeline stages may be set as one likes.
+    They may be set one after another later: `validate()`, and whoever uses them, looks at them again. Raises ValueError
+    for what cannot be. Recomputation and pipeline stages may be set as one likes.
     """
 
     num_layers: int
@@ -200,6 +201,10 @@ class CPUOffloadConfig:
     fine_grained_activation_offloading: bool = False
 
     def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Raises ValueError for what cannot be."""
         if self.fine_grained_activation_offloading:
             also = "; with cpu_offloading it says for a second time what leaves" if self.cpu_offloading else ""
             raise ValueError(
@@ -222,20 +227,21 @@ class CPUOffloadConfig:
         if not (self.cpu_offloading_activations or self.cpu_offloading_weights):
             raise ValueError("cpu_offloading has nothing to do; set cpu_offloading_activations or _weights")
 
-    def context(
-        self, model: nn.Module | None = None, *, device_memory: Size | None = None, min_bytes: Size = _MIN_BYTES
-    ) -> tuple[Context, Sync]:
-        """What `get_cpu_offload_context` returns for these settings."""
-        parse_bytes(min_bytes, name="min_bytes")
-        return get_cpu_offload_context(
-            self.cpu_offloading,
+    def _offload(
+        self, model: nn.Module, device_memory: Size | None, min_bytes: Size | None
+    ) -> millrace.Offloaded | millrace.ActivationOffloading | None:
+        self.validate()
+        if not self.cpu_offloading or self.cpu_offloading_num_layers == 0:
+            return None
+        settings = {
+            "device_memory": device_memory,
+            "min_bytes": _MIN_BYTES if min_bytes is None else min_bytes,
+            "all_leave": device_memory is None,
+        }
+        return _offload_model(
+            model,
             self.cpu_offloading_num_layers,
-            self.num_layers,
-            self.cpu_offloading_activations,
-            self.cpu_offloading_weights,
-            self.cpu_offloading_double_buffering,
-            retain_pinned_cpu_buffers=self.cpu_offloading_retain_pinned_cpu_buffers,
-            model=model,
-            device_memory=device_memory,
-            min_bytes=min_bytes,
+            settings,
+            activations=self.cpu_offloading_activations,
+            weights=self.cpu_offloading_weights,
         )

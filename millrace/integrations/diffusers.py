@@ -52,8 +52,8 @@ def open_component(directory: Path) -> "tuple[ModelMixin, Checkpoint]":
     import diffusers  # here, because it is optional and takes seconds
 
     config = json.loads((directory / "config.json").read_bytes())
-    model_class = getattr(diffusers, config["_class_name"], None)
-    if model_class is None or not issubclass(model_class, nn.Module):
+    model_class = _module_class(diffusers, config["_class_name"])
+    if model_class is None:
         raise CheckpointError(
             f"{directory / 'config.json'} names the class {config['_class_name']!r}, which this diffusers"
             f" ({diffusers.__version__}) does not have; install a version that does"
@@ -61,6 +61,12 @@ def open_component(directory: Path) -> "tuple[ModelMixin, Checkpoint]":
     with _parameters_on_meta():
         model = model_class.from_config(config)
     return model.eval(), Checkpoint(directory, Ledger())
+
+
+def _module_class(library: Any, name: str) -> Any:
+    """The class of modules that the library has under this name, or None."""
+    found = getattr(library, name, None)
+    return found if isinstance(found, type) and issubclass(found, nn.Module) else None
 
 
 @contextlib.contextmanager

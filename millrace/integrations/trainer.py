@@ -1,11 +1,16 @@
-"""How does transformers' Trainer log what offloading did, save by `millrace.save`, and name millrace's optimizers?"""
+"""How does transformers' Trainer log what offloading did, save by `millrace.save`, name millrace's optimizers, and take
+micro-batches together?
+"""
 
 import ast
+import contextlib
 import dataclasses
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import millrace.optim
@@ -13,7 +18,7 @@ from millrace.api import Offloaded
 from millrace.report import Stats
 from millrace.saving import Saving, save
 
-__all__ = ["MillraceCallback", "optimizer_cls_and_kwargs"]
+__all__ = ["MillraceCallback", "micro_batches_together", "optimizer_cls_and_kwargs"]
 
 _EIGHT_BIT = {"state_dtype": "8bit"}
 # What stands for each name of `TrainingArguments.optim`: the class, and its settings.
@@ -33,7 +38,7 @@ def optimizer_cls_and_kwargs(arguments: TrainingArguments, **settings: Any) -> t
     `arguments.optim_args` and then `settings` (`overlap="forward"`, `tier="disk"`, ...) go before them. Not
     `overlap="backward"`: the Trainer scales gradients after backward, by 1 where it does not clip them.
 
-    Raises ValueError for a name that no optimizer of millrace stands for.
+    Raises ValueError for a name that no optimizer of millrace stands for, and for `optim_args` that cannot be read.
     """
     name = str(getattr(arguments.optim, "value", arguments.optim))
     if name not in _BY_NAME:
@@ -48,9 +53,21 @@ def optimizer_cls_and_kwargs(arguments: TrainingArguments, **settings: Any) -> t
     if kind == "AdamW":
         found["eps"] = arguments.adam_epsilon
     if isinstance(arguments.optim_args, str) and arguments.optim_args:
-        pairs = (pair.split("=") for pair in arguments.optim_args.replace(" ", "").split(","))
-        found |= {key: ast.literal_eval(value) for key, value in pairs}
+        found |= dict(map(_setting, arguments.optim_args.replace(" ", "").split(",")))
     return getattr(millrace.optim, kind), found | settings
+
+
+def _setting(pair: str) -> tuple[str, Any]:
+    """Of `optim_args`, such as "eps=1e-4"."""
+    name, _, value = pair.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError) as error:
+        raise ValueError(
+            f"TrainingArguments(optim_args=...) has {pair!r}; give pairs name=value with commas between them, where a"
+            " value is a number, True, False, None or a string in quotes, such as \"eps=1e-4,state_dtype='8bit'\"."
+            " Tuples are settings of their own: optimizer_cls_and_kwargs(arguments, betas=(0.9, 0.95))"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +95,7 @@ class MillraceCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
     def __init__(self, handle: Offloaded, *, save: bool = False) -> None:
         self._handle = handle
         self._save = save
-        self._began = self._logged = _Mark(handle.stats())
+        self._began = self._logged = _Mark(handle.stats(wait_for_updates=False))
         self._tokens = 0
         self._counting: Any = None
         self._saving: Saving | None = None
@@ -141,9 +158,75 @@ class MillraceCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         self._counting = None
 
     def _mark(self) -> _Mark:
-        return _Mark(self._handle.stats(), self._tokens, time.perf_counter())
+        return _Mark(self._handle.stats(wait_for_updates=False), self._tokens, time.perf_counter())
 
     def _count(self, model: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         tokens = named.get("input_ids")
         if tokens is not None and model.training:
             self._tokens += tokens.numel()
+
+
+def micro_batches_together(trainer: Trainer, handle: Offloaded) -> None:
+    """The trainer takes the micro-batches of a step (`gradient_accumulation_steps`) by `handle.forward_backward`.
+
+    Losses, gradients and weights are those of the trainer's own loop, but for dropout, as `forward_backward` says. All
+    of a step is computed where the loop comes to its first micro-batch, so `on_substep_end` sees gradients of it all.
+
+    Raises TypeError for a trainer whose steps do more than the Trainer's (TRL's GRPO), and ValueError for fp16, whose
+    loss is scaled on its way to backward, and for TRL's own offloading of activations.
+    """
+    own = type(trainer).training_step is Trainer.training_step
+    around = getattr(trainer, "maybe_activation_offload_context", None)  # all that TRL's SFT, DPO... add to a step
+    if not own and around is None:
+        raise TypeError(
+            f"{type(trainer).__name__} has a training_step of its own, which may count on micro-batches that come one"
+            " after the other; leave micro_batches_together out"
+        )
+    if not own and not isinstance(around, contextlib.nullcontext):
+        raise ValueError(
+            "activation_offloading=True is for one micro-batch at a time; give millrace.offload activations=True"
+        )
+    if trainer.accelerator.scaler is not None:
+        raise ValueError(
+            "fp16=True scales the loss of each micro-batch; give bf16=True, or leave micro_batches_together out"
+        )
+    _Together(trainer, handle)
+
+
+class _Together:
+    """Stands in for a trainer's ways to get the micro-batches of a step, and to go through one of them."""
+
+    def __init__(self, trainer: Any, handle: Offloaded) -> None:
+        self._accelerator = trainer.accelerator
+        self._handle = handle
+        self._get_batches, self._go_through = trainer.get_batch_samples, trainer.training_step
+        trainer.get_batch_samples, trainer.training_step = self._get, self._step
+        self._batches: list[Any] = []  # of the step that comes
+        self._losses: list[torch.Tensor] = []  # of the step that is under way, which the trainer has not asked for
+        self._own = threading.local()  # `loss`: of the micro-batch that this thread computes
+
+    def _get(self, *args: Any, **named: Any) -> tuple[list[Any], Any]:
+        batches, items = self._get_batches(*args, **named)
+        self._batches, self._losses = list(batches), []
+        return batches, items
+
+    def _step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        if not self._losses:
+            batches, self._batches = self._batches, []
+            self._losses = self._all(model, batches, num_items_in_batch)
+        return self._losses.pop(0)
+
+    def _all(self, model: Any, batches: list[Any], items: Any) -> list[torch.Tensor]:
+        def loss(inputs: Any) -> torch.Tensor:
+            self._go_through(model, inputs, items)
+            found: torch.Tensor = self._own.__dict__.pop("loss")
+            return found
+
+        self._accelerator.backward = self._keep  # which comes later
+        try:
+            return self._handle.forward_backward(batches, loss)
+        finally:
+            del self._accelerator.backward
+
+    def _keep(self, loss: torch.Tensor) -> None:
+        self._own.loss = loss

@@ -3,8 +3,12 @@
 import contextlib
 import json
 import os
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from millrace.api import Offloaded, offload
 from millrace.errors import CheckpointError
@@ -16,14 +20,22 @@ from millrace.weights.model.compound import is_compound
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from millrace.integrations.trainer import MillraceCallback, optimizer_cls_and_kwargs
+    from millrace.integrations.trainer import MillraceCallback, micro_batches_together, optimizer_cls_and_kwargs
 
-__all__ = ["MillraceCallback", "from_pretrained", "open_pretrained", "optimizer_cls_and_kwargs"]
+__all__ = [
+    "MillraceCallback",
+    "from_pretrained",
+    "micro_batches_together",
+    "open_pretrained",
+    "optimizer_cls_and_kwargs",
+]
+
+_MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # in which transformers builds a model
 
 
 def __getattr__(name: str) -> Any:
     """What is for the Trainer, which is not imported before."""
-    if name not in ("MillraceCallback", "optimizer_cls_and_kwargs"):
+    if name not in ("MillraceCallback", "micro_batches_together", "optimizer_cls_and_kwargs"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from millrace.integrations import trainer
 
@@ -36,8 +48,9 @@ def from_pretrained(
     """The model that `save_pretrained` wrote to the directory `path_or_config`, and the handle of its offloading.
 
     Its weights are never held in host memory beside what `settings`, those of `millrace.offload`, allow: until blocks
-    take their places they are mapped files. They have the dtype that they were saved in. The model is in evaluation
-    mode.
+    take their places they are mapped files. (Those that torchao quantised are: transformers loads them whole.) They
+    have the dtype that they were saved in; where files mix several, one of those, the config's before others. The model
+    is in evaluation mode.
 
     The directory of a model of diffusers (a pipeline's "unet") is taken, too; that of a whole pipeline is loaded by
     diffusers and given to `millrace.offload_pipeline`.
@@ -50,13 +63,16 @@ def from_pretrained(
     - `trainable`: whether parameters want gradients. False, for inference and adapters: no room is kept for them.
       Quantised weights never do.
 
-    Raises CheckpointError when there is no config.json or no sound safetensors file, and what `millrace.offload`
-    raises. Needs transformers.
+    Raises CheckpointError when there is no sound config.json or safetensors file, TypeError for what is neither
+    directory nor config, and what `millrace.offload` raises. Needs transformers.
     """
     if not isinstance(path_or_config, str | os.PathLike):
-        model = _new_model(path_or_config, settings.get("disk"))
+        model = _new_model(_checked(path_or_config), settings.get("disk"))
         return model, offload(model.requires_grad_(trainable), **settings)
-    if (model := _from_its_files(path_or_config)) is not None:
+    directory = Path(path_or_config).expanduser()
+    quantised = _saved_config(directory).get("quantization_config")
+    if isinstance(quantised, dict) and quantised.get("quant_method") == "torchao":
+        model = _loaded_whole(directory)
         return model, offload(_trained(model, trainable), **settings)
     model, checkpoint = open_pretrained(path_or_config, disk=settings.get("disk"))
     try:
@@ -74,31 +90,15 @@ def open_pretrained(
     Weights that the library puts together of several in the files (experts) are written to `disk` for that.
     """
     directory = Path(path).expanduser()
-    if (directory / "model_index.json").is_file():
-        raise CheckpointError(
-            f"{directory} is a diffusers pipeline: load it with"
-            f" diffusers.DiffusionPipeline.from_pretrained({str(path)!r}) and give it to"
-            " millrace.offload_pipeline(pipeline, device_memory=...), or name one of its models here, such as"
-            f" {_some_component(directory)!r}"
-        )
-    if _is_of_diffusers(directory):
+    if {"_diffusers_version", "_class_name"} <= _saved_config(directory).keys():
         return open_component(directory)
-    if not (directory / "config.json").is_file():
-        raise CheckpointError(f"{directory} has no config.json; give the directory of a transformers model")
-    import transformers  # here, because it is optional and takes seconds
-
-    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
-    model_class = _class_of(config)
-    if model_class is None:
-        raise CheckpointError(
-            f"{directory / 'config.json'} names the architectures {config.architectures or []}, none of which this"
-            f" transformers ({transformers.__version__}) has; install a version that does"
-        )
+    config, model_class = _config_and_class(directory)
     checkpoint = Checkpoint(directory, Ledger())
     try:
         weights = {name: checkpoint.tensor(name) for name in checkpoint.records}
+        dtype = _dtype_to_load(config, checkpoint)
         with contextlib.nullcontext() if disk is None else TensorsOnDisk(disk, made_one=checkpoint.forget_pages):
-            model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype="auto")
+            model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
         weights.clear()
         if model.can_generate():
             _take_generation_config(model, directory)
@@ -118,27 +118,58 @@ def _trained(model: "PreTrainedModel", trainable: bool) -> "PreTrainedModel":
     return model
 
 
-def _from_its_files(directory: str | os.PathLike[str]) -> "PreTrainedModel | None":
-    """A model of torchao's, for which transformers reads the files' own headers; None for any other."""
-    path = Path(directory).expanduser() / "config.json"
-    quantised = json.loads(path.read_text()).get("quantization_config") if path.is_file() else None
-    if quantised is None or quantised.get("quant_method") != "torchao":
-        return None
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(path.parent, local_files_only=True)
-    model_class = _class_of(config) or transformers.AutoModelForCausalLM
-    model: PreTrainedModel = model_class.from_pretrained(path.parent, dtype="auto", local_files_only=True)
+def _loaded_whole(directory: Path) -> "PreTrainedModel":
+    """A model of torchao's: what its tensors are made of is in headers of the files that transformers alone reads."""
+    config, model_class = _config_and_class(directory)
+    model: PreTrainedModel = model_class.from_pretrained(directory, config=config, dtype="auto", local_files_only=True)
     return model.eval()
 
 
-def _is_of_diffusers(directory: Path) -> bool:
-    """Whether the directory is that of one model of a diffusers pipeline."""
+def _saved_config(directory: Path) -> dict[str, Any]:
+    """What is in config.json. Raises CheckpointError when there is none, or an entry that millrace reads is unsound."""
+    if directory.is_file():
+        raise CheckpointError(f"{directory} is a file; give the directory that it is in: {str(directory.parent)!r}")
+    if (directory / "model_index.json").is_file():
+        raise CheckpointError(
+            f"{directory} is a diffusers pipeline: load it with"
+            f" diffusers.DiffusionPipeline.from_pretrained({str(directory)!r}) and give it to"
+            " millrace.offload_pipeline(pipeline, device_memory=...), or name one of its models here, such as"
+            f" {_some_component(directory)!r}"
+        )
+    file = directory / "config.json"
+    if not file.is_file():
+        raise CheckpointError(f"{directory} has no config.json; give the directory of a transformers model")
     try:
-        config = json.loads((directory / "config.json").read_bytes())
-    except (OSError, ValueError):  # what is wrong with it transformers says
-        return False
-    return isinstance(config, dict) and "_diffusers_version" in config and "_class_name" in config
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not readable as JSON: {error}; download or save the model again") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} holds {config!r:.80}, not an object with entries; save the model again")
+    for entry, (is_sound, wanted) in _ENTRIES.items():
+        if entry in config and not is_sound(config[entry]):
+            raise CheckpointError(f"{file} has {config[entry]!r:.80} for {entry!r}; {wanted}")
+    return config
+
+
+def _is_dtype(entry: Any) -> bool:
+    return entry is None or isinstance(entry, dict) or isinstance(getattr(torch, str(entry), None), torch.dtype)
+
+
+def _is_list_of_names(entry: Any) -> bool:
+    return entry is None or (isinstance(entry, list) and all(isinstance(name, str) for name in entry))
+
+
+# Of config.json: what an entry must be, and what to do where it is not.
+_ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "_class_name": (lambda entry: isinstance(entry, str), 'give the name of a class, such as "UNet2DConditionModel"'),
+    "architectures": (_is_list_of_names, 'give a list of names, such as ["LlamaForCausalLM"]'),
+    "dtype": (_is_dtype, 'give the name of a dtype, such as "bfloat16"'),
+    "torch_dtype": (_is_dtype, 'give the name of a dtype, such as "bfloat16"'),
+    "quantization_config": (
+        lambda entry: entry is None or isinstance(entry, dict),
+        "give an object with quant_method, or leave it out where the weights are not quantised",
+    ),
+}
 
 
 def _some_component(directory: Path) -> str:
@@ -146,11 +177,61 @@ def _some_component(directory: Path) -> str:
     return str(weights[0].parent if weights else directory / "unet")
 
 
+def _config_and_class(directory: Path) -> "tuple[PreTrainedConfig, type[PreTrainedModel]]":
+    """What config.json says, and names. Raises CheckpointError when it names no model of this transformers."""
+    import transformers  # here, because it is optional and takes seconds
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except ValueError as error:  # a model type that is not known, or that comes with code of its own
+        raise CheckpointError(f"{directory / 'config.json'} is of no model that is read here: {error}") from error
+    model_class = _class_of(config)
+    if model_class is None and not config.architectures:
+        raise CheckpointError(
+            f"{directory / 'config.json'} names no architecture; set architectures there to the class of the model,"
+            ' such as ["LlamaForCausalLM"]'
+        )
+    if model_class is None:
+        raise CheckpointError(
+            f"{directory / 'config.json'} names the architectures {config.architectures}, none of which is a model"
+            f" of this transformers ({transformers.__version__}); install a version that has it, or set architectures"
+            " there to the class of the model"
+        )
+    return config, model_class
+
+
 def _class_of(config: "PreTrainedConfig") -> Any:
-    """The class that the config's first architecture names; None when this transformers has none of that name."""
+    """The first class of a model that the config names; None when this transformers has none of them."""
     import transformers
 
-    return getattr(transformers, config.architectures[0], None) if config.architectures else None
+    named = (getattr(transformers, str(name), None) for name in config.architectures or [])
+    return next(
+        (kind for kind in named if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)), None
+    )
+
+
+def _dtype_to_load(config: "PreTrainedConfig", checkpoint: Checkpoint) -> torch.dtype | str:
+    """That of the config where it is one of the files' own, else that of most bytes there: others would be converted,
+    and lie in host memory as a whole. "auto" is the config's, and for quantised weights the one that computes.
+    """
+    nbytes: Counter[torch.dtype] = Counter()
+    for record in checkpoint.records.values():
+        if record.dtype in _MODEL_DTYPES:
+            nbytes[record.dtype] += record.nbytes
+    quantised = getattr(config, "quantization_config", None) is not None
+    if quantised or not nbytes or not isinstance(config.dtype, torch.dtype) or config.dtype in nbytes:
+        return "auto"
+    return nbytes.most_common(1)[0][0]
+
+
+def _checked(config: Any) -> "PreTrainedConfig":
+    from transformers import PreTrainedConfig
+
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(
+            f"path_or_config is a {type(config).__name__}; give the directory of a model, or a config of transformers"
+        )
+    return config
 
 
 def _new_model(config: "PreTrainedConfig", disk: str | os.PathLike[str] | None) -> "PreTrainedModel":

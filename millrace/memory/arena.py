@@ -4,18 +4,12 @@ PyTorch's own pinned allocator rounds every allocation up to a power of two and 
 its memory itself and registers it with the device (see docs/design/arenas.md).
 """
 
-import ctypes
 import mmap
-import warnings
-import weakref
-from typing import Any
 
 import torch
 
-from millrace.config import format_bytes
-from millrace.memory.ledger import Ledger, Tier
-from millrace.memory.pages import map_pages
-from millrace.runtime.device import can_register_host_memory, is_accelerator, register_host_memory
+from millrace.memory.ledger import Ledger
+from millrace.memory.locking import host_memory
 
 __all__ = ["ALIGNMENT_BYTES", "KERNEL_ALIGNMENT_BYTES", "Arena", "aligned", "is_large", "whole_pages"]
 
@@ -41,16 +35,10 @@ def whole_pages(nbytes: int) -> int:
     return max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
-def _allocate_pinned(nbytes: int) -> "ctypes.Array[ctypes.c_char]":
-    """Memory of PyTorch's pinned allocator, for devices that cannot register the caller's: rounded up, but pinned."""
-    owner = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    view = (ctypes.c_char * nbytes).from_address(owner.data_ptr())
-    view.owner = owner  # type: ignore[attr-defined]  # which lives as long as the view
-    return view
-
-
 class Arena:
     """`nbytes` of host memory, rounded up to whole pages, page-locked for `device` if that is an accelerator.
+
+    `pinned` is False where there is nothing to lock it for, and where the system refuses.
 
     The memory lives as long as any tensor made by `tensor` does, and is booked in `ledger` under `purpose` until then.
     Raises BudgetError, before anything is allocated, when that is over the ledger's host budget.
@@ -59,30 +47,7 @@ class Arena:
     def __init__(self, nbytes: int, device: torch.device, ledger: Ledger, purpose: str) -> None:
         self.nbytes = whole_pages(nbytes)
         ledger.check_host(self.nbytes, purpose)
-        self._memory: Any
-        if is_accelerator(device) and not can_register_host_memory(device):
-            self._memory, self.pinned = _allocate_pinned(self.nbytes), True
-        else:
-            self._memory = map_pages(self.nbytes, touched=True)
-            self.pinned = is_accelerator(device) and self._pin(device)
-        ledger.add(Tier.HOST, purpose, self.nbytes)
-        weakref.finalize(self._memory, ledger.add, Tier.HOST, purpose, -self.nbytes).atexit = False
-
-    def _pin(self, device: torch.device) -> bool:
-        try:
-            unregister = register_host_memory(device, self._memory.address, self.nbytes)
-        except RuntimeError:
-            unregister = None
-        if unregister is None:
-            warnings.warn(
-                f"{device} could not page-lock {format_bytes(self.nbytes)} of host memory: copies will not overlap"
-                " with compute. Raise the limit on locked memory (ulimit -l), or lower host_memory.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            return False
-        self._memory.before_unmap = unregister
-        return True
+        self._memory, self.pinned = host_memory(self.nbytes, device, ledger, purpose)
 
     def tensor(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Bytes `offset` to `offset + nbytes` as a tensor of shape (elements,) with a storage of its own.

@@ -35,6 +35,7 @@ class Ledger:
         self._peak: Counter[tuple[Tier, str]] = Counter()
         self._budgeted_held = 0
         self._budgeted_peak = 0
+        self._locked_bytes = self._refused_bytes = 0
 
     def has_room(self, nbytes: int) -> bool:
         """Whether the host budget allows `nbytes` more."""
@@ -60,6 +61,19 @@ class Ledger:
             if tier is Tier.DEVICE and purpose in self._counted_to_budget:
                 self._budgeted_held += nbytes
                 self._budgeted_peak = max(self._budgeted_peak, self._budgeted_held)
+
+    def add_locked(self, nbytes: int, *, refused: bool) -> None:
+        """Books host memory that is page-locked, or that the system refused to lock, beside `add`."""
+        with self._lock:
+            if refused:
+                self._refused_bytes += nbytes
+            else:
+                self._locked_bytes += nbytes
+
+    def locked(self) -> dict[str, int]:
+        """Host memory that is page-locked now, and what should be and was refused, as the stats name them."""
+        with self._lock:
+            return {"host_locked_bytes": self._locked_bytes, "host_refused_bytes": self._refused_bytes}
 
     def held_bytes(self, tier: Tier, purpose: str | None = None) -> int:
         """Bytes held now, for one purpose or in all."""

@@ -19,7 +19,9 @@ _LARGE_BYTES = 2 << 20
 _LARGE_FROM_BYTES = 2 * _LARGE_BYTES
 # Of Linux, and of Linux 5.14; systems refuse what they do not know.
 _HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", -1)
-_POPULATE_WRITE = 23
+_POPULATE_WRITE = 23 if sys.platform == "linux" else -1
+# Windows has private memory alone, and no flag for it.
+_PRIVATE: dict[str, Any] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
 class Pages(mmap.mmap):
@@ -46,7 +48,7 @@ class Pages(mmap.mmap):
 
 def map_pages(nbytes: int, *, touched: bool) -> Pages:
     """`nbytes` of zeros. `touched`: they are there at once, from all NUMA nodes in use where there are several."""
-    pages = Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = Pages(-1, nbytes, **_PRIVATE)
     if nbytes >= _LARGE_FROM_BYTES:
         # Whole ones only: where neighbours are mapped side by side, one across the border would outlive either.
         begin = -pages.address % _LARGE_BYTES

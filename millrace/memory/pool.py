@@ -49,6 +49,11 @@ class HostPool:
         self._peak_bytes = 0
         self.grown = 0  # how many arenas were made since the beginning
 
+    @property
+    def locked_bytes(self) -> int:
+        """Of `arena_bytes`, those that are page-locked."""
+        return sum(arena.nbytes for arena in self._arenas if arena.pinned)
+
     def take(self, nbytes: int) -> Slab:
         """Memory for `nbytes`, of arbitrary contents; from a new arena if the others have no room for it."""
         slab = self.try_take(nbytes)

@@ -53,8 +53,8 @@ class AdamW(_AdamSteps, torch.optim.AdamW):
     - `device_fraction`: share of the state that lives and is updated on the accelerator of parameters that live there,
       in [0, 1], exact to 128 elements (with `tier="disk"` to a parameter); "auto" takes what is free after the first
       backward, less a tenth.
-    - `pin`, `overlap_d2h_h2d`: host memory of such parameters is page-locked; gradients and weights travel while others
-      are updated.
+    - `pin`, `overlap_d2h_h2d`: host memory of such parameters is page-locked (or only that of their "weights", or of
+      their "gradients"); gradients and weights travel while others are updated.
     - `overlap`: what the updates of an offloaded model's parameters run beside. "none": `step()` returns when all is
       done. "forward": `step()` returns at once; each block's next onload, and whoever else looks at its parameters,
       waits for that block's update. Exact with everything, clipping included. "backward": a block's update begins when
@@ -65,10 +65,19 @@ class AdamW(_AdamSteps, torch.optim.AdamW):
       `torch.nn.utils.clip_grad_norm_` but without writing them; where the norm is not finite the step is skipped,
       nothing changes and `skipped_steps` counts one more (in the stats of an offloaded model, too). `math.inf` only
       looks for that.
+    - `mesh`: a `DeviceMesh` of one dimension, over whose ranks gradients are averaged before `step()`, as by
+      DistributedDataParallel (ZeRO-1). Whole parameters are dealt out to its ranks; each rank keeps the state of its
+      own, and updates them, and all get the updated weights. `step()`, `consolidate_state_dict()` are collectives;
+      `state_dict()` has the state of this rank's alone: save it by torch.distributed.checkpoint, or consolidate it
+      first, as one does with torch.distributed.optim.ZeroRedundancyOptimizer. `load_state_dict()` takes the state of
+      all and keeps its part. Without `overlap`.
 
     Raises ValueError for settings that are not available and for parameters of two offloaded models, LayoutError for
-    parameters that are not plain bytes (a DTensor or another subclass, sparse, on meta), RuntimeError at `step()` for
-    sparse or complex gradients.
+    parameters that are not plain bytes (of a class of its own, sparse, on meta), RuntimeError at `step()` for sparse or
+    complex gradients.
+
+    DTensors (FSDP2's `fully_shard`, tensor parallel) are taken, without `mesh`: each rank updates its shards, state is
+    sharded alike and saved by torch.distributed.checkpoint; `max_grad_norm` is the norm over all ranks.
     """
 
     DECOUPLED = True

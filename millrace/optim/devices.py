@@ -14,6 +14,7 @@ import torch
 
 from millrace.memory.arena import Arena, aligned
 from millrace.memory.ledger import Ledger
+from millrace.optim.options import Pin
 from millrace.optim.weights import Weights, in_memory_order
 from millrace.runtime.lanes import Lane, Lanes, Transfer, open_lanes
 
@@ -51,10 +52,11 @@ class Member:
 class Twins:
     """Host memory for the parameters of one accelerator: twins of their weights, and their gradients.
 
-    `pin`: it is page-locked. `overlap`: batches travel while others are updated, instead of one after the other.
+    `pin`: it is page-locked, or that of one of the two is. `overlap`: batches travel while others are updated, instead
+    of one after the other.
     """
 
-    def __init__(self, device: torch.device, *, pin: bool, overlap: bool) -> None:
+    def __init__(self, device: torch.device, *, pin: Pin, overlap: bool) -> None:
         self._pin = pin
         self._overlap = overlap
         self._lanes: Lanes = open_lanes(device)
@@ -93,29 +95,33 @@ class Twins:
             self._lanes.wait(transfer.done)
 
     def held_bytes(self) -> int:
-        """Bytes of page-locked host memory."""
+        """Bytes of host memory."""
         return sum(tensor.nbytes for held in (self._twins, self._gradients) for tensor in held.values())
 
     def _make_room(self, members: Sequence[Member]) -> None:
         """Host memory for weights and gradients of parameters that have none yet, in one arena each."""
-        self._add_like(self._twins, {member.parameter: member.place for member in members})
-        self._add_like(self._gradients, {member.parameter: member.gradient for member in members})
+        weights = {member.parameter: member.place for member in members}
+        gradients = {member.parameter: member.gradient for member in members}
+        self._add_like(self._twins, weights, pinned=self._pin in (True, "weights"))
+        self._add_like(self._gradients, gradients, pinned=self._pin in (True, "gradients"))
         for member in members:
             member.weights.host = self._twins[member.parameter]
             member.gradient = self._gradients[member.parameter]
 
-    def _add_like(self, held: dict[torch.Tensor, torch.Tensor], wanted: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    def _add_like(
+        self, held: dict[torch.Tensor, torch.Tensor], wanted: Mapping[torch.Tensor, torch.Tensor], *, pinned: bool
+    ) -> None:
         new = {
             parameter: like
             for parameter, like in wanted.items()
             if (old := held.get(parameter)) is None or (old.dtype, old.shape) != (like.dtype, like.shape)
         }
-        held |= zip(new, self._carve(list(new.values())), strict=True)
+        held |= zip(new, self._carve(list(new.values()), pinned=pinned), strict=True)
 
-    def _carve(self, tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
+    def _carve(self, tensors: Sequence[torch.Tensor], *, pinned: bool) -> Iterable[torch.Tensor]:
         if not tensors:
             return
-        where = self._device if self._pin else torch.device("cpu")
+        where = self._device if pinned else torch.device("cpu")
         arena = Arena(sum(aligned(tensor.nbytes) for tensor in tensors), where, self._ledger, "optimizer")
         offset = 0
         for tensor in tensors:

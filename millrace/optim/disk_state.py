@@ -117,6 +117,13 @@ class DiskState:
         """The names of the tensors of a parameter that are on disk, in the order in which they came."""
         return tuple(self._written.get(key, ()))
 
+    def forget(self, parameters: Iterable[torch.Tensor]) -> None:
+        """What is on disk of these is not needed any more."""
+        gone = set(map(id, parameters))
+        for key in list(self._written):
+            if id(key[0] if isinstance(key, tuple) else key) in gone:
+                del self._written[key]
+
     def emptied(self) -> "DiskState":
         """Itself, holding nothing and with room for what comes next; another one where its drive failed."""
         with contextlib.suppress(DiskError):

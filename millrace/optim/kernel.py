@@ -35,8 +35,8 @@ CHUNK_ELEMENTS = 1 << 16  # what one thread takes at a time
 
 SLOWER = "the native optimizer kernel is missing, so updates on the host take 4 to 40 times as long"  # as measured
 INSTALL = (
-    "install a C++ compiler (such as apt-get install g++), then millrace again: pip install --force-reinstall --no-deps"
-    " --no-cache-dir, with what you gave pip install before"
+    "install a C++ compiler (such as apt-get install g++; on macOS xcode-select --install), then millrace again:"
+    " pip install --force-reinstall --no-deps --no-cache-dir, with what you gave pip install before"
 )
 
 
@@ -127,21 +127,23 @@ _LEVELS = {"AVX2": 1, "AVX512": 2}
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_kernel{suffix}")
-        if path.exists():
-            library = ctypes.CDLL(str(path))
-            if library.millrace_optim_layout() != _LAYOUT:
-                raise ImportError(
-                    f"{path.name} was built for another version of millrace; build it again with"
-                    " `python -m pip install --editable .` (or reinstall the package)"
-                )
-            library.millrace_optim_work.argtypes = [ctypes.c_void_p]
-            library.millrace_optim_work.restype = None
-            library.millrace_optim_checksum.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-            library.millrace_optim_checksum.restype = ctypes.c_uint32
-            return library
-    return None
+    places = [Path(__file__).with_name(f"_kernel{suffix}") for suffix in EXTENSION_SUFFIXES]
+    built = [path for path in places if path.exists()]
+    if not built:
+        return None
+    # An editable install leaves what was built before under another name: it is older.
+    path = max(built, key=lambda path: path.stat().st_mtime)
+    library = ctypes.CDLL(str(path))
+    if library.millrace_optim_layout() != _LAYOUT:
+        raise ImportError(
+            f"{path.name} was built for another version of millrace; build it again with"
+            " `python -m pip install --editable .` (or reinstall the package)"
+        )
+    library.millrace_optim_work.argtypes = [ctypes.c_void_p]
+    library.millrace_optim_work.restype = None
+    library.millrace_optim_checksum.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    library.millrace_optim_checksum.restype = ctypes.c_uint32
+    return library
 
 
 def available() -> bool:

@@ -11,6 +11,7 @@ from millrace.memory.disk import TensorAtRest
 from millrace.optim import kernel, narrow
 from millrace.optim.devices import Member
 from millrace.optim.disk_state import DiskState
+from millrace.optim.gathered import Gathered
 from millrace.optim.kernel import Master
 from millrace.optim.optimizer import HostOptimizer
 from millrace.optim.options import Given, Options
@@ -18,9 +19,10 @@ from millrace.optim.rules import AdamRule
 from millrace.optim.update import scaled
 from millrace.optim.weights import Weights
 from millrace.runtime.pending import name_of, unit_of
+from millrace.runtime.sharded import cut_of
 from millrace.runtime.torch_rules import adafactor, muon
 
-__all__ = ["Adafactor", "Muon"]
+__all__ = ["Adafactor", "MatrixOptimizer", "Muon"]
 
 _TABLE = re.compile(
     r"(^|\.)(embed\w*|\w*embeddings?|wte|wpe|shared|relative_attention_bias|\w*lm_head|head|output|classifier|score)"
@@ -29,10 +31,21 @@ _TABLE = re.compile(
 LEAST_BYTES = 1 << 14  # of a tensor of state that goes to disk; the others stay
 
 
-class _MatrixOptimizer(HostOptimizer):
-    """A subclass updates one float32 (or float64) weight in place."""
+class MatrixOptimizer(HostOptimizer):
+    """A subclass updates one float32 (or float64) weight in place.
+
+    DTensors that are cut are dealt out to the ranks of their mesh, each of which updates its own for all: `step()` and
+    `consolidate_state_dict()` are collectives, and `state_dict()` is as with `mesh` (see `millrace.optim.AdamW`).
+    """
 
     SPLITS = False
+
+    def _deal_out(self, added: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
+        cuts = (cut for parameter in added if (cut := cut_of(parameter)) is not None)
+        first = next(cuts, None) if self._dealt is None else None
+        if first is not None:
+            self._dealt = Gathered(first, self._local_shards, owners)
+        super()._deal_out(added, owners)
 
     def _apply(
         self, group: dict[str, Any], state: dict[str, Any], weight: torch.Tensor, gradient: torch.Tensor
@@ -134,7 +147,7 @@ def _lying_as(flat: torch.Tensor, shape: torch.Size, weights: torch.Tensor) -> t
     return flat.view(shape)
 
 
-class Adafactor(_MatrixOptimizer, torch.optim.Adafactor):
+class Adafactor(MatrixOptimizer, torch.optim.Adafactor):
     """torch.optim.Adafactor with state and update in host memory; other settings as in `millrace.optim.AdamW`.
 
     The float32 state is a row and a column per matrix. `state_dtype` stays torch.float32. On disk rests what takes
@@ -193,7 +206,7 @@ class Adafactor(_MatrixOptimizer, torch.optim.Adafactor):
         )
 
 
-class Muon(_MatrixOptimizer, torch.optim.Muon):
+class Muon(MatrixOptimizer, torch.optim.Muon):
     """torch.optim.Muon with state and update in host memory, and AdamW for what is no matrix, in one optimizer.
 
     Give it all parameters of a model, or `model.named_parameters()`. A group becomes two where it has both kinds: by

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from millrace.optim.dealt import Dealt
 from millrace.runtime.grad_scaler import make_grad_scaler_leave_traces
 from millrace.runtime.pending import Unit
+from millrace.runtime.sharded import is_sharded, largest_of_ranks, local_shard, whole_of
 from millrace.runtime.torch_rules import foreach_norm, group_tensors
 
-__all__ = ["GradientNorms", "SeenGradient"]
+__all__ = ["GradientNorms", "SeenGradient", "clipping_of_shards"]
 
 
 class SeenGradient:
@@ -66,17 +68,17 @@ class GradientNorms:
         """Nothing to do: norms count for gradients that are delivered."""
 
     def clipping(
-        self, limit: float, gradients: Mapping[Any, torch.Tensor], shared: Collection[Any]
+        self, limit: float, gradients: Mapping[Any, torch.Tensor], shared: Collection[Any], dealt: Dealt | None = None
     ) -> tuple[float | None, float]:
         """The factor for all gradients, by the arithmetic of torch.nn.utils.clip_grad_norm_, and their norm.
 
-        None where that is not finite.
+        None where that is not finite. With `dealt` each rank takes the norms of its own, and all get one total.
         """
-        norm = self.total(gradients, shared)
-        factor = float(torch.clamp(limit / (norm + 1e-6), max=1.0)) if norm.isfinite() else None
-        return factor, float(norm)
+        return _factor(limit, self.total(gradients, shared, dealt))
 
-    def total(self, gradients: Mapping[Any, torch.Tensor], shared: Collection[Any]) -> torch.Tensor:
+    def total(
+        self, gradients: Mapping[Any, torch.Tensor], shared: Collection[Any], dealt: Dealt | None = None
+    ) -> torch.Tensor:
         """The norm of all of them, with the arithmetic of `torch.nn.utils.get_total_norm`.
 
         `shared`: parameters whose gradients others have, too, and may have written without a trace.
@@ -89,18 +91,21 @@ class GradientNorms:
         for job in jobs:
             job.result()
         tensors = list(gradients.values())
-        if any(tensor.device.type != "cpu" for tensor in tensors):
+        if dealt is None and any(tensor.device.type != "cpu" for tensor in tensors):
             return torch.nn.utils.get_total_norm(tensors)
+        own = [one for one in gradients if dealt is None or not dealt.is_elsewhere(one)]
         norms = {
-            id(gradient): norm
-            for parameter, gradient in gradients.items()
+            id(gradients[parameter]): norm
+            for parameter in own
             if (norm := self._norms.get(parameter)) is not None
             and parameter not in shared
-            and self._unchanged(parameter, gradient)
+            and self._unchanged(parameter, gradients[parameter])
         }
-        missing = [tensor for tensor in tensors if id(tensor) not in norms]
+        missing = [gradients[parameter] for parameter in own if id(gradients[parameter]) not in norms]
         if missing:
             norms |= zip(map(id, missing), foreach_norm(missing), strict=True)
+        if dealt is not None:
+            norms = _of_all_ranks(tensors, norms, dealt)
         groups = group_tensors([tensors])  # type: ignore[list-item]  # gives the order of the sum
         ordered = [norms[id(tensor)] for (alike,), _ in groups.values() for tensor in alike]
         self._norms.clear()
@@ -111,3 +116,43 @@ class GradientNorms:
     def _unchanged(self, parameter: Any, gradient: torch.Tensor) -> bool:
         seen = self._seen.get(parameter)
         return seen is not None and seen.is_still(gradient)
+
+
+def _of_all_ranks(
+    gradients: Sequence[torch.Tensor], own: Mapping[int, torch.Tensor], dealt: Dealt
+) -> dict[int, torch.Tensor]:
+    """The norms of all gradients by their id, where each rank has those of its own. A collective."""
+    values = torch.zeros(len(gradients), dtype=torch.float64, device="cpu")  # holds all dtypes exactly
+    for place, gradient in enumerate(gradients):
+        if id(gradient) in own:
+            values[place] = own[id(gradient)]
+    every = zip(gradients, dealt.ranks.added(values), strict=True)
+    return {id(gradient): norm.to(gradients[0].device, gradient.dtype) for gradient, norm in every}
+
+
+def clipping_of_shards(limit: float, gradients: Sequence[Any]) -> tuple[float | None, float]:
+    """As `GradientNorms.clipping`, of gradients of which some are DTensors: their norm is that over all ranks.
+
+    A collective. Raises RuntimeError where the mesh has no backend for the device that gradients are on.
+    """
+    sharded = [gradient for gradient in gradients if is_sharded(gradient)]
+    plain = [gradient for gradient in gradients if not is_sharded(gradient)]
+    norms = [torch.nn.utils.get_total_norm(plain)] if plain else []
+    try:
+        if sharded and plain:  # which all ranks have alike; one that does not clips as the others do
+            norms = [largest_of_ranks(norms[0], sharded[0].device_mesh)]
+        norms += [whole_of(torch.nn.utils.get_total_norm(sharded))] if sharded else []
+    except RuntimeError as error:
+        if "No backend" not in str(error):
+            raise
+        device = local_shard(sharded[0]).device.type
+        raise RuntimeError(
+            f"max_grad_norm sums norms over all ranks, and the mesh's process group has no backend for {device!r},"
+            " where the shards of gradients are: init_process_group('cpu:gloo,cuda:nccl')"
+        ) from error
+    return _factor(limit, norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)))
+
+
+def _factor(limit: float, norm: torch.Tensor) -> tuple[float | None, float]:
+    factor = float(torch.clamp(limit / (norm + 1e-6), max=1.0)) if norm.isfinite() else None
+    return factor, float(norm)

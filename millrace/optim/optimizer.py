@@ -1,40 +1,39 @@
 """What do all optimizers of millrace share? State and update in host memory, and the conventions of torch.optim."""
 
-import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
-from millrace.errors import DiskError, LayoutError, StateError
+from millrace.errors import LayoutError
 from millrace.optim import refusals
 from millrace.optim.at_rest import StateAtRest
+from millrace.optim.dealt import Dealt
 from millrace.optim.devices import Member, Twins
 from millrace.optim.disk_state import DiskState
 from millrace.optim.early import EarlyUpdates
 from millrace.optim.interruption import Interruption
 from millrace.optim.kernel import Master
-from millrace.optim.loading import values_from
-from millrace.optim.norms import GradientNorms
+from millrace.optim.local_shards import LocalShards
+from millrace.optim.norms import GradientNorms, clipping_of_shards
 from millrace.optim.not_finite import NotFiniteSteps
+from millrace.optim.on_node import OnNode, node_of
 from millrace.optim.options import Options, comparable, snapshot
 from millrace.optim.overlap import Updater, by_unit
+from millrace.optim.replicas import replicas_over
 from millrace.optim.shares import Shares
 from millrace.optim.weights import FULL, REMAINDER, Weights
 from millrace.runtime.autograd import without_overrides
 from millrace.runtime.capture import before_write, will_write
 from millrace.runtime.holders import gradient_is_shared
 from millrace.runtime.pending import Pending, Unit, watch
+from millrace.runtime.sharded import local_shard
 
 __all__ = ["HostOptimizer"]
 
-# Kept by copies and pickles, beside what the stock one keeps.
-_OWN = ("_options", "_not_finite", "skipped_steps", "last_step_skipped", "last_grad_norm")
 
-
-class HostOptimizer(StateAtRest, Optimizer):
+class HostOptimizer(StateAtRest):
     """An optimizer whose state and update live in host memory, for parameters on the host or on an accelerator.
 
     It stands before a stock optimizer of torch.optim among the bases of a class: param groups, defaults, validation and
@@ -52,6 +51,8 @@ class HostOptimizer(StateAtRest, Optimizer):
 
     def __init__(self, params: Any, *, options: Options, **stock: Any) -> None:
         self._options = options
+        self._local_shards = LocalShards()
+        self._dealt: Dealt | None = None if options.mesh is None else replicas_over(options.mesh, ())
         self._not_finite = NotFiniteSteps()
         self.skipped_steps = 0
         self.last_step_skipped = False
@@ -65,16 +66,23 @@ class HostOptimizer(StateAtRest, Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch.optim does. Raises ValueError for a parameter that is in it twice, or in another.
 
-        LayoutError for one that is not plain bytes: a DTensor or another subclass, sparse, quantised, on meta.
+        LayoutError for one that is not plain bytes: of a class of its own, sparse, quantised, on meta.
         """
         refusals.check_duplicates(param_group)
         super().add_param_group(param_group)
+        added = self.param_groups[-1]["params"]
         try:
-            for parameter in self.param_groups[-1]["params"]:
-                refusals.check_parameter(self.param_groups, parameter)
-        except LayoutError:
+            for parameter in added:
+                refusals.check_parameter(self.param_groups, parameter, local_shard(parameter))
+            self._deal_out(added, ())
+        except (LayoutError, ValueError):
             self.param_groups.pop()
             raise
+        self._local_shards.take(added)
+
+    def _deal_out(self, added: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
+        if self._dealt is not None:
+            self._dealt.take(added)
 
     def _perform(self, members: Sequence[Member], scale: float) -> None:
         """Updates the weights of `members`, in host memory. `scale` multiplies their gradients."""
@@ -89,32 +97,62 @@ class HostOptimizer(StateAtRest, Optimizer):
         none and weights on an accelerator, DiskError when a drive failed before anything was changed, StateError
         when it did so later: then nothing goes on before a state was loaded.
         """
-        places = self._places()
-        refusals.check_one_model(places)
-        if self.overlaps:
-            refusals.check_overlap(places, self._options.overlap)
-        self._interruption.check()
+        self._join_node()
+        if self._dealt is None:
+            self._check()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._early is None or not self._early.updated:
-            self.synchronize()
-        if self._early is not None:
-            self._early.check()
-        members = self._members()
+            if isinstance(self._dealt, OnNode):
+                self._dealt.common.agree("what its closure wrote")
+        members = self._begin() if self._dealt is None else self._dealt.agree(self._begin, self.param_groups)
         scale = self._clipping_factor(members)
         self.last_step_skipped = scale is None
         if scale is None:
             self.skipped_steps += 1
         elif members:
             self._update(members, scale)
+        if isinstance(self._dealt, OnNode):
+            self._dealt.common.accept()
         if self._early is not None:
             self._early.end_step(self._places())
         if self._norms is not None:
             watch(self._norms, self._places())
         self._not_finite.number += 1
         return loss
+
+    def _join_node(self) -> None:
+        """Where the parameters are of a model that ranks of a node have in common, these share the work."""
+        common = next((found for one in self._places() if (found := node_of(one)) is not None), None)
+        if common is None or isinstance(self._dealt, OnNode):
+            return
+        refusals.check_on_node(self._options)
+        self.synchronize()
+        self._forget_weights()
+        self._dealt = OnNode(common)
+        self._deal_out(list(self._places()), ())
+        for parameter in list(self.entries):
+            if self._dealt.is_elsewhere(parameter):
+                del self.entries[parameter]
+        if self._disk is not None:
+            self._disk.forget(filter(self._dealt.is_elsewhere, self._places()))
+
+    def _check(self) -> None:
+        places = self._places()
+        refusals.check_one_model(places)
+        if self.overlaps:
+            refusals.check_overlap(places, self._options.overlap)
+        self._interruption.check()
+
+    def _begin(self) -> list[Member]:
+        if self._dealt is not None:  # here, where the other ranks are told what it raises
+            self._check()
+        if self._early is None or not self._early.updated:
+            self.synchronize()
+        if self._early is not None:
+            self._early.check()
+        return self._members()
 
     @property
     def not_finite_steps(self) -> int:
@@ -155,8 +193,15 @@ class HostOptimizer(StateAtRest, Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+        if isinstance(self._dealt, OnNode):
+            self._dealt.common.discard([one for group in self.param_groups for one in group["params"]])
 
     def _update(self, members: list[Member], scale: float) -> None:
+        if self._dealt is not None and not self.overlaps:
+            before_write([member.parameter for member in members])
+            self._dealt.update(members, lambda mine: self._update_now(mine, scale))
+            self._written(members)
+            return
         if self.overlaps:
             units, members = by_unit(members)
             under_way = [(self._submit(unit, travelling, scale), travelling) for unit, travelling in units]
@@ -176,14 +221,18 @@ class HostOptimizer(StateAtRest, Optimizer):
             member.group = snapshots[id(member.group)]
         will_write([member.parameter for member in members])
         self._written(members)
+        node = self._dealt if isinstance(self._dealt, OnNode) else None
 
         def perform(batch: Sequence[Member]) -> None:
             before_write([member.parameter for member in batch])
-            self._perform(batch, scale)
+            mine = batch if node is None else node.mine(batch)
+            if mine:
+                self._perform(mine, scale)
             if self._early is not None:
                 self._early.performed(member.parameter for member in batch)
 
-        return self._updater.submit(unit, members, perform, arrived)
+        others = None if node is None else node.common.begin_update(unit)
+        return self._updater.submit(unit, members, perform, arrived, others)
 
     def _begin_early(
         self, unit: Unit, gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]
@@ -225,7 +274,7 @@ class HostOptimizer(StateAtRest, Optimizer):
             return members, []
         shares = self._shares
         shares.assign(
-            [parameter for parameter in self._places() if parameter.device == device],
+            [parameter for parameter in self._mine() if parameter.device == device],
             fraction,
             len(self.ELEMENTWISE) * self._options.moment_dtype.itemsize + torch.float32.itemsize,
             splits=self.SPLITS and self._disk is None,  # state on disk is that of whole parameters
@@ -233,7 +282,8 @@ class HostOptimizer(StateAtRest, Optimizer):
         return shares.divide(members, self._weights_of)
 
     def _written(self, members: Sequence[Member]) -> None:
-        torch.autograd.graph.increment_version([member.parameter for member in members])
+        written = [member.parameter for member in members]
+        torch.autograd.graph.increment_version([*written, *self._local_shards.wholes(written)])
         for member in members:
             member.weights.written()
 
@@ -243,21 +293,28 @@ class HostOptimizer(StateAtRest, Optimizer):
         members = []
         for parameter, (index, group) in self._places().items():
             with without_overrides():  # another optimizer may be updating others beside it
-                if parameter.grad is not None and parameter not in updated:
+                if self._local_shards.given(parameter).grad is not None and parameter not in updated:
                     members.append(self._member(index, group, parameter))
         return members
 
+    def _mine(self) -> Iterable[torch.Tensor]:
+        """What is updated on this rank."""
+        return (one for one in self._places() if self._dealt is None or not self._dealt.is_elsewhere(one))
+
     def _places(self) -> dict[torch.Tensor, tuple[int, dict[str, Any]]]:
-        """The number and the group of each parameter."""
+        """The number and the group of each parameter; of a DTensor, under its local shard."""
         pairs = ((group, parameter) for group in self.param_groups for parameter in group["params"])
+        if self._local_shards:
+            pairs = ((group, self._local_shards.of(parameter)) for group, parameter in pairs)
         return {parameter: (index, group) for index, (group, parameter) in enumerate(pairs)}
 
     def _member(self, index: int, group: dict[str, Any], parameter: Any, gradient: Any = None) -> Member:
         """A parameter and the gradient to update it with; None: its own."""
         weights = self._weights_of(parameter)
-        refusals.check_gradient(type(self).__name__, index, parameter, parameter.grad if gradient is None else gradient)
-        asks = gradient is None and (self.overlaps or self._norms is not None)
+        asks = gradient is None and not self._local_shards and (self.overlaps or self._norms is not None)
         shared = asks and gradient_is_shared(parameter)  # before this has it, too
+        gradient = self._local_shards.gradient(parameter) if gradient is None else gradient
+        refusals.check_gradient(type(self).__name__, index, parameter, gradient)
         return Member(
             index=index,
             group=group,
@@ -266,20 +323,24 @@ class HostOptimizer(StateAtRest, Optimizer):
             step=self._not_finite.number,
             weights=weights,
             state=self.entries[parameter],
-            gradient=parameter.grad if gradient is None else gradient,
+            gradient=gradient,
             shared=shared,
         )
 
     def _weights_of(self, parameter: torch.Tensor, side: int = 0) -> Weights:
-        refusals.check_parameter(self.param_groups, parameter)
+        given = self._local_shards.given(parameter)
+        if not self._local_shards.is_stand_in(parameter):
+            refusals.check_parameter(self.param_groups, given, parameter)
         weights = self._weights.get((parameter, side))
         if weights is not None and not weights.fit:
             self._follow(parameter, weights)
             weights = None
         if weights is None:
             weights = self._weights[parameter, side] = Weights(
-                parameter, self._options.master_form, eight_bits=self._options.state_dtype == "8bit"
+                parameter, given, self._options.master_form, eight_bits=self._options.state_dtype == "8bit"
             )
+        if isinstance(self._dealt, OnNode):
+            weights.host = self._dealt.place_of(parameter)  # which may have moved to disk
         weights.look()
         return weights
 
@@ -305,26 +366,14 @@ class HostOptimizer(StateAtRest, Optimizer):
         limit = self._options.max_grad_norm
         if limit is None or self._norms is None or not members:
             return 1.0
+        if self._local_shards:
+            of_all_ranks = [self._local_shards.given(member.parameter).grad for member in members]
+            factor, self.last_grad_norm = clipping_of_shards(limit, of_all_ranks)
+            return factor
         gradients = {member.parameter: member.gradient for member in members}
-        factor, self.last_grad_norm = self._norms.clipping(
-            limit, gradients, {member.parameter for member in members if member.shared}
-        )
+        shared = {member.parameter for member in members if member.shared}
+        factor, self.last_grad_norm = self._norms.clipping(limit, gradients, shared, self._dealt)
         return factor
-
-    @property
-    def state(self) -> defaultdict[torch.Tensor, Any]:
-        """State by parameter, as torch.optim has it. Waits for updates that are under way."""
-        self.synchronize()
-        self._show_state()
-        return self.entries
-
-    @state.setter
-    def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
-        self.__dict__["state"] = value
-
-    def _show_state(self) -> None:
-        """`entries` become the whole state, wherever parts of it live."""
-        self._shares.join(self.entries)
 
     def _take_loaded(self) -> None:
         """`entries` were loaded: what was kept of the state before is void."""
@@ -332,47 +381,7 @@ class HostOptimizer(StateAtRest, Optimizer):
         if self._early is not None:
             self._early.load()
 
-    # state -----------------------------------------------------------------------------------------------------------
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict()` of this or of the stock optimizer returned. Moments keep their values.
-
-        Raises ValueError when groups or shapes do not match; nothing has changed then. Updates that a drive cut short
-        are no error any more: loading is what makes up for them.
-        """
-        before, after = self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks
-        with contextlib.suppress(DiskError, StateError):
-            self.synchronize()
-        state_dict = state_dict.copy()
-        for hook in before.values():
-            state_dict = hook(self, state_dict) or state_dict
-        values = values_from(self.param_groups, state_dict, self.ELEMENTWISE, self._options.moment_dtype)
-        before_write(list(self._places()))
-        self._forget_weights()
-        if self._disk is not None:
-            self._disk = self._disk.emptied()
-        try:  # The stock method casts moments to the dtype of their parameter, so it gets the groups alone.
-            self._optimizer_load_state_dict_pre_hooks = type(before)()
-            self._optimizer_load_state_dict_post_hooks = type(after)()
-            super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        finally:
-            self._optimizer_load_state_dict_pre_hooks = before
-            self._optimizer_load_state_dict_post_hooks = after
-        self.__setstate__({"state": defaultdict(dict, values), "param_groups": self.param_groups})
-        self._take_loaded()
-        for post_hook in after.values():
-            post_hook(self)
-
-    def held_bytes(self) -> int:
-        """Bytes of host memory that state, masters and copies take; the user's own tensors do not count."""
-        self.synchronize()
-        states = [*self.entries.values(), *(on_host for on_host, _ in self._shares.pieces.values())]
-        values = [value for entries in states for value in entries.values() if isinstance(value, torch.Tensor)]
-        held = sum(value.nbytes for value in values if value.device.type == "cpu")
-        held += 0 if self._disk is None else self._disk.host_bytes
-        return held + sum(twins.held_bytes() for twins in self._twins.values())
-
     def _begin_anew(self, options: Options) -> None:
-        """Nothing is under way."""
         self._updater = Updater()
         self._interruption = Interruption()
         self._disk = DiskState(options.disk) if options.tier == "disk" else None
@@ -389,12 +398,3 @@ class HostOptimizer(StateAtRest, Optimizer):
         self._shares = Shares()
         self._lent: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # state on disk that `state` shows
         self._twins: dict[torch.device, Twins] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in _OWN}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_weights" not in self.__dict__:  # of a copy or an unpickled optimizer
-            self._forget_weights()
-            self._begin_anew(state["_options"])
-        super().__setstate__(state)

@@ -6,11 +6,12 @@ from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
-__all__ = ["Given", "Options", "comparable", "snapshot"]
+__all__ = ["Given", "Options", "Pin", "comparable", "snapshot"]
 
 _MasterForm = Literal["split", "full"]
 _Tier = Literal["host", "disk"]
 _Overlap = Literal["none", "backward", "forward"]
+Pin = bool | Literal["weights", "gradients"]
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "master_dtype": (torch.float32,),
@@ -18,6 +19,7 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "state_dtype": (torch.float32, torch.bfloat16, "8bit"),
     "tier": get_args(_Tier),
     "overlap": get_args(_Overlap),
+    "pin": (True, False, "weights", "gradients"),
 }
 
 
@@ -30,10 +32,11 @@ class Given(TypedDict, total=False):
     tier: _Tier
     disk: str | os.PathLike[str] | None
     device_fraction: float | Literal["auto"]
-    pin: bool
+    pin: Pin
     overlap_d2h_h2d: bool
     overlap: _Overlap
     max_grad_norm: float | None
+    mesh: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +49,11 @@ class Options:
     tier: _Tier = "host"
     disk: Any = None
     device_fraction: float | Literal["auto"] = 0.0
-    pin: bool = True
+    pin: Pin = True
     overlap_d2h_h2d: bool = True
     overlap: _Overlap = "none"
     max_grad_norm: float | None = None
+    mesh: Any = None  # a DeviceMesh
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():
@@ -70,6 +74,11 @@ class Options:
             raise ValueError(
                 'overlap="backward" updates weights before the norm of all gradients is known, so it cannot clip to'
                 f' max_grad_norm={self.max_grad_norm}; use overlap="forward", which can, or leave max_grad_norm out'
+            )
+        if self.overlap != "none" and self.mesh is not None:
+            raise ValueError(
+                f"overlap={self.overlap!r} with mesh: an update that runs beside a pass would send weights to the other"
+                ' ranks beside the collectives of that pass, in an order that no rank knows; leave overlap at "none"'
             )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm={self.max_grad_norm!r} is not a positive number; None clips nothing")

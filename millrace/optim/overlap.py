@@ -13,7 +13,7 @@ import torch
 from millrace.errors import StateError
 from millrace.optim.devices import Member
 from millrace.runtime.autograd import without_overrides
-from millrace.runtime.pending import LostUpdate, Pending, Unit, unit_of
+from millrace.runtime.pending import LostUpdate, OtherRanks, Pending, Unit, unit_of
 from millrace.runtime.threads import OneThread
 
 __all__ = ["Updater", "by_unit"]
@@ -32,10 +32,12 @@ class Updater:
         members: Sequence[Member],
         perform: Callable[[Sequence[Member]], None],
         arrived: Callable[[], None] | None = None,
+        others: OtherRanks | None = None,
     ) -> Pending:
         """Performs the update of parameters of `unit`, when `arrived` has returned. Never blocks.
 
-        The gradients are let go of at its end. If it fails, they are the parameters' again.
+        `others` perform parts of it. The gradients are let go of at its end. If it fails, they are the parameters'
+        again.
         """
         held = list(members)
         work = [perform]  # refers to the optimizer: one that nobody else holds is gone when its last update is done
@@ -46,8 +48,10 @@ class Updater:
             unit.wait_for_reads()
             work.pop()(held)
             held.clear()  # before anyone is told: gradients lie in memory that the next backward wants back
+            if others is not None:
+                others.post()
 
-        pending = Pending(self.run(job), lambda: _give_back(held))
+        pending = Pending(self.run(job), lambda: _give_back(held), others)
         unit.updates.append(pending)
         self._under_way.append(pending)
         return pending

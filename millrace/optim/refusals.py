@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from millrace.errors import LayoutError
+from millrace.optim.options import Options
 from millrace.runtime.autograd import data_of, without_overrides
 from millrace.runtime.pending import name_of, unit_of
 
@@ -38,6 +39,19 @@ def check_device_fraction(parameters: Iterable[torch.Tensor], fraction: float | 
         )
 
 
+def check_on_node(options: Options) -> None:
+    """Raises ValueError for settings that ranks which have one copy of a model cannot take."""
+    if options.mesh is not None:
+        raise ValueError(
+            "the model was offloaded with mesh= itself, and its ranks share the optimizer's work; leave mesh out here"
+        )
+    if options.overlap == "backward":
+        raise ValueError(
+            'overlap="backward" updates weights before their gradients are averaged over the ranks; use'
+            ' overlap="forward"'
+        )
+
+
 def check_overlap(parameters: Iterable[torch.Tensor], overlap: str) -> None:
     """Raises ValueError for a plain model on an accelerator: nothing there would wait for an update beside its passes.
 
@@ -63,9 +77,9 @@ def check_bytes(tensor: torch.Tensor, what: Callable[[], str]) -> None:
         raise LayoutError(f"{what()} cannot be updated in host memory: {reason}")
 
 
-def check_parameter(groups: Iterable[dict[str, Any]], parameter: torch.Tensor) -> None:
-    """Raises LayoutError for a parameter of `groups` that is not plain bytes."""
-    check_bytes(parameter, lambda: _described(groups, parameter))
+def check_parameter(groups: Iterable[dict[str, Any]], parameter: torch.Tensor, updated: torch.Tensor) -> None:
+    """Raises LayoutError where what is updated of a parameter of `groups` (its local shard) is not plain bytes."""
+    check_bytes(updated, lambda: _described(groups, parameter))
 
 
 def _described(groups: Iterable[dict[str, Any]], parameter: torch.Tensor) -> str:
@@ -85,7 +99,7 @@ def _why_not_bytes(tensor: torch.Tensor) -> str | None:
     if kind is not torch.Tensor:
         return (
             f"it is a {kind.__name__}, which is more than the bytes at its address; use an optimizer of torch.optim for"
-            " it, or plain tensors (of a DTensor: to_local())"
+            " it, or plain tensors"
         )
     if tensor.layout != torch.strided or tensor.is_nested:
         return f"its layout is {'nested' if tensor.is_nested else tensor.layout}; make it dense, as with to_dense()"

@@ -46,6 +46,12 @@ class AdamRule:
     decoupled: bool
     maximize: bool
     step: float
+    bias_correction: bool = True
+
+    @property
+    def _corrected_step(self) -> float:
+        """The step that moments are corrected for: after infinitely many there is nothing to correct."""
+        return self.step if self.bias_correction else math.inf
 
     def constants(self, gradient_scale: float) -> Constants:
         added = not self.decoupled and self.weight_decay != 0
@@ -60,9 +66,9 @@ class AdamRule:
             take_first=1 - self.beta1,
             keep_second=self.beta2,
             take_second=1 - self.beta2,
-            correction=math.sqrt(1 - self.beta2**self.step),
+            correction=math.sqrt(1 - self.beta2**self._corrected_step),
             epsilon=self.eps,
-            step_size=-(self.lr / (1 - self.beta1**self.step)),
+            step_size=-(self.lr / (1 - self.beta1**self._corrected_step)),
         )
 
     def apply(
@@ -82,7 +88,7 @@ class AdamRule:
             _given(first),
             _given(second),
             _given(maximum),
-            [torch.full((), self.step, dtype=torch.float32, device=weight.device)],
+            [torch.full((), self._corrected_step, dtype=torch.float32, device=weight.device)],
             amsgrad=maximum is not None,
             lr=self.lr,
             beta1=self.beta1,

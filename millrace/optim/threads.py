@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from millrace.runtime import system
+from millrace.runtime.system import after_fork
 from millrace.runtime.threads import OneThread
 
 __all__ = ["count", "limited_to", "on_each"]
@@ -22,7 +24,7 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 def count() -> int:
     """Threads that share one update, the calling one among them."""
     return _limit or available_cores(
-        affinity=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        affinity=system.available_cores(),
         machine=os.cpu_count() or 1,
         quota=_quota_cores(),
         local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
@@ -98,8 +100,7 @@ def _forked() -> None:
     _changing = threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+after_fork(_forked)
 
 
 def _quota_cores() -> float | None:

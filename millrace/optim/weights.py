@@ -27,8 +27,12 @@ class Weights:
     That is the parameter itself; for one on an accelerator its twin in host memory, or a piece of either.
     """
 
-    def __init__(self, parameter: torch.Tensor, master_form: str, *, eight_bits: bool = False) -> None:
+    def __init__(
+        self, parameter: torch.Tensor, given: torch.Tensor, master_form: str, *, eight_bits: bool = False
+    ) -> None:
+        """`given`: the parameter as the user has it, a DTensor for its local shard: each counts its own writes."""
         self.parameter = parameter
+        self._written_as = (parameter, given)
         self.dtype, self._shape, self._strides = parameter.dtype, parameter.shape, parameter.stride()
         self._device = parameter.device
         self.packs = eight_bits and eight_bit.fits(parameter)  # whether its moments are kept in 8 bits
@@ -42,7 +46,7 @@ class Weights:
         self._key = {Master.SPLIT: REMAINDER, Master.FULL: FULL}.get(self.form)
         # Of what we wrote last; None when the state was made or loaded since.
         self._checksum: int | torch.Tensor | None = None
-        self._mark: tuple[int, int] | None = None
+        self._mark: tuple[int, ...] | None = None
         self.changed = True  # whether somebody may have written the parameter since our last update
         self._dense: torch.Tensor | None = None  # stands in for weights that have gaps between their elements
 
@@ -52,7 +56,7 @@ class Weights:
 
     def look(self) -> None:
         """A step begins: has somebody written the parameter since our last one?"""
-        self.changed = self._mark != (self.parameter._version, self.parameter.data_ptr())
+        self.changed = self._mark != self._now()
 
     @property
     def fit(self) -> bool:
@@ -120,7 +124,10 @@ class Weights:
 
     def written(self) -> None:
         """All that this step does to the parameter is done."""
-        self._mark = (self.parameter._version, self.parameter.data_ptr())
+        self._mark = self._now()
+
+    def _now(self) -> tuple[int, ...]:
+        return *(tensor._version for tensor in self._written_as), self.parameter.data_ptr()
 
     # layout: elements in the order in which they lie in memory --------------------------------------------------------
     def exposed(self) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from millrace.planning.activations import ActivationPlan, ActivationProblem, Saved, plan_activations
 from millrace.planning.bounds import bytes_bound, lower_bound
 from millrace.planning.errors import BudgetTooSmall
+from millrace.planning.keeping import Keeping, Key
 from millrace.planning.plan import Plan, Prediction, Step
 from millrace.planning.planner import make_plan, make_run
 from millrace.planning.problem import Problem
@@ -13,6 +14,8 @@ __all__ = [
     "ActivationPlan",
     "ActivationProblem",
     "BudgetTooSmall",
+    "Keeping",
+    "Key",
     "Phase",
     "Plan",
     "Prediction",

@@ -21,6 +21,7 @@ class Problem:
       there; the boundary is the first step that may load them again. A resident that changes is loaded again in place.
     - `cyclic`: the cycle repeats. False: one pass, and nothing is loaded for what comes after it.
     - `max_ahead`: a block is loaded at most so many visits before its use (0: on demand only). None: no limit.
+    - `by_rows`: tables of which rows travel, outside of the plan, in memory that the budget is without.
 
     Raises ValueError for numbers that make no sense and BudgetTooSmall when a visit does not fit.
     """
@@ -33,6 +34,7 @@ class Problem:
     changing: frozenset[int] = frozenset()
     cyclic: bool = True
     max_ahead: int | None = None
+    by_rows: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -75,7 +77,7 @@ class Problem:
                 raise ValueError(
                     f"visit {index} uses blocks {list(visit.blocks)}; the model has blocks 0 to {count - 1}"
                 )
-        for name, group in (("residents", self.residents), ("changing", self.changing)):
+        for name, group in (("residents", self.residents), ("changing", self.changing), ("by_rows", self.by_rows)):
             if any(not 0 <= block < count for block in group):
                 raise ValueError(f"{name} are {sorted(group)}; the model has blocks 0 to {count - 1}")
 

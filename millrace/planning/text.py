@@ -21,6 +21,7 @@ def _summary(plan: Plan) -> list[str]:
     return [
         f"blocks    {len(problem.block_bytes)} of {size_text(total)} in all; budget {size_text(problem.budget_bytes)}; "
         f"{len(problem.visits)} visits per cycle{turns}",
+        *([f"by rows   {indices_text(problem.by_rows)}"] if problem.by_rows else []),
         f"stays     {len(kept)} blocks, {size_text(sum(problem.block_bytes[b] for b in kept))}: {indices_text(kept)}",
         f"onloads   {predicted.onloads:g} per cycle, {size_text(predicted.onload_bytes)}; "
         f"prefetch up to {ahead(plan)} visits ahead",

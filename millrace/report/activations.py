@@ -13,7 +13,8 @@ __all__ = ["ActivationStats"]
 class ActivationStats:
     """Measured since activations were offloaded or since `reset_stats()`; bytes and seconds.
 
-    `host_held_bytes` wait on the host now; `host_bytes` is the memory made for them, `host_peak_bytes` the most of it.
+    `host_held_bytes` wait on the host now; `host_bytes` is the memory made for them, `host_peak_bytes` the most of it,
+    `host_locked_bytes` what is page-locked of it.
     `device_peak_bytes` were on their way out or back, at most. `offload_bytes` left in `offloads` copies,
     `onload_bytes` came back in `onloads`. Of the uses in backward, `hits` found their tensor on the device or on its
     way there, `demand_onloads` did not. `spill_bytes` went to disk, `fetch_bytes` came
@@ -26,6 +27,7 @@ class ActivationStats:
     host_held_bytes: int
     host_bytes: int
     host_peak_bytes: int
+    host_locked_bytes: int
     device_peak_bytes: int
     offload_bytes: int
     onload_bytes: int

@@ -6,7 +6,15 @@ from millrace.report.record import RunRecord
 
 __all__ = ["draw"]
 
-_COLOURS = {"compute": "#2b6cb0", "onload": "#2f855a", "offload": "#b7791f", "fetch": "#6b46c1", "spill": "#9b2c2c"}
+_COLOURS = {
+    "compute": "#2b6cb0",
+    "onload": "#2f855a",
+    "gather": "#68a87f",
+    "offload": "#b7791f",
+    "reduce": "#d9a95a",
+    "fetch": "#6b46c1",
+    "spill": "#9b2c2c",
+}
 _STALL = "#e53e3e"
 
 

@@ -47,7 +47,7 @@ class Planned:
 class RunRecord:
     """One run. `stats`: None where activations alone are offloaded; `activations`: what they did, none where they stay.
 
-    `rates`: bytes per second of each lane when it was probed alone.
+    `rates`: bytes per second of each lane when it was probed alone. `ranks`: how several of them share the work.
     """
 
     device: str
@@ -57,6 +57,7 @@ class RunRecord:
     planned: Planned | None
     rates: dict[str, float]
     activations: tuple[Row, ...] = ()
+    ranks: tuple[Row, ...] = ()
 
     @property
     def step_seconds(self) -> float:
@@ -98,7 +99,8 @@ class RunRecord:
 
     @cached_property
     def _stalls(self) -> tuple[Stall, ...]:
-        copies = sorted(self.of_lane("onload"), key=lambda copy: copy.begin_seconds + copy.seconds, reverse=True)[::-1]
+        loads = [*self.of_lane("onload"), *self.of_lane("gather")]
+        copies = sorted(loads, key=lambda copy: copy.begin_seconds + copy.seconds, reverse=True)[::-1]
         ends = [copy.begin_seconds + copy.seconds for copy in copies]
         reads: dict[str, _Reads] = {}
         for what, own in groupby(sorted(self.of_lane("fetch"), key=_what), key=_what):
@@ -144,6 +146,7 @@ class RunRecord:
                 planned=None if planned is None else Planned(**planned),
                 rates=fields["rates"],
                 activations=tuple(_row(*row) for row in fields["activations"]),
+                ranks=tuple(_row(*row) for row in fields.get("ranks", ())),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(
@@ -167,7 +170,7 @@ def _check_numbers(fields: dict[str, Any]) -> None:
 
 def _row(name: object, value: object) -> Row:
     if not isinstance(name, str) or not isinstance(value, str):
-        raise TypeError(f"{name!r} and {value!r} are no words about activations")
+        raise TypeError(f"{name!r} and {value!r} are no words about activations or ranks")
     return name, value
 
 

@@ -31,8 +31,9 @@ class Report:
     def to_text(self) -> str:
         """The counters, each beside its limit; the last step lane by lane, measured against planned and the floor."""
         sections = [self.record.stats.to_text()] if self.record.stats is not None else []
-        if self.record.activations:
-            sections.append(rows_text(self.record.activations))
+        for rows in (self.record.ranks, self.record.activations):
+            if rows:
+                sections.append(rows_text(rows))
         if self.record.spans:
             sections += ["", rows_text(self.step_rows())]
         return "\n".join(sections) + "\n"

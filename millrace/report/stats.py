@@ -14,16 +14,22 @@ class Stats:
 
     `device_peak_bytes` counts what `device_budget_bytes` caps: the buffers of managed weights (resident, visiting and
     arriving) and managed buffers. `device_gradient_peak_bytes` are gradients on their way out, `host_bytes` all that
-    the model's handle holds in host memory: not what optimizers do (`optimizer.held_bytes()`). `demand_onloads` came
+    the model's handle holds in host memory: not what optimizers do (`optimizer.held_bytes()`). Of these,
+    `host_locked_bytes` are page-locked now, and `host_refused_bytes` should be, but the system refused: compute waits
+    for their copies. `demand_onloads` came
     too late to be hidden: nobody had foreseen them. `stall_seconds` is how long compute waited for blocks and
     activations, `compute_seconds` the rest of the visits' time. `onload_bytes` went to the device in `onloads`
-    transfers, `offload_bytes` are gradients that left it, `fetch_bytes` were read from disk and `spill_bytes` written
-    there.
+    transfers, `row_bytes` of them by rows, of embedding tables that do not travel whole, and `expert_bytes` as
+    `expert_loads` single experts, which forward and backward wanted `expert_uses` times: the others were there.
+    `offload_bytes` are gradients
+    that left it, `fetch_bytes` were read from disk and `spill_bytes` written there.
     `steps` counts optimizer steps over managed parameters, `skipped_steps` those of them that changed nothing because
     gradients were not finite (with `max_grad_norm` of an optimizer of millrace), `not_finite_steps` those in which such
     an optimizer updated weights with gradients that were not (`stats(wait_for_updates=False)` knows of updates that are
-    over). Checkpoints have `saved_bytes`; writing them took
-    `save_seconds`, most of it beside training with `wait=False`, which waited `save_wait_seconds` for it.
+    over). Of `forward_backward()`, `micro_batches_together` went through the model together, and
+    `micro_batches_in_turn` one after the other, as a warning says. Checkpoints have
+    `saved_bytes`; writing them took `save_seconds`, most of it beside training with `wait=False`, which waited
+    `save_wait_seconds` for it.
     """
 
     device_peak_bytes: int
@@ -43,6 +49,14 @@ class Stats:
     steps: int
     skipped_steps: int
     not_finite_steps: int
+    host_locked_bytes: int = 0
+    host_refused_bytes: int = 0
+    row_bytes: int = 0
+    expert_bytes: int = 0
+    expert_loads: int = 0
+    expert_uses: int = 0
+    micro_batches_together: int = 0
+    micro_batches_in_turn: int = 0
     saved_bytes: int = 0
     save_seconds: float = 0.0
     save_wait_seconds: float = 0.0
@@ -56,6 +70,10 @@ class Stats:
     def rows(self) -> list[Row]:
         """Each number with its name, beside its limit."""
         loads = f"{counted(self.onloads, 'load')}, {self.demand_onloads} on demand"
+        if self.row_bytes:
+            loads += f"; {format_bytes(self.row_bytes)} of it tables, by rows"
+        if self.expert_uses:
+            loads += f"; {format_bytes(self.expert_bytes)} of it {counted(self.expert_loads, 'expert')}"
         return [
             (
                 "device weights, peak",
@@ -63,14 +81,37 @@ class Stats:
             ),
             ("device gradients, peak", format_bytes(self.device_gradient_peak_bytes)),
             ("host memory, peak", format_bytes(self.host_peak_bytes)),
+            *self._locked_rows(),
             ("onloaded", f"{format_bytes(self.onload_bytes)} in {loads}"),
+            *self._expert_rows(),
             ("offloaded", format_bytes(self.offload_bytes)),
             *self._disk_rows(),
             ("compute", f"{self.compute_seconds:.3f} s"),
             ("stall", f"{self.stall_seconds:.3f} s ({self.stall_share:.1%})"),
             ("optimizer steps", str(self.steps) + self._skips()),
+            *self._micro_batch_rows(),
             *self._save_rows(),
         ]
+
+    @property
+    def expert_hit_share(self) -> float:
+        """Experts that were there when a call wanted them, over all that were wanted; 0 when none was."""
+        return 1 - self.expert_loads / self.expert_uses if self.expert_uses else 0.0
+
+    def _expert_rows(self) -> list[Row]:
+        found = f"{self.expert_hit_share:.1%} of {self.expert_uses} uses"
+        return [("experts found there", found)] if self.expert_uses else []
+
+    def _locked_rows(self) -> list[Row]:
+        refused = f", {format_bytes(self.host_refused_bytes)} refused: compute waits for their copies"
+        locked = format_bytes(self.host_locked_bytes) + (refused if self.host_refused_bytes else "")
+        return [("page-locked", locked)] if self.host_locked_bytes or self.host_refused_bytes else []
+
+    def _micro_batch_rows(self) -> list[Row]:
+        together, in_turn = self.micro_batches_together, self.micro_batches_in_turn
+        found = [f"{together} together"] * bool(together)
+        found += [f"{in_turn} one after the other"] * bool(in_turn)
+        return [("micro-batches", ", ".join(found))] if found else []
 
     def _save_rows(self) -> list[Row]:
         waited = f"in {self.save_seconds:.3f} s, updates waited {self.save_wait_seconds:.3f} s for it"

@@ -10,16 +10,18 @@ when a release of PyTorch changes that. The linter and a test refuse such names 
   `_non_persistent_buffers_set`, `_call_impl`, `_compiled_call_impl`, `_apply`, `_named_members`,
   `_save_to_state_dict`, `_load_from_state_dict`; of recurrent ones `_flat_weights`, `_flat_weight_refs`,
   `_init_flat_weights`. Of optimizers: `_optimizer_state_dict_pre_hooks`, `_optimizer_state_dict_post_hooks`,
-  `_optimizer_load_state_dict_pre_hooks`.
+  `_optimizer_load_state_dict_pre_hooks`. Of DTensors: `_local_tensor`;
+- how a DTensor is made around a shard of ours: runtime/sharded.py.
 
 Nothing is wrapped that is called often.
 """
 
 from collections.abc import Callable
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any, Protocol
 
 import torch
+import torch.overrides
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -31,6 +33,7 @@ __all__ = [
     "backward_task",
     "check_version",
     "data_of",
+    "function_modes",
     "has_storage",
     "hooks_are_enabled",
     "in_backward",
@@ -43,6 +46,7 @@ __all__ = [
     "pop_hooks",
     "push_hooks",
     "runs_in_backward",
+    "sequence_number",
     "storage_use_count",
     "tensor_use_count",
     "top_hooks",
@@ -137,6 +141,9 @@ tensor_use_count: Callable[[torch.Tensor], int] = torch._C.TensorBase._use_count
 # Keeps the address of a tensor from being given to another one, and does not keep the tensor itself alive. Relies on
 # the weak reference having that object in C++, without its memory.
 WeakTensor: Any = torch._C._WeakTensorRef  # type: ignore[attr-defined]
+# Autograd's number of a node of the graph: `sequence_number(tensor.grad_fn)`. Relies on a thread giving each node that
+# it makes a larger one than the node before, and on backward going first through what has the largest of those ready.
+sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 # Whether a tensor has memory at all. Relies on those of function transforms having none.
 has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
 # The property `data` of tensors, for classes that have another: `data_of.__get__(tensor)`, `data_of.__set__(tensor,
@@ -157,6 +164,17 @@ neg_view = torch._neg_view
 without_overrides = torch._C.DisableTorchFunctionSubclass
 # `with without_transforms():` tensors that are made are outside of all transforms of `torch.func` that are under way.
 without_transforms = torch._C._DisableFuncTorch
+
+
+def overrides_are_on() -> bool:
+    """Whether `__torch_function__` of classes is called on this thread."""
+    return bool(torch._C._is_torch_function_enabled())
+
+
+# Overrides of all torch functions on this thread (`TorchFunctionMode`, `torch.device` as a context), outermost first.
+function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
+
+
 # As the `__torch_function__` of a class: its tensors are plain ones to torch functions. Relies on PyTorch comparing
 # with this very object, which costs nothing.
 no_override: Any = torch._C._disabled_torch_function_impl

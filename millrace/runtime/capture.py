@@ -4,13 +4,13 @@ A checkpoint that is written in the background reads parameters and their state 
 calls `before_write` for what it is about to change; that waits until these have been read.
 """
 
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from millrace.runtime.system import after_fork
 from millrace.runtime.tensors import parameters_of
 
 __all__ = ["Capture", "before_write", "begin_capture", "end_capture", "will_write"]
@@ -68,4 +68,4 @@ def _forked() -> None:
     _captures.clear()
 
 
-os.register_at_fork(after_in_child=_forked)
+after_fork(_forked)

@@ -1,8 +1,8 @@
 """What is wrong with this machine for offloading? Each finding says what was seen, what it costs, and the fix."""
 
+import mmap
 import os
 import re
-import resource
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,12 +11,17 @@ import psutil
 import torch
 
 from millrace.runtime.device import is_accelerator
-from millrace.runtime.host import available_host_bytes
+from millrace.runtime.host import available_host_bytes, container_limit_bytes, total_host_bytes
+from millrace.runtime.page_locks import is_wsl, limit_text, lockable_bytes, memlock_bytes, memlock_matters
+from millrace.runtime.system import available_cores, free_bytes
 
 __all__ = ["Finding", "Machine", "findings"]
 
 _OLDEST_TORCH = (2, 11)
 _GIB = 2**30
+_PAGE_BYTES = mmap.PAGESIZE
+_LOCK_TRIED_BYTES = 4 * _GIB  # about two seconds
+_NOTEBOOKS = {"COLAB_RELEASE_TAG": "Colab", "KAGGLE_KERNEL_RUN_TYPE": "Kaggle", "JPY_PARENT_PID": "Jupyter"}
 _MEMORY_SYSTEMS = {"tmpfs", "ramfs"}
 _REMOTE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "ceph", "lustre"}
 _DISPLAY_CLASSES = ("0x0300", "0x0302", "0x1200")  # VGA, 3D, accelerators
@@ -82,7 +87,7 @@ def _integrated(machine: Machine) -> Iterator[Finding]:
         return
     describe = getattr(torch.get_device_module(machine.device), "get_device_properties", None)
     properties = describe(machine.device) if describe is not None else None
-    if getattr(properties, "is_integrated", 0):
+    if getattr(properties, "is_integrated", 0) or machine.device.type == "mps":
         yield Finding(
             "the accelerator is integrated: its memory is the host's, so moving weights there frees nothing",
             "use a disk as the lower tier (disk=...), or do without millrace",
@@ -91,31 +96,87 @@ def _integrated(machine: Machine) -> Iterator[Finding]:
 
 
 def _wsl(machine: Machine) -> Iterator[Finding]:
-    if "microsoft" in machine.text("proc/version").lower():
+    if is_wsl(machine.text("proc/sys/kernel/osrelease") or machine.text("proc/version")):
+        half = _total_bytes(machine) / 2e9
         yield Finding(
-            "this is WSL: Windows lets 1 to 2 GB be page-locked, and copies from other memory cannot overlap",
-            "run on Linux itself, or keep host_memory below 1GiB and give more device_memory",
-            severe=True,
+            "this is WSL, or a container on it: Windows bounds the host memory that can be page-locked, at half of the"
+            f" RAM at most ({half:.1f} GB) and often far below (0.5 to 2 GB were reported); the rest stays pageable,"
+            " and compute waits for its copies",
+            "run on Linux itself; or more device_memory and less host_memory (with disk=...), so that less is streamed",
+        )
+
+
+def _page_locks(machine: Machine) -> Iterator[Finding]:
+    """What the driver refuses, found by asking for it."""
+    if not is_accelerator(machine.device):
+        return
+    wanted = min(_LOCK_TRIED_BYTES, available_host_bytes() // 4)
+    locked = lockable_bytes(machine.device, wanted, piece_bytes=max(1, wanted // 16 // _PAGE_BYTES) * _PAGE_BYTES)
+    if locked < wanted * 15 // 16:
+        yield Finding(
+            f"the driver page-locks {locked / 2**20:,.0f} MiB of host memory, of {wanted / 2**20:,.0f} MiB that were"
+            " tried: the rest stays pageable, and compute waits for its copies",
+            limit_text(machine.device, machine.text("proc/sys/kernel/osrelease")),
         )
 
 
 def _locked_memory(machine: Machine) -> Iterator[Finding]:
-    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft != resource.RLIM_INFINITY and soft < _GIB and is_accelerator(machine.device):
+    limit = memlock_bytes()
+    if limit is not None and limit < _GIB and memlock_matters(machine.device):
         yield Finding(
-            f"at most {soft / 2**20:.0f} MiB may be page-locked (ulimit -l), where the driver asks the system for it",
+            f"at most {limit / 2**20:.0f} MiB may be page-locked (ulimit -l) by a driver that asks the system for it,"
+            " as that of this device may (CUDA's does not)",
             "ulimit -l unlimited; in a container: docker run --ulimit memlock=-1",
         )
 
 
-def _cgroup(machine: Machine) -> Iterator[Finding]:
-    available, total = available_host_bytes(), int(psutil.virtual_memory().total)
+def _container(machine: Machine) -> Iterator[Finding]:
+    limit, total = container_limit_bytes(machine.root), _total_bytes(machine)
+    if limit is not None and limit < total:
+        yield Finding(
+            f"the container (cgroup) may take {limit / 1e9:.1f} of {total / 1e9:.1f} GB of host memory: what goes over"
+            " that is killed without a message, and page-locked memory counts",
+            "docker run --memory, resources.limits.memory; millrace keeps host_memory below it unless you give more",
+        )
+
+
+def _available(machine: Machine) -> Iterator[Finding]:
+    available, total = available_host_bytes(), _total_bytes(machine)
     if available < total / 4:
         yield Finding(
             f"{available / 1e9:.1f} of {total / 1e9:.1f} GB of host memory can be taken: other processes or the"
             " cgroup's limit have the rest, and what goes over it is killed without a message",
             "raise the container's limit (docker run --memory, resources.limits.memory), or end what uses it",
         )
+
+
+def _shared_memory(machine: Machine) -> Iterator[Finding]:
+    place = machine.root / "dev/shm"
+    if hasattr(os, "statvfs") and place.is_dir():
+        stat = os.statvfs(place)
+        size = stat.f_blocks * stat.f_frsize
+        if size < _GIB:
+            yield Finding(
+                f"/dev/shm has {size / 2**20:.0f} MiB: workers of a DataLoader hand their batches over in it, and die"
+                " with a bus error where it is full (millrace itself does not use it)",
+                "docker run --shm-size=8g, or --ipc=host; or DataLoader(num_workers=0)",
+            )
+
+
+def _notebook(machine: Machine) -> Iterator[Finding]:
+    found = [name for variable, name in _NOTEBOOKS.items() if machine.environment.get(variable)]
+    if found:
+        yield Finding(
+            f"this runs in a notebook ({found[0]}): a model that a cell made before stays, with its page-locked memory,"
+            " while Out, _ or the last error's traceback refer to it",
+            "handle.remove() before a cell offloads again, or restart the kernel",
+        )
+
+
+def _total_bytes(machine: Machine) -> int:
+    """RAM, by the file that says so."""
+    found = re.search(r"MemTotal:\s*(\d+) kB", machine.text("proc/meminfo"))
+    return int(found[1]) * 1024 if found else total_host_bytes()
 
 
 def _file_system(machine: Machine) -> Iterator[Finding]:
@@ -160,8 +221,7 @@ def _direct(machine: Machine) -> Iterator[Finding]:
 
 def _space(machine: Machine) -> Iterator[Finding]:
     if machine.disk.is_dir():
-        stat = os.statvfs(machine.disk)
-        free = stat.f_bavail * stat.f_frsize
+        free = free_bytes(machine.disk)
         if free < 20 * _GIB:
             yield Finding(
                 f"{machine.disk} has {free / 1e9:.1f} GB left; the state of one billion parameters is 12 GB",
@@ -170,7 +230,7 @@ def _space(machine: Machine) -> Iterator[Finding]:
 
 
 def _threads(machine: Machine) -> Iterator[Finding]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     told = machine.environment.get("LOCAL_WORLD_SIZE", "")
     ranks = max(1, int(told)) if told.isdigit() else 1
     threads = machine.environment.get("OMP_NUM_THREADS", "")
@@ -264,8 +324,12 @@ _CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
     _no_accelerator,
     _integrated,
     _wsl,
+    _page_locks,
     _locked_memory,
-    _cgroup,
+    _container,
+    _available,
+    _shared_memory,
+    _notebook,
     _file_system,
     _direct,
     _space,

@@ -1,5 +1,6 @@
 """What must be asked of a device in its own words? The one file with calls that are particular to a kind of device."""
 
+import contextlib
 import os
 from collections.abc import Callable
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 __all__ = [
+    "allocate_locked_memory",
     "allocated_bytes",
     "can_register_host_memory",
     "free_device_bytes",
@@ -23,15 +25,16 @@ _CUDA_HOST_REGISTER_PORTABLE = 1
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
     """The compute device, always with its index: "cuda" and "cuda:0" must compare equal.
 
-    None means the current accelerator, or the CPU where there is none. Raises ValueError for a device that does not
-    exist here.
+    None means the current accelerator; or the CPU, where there is none, or one whose memory is the host's (MPS).
+    Raises ValueError for a device that does not exist here.
     """
     if device is None:
-        if not torch.accelerator.is_available():
+        present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if present is None or present.type == "mps":
             return torch.device("cpu")
-        device = torch.accelerator.current_accelerator()
+        device = present
     try:
-        chosen = torch.device(device)  # type: ignore[arg-type]
+        chosen = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f'device={device!r} is not a device; give one such as "cuda", "cuda:0" or "cpu"') from error
     if chosen.type == "cpu":
@@ -78,17 +81,21 @@ def register_host_memory(device: torch.device, address: int, nbytes: int) -> Cal
     """Page-locks memory that the caller owns, for asynchronous copies; returns the call that undoes it.
 
     That call waits for the device: a model that is let go of may have a copy out of this memory under way.
-    None where the system refuses (a limit on locked memory, WSL2). Only where `can_register_host_memory`.
+    None where the system refuses. Only where `can_register_host_memory`.
     """
     module = torch.get_device_module(device)
     undo: Callable[[], Any]
     if device.type == "cuda":
         runtime = module.cudart()
         if int(runtime.cudaHostRegister(address, nbytes, _CUDA_HOST_REGISTER_PORTABLE)) != 0:
+            _clear_last_error(device)
             return None
         undo = partial(runtime.cudaHostUnregister, address)
     else:
-        module.host_register(address, nbytes)
+        try:
+            module.host_register(address, nbytes)
+        except RuntimeError:
+            return None
         undo = partial(module.host_unregister, address)
 
     owner = os.getpid()
@@ -102,3 +109,17 @@ def register_host_memory(device: torch.device, address: int, nbytes: int) -> Cal
             undo()
 
     return unregister
+
+
+def allocate_locked_memory(nbytes: int) -> torch.Tensor | None:
+    """Memory of PyTorch's allocator of page-locked memory, which rounds up; None where the system refuses."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError:  # torch.AcceleratorError and torch.OutOfMemoryError are such
+        return None
+
+
+def _clear_last_error(device: torch.device) -> None:
+    """A call that was refused leaves its error behind, and the next kernel of PyTorch's would raise it."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device)

@@ -5,49 +5,56 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["available_host_bytes"]
+__all__ = ["available_host_bytes", "container_limit_bytes", "total_host_bytes"]
 
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
-_OWN_CGROUPS = Path("/proc/self/cgroup")
+_ROOT = Path("/")
+_CGROUPS, _OWN_CGROUPS = "sys/fs/cgroup", "proc/self/cgroup"
 _NO_LIMIT_BYTES = 2**60  # version 1 says "no limit" with a huge number
 
 
 def available_host_bytes() -> int:
     """Bytes of RAM that can still be taken: the machine's available memory, capped by the cgroup's limit."""
-    return min([int(psutil.virtual_memory().available), *_cgroup_remainders()])
+    left = (limit - used for limit, used in _limits(_ROOT))
+    return min([int(psutil.virtual_memory().available), *(max(0, nbytes) for nbytes in left)])
 
 
-def _cgroup_remainders() -> Iterator[int]:
-    """Bytes left under each limit that applies: of this process's group and the groups above, version 2 and 1."""
-    root = _CGROUP_ROOT / "memory"
-    for group in _own_groups("", _CGROUP_ROOT):
-        yield from _remainder(group / "memory.max", group / "memory.current", "inactive_file")
-    for group in _own_groups("memory", root) or [root]:
+def total_host_bytes() -> int:
+    """Bytes of RAM of the machine."""
+    return int(psutil.virtual_memory().total)
+
+
+def container_limit_bytes(root: Path = _ROOT) -> int | None:
+    """The least that a cgroup of this process, or one above, lets it take; None without a limit."""
+    return min((limit for limit, _used in _limits(root)), default=None)
+
+
+def _limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Each limit that applies, of this process's group and the groups above, version 2 and 1; and what is used."""
+    groups = root / _CGROUPS
+    for group in _own_groups(root, "", groups):
+        yield from _limit(group / "memory.max", group / "memory.current", "inactive_file")
+    for group in _own_groups(root, "memory", groups / "memory") or [groups / "memory"]:
         limit, used = group / "memory.limit_in_bytes", group / "memory.usage_in_bytes"
-        yield from _remainder(limit, used, "total_inactive_file")
+        yield from _limit(limit, used, "total_inactive_file")
 
 
-def _own_groups(controller: str, root: Path) -> list[Path]:
+def _own_groups(root: Path, controller: str, mounted: Path) -> list[Path]:
     """The directories of this process's group and of those above, for a version 1 controller; "" is version 2."""
-    try:
-        lines = _OWN_CGROUPS.read_text().splitlines()
-    except OSError:
-        return []
-    for line in lines:
+    for line in _text(root / _OWN_CGROUPS).splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
-            own = root / path.lstrip("/")
-            return [group for group in (own, *own.parents) if group.is_relative_to(root)]
+            own = mounted / path.lstrip("/")
+            return [group for group in (own, *own.parents) if group.is_relative_to(mounted)]
     return []
 
 
-def _remainder(limit_file: Path, used_file: Path, cached: str) -> Iterator[int]:
-    """Limit less use, where there is a limit. Files in the page cache that nobody uses make room when asked."""
+def _limit(limit_file: Path, used_file: Path, cached: str) -> Iterator[tuple[int, int]]:
+    """A limit and what counts to it. Files in the page cache that nobody uses make room when asked."""
     limit, used = _number(limit_file), _number(used_file)
     if limit is None or used is None or limit >= _NO_LIMIT_BYTES:
         return
     counts = dict(line.split(" ", 1) for line in _text(used_file.parent / "memory.stat").splitlines() if " " in line)
-    yield max(0, limit - max(0, used - int(counts.get(cached, 0))))
+    yield limit, max(0, used - int(counts.get(cached, 0)))
 
 
 def _number(path: Path) -> int | None:

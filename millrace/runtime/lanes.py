@@ -1,7 +1,8 @@
 """On which lanes do bytes move, and how is order across lanes kept? By events alone; see docs/design/ordering.md.
 
 Lanes of one device: compute (the stream that is current when millrace is called), onload (host to device), offload
-(device to host) and host (one worker thread for additions and casts in host memory). Two implementations with one
+(device to host), host (one worker thread for additions and casts in host memory), and two on which devices send each
+other what they hold. Two implementations with one
 interface: streams and events on an accelerator, worker threads where the compute device is the CPU itself.
 """
 
@@ -19,7 +20,7 @@ import torch
 from millrace.runtime.device import is_accelerator
 from millrace.runtime.threads import Job, OneThread
 
-__all__ = ["Copy", "Event", "Lane", "Lanes", "LateTransfer", "Tick", "Transfer", "open_lanes"]
+__all__ = ["Among", "Copy", "Event", "Lane", "Lanes", "LateTransfer", "Tick", "Transfer", "open_lanes"]
 
 _T = TypeVar("_T")
 Copy = tuple[torch.Tensor, torch.Tensor]  # destination, source: the same shape and number of bytes
@@ -31,6 +32,13 @@ class Lane(StrEnum):
 
     ONLOAD = "onload"  # host to device; one lane, because one link has one bandwidth
     OFFLOAD = "offload"  # device to host; its own, because the link carries both directions at once
+
+
+class Among(StrEnum):
+    """A lane on which the devices of several ranks send each other what they hold."""
+
+    GATHER = "gather"  # each its range, and all get all
+    REDUCE = "reduce"  # each all, and all get a range of the sum
 
 
 class Event(Protocol):
@@ -47,7 +55,7 @@ class Event(Protocol):
 class Transfer:
     """Copies in flight: what holds their memory alive until the owner lets go, and the event of their end."""
 
-    lane: Lane
+    lane: Lane | Among
     copies: tuple[Copy, ...]
     nbytes: int
     begun: Tick
@@ -60,7 +68,7 @@ class LateTransfer:
 
     copies: tuple[Copy, ...] = ()  # it keeps none itself
 
-    def __init__(self, lane: Lane, nbytes: int, submitted: "Future[Transfer]") -> None:
+    def __init__(self, lane: Lane | Among, nbytes: int, submitted: "Future[Transfer]") -> None:
         self.lane = lane
         self.nbytes = nbytes
         self._submitted = submitted
@@ -88,6 +96,13 @@ class Lanes(ABC):
     @abstractmethod
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Event) -> Transfer:
         """Submits copies that start when `after` is reached and the lane is free. Never blocks."""
+
+    @abstractmethod
+    def together(self, lane: Among, job: Callable[[], None], nbytes: int, after: Event) -> Transfer:
+        """Submits a collective over `nbytes`, which `job` calls, that starts when `after` is reached.
+
+        For a thread of ours, one for each lane: it may block.
+        """
 
     @abstractmethod
     def wait(self, event: Event) -> None:
@@ -137,7 +152,7 @@ class _StreamLanes(Lanes):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._streams = {lane: torch.Stream(device=device) for lane in Lane}
+        self._streams: dict[Lane | Among, torch.Stream] = {lane: torch.Stream(device=device) for lane in Lane}
 
     def mark(self) -> Event:
         return torch.accelerator.current_stream(self.device).record_event()
@@ -152,6 +167,16 @@ class _StreamLanes(Lanes):
                 destination.copy_(source, non_blocking=True)
                 nbytes += source.nbytes
         return Transfer(lane, tuple(copies), nbytes, begun, self._tick_on(stream))
+
+    def together(self, lane: Among, job: Callable[[], None], nbytes: int, after: Event) -> Transfer:
+        if lane not in self._streams:
+            self._streams[lane] = torch.Stream(device=self.device)
+        stream = self._streams[lane]
+        stream.wait_event(after)  # type: ignore[arg-type]
+        begun = self._tick_on(stream)
+        with stream:
+            job()
+        return Transfer(lane, (), nbytes, begun, self._tick_on(stream))
 
     def wait(self, event: Event) -> None:
         torch.accelerator.current_stream(self.device).wait_event(event)  # type: ignore[arg-type]
@@ -235,6 +260,15 @@ class _ThreadLanes(Lanes):
 
         done = _JobEvent(self._threads[lane].submit(job))
         return Transfer(lane, tuple(copies), sum(source.nbytes for _, source in copies), _JobEvent(begun), done)
+
+    def together(self, lane: Among, job: Callable[[], None], nbytes: int, after: Event) -> Transfer:
+        begun: Job[float] = Job()
+        done: Job[float] = Job()
+        after.synchronize()
+        begun.set_result(time.perf_counter())
+        job()
+        done.set_result(time.perf_counter())
+        return Transfer(lane, (), nbytes, _JobEvent(begun), _JobEvent(done))
 
     def wait(self, event: Event) -> None:
         event.synchronize()

@@ -14,22 +14,40 @@ import torch
 
 from millrace.errors import StateError
 
-__all__ = ["OWNER", "LostUpdate", "Pending", "Unit", "Watcher", "name_of", "unit_of", "watch"]
+__all__ = ["OWNER", "LostUpdate", "OtherRanks", "Pending", "Unit", "Watcher", "name_of", "unit_of", "watch"]
 
 OWNER = "_millrace_owner"  # attribute of a managed parameter: its owner has a `name` for it, and the `unit` it is in
 
 
-class Pending:
-    """An update that was submitted. What failed in it is raised once, by whoever waits first."""
+class OtherRanks(Protocol):
+    """The other ranks of a node, which perform parts of the same update."""
 
-    def __init__(self, job: "Future[None]", on_failure: Callable[[], None]) -> None:
+    def post(self) -> None:
+        """This rank has performed its part."""
+
+    def have_come(self) -> bool:
+        """Whether all ranks have performed theirs."""
+
+    def wait(self) -> None:
+        """Until they have. Raises RankError."""
+
+
+class Pending:
+    """An update that was submitted. What failed in it is raised once, by whoever waits first.
+
+    `others`: perform parts of it; `job` posts when it has performed its own.
+    """
+
+    def __init__(self, job: "Future[None]", on_failure: Callable[[], None], others: OtherRanks | None = None) -> None:
         self._job = job
         self._on_failure = on_failure
+        self._others = others
         self._told = False
 
     def done(self) -> bool:
         """Whether waiting would neither take any time nor raise."""
-        return self._job.done() and (self._told or self._job.exception() is None)
+        over = self._job.done() and (self._told or self._job.exception() is None)
+        return over and (self._told or self._others is None or self._others.have_come())
 
     def settle(self) -> None:
         """The host waits until it has ended; what failed in it is for whoever waits."""
@@ -42,6 +60,8 @@ class Pending:
             self._told = True
             self._on_failure()
             raise error
+        if self._others is not None and not self._told:
+            self._others.wait()
 
 
 class LostUpdate(Pending):
@@ -94,6 +114,7 @@ class Unit(Protocol):
     watchers: "WeakSet[Watcher]"
     order: int  # the smaller, the earlier a pass needs the parameters
     manager: object  # the same for all units of one offloaded model
+    common: Any  # the homes of that model on all ranks of a node (weights/movement/common.py); None: of this process
 
     def wait_for_updates(self) -> None:
         """The host waits until no optimizer writes the parameters any more."""

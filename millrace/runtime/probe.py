@@ -8,6 +8,7 @@ from statistics import median
 import torch
 
 from millrace.runtime.device import is_accelerator
+from millrace.runtime.page_locks import locked_tensor
 from millrace.runtime.torch_rules import fused_adamw
 
 __all__ = ["LinkRates", "dram_rate", "link_rates", "matmul_rates", "update_rate"]
@@ -22,43 +23,67 @@ _UPDATE_PARAMETERS = 16 * 2**20
 class LinkRates:
     """Bytes per second between host and device; `pageable_...` from memory that is not page-locked.
 
-    `both_share`: what is left of each direction when both run at once. `notes`: what looks wrong.
+    `locked`: memory could be page-locked; without, all rates are those of pageable memory. `both_share`: what is left
+    of each direction when both run at once. `notes`: what looks wrong.
     """
 
     onload: float
     offload: float
     pageable_onload: float
     both_share: float
+    locked: bool
     notes: tuple[str, ...]
 
 
 def link_rates(device: torch.device, *, copy_bytes: int = _COPY_BYTES) -> LinkRates:
     """The rates of copies of `copy_bytes`. On the CPU, where nothing is copied over a link, those of host memory."""
-    pinned = is_accelerator(device)
-    host = [torch.zeros(copy_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-    pageable = torch.zeros(copy_bytes, dtype=torch.uint8)
+    made = [locked_tensor(device, copy_bytes) for _ in range(2)] if is_accelerator(device) else []
+    held = [each for each in made if each is not None]
+    try:
+        locked = [tensor for tensor, _unlock in held] if len(held) == 2 else None
+        return _rates(device, copy_bytes, locked)
+    finally:
+        for _tensor, unlock in held:
+            unlock()
+
+
+def _rates(device: torch.device, copy_bytes: int, locked: list[torch.Tensor] | None) -> LinkRates:
+    pageable = [torch.zeros(copy_bytes, dtype=torch.uint8, device="cpu") for _ in range(2)]
+    host = locked or pageable
     there = [torch.zeros(copy_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
     watch = _Watch(device)
     onload = copy_bytes / watch.seconds(lambda: there[0].copy_(host[0], non_blocking=True))
     offload = copy_bytes / watch.seconds(lambda: host[1].copy_(there[1], non_blocking=True))
-    slow = copy_bytes / watch.seconds(lambda: there[0].copy_(pageable, non_blocking=True))
+    slow = copy_bytes / watch.seconds(lambda: there[0].copy_(pageable[0], non_blocking=True))
     share, notes = 1.0, []
-    if pinned:
+    if is_accelerator(device):
         both = watch.seconds_of_both(
             lambda: there[0].copy_(host[0], non_blocking=True), lambda: host[1].copy_(there[1], non_blocking=True)
         )
         share = min(1.0, max(copy_bytes / onload, copy_bytes / offload) / both)
-        if slow > 1.1 * onload:
+        if locked is None:
+            notes.append(
+                "host memory could not be page-locked: the rates are those of pageable memory, and compute waits for"
+                " its copies; millrace doctor looks for the cause"
+            )
+        elif slow > 1.1 * onload:
             notes.append(
                 f"copies from pageable memory ({slow / 1e9:.1f} GB/s) are faster than from page-locked memory"
                 f" ({onload / 1e9:.1f} GB/s): page-locking does not work here (a virtual machine, or WSL)"
             )
-        if onload < 5e9:
+        if locked is not None and onload < 5e9:
             notes.append(
                 f"the link carries {onload / 1e9:.1f} GB/s, less than a quarter of PCIe 4 with 16 lanes: look at the"
                 " slot, riser and power state (lspci -vv, LnkSta)"
             )
-    return LinkRates(onload=onload, offload=offload, pageable_onload=slow, both_share=share, notes=tuple(notes))
+    return LinkRates(
+        onload=onload,
+        offload=offload,
+        pageable_onload=slow,
+        both_share=share,
+        locked=locked is not None or not is_accelerator(device),
+        notes=tuple(notes),
+    )
 
 
 def dram_rate(*, copy_bytes: int = _COPY_BYTES) -> float:

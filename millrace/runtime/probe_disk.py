@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from millrace.runtime.system import free_bytes, read_at, write_at
+
 __all__ = ["DiskRates", "disk_rates"]
 
 _BLOCK_BYTES = 8 * 2**20
@@ -30,11 +32,10 @@ def disk_rates(directory: Path, *, file_bytes: int = _FILE_BYTES) -> DiskRates:
 
     Raises OSError when nothing can be written there.
     """
-    stat = os.statvfs(directory)
-    free_bytes = stat.f_bavail * stat.f_frsize
-    file_bytes = min(file_bytes, free_bytes // 4) // _BLOCK_BYTES * _BLOCK_BYTES
+    free = free_bytes(directory)
+    file_bytes = min(file_bytes, free // 4) // _BLOCK_BYTES * _BLOCK_BYTES
     if file_bytes == 0:
-        raise OSError(f"{directory} has {free_bytes:,} bytes left, too few to measure it; make room or name another")
+        raise OSError(f"{directory} has {free:,} bytes left, too few to measure it; make room or name another")
     block = mmap.mmap(-1, _BLOCK_BYTES)  # whole pages, as direct access asks for
     block.write(os.urandom(_BLOCK_BYTES))  # a drive that compresses must not look fast
     handle, name = tempfile.mkstemp(prefix="millrace-probe-", dir=directory)
@@ -52,7 +53,7 @@ def disk_rates(directory: Path, *, file_bytes: int = _FILE_BYTES) -> DiskRates:
         notes.append(f"{directory} refuses direct access (O_DIRECT): reads pass the page cache, at about half the rate")
     if min(read, write) < 0.5e9:
         notes.append(f"the disk under {directory} does {min(read, write) / 1e9:.2f} GB/s: too slow to offload to")
-    return DiskRates(read=read, write=write, direct=direct, free_bytes=free_bytes, notes=tuple(notes))
+    return DiskRates(read=read, write=write, direct=direct, free_bytes=free, notes=tuple(notes))
 
 
 def _opens(name: str, flags: int) -> bool:
@@ -68,7 +69,7 @@ def _write_seconds(name: str, flags: int, block: mmap.mmap, file_bytes: int) -> 
     try:
         begun = time.perf_counter()
         for offset in range(0, file_bytes, _BLOCK_BYTES):
-            os.pwritev(handle, [block], offset)
+            write_at(handle, [block], offset)
         os.fsync(handle)
         return time.perf_counter() - begun
     finally:
@@ -82,7 +83,7 @@ def _read_seconds(name: str, flags: int, block: mmap.mmap, file_bytes: int) -> f
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
         begun = time.perf_counter()
         for offset in range(0, file_bytes, _BLOCK_BYTES):
-            os.preadv(handle, [block], offset)
+            read_at(handle, [block], offset)
         return time.perf_counter() - begun
     finally:
         os.close(handle)

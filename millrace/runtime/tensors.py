@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["map_tensors", "parameters_of", "tensors_in"]
+__all__ = ["containers_in", "map_tensors", "parameters_of", "tensors_in"]
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
@@ -28,6 +28,23 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name, None))
+
+
+def containers_in(value: Any) -> Iterator[Any]:
+    """Every list, dict and dataclass inside `value` that can be written to."""
+    if isinstance(value, list | tuple):
+        if isinstance(value, list):
+            yield value
+        for item in value:
+            yield from containers_in(item)
+    elif isinstance(value, dict):
+        yield value
+        for item in value.values():
+            yield from containers_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield value
+        for item in vars(value).values():
+            yield from containers_in(item)
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

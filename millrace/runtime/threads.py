@@ -67,7 +67,7 @@ class OneThread(ThreadPoolExecutor):
     def submit(self, job: Callable[..., T], /, *args: Any, **kwargs: Any) -> Job[T]:
         """Calls `job` on the thread. Never blocks. The result is what it returns or raises."""
         told: Job[T] = Job()
-        super().submit(_perform, told, job, args, kwargs)
+        super().submit(_perform, told, [(job, args, kwargs)])
         return told
 
     def _adjust_thread_count(self) -> None:
@@ -89,13 +89,16 @@ def on_own_thread() -> bool:
     return getattr(_threads, "is_own", False)
 
 
-def _perform(told: Job[T], job: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _perform(told: Job[T], work: list[tuple[Callable[..., T], tuple[Any, ...], dict[str, Any]]]) -> None:
+    """`work` has one job, and lets go of it before anyone is told: who waited finds memory free that it was given."""
+    job, args, kwargs = work.pop()
     try:
         result = job(*args, **kwargs)
     except BaseException as error:
         told.set_exception(error)
         del told  # which holds the error, and that this frame
     else:
+        del job, args, kwargs
         told.set_result(result)
 
 

@@ -10,6 +10,7 @@
 | where its weights live | `placement.py` |
 | what updates it | `optimizer.py`, `schedule.py` |
 | one step; the whole run | `run.py`; `trainer.py` |
+| on which ranks, and what each of them does | `ranks.py` |
 | how good the model is | `evaluation.py` |
 | how a run ends early, and goes on | `stop.py`; `resume.py` |
 | what is said when memory runs out | `out_of_memory.py` |

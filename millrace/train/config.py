@@ -134,6 +134,13 @@ class TrainConfig:
         None, "in which gradients are summed up (default: the weights' own)", group="memory", choices=tuple(DTYPES)
     )
     gradient_checkpointing: bool = setting(False, "recompute activations in backward", group="memory", decides=False)
+    micro_batches_together: bool = setting(
+        False,
+        "all micro-batches of a step (--accumulate) go through each block before the next one comes, so that weights"
+        " come once for all of them; what backward needs is then there for all of them, too",
+        group="memory",
+        decides=False,
+    )
     offload_activations: tuple[str, ...] | None = setting(
         None,
         "what backward needs waits in host memory; settings of millrace.offload_activations may follow, such as"

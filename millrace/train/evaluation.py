@@ -1,5 +1,6 @@
 """How good is the model on text that it does not train on? Measured without a trace in the training that goes on."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from millrace.checkpoint.random_state import random_state, restore_random_state
 from millrace.train.data import Sequences
+from millrace.train.ranks import World
 from millrace.train.run import Run, learned_tokens
 
 __all__ = ["Evaluation", "evaluate"]
@@ -29,16 +31,18 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(run: Run, sequences: Sequences, *, batch_size: int, step: int) -> Evaluation:
+def evaluate(run: Run, sequences: Sequences, world: World, *, batch_size: int, step: int) -> Evaluation:
     """The model's loss on all of `sequences`. Modes and random numbers are as before afterwards."""
     loader = DataLoader(sequences, batch_size=batch_size, collate_fn=sequences.collate, generator=torch.Generator())
-    total, tokens = 0.0, 0
+    measured = []
     with _left_as_it_is(run.model):
-        for batch in loader:
+        for batch in itertools.islice(loader, world.own, None, world.count):
             count = learned_tokens(batch)
-            if count:
-                total += float(run.loss(batch)) * count
-                tokens += count
+            measured.append((float(run.loss(batch)) * count if count else 0.0, count))
+    total, tokens = 0.0, 0
+    for loss, count in world.in_turn(measured):
+        total += loss
+        tokens += count
     return Evaluation(step=step, loss=total / tokens if tokens else math.nan)
 
 

@@ -28,6 +28,7 @@ _RULES = (
     _Rule(
         names=(
             *_VISITING,
+            "micro_batches_together",
             "disk",
             "offload_activations",
             "optimizer_tier",
@@ -40,7 +41,7 @@ _RULES = (
         says="--plain trains without millrace, so {flags} {do} not apply; leave either side out",
     ),
     _Rule(
-        names=(*_VISITING, "overlap"),
+        names=(*_VISITING, "micro_batches_together", "overlap"),
         holds=lambda config: config.device_fraction is not None,
         says="--device-fraction is for weights that stay on the device, so {flags} {do} not apply; leave either side"
         " out",
@@ -49,6 +50,11 @@ _RULES = (
         names=("overlap_d2h_h2d",),
         holds=lambda config: config.device_fraction is None,
         says="{flags} {do} nothing without --device-fraction; give that too, or leave it out",
+    ),
+    _Rule(
+        names=("micro_batches_together",),
+        holds=lambda config: config.accumulate == 1,
+        says="{flags} {do} nothing for one micro-batch in a step; give --accumulate, too, or leave it out",
     ),
     _Rule(
         names=("layers", "hidden_size"),

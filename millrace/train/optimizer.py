@@ -56,6 +56,12 @@ class Optimizers:
         for optimizer in self.all:
             optimizer.zero_grad()
 
+    def consolidate(self) -> None:
+        """The first rank gets the state of all, where it is dealt out to ranks. They all call this."""
+        for optimizer in self.all:
+            if isinstance(optimizer, HostOptimizer):
+                optimizer.consolidate_state_dict(to=0)
+
     def held_bytes(self) -> int:
         """Bytes of host memory for the state of millrace's."""
         return sum(optimizer.held_bytes() for optimizer in self.all if isinstance(optimizer, HostOptimizer))

@@ -10,21 +10,22 @@ from millrace.config import BlocksSpec
 from millrace.errors import TrainInputError
 from millrace.memory.disk import Checkpoint
 from millrace.train.config import DTYPES, TrainConfig
+from millrace.train.ranks import World
 
 __all__ = ["place"]
 
 
 def place(
-    model: nn.Module, config: TrainConfig, device: torch.device, weight_files: Checkpoint | None, *, weight_bytes: int
+    model: nn.Module, config: TrainConfig, world: World, weight_files: Checkpoint | None, *, weight_bytes: int
 ) -> millrace.Offloaded | None:
     """Offloads the model as `config` says. None: it is on the device as a whole, and there is nothing to tell."""
     try:
         if config.device_fraction is not None:
-            _stay(model, config, device)
+            _stay(model, config, world.device)
             return None
         return millrace.offload(
             model,
-            device=device,
+            device=world.device,
             device_memory=config.budget_bytes("device_memory", weight_bytes=weight_bytes),
             host_memory=config.budget_bytes("host_memory", weight_bytes=weight_bytes),
             disk=_inside(config.disk, "weights"),
@@ -35,6 +36,7 @@ def place(
             param_dtype=None if config.param_dtype is None else DTYPES[config.param_dtype],
             grad_dtype=None if config.grad_dtype is None else DTYPES[config.grad_dtype],
             activations=config.activation_settings() or config.offload_activations is not None,
+            mesh=world.mesh,
         )
     except (TypeError, ValueError) as error:
         if isinstance(error, millrace.MillraceError):

@@ -17,6 +17,7 @@ from millrace.errors import TrainInputError
 from millrace.train.config import TrainConfig
 from millrace.train.data import Batches
 from millrace.train.evaluation import Evaluation
+from millrace.train.ranks import World
 from millrace.train.run import Run
 from millrace.train.settings import declared, flag
 
@@ -165,10 +166,15 @@ def name_of(past: Past) -> str:
 
 
 class Saver:
-    """Writes checkpoints beside training, one at a time; as a context it waits for the last one."""
+    """Writes checkpoints beside training, one at a time; as a context it waits for the last one.
 
-    def __init__(self, config: TrainConfig, terms: Terms, model: Any, run: Run, batches: Batches) -> None:
+    On several ranks the first writes what all have, while the others wait.
+    """
+
+    def __init__(self, config: TrainConfig, terms: Terms, model: Any, run: Run, batches: Batches, world: World) -> None:
         self._config = config
+        self._world = world
+        self._last: Path | None = None
         self._terms = terms
         self._model = model
         self._run = run
@@ -178,13 +184,26 @@ class Saver:
     def save(self, past: Past) -> None:
         """All that the rest of the run follows from, in a directory that is there as a whole or not at all."""
         path = self._config.checkpoints / name_of(past)
-        if self._saving is not None and self._saving.path == path.absolute():
+        if path == self._last:
             return
+        self._last = path
         self.wait()
+        self._run.optimizers.consolidate()
+        if self._world.is_first:
+            self._write(path, past)
+        self._world.wait()
+
+    def _write(self, path: Path, past: Past) -> None:
         _write_terms(self._config, self._terms)
         extra = {"run": self._run, "data": self._batches, "past": dataclasses.asdict(past)}
-        optimizers = self._run.optimizers.all
-        self._saving = millrace.save(path, self._model, optimizers, extra=extra, keep=self._config.keep, wait=False)
+        self._saving = millrace.save(
+            path,
+            self._model,
+            self._run.optimizers.all,
+            extra=extra,
+            keep=self._config.keep,
+            wait=self._world.count > 1,  # nobody else's update waits until it has been read
+        )
 
     def wait(self) -> None:
         """Raises what failed in writing the last one."""

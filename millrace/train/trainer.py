@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, set_seed
 
@@ -30,6 +29,7 @@ from millrace.train.model import Tokens, check_vocabulary, load_model, load_toke
 from millrace.train.out_of_memory import explained
 from millrace.train.placement import place
 from millrace.train.progress import Progress, StepRecord
+from millrace.train.ranks import World, joined
 from millrace.train.resume import Past
 from millrace.train.run import PlainRun, Run
 from millrace.train.stop import StopRequest, stop_on_signals
@@ -56,7 +56,7 @@ class Job:
     """Everything that a run needs, read and checked."""
 
     config: TrainConfig
-    device: torch.device
+    world: World
     tokens: Tokens
     sequences: Sequences
     eval_sequences: Sequences | None
@@ -77,16 +77,16 @@ def train(config: TrainConfig, progress: Progress) -> TrainResult:
     Raises TrainInputError before training for input that cannot be used, OutOfMemoryError when a tier has no room, and
     TrainingFailedError when the loss is not finite or differs from the plain run's.
     """
-    with explained(config):
-        job = _read(config, progress)
+    with explained(config), joined(config) as world:
+        job = _read(config, world, progress)
         with stop_on_signals(progress.note) as stop:
             past = Past()
             if job.begins_at is None:
-                past.plain_losses.extend(_plain_losses(job, progress, stop))
-            if stop.requested:
+                past.plain_losses.extend(world.told(_plain_losses(job, progress, stop)))
+            if world.any(stop.requested):
                 raise TrainingFailedError("stopped before the first step; nothing was saved")
             result = _train(job, past, progress, stop)
-            if result.checkpoint is None:
+            if result.checkpoint is None and world.is_first:
                 _save(job, result)
     return result
 
@@ -99,18 +99,23 @@ def prepare(config: TrainConfig, progress: Progress) -> Sequences:
     return sequences
 
 
-def _read(config: TrainConfig, progress: Progress) -> Job:
-    begins_at = resume.find_checkpoint(config)
-    device = config.compute_device()
+def _read(config: TrainConfig, world: World, progress: Progress) -> Job:
+    begins_at, device = resume.find_checkpoint(config), world.device
+    if (first := world.told(begins_at)) != begins_at:
+        raise TrainInputError(
+            f"rank {world.own} sees {begins_at or 'no checkpoint'} where rank 0 sees {first or 'none'}; put --output"
+            " where all nodes see the same files"
+        )
     if device.type == "cpu" and config.device_fraction:
         progress.note("--device-fraction: the device is the CPU, so all state is in host memory")
-    tokens = load_tokens(config)
-    sequences = read_sequences(config, tokens, paths=config.text, option="--text", note=progress.note)
-    eval_sequences = None
-    if config.eval_text:
-        eval_sequences = read_sequences(
-            config, tokens, paths=config.eval_text, option="--eval-text", note=progress.note
-        )
+    with world.first_alone():  # the others find what `datasets` keeps
+        tokens = load_tokens(config)
+        sequences = read_sequences(config, tokens, paths=config.text, option="--text", note=progress.note)
+        eval_sequences = None
+        if config.eval_text:
+            eval_sequences = read_sequences(
+                config, tokens, paths=config.eval_text, option="--eval-text", note=progress.note
+            )
     steps = config.steps or _batches(sequences, config).steps(config.epochs)
     eval_data = None if eval_sequences is None else eval_sequences.digest()
     terms = resume.Terms.of(config, device, data=sequences.digest(), eval_data=eval_data, steps=steps)
@@ -132,7 +137,7 @@ def _read(config: TrainConfig, progress: Progress) -> Job:
         progress.note(f"going on from {begins_at}")
     return Job(
         config=config,
-        device=device,
+        world=world,
         tokens=tokens,
         sequences=sequences,
         eval_sequences=eval_sequences,
@@ -151,11 +156,11 @@ def _described(sequences: Sequences) -> str:
 
 def _plain_losses(job: Job, progress: Progress, stop: StopRequest) -> list[float]:
     """The losses of the first `config.compare_plain` steps of plain PyTorch, on a copy of the model."""
-    if job.config.compare_plain == 0:
+    if job.config.compare_plain == 0 or not job.world.is_first:
         return []
     progress.note(f"the first {counted(job.config.compare_plain, 'step')} without millrace, to compare with")
     set_seed(job.config.seed)
-    run = PlainRun(copy.deepcopy(job.model), job.config, job.device, steps=job.steps)
+    run = PlainRun(copy.deepcopy(job.model), job.config, World(job.world.device), steps=job.steps)
     losses: list[float] = []
     for batches in itertools.islice(_batches(job.sequences, job.config), job.config.compare_plain):
         if stop.requested:
@@ -167,7 +172,7 @@ def _plain_losses(job: Job, progress: Progress, stop: StopRequest) -> list[float
 def _train(job: Job, past: Past, progress: Progress, stop: StopRequest) -> TrainResult:
     if job.config.plain:
         return _train_placed(job, None, past, progress, stop)
-    handle = place(job.model, job.config, job.device, job.weight_files, weight_bytes=job.weight_bytes)
+    handle = place(job.model, job.config, job.world, job.weight_files, weight_bytes=job.weight_bytes)
     try:
         return _train_placed(job, handle, past, progress, stop)
     except BaseException:
@@ -180,17 +185,17 @@ def _train(job: Job, past: Past, progress: Progress, stop: StopRequest) -> Train
 def _train_placed(
     job: Job, handle: millrace.Offloaded | None, past: Past, progress: Progress, stop: StopRequest
 ) -> TrainResult:
-    config = job.config
+    config, world = job.config, job.world
     set_seed(config.seed)
-    run = (PlainRun if config.plain else Run)(job.model, config, job.device, steps=job.steps)
+    run = _run(job, handle)
     batches = _batches(job.sequences, config)
     if job.begins_at is not None:
         past = resume.load_checkpoint(job.begins_at, job.model, run, batches)
         resume.tell_changes(job.begins_at, job.terms, past, progress.note)
     meter = _Meter(job, handle)
     steps = iter(batches)
-    with resume.Saver(config, job.terms, job.model, run, batches) as saver:
-        while len(past.losses) < job.steps and not stop.requested:
+    with resume.Saver(config, job.terms, job.model, run, batches, world) as saver:
+        while len(past.losses) < job.steps and not world.any(stop.requested):
             micro_batches, started = next(steps), time.monotonic()
             past.losses.append(run.step(micro_batches))
             progress.step(meter.record(past, micro_batches, time.monotonic() - started))
@@ -218,7 +223,15 @@ def _train_placed(
     )
     if handle is not None:
         handle.remove()
+    world.wait()  # until all ranks have made their updates, before one saves them
     return result
+
+
+def _run(job: Job, handle: millrace.Offloaded | None) -> Run:
+    if job.config.plain:
+        return PlainRun(job.model, job.config, job.world, steps=job.steps)
+    together = handle.forward_backward if handle is not None and job.config.micro_batches_together else None
+    return Run(job.model, job.config, job.world, steps=job.steps, together=together)
 
 
 class _Meter:
@@ -278,14 +291,15 @@ def _evaluate(job: Job, run: Run, past: Past, progress: Progress) -> bool:
     config, step = job.config, len(past.losses)
     if job.eval_sequences is None or (step < job.steps and (not config.eval_every or step % config.eval_every)):
         return False
-    measured = evaluate(run, job.eval_sequences, batch_size=config.batch_size, step=step)
+    measured = evaluate(run, job.eval_sequences, job.world, batch_size=config.batch_size, step=step)
     progress.evaluation(measured)
-    if all(measured.loss < other.loss for other in past.evaluations):
+    if job.world.is_first and all(measured.loss < other.loss for other in past.evaluations):
         new = config.output_directory / "best.new"
         _save_model(job, new)
         best = config.output_directory / "best"
         shutil.rmtree(best, ignore_errors=True)
         new.rename(best)
+    job.world.wait()
     past.evaluations.append(measured)
     return True
 

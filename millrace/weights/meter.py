@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from millrace.memory.disk import Access, DiskLog
 from millrace.memory.ledger import Ledger, Tier
 from millrace.planning import Phase
-from millrace.runtime.lanes import Lane, Lanes, LateTransfer, Tick, Transfer
+from millrace.runtime.lanes import Among, Lane, Lanes, LateTransfer, Tick, Transfer
 from millrace.runtime.link import LaneUse, LinkSpeed
 from millrace.runtime.spans import Moved, Sample, Span, Waited, cut_by, spans_of
 
@@ -70,14 +70,23 @@ class Meter:
         """Counters start anew."""
         self.onloads = self.demand_onloads = 0
         self.onload_bytes = self.offload_bytes = self.fetch_bytes = self.ahead_bytes = self.spill_bytes = 0
+        self.row_bytes = 0
+        self.expert_bytes = self.expert_loads = self.expert_uses = 0
+        self.micro_batches_together = self.micro_batches_in_turn = 0
         self.steps = self.skipped_steps = 0
         self._stall_seconds = self._compute_seconds = 0.0
         self._unread.clear()
         self.checkpoints: list[Checkpointed] = []
 
-    def saved(self) -> dict[str, Any]:
-        """What the stats say of checkpoints."""
+    def others(self) -> dict[str, Any]:
+        """What the stats say of rows of tables, experts, and checkpoints."""
         return {
+            "row_bytes": self.row_bytes,
+            "expert_bytes": self.expert_bytes,
+            "expert_loads": self.expert_loads,
+            "expert_uses": self.expert_uses,
+            "micro_batches_together": self.micro_batches_together,
+            "micro_batches_in_turn": self.micro_batches_in_turn,
             "saved_bytes": sum(saving.nbytes for saving in self.checkpoints),
             "save_seconds": sum(saving.seconds for saving in self.checkpoints),
             "save_wait_seconds": sum(saving.waited_seconds for saving in self.checkpoints),
@@ -88,6 +97,21 @@ class Meter:
         self.onloads += 1
         self.onload_bytes += nbytes
         self.lane_use.weights_bytes += nbytes
+
+    def rows_onloaded(self, nbytes: int) -> None:
+        """As `onloaded`, of rows of a table."""
+        self.onloaded(nbytes)
+        self.row_bytes += nbytes
+
+    def expert_onloaded(self, nbytes: int) -> None:
+        """As `onloaded`, of one expert."""
+        self.onloaded(nbytes)
+        self.expert_bytes += nbytes
+        self.expert_loads += 1
+
+    def experts_used(self, count: int) -> None:
+        """So many experts are wanted by one call of their module, whether they are there or not."""
+        self.expert_uses += count
 
     def arrived(self, transfer: Transfer | LateTransfer, what: str = "") -> None:
         """Compute was told to wait for the onload of block `what`."""
@@ -190,11 +214,9 @@ class Meter:
             self._stall_seconds += timing.stall_seconds
             self._compute_seconds += timing.compute_seconds
 
-    def link(self) -> "LinkSpeed":
-        """How long the last onloads took on their lane; waits until they are done."""
-        loads = [
-            (size, begun, done) for lane, _, size, begun, done in self.last_transfers if lane is Lane.ONLOAD and size
-        ]
+    def link(self, lane: Lane | Among = Lane.ONLOAD) -> "LinkSpeed":
+        """How long the last onloads, or gathers, took on their lane; waits until they are done."""
+        loads = [(size, begun, done) for on, _, size, begun, done in self.last_transfers if on is lane and size]
         return LinkSpeed([(size, self._lanes.seconds(begun, done)) for size, begun, done in loads])
 
     def _keep(self, transfer: Transfer | LateTransfer, what: str) -> None:

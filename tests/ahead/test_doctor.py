@@ -1,17 +1,21 @@
 """Is each thing that can be wrong with a machine found, with its fix, and nothing on a sound one?"""
 
+import ast
+import re
 import resource
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
 import torch
 
-from millrace.cli.main import main
-from millrace.runtime import checks
+from millrace.cli.main import build_parser, main
+from millrace.cli.symptoms import SYMPTOMS
+from millrace.runtime import checks, page_locks
 from millrace.runtime.checks import Machine, findings
-from millrace.runtime.symptoms import SYMPTOMS
 
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
@@ -42,7 +46,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 class _Space:
     def __init__(self, free: int) -> None:
-        self.f_bavail, self.f_frsize = free, 1
+        self.f_bavail, self.f_blocks, self.f_frsize = free, free, 1
 
 
 def write(root: Path, path: str, text: str) -> None:
@@ -66,6 +70,7 @@ def test_a_sound_machine_has_no_findings(files: Path, tmp_path: Path) -> None:
     ("path", "text", "problem"),
     [
         ("proc/version", "Linux 5.15-microsoft-standard-WSL2", "this is WSL"),
+        ("proc/sys/kernel/osrelease", "6.18.33.2-microsoft-standard-WSL2", "half of the RAM at most"),
         ("proc/mounts", "tmpfs / tmpfs rw 0 0", "which is host memory"),
         ("proc/mounts", "server:/x / nfs4 rw 0 0", "on the network (nfs4)"),
         ("sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]", "huge pages are off"),
@@ -102,9 +107,97 @@ def test_limits(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "1.0 GB left" in found
 
 
+def test_wsl_says_half_of_its_ram(files: Path, tmp_path: Path) -> None:
+    write(files, "proc/sys/kernel/osrelease", "6.18.33.2-microsoft-standard-WSL2")
+    write(files, "proc/meminfo", "MemTotal:       16000000 kB\nMemFree: 1 kB")
+    (found,) = problems(files, tmp_path)
+    assert "(8.2 GB)" in found
+
+
+V1_NO_LIMIT = 9223372036854771712
+
+
+@pytest.mark.parametrize(
+    ("group", "limit", "used", "found"),
+    [
+        ("0::/docker/job", "docker/job/memory.max", "docker/job/memory.current", True),
+        ("0::/docker/job", "docker/memory.max", "docker/memory.current", True),  # of the group above
+        ("0::/", "memory.max", "memory.current", True),
+        ("4:memory:/job", "memory/job/memory.limit_in_bytes", "memory/job/memory.usage_in_bytes", True),
+        ("4:memory:/host", "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", True),
+        ("0::/docker/job", "other/memory.max", "other/memory.current", False),
+    ],
+)
+def test_a_container_with_less_than_the_machine(
+    files: Path, tmp_path: Path, group: str, limit: str, used: str, found: bool
+) -> None:
+    write(files, "proc/meminfo", "MemTotal:       64000000 kB")
+    write(files, "proc/self/cgroup", group)
+    for text, expected in ((str(16 * 10**9), found), ("max", False), (str(V1_NO_LIMIT), False), (str(10**12), False)):
+        write(files, f"sys/fs/cgroup/{limit}", text)
+        write(files, f"sys/fs/cgroup/{used}", "1000")
+        said = [problem for problem in problems(files, tmp_path) if "the container (cgroup) may take" in problem]
+        assert len(said) == expected
+        assert all("16.0 of 65.5 GB" in problem for problem in said)
+
+
+def test_small_shared_memory(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (files / "dev/shm").mkdir(parents=True)
+    assert problems(files, tmp_path) == []
+    small = files / "dev/shm"
+    monkeypatch.setattr(checks.os, "statvfs", lambda path: _Space((64 if path == small else 200 * 2**10) * 2**20))
+    (found,) = problems(files, tmp_path)
+    assert "/dev/shm has 64 MiB" in found
+
+
+@pytest.mark.parametrize(
+    ("variable", "name"),
+    [("COLAB_RELEASE_TAG", "Colab"), ("KAGGLE_KERNEL_RUN_TYPE", "Kaggle"), ("JPY_PARENT_PID", "Jupyter")],
+)
+def test_notebooks(files: Path, tmp_path: Path, variable: str, name: str) -> None:
+    (found,) = problems(files, tmp_path, **{variable: "1"})
+    assert f"this runs in a notebook ({name})" in found
+
+
+@pytest.mark.emu("lazy")
+def test_what_the_driver_refuses_to_lock_is_found(
+    emu_device: ModuleType, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "_LOCK_TRIED_BYTES", 64 << 20)
+    machine = Machine(device=torch.device("emu", 0), disk=tmp_path, root=files, environment={})
+
+    def said() -> list[str]:
+        return [finding.problem for finding in checks._page_locks(machine)]
+
+    held = emu_device.stats()["reserved_pinned_bytes"] + emu_device.stats()["registered_bytes"]
+    assert said() == []
+    emu_device.configure(pinned_memory=held + (18 << 20))
+    (found,) = said()
+    assert "the driver page-locks 16 MiB of host memory, of 64 MiB that were tried" in found
+    assert emu_device.stats()["registered_bytes"] + emu_device.stats()["reserved_pinned_bytes"] == held
+
+
+def test_locked_memory_is_told_of_where_a_driver_asks_for_it(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's locks pages by itself, whatever ulimit -l says."""
+    monkeypatch.setattr(page_locks, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (2**16, resource.RLIM_INFINITY))
+    monkeypatch.setattr(torch.version, "hip", None)
+    for device, expected in (("cuda", 0), ("xpu", 1)):
+        machine = Machine(device=torch.device(device, 0), disk=tmp_path, root=files, environment={})
+        assert len(list(checks._locked_memory(machine))) == expected
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    machine = Machine(device=torch.device("cuda", 0), disk=tmp_path, root=files, environment={})
+    assert len(list(checks._locked_memory(machine))) == 1
+
+
 def test_limits_of_an_accelerator(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "is_accelerator", lambda device: True)
-    monkeypatch.setattr(checks.resource, "getrlimit", lambda which: (2**16, resource.RLIM_INFINITY))
+    monkeypatch.setattr(checks, "memlock_matters", lambda device: True)
+    monkeypatch.setattr(checks, "lockable_bytes", lambda device, most, piece_bytes: most // 2)
+    monkeypatch.setattr(checks, "limit_text", lambda device, release: "another machine")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (2**16, resource.RLIM_INFINITY))
 
     class Module:
         @staticmethod
@@ -114,6 +207,7 @@ def test_limits_of_an_accelerator(files: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(checks.torch, "get_device_module", lambda device: Module)
     found = problems(files, tmp_path)
     assert any("may be page-locked" in problem for problem in found)
+    assert any("that were tried" in problem for problem in found)
     assert any("is integrated" in problem for problem in found)
 
 
@@ -187,4 +281,40 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "is no directory" in capsys.readouterr().err
     assert main(["doctor", "--symptoms"]) == 0
     printed = capsys.readouterr().out
-    assert all(row.fix in printed and row.confirm in printed for row in SYMPTOMS)
+    assert all(row.fix in printed and row.confirm in printed and row.says in printed for row in SYMPTOMS)
+
+
+def test_symptoms_by_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--symptoms", "cuda", "GRAPHS"]) == 0
+    (one,) = re.findall(r"^\S.*", capsys.readouterr().out, re.MULTILINE)
+    assert one.startswith("CUDA graphs")
+    assert main(["doctor", "--symptoms", "out of memory"]) == 0
+    assert capsys.readouterr().out.count("device out of memory") == 2
+    assert main(["doctor", "--symptoms", "cuda", "pipeline"]) == 2
+    assert "no symptom has 'cuda' and 'pipeline'" in capsys.readouterr().err
+
+
+def test_symptoms_are_named_as_millrace_names_them() -> None:
+    """What a row quotes is in some message of the package, and not in the table alone."""
+    written = "".join(
+        text for path in (ROOT / "millrace").rglob("*.py") if path.name != "symptoms.py" for text in _texts(path)
+    )
+    for row in SYMPTOMS:
+        assert row.says in written, row.says
+        assert row.symptom
+        assert row.cause
+    options = re.findall(r"--[a-z-]+", " ".join(row.to_text() for row in SYMPTOMS))
+    known = {name for command in ("plan", "doctor") for name in _options(command)}
+    assert options
+    assert set(options) <= known
+
+
+def _texts(path: Path) -> list[str]:
+    """The strings of a file, those that are written in parts as one, and the names of its classes."""
+    tree = ast.parse(path.read_text())
+    found = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return found + [str(n.value) for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+
+
+def _options(command: str) -> list[str]:
+    return [name for action in build_parser().commands[command]._actions for name in action.option_strings]

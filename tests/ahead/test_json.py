@@ -13,7 +13,17 @@ from millrace.planning.cost import MACHINES
 from tests.cost.conftest import LLAMA_8B, LLAMA_70B
 
 PAGE = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
-NO_RUN = {"step_seconds", "tokens_per_second", "efficiency", "resident_fraction", "floors_seconds", "busy_seconds"}
+NO_RUN = {
+    "step_seconds",
+    "tokens_per_second",
+    "efficiency",
+    "resident_fraction",
+    "floors_seconds",
+    "busy_seconds",
+    "in_use",
+    "sharing",
+    "latency_share",
+}
 
 
 def documented(table: int) -> set[str]:
@@ -76,6 +86,7 @@ def bytes_in(entry: Any, name: str = "") -> list[tuple[str, Any]]:
         (["4090", "--training", "inference"], set()),
         (["4090", "--host-memory", "40GiB"], {"onload", "fetch of weights", "update", "state on disk"}),
         (["8xh200", "--devices", "8", "--zero-stage", "3"], set()),
+        (["8xh200", "--nodes", "2", "--method", "stream-weights"], {"onload", "update"}),
     ],
 )
 def test_a_plan_has_the_documented_keys(

@@ -49,6 +49,19 @@ def test_the_device_is_measured_by_its_own_clock(emu_device: ModuleType) -> None
     assert products["float32"] == pytest.approx(1e12, rel=0.1)
 
 
+@pytest.mark.emu("lazy", flops_per_second=1e12)
+def test_plans_count_with_pageable_memory_where_nothing_can_be_locked(emu_device: ModuleType, small: Path) -> None:
+    stats = emu_device.stats()
+    emu_device.configure(pinned_memory=stats["reserved_pinned_bytes"] + stats["registered_bytes"])
+    found = millrace.probe("emu", disk=small)
+    assert not found.locked
+    assert "onload, not locked" in found.to_text()
+    assert any("could not be page-locked" in note for note in found.notes)
+    assert found.hardware.onload_bytes_per_second == pytest.approx(found.pageable_bytes_per_second, rel=0.05)
+    planned = millrace.plan(LLAMA_8B, hardware="measured").hardware
+    assert planned.onload_bytes_per_second == found.hardware.onload_bytes_per_second
+
+
 def test_contradictions_are_noted() -> None:
     hardware = millrace.plan(LLAMA_8B, hardware="4090").hardware
     assert ahead._implausible(hardware) == []

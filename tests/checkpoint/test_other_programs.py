@@ -200,7 +200,7 @@ def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "list.pt")
     torch.save({"weights": Net}, tmp_path / "code.pt")
     for name, what in (
-        ("empty", "holds no weights"),
+        ("empty", "has no safetensors file and no pytorch_model.bin"),
         ("note.pt", "no sound file of torch.save"),
         ("list.pt", "holds a list, and no state_dict"),
         ("code.pt", "cannot be read safely"),

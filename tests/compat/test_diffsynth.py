@@ -6,15 +6,18 @@ A comment that begins with "There" says what DiffSynth-Studio's own manager did 
 import copy
 import gc
 import time
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import millrace
 from millrace.compat import OffloadTrainingManager
+from millrace.compat.diffsynth import launch_data_process_task
 from tests.compat.models import Toy, Trained, run_steps
 
 # From the documentation of the original, with another import, device and size.
@@ -67,16 +70,21 @@ def compare(
     enable_optimizer_cpu_offload: bool = True,
     **options: Any,
 ) -> OffloadTrainingManager:
-    """Trains the same model plainly and by the manager; everything must be equal, within the budget. The manager."""
-    plain = run_steps(build(make), list(inputs), micro_batches=micro_batches)
+    """Trains the same model plainly and by the manager; everything must be equal, within the budget. The manager.
+
+    The plain run's optimizer computes where the manager's does.
+    """
+    where = torch.device("cpu") if enable_optimizer_cpu_offload else device
+    plain = run_steps(build(make).to(where), list(inputs.to(where)), micro_batches=micro_batches)
     model = build(make)
     manager = OffloadTrainingManager(model, device, enable_optimizer_cpu_offload, **options)
     on_device = list(inputs.to(device))
     offloaded: Trained = run_steps(model, on_device, manager.after_backward, micro_batches=micro_batches)
     offloaded.assert_equal(plain)
     stats = manager.handle.stats()
-    assert stats.onload_bytes > 0
-    assert 0 < stats.device_peak_bytes <= stats.device_budget_bytes
+    travels = enable_optimizer_cpu_offload or not all(parameter.requires_grad for parameter in model.parameters())
+    assert (stats.onload_bytes > 0) == travels
+    assert travels * 1 <= stats.device_peak_bytes <= stats.device_budget_bytes
     return manager
 
 
@@ -100,10 +108,11 @@ def test_the_example_of_the_original_runs(device: torch.device, capsys: pytest.C
 def test_full_training_is_exact(device: torch.device, recompute: bool, optimizer_offload: bool):
     manager = compare(lambda: Toy(recompute=recompute), device, enable_optimizer_cpu_offload=optimizer_offload)
     stats = manager.handle.stats()
-    assert (stats.device_peak_bytes <= 3 * LAYER_BYTES) == optimizer_offload
+    assert stats.device_budget_bytes == (3 * LAYER_BYTES if optimizer_offload else 0)
+    assert stats.device_gradient_peak_bytes <= 2 * LAYER_BYTES
 
 
-def adapted() -> nn.Module:
+def adapted(*, recompute: bool = False) -> nn.Module:
     """A frozen Toy with a trainable adapter beside each layer."""
 
     class Adapted(nn.Module):
@@ -115,20 +124,106 @@ def adapted() -> nn.Module:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.base(x) + self.up(self.down(x))
 
-    toy = Toy()
+    toy = Toy(recompute=recompute)
     toy.layers = nn.ModuleList(Adapted(layer) for layer in toy.layers)
     return toy
 
 
+ADAPTER_BYTES = 10 * 2 * 64 * 4 * 4  # of an adapted Toy
+
+
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("optimizer_offload", [False, True])
 def test_adapters_on_a_frozen_model_train_exactly_and_frozen_weights_have_no_gradients(
-    device: torch.device, optimizer_offload: bool
+    device: torch.device, optimizer_offload: bool, recompute: bool
 ):
-    manager = compare(adapted, device, enable_optimizer_cpu_offload=optimizer_offload)
+    manager = compare(lambda: adapted(recompute=recompute), device, enable_optimizer_cpu_offload=optimizer_offload)
     stats = manager.handle.stats()
-    assert stats.device_budget_bytes <= 3 * LAYER_BYTES + 10 * 2 * 64 * 4 * 4
-    adapters = 10 * 2 * 64 * 4 * 4
-    assert stats.offload_bytes <= len(INPUTS) * adapters  # gradients of adapters, and nothing else
+    assert stats.device_budget_bytes == 3 * LAYER_BYTES
+    assert stats.offload_bytes <= optimizer_offload * len(INPUTS) * ADAPTER_BYTES  # gradients, and nothing else
+
+
+def test_without_optimizer_offload_what_is_trained_stays_on_the_device_with_gradients_and_state(emulator: ModuleType):
+    gc.collect()  # models of earlier tests
+    torch.accelerator.synchronize()
+    before = emulator.stats()["allocated_bytes"]
+    model = build(adapted)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    manager = OffloadTrainingManager(model, "emu")
+    assert [parameter for parameter in model.parameters() if parameter.requires_grad] == trained
+    emulator.reset_stats()
+    for x in INPUTS.to("emu"):
+        nn.functional.mse_loss(model(x), x + 1).backward()
+        manager.after_backward()
+        assert {parameter.grad.device.type for parameter in trained} == {"emu"}
+        optimizer.step()
+        optimizer.zero_grad()
+    kept = [tensor for state in optimizer.state.values() for name, tensor in state.items() if name != "step"]
+    assert {tensor.device.type for tensor in [*trained, *kept]} == {"emu"}
+    assert {p.device.type for p in model.parameters() if not p.requires_grad} == {"cpu"}
+    assert manager.handle.stats().offload_bytes == 0
+    activations = 50 * 16 * 64 * 4  # what ten layers save, and inputs
+    peak_bytes = emulator.stats()["peak_allocated_bytes"] - before
+    assert peak_bytes <= manager.handle.stats().device_budget_bytes + 5 * ADAPTER_BYTES + activations
+    manager.remove()
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert model(INPUTS[0]).device.type == "cpu"
+
+
+def test_a_run_whose_adapters_stay_on_the_device_is_saved_and_goes_on(device: torch.device, tmp_path: Path):
+    def begin() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = build(adapted)
+        OffloadTrainingManager(model, device)
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+        nn.functional.mse_loss(model(x.to(device)), x.to(device) + 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    undisturbed, optimizer = begin()
+    for x in INPUTS[:3]:
+        step(undisturbed, optimizer, x)
+    millrace.save(tmp_path / "run", undisturbed, optimizer)
+    resumed, other = begin()
+    millrace.load(tmp_path / "run", resumed, other)
+    assert {p.device.type for p in resumed.parameters() if p.requires_grad} == {device.type}
+    for x in INPUTS[3:]:
+        step(undisturbed, optimizer, x)
+        step(resumed, other, x)
+    for (name, tensor), expected in zip(resumed.state_dict().items(), undisturbed.state_dict().values(), strict=True):
+        assert torch.equal(tensor, expected), name
+
+
+def test_what_stayed_on_the_device_travels_for_another_manager_that_says_so(device: torch.device):
+    model = build(adapted)
+    OffloadTrainingManager(model, device).handle.remove()
+    manager = OffloadTrainingManager(model, device, enable_optimizer_cpu_offload=True)
+    model(INPUTS[0].to(device)).sum().backward()
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert {p.grad.device.type for p in model.parameters() if p.grad is not None} == {"cpu"}
+    manager.remove()
+
+
+def test_the_dtype_of_what_stays_on_the_device_changes_with_the_model(device: torch.device):
+    model = build(adapted)
+    OffloadTrainingManager(model, device)
+    model.to(torch.bfloat16)
+    model(INPUTS[0].to(device, torch.bfloat16)).sum().backward()
+    for parameter in model.parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert parameter.device.type == (device.type if parameter.requires_grad else "cpu")
+        assert (parameter.grad is not None) == parameter.requires_grad
+
+
+def test_a_model_that_is_offloaded_already_is_left_as_it_is(device: torch.device):
+    model = build(adapted)
+    handle = millrace.offload(model, device=device)
+    with pytest.raises(millrace.StateError, match="is offloaded already"):
+        OffloadTrainingManager(model, device)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    handle.remove()
 
 
 # There, weights stayed alive after forward, because autograd had saved views of them
@@ -322,3 +417,38 @@ def test_after_an_exception_training_goes_on_exactly(device: torch.device):
 
 def test_gradients_accumulate_over_micro_batches(device: torch.device):
     compare(Toy, device, micro_batches=3)
+
+
+class Encoder(nn.Module):
+    """Makes an embedding of a sample's caption, as DiffSynth's modules do in the first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.toy = Toy()
+
+    def forward(self, sample: dict[str, Any]) -> dict[str, Any]:
+        return {"name": sample["name"], "embedding": self.toy(sample["caption"])}
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_the_first_of_two_stages_saves_what_the_model_makes_of_each_sample(
+    device: torch.device, offloaded: bool, tmp_path: Path
+):
+    args = SimpleNamespace(enable_model_cpu_offload=offloaded, enable_optimizer_cpu_offload=offloaded)
+
+    def on_device(loader: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**sample, "caption": sample["caption"].to(device)} for sample in loader]
+
+    accelerator = SimpleNamespace(device=device, process_index=0, prepare=on_device)
+    model, plain = build(Encoder), build(Encoder).to(device)
+    samples = [{"caption": x, "name": str(index)} for index, x in enumerate(INPUTS)]
+    launch_data_process_task(accelerator, samples, model, SimpleNamespace(output_path=tmp_path), 0, args)
+    assert sorted(path.name for path in (tmp_path / "0").iterdir()) == [f"{index}.pth" for index in range(6)]
+    for index, sample in enumerate(on_device(samples)):
+        made = torch.load(tmp_path / "0" / f"{index}.pth")
+        assert made["name"] == str(index)
+        assert made["embedding"].device.type == "cpu"
+        with torch.no_grad():
+            assert torch.equal(made["embedding"], plain(sample)["embedding"].cpu())
+    where = "cpu" if offloaded else device.type
+    assert {parameter.device.type for parameter in model.parameters()} == {where}

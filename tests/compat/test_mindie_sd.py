@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import millrace
-from millrace.compat import disable_offload, enable_offload, mindie_sd
+from millrace.compat import disable_offload, enable_offload, handle_of
 from tests.compat.models import run_steps
 
 WIDTH = 64
@@ -53,9 +53,7 @@ def build(make: Callable[[], nn.Module] = Dit) -> Any:
 
 
 def stats_of(model: nn.Module) -> millrace.Stats:
-    handle = mindie_sd._enabled[model].handle
-    assert handle is not None
-    return handle.stats()
+    return handle_of(model).stats()
 
 
 def forward(model: nn.Module, device: torch.device, x: torch.Tensor = INPUTS[0]) -> torch.Tensor:
@@ -118,6 +116,19 @@ def test_errors_have_the_types_of_the_original(change: dict[str, Any], error: ty
     with pytest.raises(error, match=says):
         enable_offload(**arguments)
     assert forward(model, torch.device("cpu")).shape == INPUTS[0].shape
+
+
+def test_a_second_call_that_fails_leaves_the_first_as_it_was(device: torch.device):
+    expected = forward(build(), torch.device("cpu"))
+    model = build()
+    enable_offload(model, model.transformer_blocks, 3)
+    with pytest.raises(ValueError, match="not a part of the model"):
+        enable_offload(model, nn.ModuleList([nn.Linear(1, 1)] * 3))
+    reserved = build()
+    enable_offload(reserved, reserved.transformer_blocks, 3)
+    assert stats_of(model).device_budget_bytes == stats_of(reserved).device_budget_bytes
+    assert torch.equal(forward(model, device), expected)
+    disable_offload(model)
 
 
 def test_a_block_that_is_no_module_is_refused():
@@ -220,8 +231,9 @@ def test_offloading_can_be_disabled_and_enabled_again(device: torch.device):
         assert torch.equal(forward(model, torch.device("cpu")), expected)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
-    with pytest.raises(ValueError, match="this Dit is not offloaded"):
-        disable_offload(model)
+    for ask in (disable_offload, handle_of):
+        with pytest.raises(ValueError, match="this Dit is not offloaded"):
+            ask(model)
 
 
 def test_enabling_again_changes_the_count(device: torch.device):
@@ -252,3 +264,23 @@ def test_one_block_of_any_size_has_room(device: torch.device, width: int):
     enable_offload(model, model.blocks, 0)
     assert torch.equal(model(x.to(device)), expected)
     disable_offload(model)
+
+
+# There, the only remedy for contention was to run at another time.
+def test_the_link_is_left_to_others_between_denoising_steps(device: torch.device):
+    expected = forward(build(), torch.device("cpu"))
+    model = build()
+    enable_offload(model, model.transformer_blocks, 2)
+    handle = handle_of(model)
+    forward(model, device)
+    for slow in (None, "20MB"):
+        handle.limit_copies(slow, window_seconds=0.01)
+        for _ in range(2):
+            assert torch.equal(forward(model, device), expected)
+            with handle.copies_paused():
+                before = handle.stats().onload_bytes
+                handle.synchronize()
+                assert handle.stats().onload_bytes == before
+    assert "device" in str(handle.report())
+    handle.remove()
+    assert torch.equal(forward(model, torch.device("cpu")), expected)

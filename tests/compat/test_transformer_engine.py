@@ -4,14 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import millrace
 from millrace.compat import CPUOffloadConfig, get_cpu_offload_context
+from millrace.compat.megatron import apply
 from millrace.runtime.autograd import top_hooks
 from tests.activations.interrupts import Calls
-from tests.activations.models import SAVED_BYTES, Layer, Stack, assert_same, results, rows, step
+from tests.activations.models import SAVED_BYTES, Stack, assert_same, results, rows, step
 
 LAYERS = 6
 
@@ -155,7 +156,7 @@ def test_a_model_instead_of_contexts(device: torch.device) -> None:
     expected = step(Stack(LAYERS).to(device), rows(device))
     model = Stack(LAYERS).to(device)
     config = CPUOffloadConfig(num_layers=LAYERS, cpu_offloading=True, cpu_offloading_num_layers=3)
-    config.context(model, min_bytes=0, device_memory=0)
+    apply(config, model, min_bytes=0, device_memory=0)
     for _ in range(3):
         assert_same(step(model, rows(device)), expected)
 
@@ -211,11 +212,8 @@ def test_configs_of_the_original_pages() -> None:
         {"cpu_offloading_num_layers": 0},
     ):
         config = CPUOffloadConfig(num_layers=8, cpu_offloading=True, **settings)  # type: ignore[arg-type]
-        context, sync = config.context()
-        with context:
-            pass
-        assert sync(torch.ones(1)) == 1
-    assert isinstance(Layer(), nn.Module)
+        handle = apply(config, Stack(8))
+        assert (handle is None) == (config.cpu_offloading_num_layers == 0)
 
 
 @pytest.mark.parametrize("device", ["emu"], indirect=True)  # whose link is slow
@@ -227,7 +225,7 @@ def test_layers_leave_however_slow_the_link_is(device: torch.device, hooks_into_
     if hooks_into_model:
         model: Any = Stack(LAYERS).to(device)
         config = CPUOffloadConfig(num_layers=LAYERS, cpu_offloading=True, cpu_offloading_num_layers=LAYERS - 1)
-        config.context(model, min_bytes=0)
+        apply(config, model, min_bytes=0)
     else:
         model = wrapped(device, device_memory=None)
     for _ in range(3):

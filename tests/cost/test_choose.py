@@ -114,7 +114,7 @@ def test_refusals() -> None:
     shape = shape_of_config(SMALL)
     with pytest.raises(ValueError, match="pipeline=9 but llama has 6 layers"):
         plan_run(shape, MACHINES["4090"], Work(), Spread(pipeline=9))
-    with pytest.raises(ValueError, match="the catalogue has no device '4091'; it has 3090, 4090"):
+    with pytest.raises(ValueError, match="the catalogue has no device '4091'; the nearest is 4090; it has 3090, 4090"):
         machine("4091", host="desktop")
     with pytest.raises(ValueError, match="zero_stage=4"):
         Spread(zero_stage=4)

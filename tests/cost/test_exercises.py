@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+import millrace.formulas as f
 from millrace.planning.cost import Hardware, Overlap, Place, Spread, Work, plan_run, shape_of_config
-from millrace.planning.cost import formulas as f
 from millrace.planning.cost.choose import options
 from millrace.planning.cost.lanes import CostLane
 from millrace.planning.cost.tiers import tiers_of
@@ -25,17 +25,17 @@ def test_10b_gradients_and_update() -> None:
     assert f.adam_seconds(parameters, 200 * GB, copies_share=True) == pytest.approx(1.7)
 
 
-def test_break_even_tokens() -> None:
-    assert f.break_even_tokens(2, 312e12, 32 * GB) == pytest.approx(9750)  # as the tutorial, at the sold rates
-    assert f.break_even_tokens(2, 156e12, 25 * GB) == pytest.approx(6240)
-    assert f.break_even_tokens(2, 989e12, 64 * GB) == pytest.approx(15453, rel=1e-4)
-    assert f.break_even_tokens(2, 0.4 * 989e12, 52 * GB) == pytest.approx(7608, rel=1e-3)
-    backward = f.break_even_tokens(2, 312e12, 32 * GB, flops_per_parameter=4)
-    recomputing = f.break_even_tokens(2, 312e12, 32 * GB, flops_per_parameter=6)
+def test_tokens_to_hide() -> None:
+    assert f.tokens_to_hide(2, 312e12, 32 * GB) == pytest.approx(9750)  # as the tutorial, at the sold rates
+    assert f.tokens_to_hide(2, 156e12, 25 * GB) == pytest.approx(6240)
+    assert f.tokens_to_hide(2, 989e12, 64 * GB) == pytest.approx(15453, rel=1e-4)
+    assert f.tokens_to_hide(2, 0.4 * 989e12, 52 * GB) == pytest.approx(7608, rel=1e-3)
+    backward = f.tokens_to_hide(2, 312e12, 32 * GB, flops_per_parameter=4)
+    recomputing = f.tokens_to_hide(2, 312e12, 32 * GB, flops_per_parameter=6)
     assert (backward, recomputing) == (pytest.approx(4875), pytest.approx(3250))
-    assert f.break_even_tokens(0.5, 312e12, 32 * GB) == pytest.approx(2437.5)  # a frozen base of 4 bits
-    assert f.break_even_tokens(2, 312e12, 32 * GB, total_over_active=10) == pytest.approx(97500)
-    assert f.break_even_tokens(2, 312e12, 32 * GB, context_over_hidden=6) == pytest.approx(4875)
+    assert f.tokens_to_hide(0.5, 312e12, 32 * GB) == pytest.approx(2437.5)  # a frozen base of 4 bits
+    assert f.tokens_to_hide(2, 312e12, 32 * GB, total_over_active=10) == pytest.approx(97500)
+    assert f.tokens_to_hide(2, 312e12, 32 * GB, context_over_hidden=6) == pytest.approx(4875)
 
 
 def test_activations_hide_from_a_width_on() -> None:
@@ -148,23 +148,23 @@ def test_a_third_buffer_adds_no_bandwidth() -> None:
 
 def test_compression() -> None:
     """Exercise 5, right for one after the other; in chunks the condition is C > B alone."""
-    lz4 = f.compression(10 * GB, ratio=1.5, codec_rate=2 * GB, disk_rate=7 * GB)
+    lz4 = f.compression_break_even(10 * GB, 1.5, 2 * GB, math.inf, 7 * GB)
     assert lz4.plain_seconds == pytest.approx(1.43, abs=0.01)
     assert lz4.serial_seconds == pytest.approx(5.95, abs=0.01)
     assert not lz4.pays
     assert pytest.approx(21) == 7 / (1 - 1 / 1.5)  # GB/s: the tutorial's break-even
-    device = f.compression(10 * GB, ratio=1.5, codec_rate=50 * GB, disk_rate=7 * GB)
+    device = f.compression_break_even(10 * GB, 1.5, 50 * GB, math.inf, 7 * GB)
     assert device.plain_seconds / device.serial_seconds == pytest.approx(1.24, abs=0.01)
     assert device.gain == pytest.approx(1.5)
-    huge = f.compression(10 * GB, ratio=10, codec_rate=2 * GB, disk_rate=7 * GB)
+    huge = f.compression_break_even(10 * GB, 10, 2 * GB, math.inf, 7 * GB)
     assert not huge.pays  # the tutorial says that a ratio above 10 does
-    spinning = f.compression(10 * GB, ratio=1.5, codec_rate=2 * GB, disk_rate=0.2 * GB)
+    spinning = f.compression_break_even(10 * GB, 1.5, 2 * GB, math.inf, 0.2 * GB)
     assert spinning.serial_seconds == pytest.approx(38.3, abs=0.1)
     assert spinning.pipelined_seconds == pytest.approx(33.3, abs=0.1)
-    weights = f.compression(10 * GB, ratio=1.0, codec_rate=50 * GB, disk_rate=7 * GB)  # LZ4 on bf16 weights
+    weights = f.compression_break_even(10 * GB, 1.0, 50 * GB, math.inf, 7 * GB)  # LZ4 on bf16 weights
     assert not weights.pays
-    assert f.codec_cores(read_rate=7 * GB, write_rate=0.0) == 9  # byte planes and zstd, on cores of their own
-    assert f.codec_cores(read_rate=0.0, write_rate=7 * GB) == 24
+    assert f.codec_cores(read_rate=7 * GB, write_rate=0.0) == 19  # byte planes and zstd, on cores of their own
+    assert f.codec_cores(read_rate=0.0, write_rate=7 * GB) == 18
 
 
 def test_prefetch_depth() -> None:
@@ -172,10 +172,9 @@ def test_prefetch_depth() -> None:
     transfer = 2 * GB / (32 * GB)
     assert transfer == 0.0625
     assert math.ceil(transfer / 0.05) == 2  # the tutorial's
-    assert f.prefetch_depth([transfer], 0.05) is None
-    assert f.prefetch_depth([0.04], 0.05) == 1
+    assert f.prefetch_depth(transfer, 0.05) is None
+    assert f.prefetch_depth(0.04, 0.05) == 1
     assert f.prefetch_depth([0.05, 0.03], 0.05) == 2  # disk to host to device
-    assert f.staging_buffers(0.05, 0.03, 0.05) == 3
     flat = [f.pipelined_seconds([0.05] * 400, [transfer] * 400, buffers=b) / 400 for b in (2, 3, 9)]
     assert flat == [pytest.approx(transfer, rel=0.01)] * 3
 

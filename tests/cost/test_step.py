@@ -114,6 +114,11 @@ def test_directions_may_take_from_each_other() -> None:
     tasks = [Task(CostLane.ONLOAD, "in", 1.0), Task(CostLane.OFFLOAD, "out", 2.0)]
     into, out = run_lanes(tasks, duplex_share=0.5)
     assert (into.end, out.end) == (pytest.approx(2.0), pytest.approx(3.0))
+    tasks = [Task(CostLane.FETCH, "read", 1.0), Task(CostLane.SPILL, "written", 2.0)]
+    read, written = run_lanes(tasks, duplex_share=0.5)
+    assert (read.end, written.end) == (pytest.approx(1.0), pytest.approx(2.0))
+    read, written = run_lanes(tasks, disk_duplex_share=0.5)
+    assert (read.end, written.end) == (pytest.approx(2.0), pytest.approx(3.0))
 
 
 @given(st.data())

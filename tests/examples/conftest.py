@@ -1,6 +1,8 @@
 """How do the examples run here? In this process, in quiet, where Hugging Face's trainers know the emulated device."""
 
+import inspect
 import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,3 +35,14 @@ def at_examples(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyt
     datasets.disable_progress_bars()
     with the_accelerator(device, monkeypatch):
         yield
+    forget_tables()
+
+
+def forget_tables() -> None:
+    """Of positions, which diffusers caches for each model, with the model, for good: on the device they take memory."""
+    models = [module for name, module in list(sys.modules.items()) if name.startswith("diffusers.models.transformers.")]
+    for model in {kind for module in models for kind in vars(module).values() if inspect.isclass(kind)}:
+        for method in filter(inspect.isfunction, vars(model).values()):
+            for cell in method.__closure__ or ():
+                if hasattr(cell.cell_contents, "cache_clear"):
+                    cell.cell_contents.cache_clear()

@@ -1,6 +1,7 @@
 """Do the examples give, offloaded, the bits that they give without millrace, within their budgets?"""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.f
 
 CASES = [pytest.param(name, {}, id=name) for name in EXAMPLES]
 CASES.append(pytest.param("trl_dpo", {"lora": True}, id="trl_dpo_lora"))
+CASES.append(pytest.param("dit_full", {"lora": True}, id="dit_full_lora"))
 
 
 @pytest.fixture
@@ -49,6 +51,20 @@ def test_example(
     assert list(found) == list(expected)
     for key, tensor in found.items():
         assert same(tensor, expected[key]), key
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+@pytest.mark.parametrize("name", ["lightning_trainer", "lightning_fabric"])
+def test_lightning_goes_on_from_its_own_checkpoint(
+    name: str, main_of: Callable[[str], Callable[..., Any]], tmp_path: Path
+) -> None:
+    main, expected = main_of(name), None
+    resumed = {"epochs": 2, "checkpoints": tmp_path, "resume_from": tmp_path / "epoch=0.ckpt"}
+    for settings in ({"epochs": 2}, {"checkpoints": tmp_path}, resumed):
+        model, handle = main(device="cpu", **settings)
+        handle.remove()
+        expected = expected or tensors(model)
+    assert all(same(tensor, expected[key]) for key, tensor in tensors(model).items())
 
 
 @pytest.mark.parametrize("name", ["accelerate_loop", "text_to_image"])

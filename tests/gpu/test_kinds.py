@@ -11,6 +11,7 @@ from tests.matrix.compare import (
     largest_block_bytes,
     peak_activation_bytes,
     rounding_bytes,
+    to_device,
     weight_bytes,
 )
 from tests.matrix.models import CASES, CHECKPOINTING, Case
@@ -66,3 +67,29 @@ def test_bfloat16_in_the_least_memory_that_is_allowed(accelerator: torch.device)
     with millrace.offload(model, device=accelerator, device_memory=least) as handle:
         runs.run(model, on_host=True).assert_equals(plain)
         assert handle.stats().device_peak_bytes <= weight_bytes(model) // 2
+
+
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk:UserWarning")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_micro_batches_together(case: Case, accelerator: torch.device) -> None:
+    """Gradients are those of the plain loop, and weights cross the link as for one micro-batch."""
+    batches = [to_device(batch, accelerator) for batch in case.batches(4)]
+    plain, model = case.build().to(accelerator), case.build()
+    losses = []
+    for inputs, wanted in batches:
+        loss = case.loss(plain(inputs), wanted)
+        loss.backward()
+        losses.append(loss.detach())
+    budget_bytes = int(weight_bytes(model) * case.share) + sum(buffer.nbytes for buffer in model.buffers())
+    with millrace.offload(model, device=accelerator, device_memory=budget_bytes) as handle:
+        for _ in range(3):  # recorded, planned, followed
+            model.zero_grad()
+            handle.reset_stats()
+            ours = handle.forward_backward(batches, lambda batch: case.loss(model(batch[0]), batch[1]))
+        stats = handle.stats()
+        assert stats.micro_batches_together == 4
+        assert stats.onload_bytes <= 2 * weight_bytes(model) + 4 * stats.row_bytes
+        assert all(torch.equal(one, other) for one, other in zip(ours, losses, strict=True))
+        for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert parameter.grad is not None, name
+            assert torch.equal(parameter.grad, other.grad.cpu()), name

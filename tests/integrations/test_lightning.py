@@ -15,6 +15,7 @@ from millrace.optim import AdamW
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*num_workers.*", "ignore:.*LeafSpec.*", "ignore:.*val_dataloader.*"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
 ]
 
 
@@ -44,9 +45,9 @@ class Learner(lightning.LightningModule):
 def fit(learner: Learner, epochs: int, resume_from: Path | None = None, **settings: Any) -> lightning.Trainer:
     generator = torch.Generator().manual_seed(0)
     inputs, labels = torch.randn(64, 64, generator=generator), torch.randint(0, 4, (64,), generator=generator)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    settings = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False} | settings
     trainer = lightning.Trainer(
-        max_epochs=epochs, accelerator="cpu", gradient_clip_val=1.0, enable_model_summary=False, **quiet, **settings
+        max_epochs=epochs, accelerator="cpu", gradient_clip_val=1.0, enable_model_summary=False, **settings
     )
     loader = DataLoader(TensorDataset(inputs, labels), batch_size=16)
     trainer.fit(learner, loader, ckpt_path=resume_from, weights_only=True)
@@ -74,3 +75,83 @@ def test_fit_clip_save_and_resume(options: dict[str, Any], tmp_path: Path) -> No
     for one, other, resumed_one in zip(plain.parameters(), whole.parameters(), second.parameters(), strict=True):
         assert torch.equal(one, other)
         assert torch.equal(one, resumed_one)
+
+
+def checkpointing(directory: Path, learner: Learner, epochs: int, resume_from: Path | None = None) -> Path:
+    """Trains with Trainer's own ModelCheckpoint, every epoch's; returns the newest one."""
+    saved = lightning.pytorch.callbacks.ModelCheckpoint(directory, "{epoch}", save_top_k=-1, save_weights_only=False)
+    fit(learner, epochs, resume_from, callbacks=[saved], enable_checkpointing=True)
+    return Path(saved.best_model_path)
+
+
+def assert_alike(one: Any, other: Any, where: str = "checkpoint") -> None:
+    """Everything in them, tensors bit for bit."""
+    assert type(one) is type(other) or isinstance(one, torch.Tensor), where
+    if isinstance(one, torch.Tensor):
+        assert one.device.type == other.device.type == "cpu", where
+        assert torch.equal(one, other), where
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_alike(one[key], other[key], f"{where}[{key!r}]")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for index, pair in enumerate(zip(one, other, strict=True)):
+            assert_alike(*pair, f"{where}[{index}]")
+    else:
+        assert one == other, where
+
+
+def test_checkpoints_of_model_checkpoint_are_those_of_a_plain_run(tmp_path: Path) -> None:
+    """Either run goes on from the other's, and ends with the same bits."""
+    where = {"device": "cpu", "device_memory": 3 * 65 * 64 * 4}
+    runs = {name: Learner() for name in ("whole", "plain", "offloaded", "on", "from plain", "without")}
+    whole, saved = runs["whole"], tmp_path / "offloaded"
+    checkpointing(tmp_path / "whole", whole, 4)
+    of_plain = checkpointing(tmp_path / "plain", runs["plain"], 2)
+    with millrace.offload(runs["offloaded"].model, **where) as handle:
+        of_offloaded = checkpointing(saved, runs["offloaded"], 2)
+        assert handle.stats().onload_bytes > 0
+    contents = [torch.load(path, weights_only=False) for path in (of_plain, of_offloaded)]
+    for content in contents:
+        content.pop("callbacks")  # the paths of checkpoints
+    assert_alike(*contents)
+    checkpointing(tmp_path / "without", runs["without"], 4, of_offloaded)
+    for name, checkpoint in (("on", of_offloaded), ("from plain", of_plain)):
+        with millrace.offload(runs[name].model, **where):
+            checkpointing(tmp_path / name, runs[name], 4, checkpoint)
+    for name in ("without", "on", "from plain"):
+        assert [*runs["plain"].losses, *runs[name].losses] == whole.losses, name
+        assert all(map(torch.equal, runs[name].parameters(), whole.parameters())), name
+
+
+def fabric_run(learner: Learner, steps: int, to: Path, resume_from: Path | None = None) -> list[float]:
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    optimizer = torch.optim.AdamW(learner.model.parameters(), lr=0.01, fused=True)
+    model, optimizer = fabric.setup(learner.model, optimizer)
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    if resume_from is not None:
+        fabric.load(resume_from, state)
+    losses = []
+    for step in range(state["step"], steps):
+        loss = model(torch.randn(8, 64, generator=torch.Generator().manual_seed(step))).square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    fabric.save(to, state | {"step": steps})
+    return losses
+
+
+def test_checkpoints_of_fabric_are_those_of_a_plain_run(tmp_path: Path) -> None:
+    plain, first, second = Learner(), Learner(), Learner()
+    expected = fabric_run(plain, 4, tmp_path / "plain.ckpt")
+    fabric_run(Learner(), 2, tmp_path / "plain-2.ckpt")
+    losses = []
+    for learner, steps, name, resumed in ((first, 2, "2.ckpt", None), (second, 4, "4.ckpt", tmp_path / "2.ckpt")):
+        with millrace.offload(learner.model, device="cpu", device_memory=3 * 65 * 64 * 4) as handle:
+            losses += fabric_run(learner, steps, tmp_path / name, resumed)
+            assert handle.stats().onload_bytes > 0
+    assert losses == expected
+    for one, other in (("plain.ckpt", "4.ckpt"), ("plain-2.ckpt", "2.ckpt")):
+        assert_alike(*(torch.load(tmp_path / name, weights_only=False) for name in (one, other)))

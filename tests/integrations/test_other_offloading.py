@@ -137,3 +137,21 @@ def test_layerwise_casting_is_refused() -> None:
     model.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
     with pytest.raises(millrace.StateError, match="converts its weights in each call; load the model without"):
         millrace.offload(model, device="cpu")
+
+
+def test_a_model_that_unpacks_itself_at_its_first_call_is_refused_until_it_has() -> None:
+    """As compressed-tensors leaves a model that it has read or written packed."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.ones(2, 4)
+    plain = model(x)
+
+    def unpack(module: nn.Module, _args: object) -> None:
+        module.ct_decompress_hook.remove()  # type: ignore[operator, union-attr]
+        del module.ct_decompress_hook
+
+    model.ct_decompress_hook = model.register_forward_pre_hook(unpack)  # type: ignore[assignment]
+    with pytest.raises(millrace.StateError, match=r"compressed-tensors at its first call.*call it once before"):
+        millrace.offload(model, device="cpu")
+    model(x)
+    with millrace.offload(model, device="cpu"):
+        assert torch.equal(model(x), plain)

@@ -179,6 +179,11 @@ def test_directories_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(millrace.CheckpointError, match=r"offload_pipeline\(pipeline.*'.*pipe/text_encoder'"):
         millrace.from_pretrained(tmp_path / "pipe")
     text = (tmp_path / "pipe/unet/config.json").read_text()
-    (tmp_path / "pipe/unet/config.json").write_text(text.replace("UNet2DConditionModel", "UNet9DModel"))
-    with pytest.raises(millrace.CheckpointError, match="names the class 'UNet9DModel', which this diffusers"):
-        millrace.from_pretrained(tmp_path / "pipe" / "unet")
+    for named, says in (
+        ('"UNet9DModel"', "names the class 'UNet9DModel', which this diffusers"),
+        ('"is_torch_available"', "names the class 'is_torch_available', which this diffusers"),
+        ("3", "config.json has 3 for '_class_name'; give the name of a class"),
+    ):
+        (tmp_path / "pipe/unet/config.json").write_text(text.replace('"UNet2DConditionModel"', named))
+        with pytest.raises(millrace.CheckpointError, match=says):
+            millrace.from_pretrained(tmp_path / "pipe" / "unet")

@@ -1,15 +1,17 @@
 """Does transformers' Trainer log what offloading did, save by millrace, and take millrace's optimizers by name?"""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 import millrace
-from millrace.integrations.transformers import MillraceCallback, optimizer_cls_and_kwargs
+from millrace.integrations.transformers import MillraceCallback, micro_batches_together, optimizer_cls_and_kwargs
 from tests.matrix.compare import Outcome
+from tests.optim.test_overlap import Held
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 ROWS = [{"input_ids": list(range(n, n + 8)), "labels": list(range(n, n + 8))} for n in range(16)]
@@ -46,6 +48,24 @@ def test_logs(tmp_path: Path) -> None:
     assert second["millrace_tokens_per_second"] > 0
     assert len(model._forward_pre_hooks) == 0
     handle.remove()
+
+
+def test_a_log_does_not_wait_for_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, state = llama(), TrainerState(log_history=[{}])
+    with millrace.offload(model, device="cpu", device_memory="64KiB") as handle:
+        optimizer = millrace.optim.AdamW(model.parameters(), lr=0.01, overlap="forward")
+        callback = MillraceCallback(handle)
+        callback.on_train_begin(None, state, None, model=model)
+        updates = Held(monkeypatch)
+        model(**{name: torch.tensor([row]) for name, row in ROWS[0].items()}).loss.backward()
+        optimizer.step()
+        callback.on_log(None, state, None, logs=state.log_history[0])
+        assert not updates.gate.is_set()
+        assert state.log_history[0]["millrace_onload_bytes"] > 0
+        updates.release_soon()
+        optimizer.synchronize()
+        assert updates.waited > 0
+        callback._stop_counting()
 
 
 class Reporter(TrainerCallback):
@@ -138,6 +158,13 @@ def test_settings_of_optimizers(tmp_path: Path) -> None:
         chosen("rmsprop")
 
 
+@pytest.mark.parametrize("pair", ["eps", "overlap=forward", "betas=(0.9"])
+def test_settings_that_cannot_be_read(pair: str, tmp_path: Path) -> None:
+    settings = arguments(tmp_path, optim_args=f"amsgrad=True, {pair}")
+    with pytest.raises(ValueError, match=rf"\(optim_args=...\) has {re.escape(repr(pair))}; give pairs name=value"):
+        optimizer_cls_and_kwargs(settings)
+
+
 @pytest.mark.parametrize("way", ["resumed", "best"])
 def test_the_trainers_own_checkpoints(way: str, trainer_device: torch.device, tmp_path: Path) -> None:
     """Resumed in the middle; and the one of the greatest loss loaded into the model at the end."""
@@ -169,3 +196,99 @@ def test_the_trainers_own_checkpoints(way: str, trainer_device: torch.device, tm
             assert trainer.state.best_global_step < 4
     for outcome in found[1:]:
         outcome.assert_equals(found[0])
+
+
+# Micro-batches together ----------------------------------------------------------------------------------------------
+class Calls(TrainerCallback):
+    """What the trainer comes to."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def on_substep_end(self, *args: Any, **found: Any) -> None:
+        self.calls.append("substep")
+
+    def on_step_end(self, *args: Any, **found: Any) -> None:
+        self.calls.append("step")
+
+
+def logged(trainer: Trainer) -> list[dict[str, float]]:
+    return [{key: log[key] for key in ("loss", "grad_norm") if key in log} for log in trainer.state.log_history]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"bf16": True},
+        {"label_smoothing_factor": 0.1, "max_grad_norm": 0.0},
+        {"average_tokens_across_devices": False, "num_train_epochs": 3, "max_steps": -1},  # 4 and 2 micro-batches
+    ],
+    ids=["as it is", "bfloat16", "smoothed", "epochs"],
+)
+def test_micro_batches_together_equal_the_trainers_loop(changes: dict[str, Any], tmp_path: Path) -> None:
+    settings = {"gradient_accumulation_steps": 4, "logging_steps": 1, "save_strategy": "no", "learning_rate": 0.01}
+    trained: list[tuple[LlamaForCausalLM, Trainer, list[str]]] = []
+    rows = [{**row, "labels": row["labels"][: 2 + n % 5] + [-100] * (6 - n % 5)} for n, row in enumerate(ROWS[:12])]
+    for together in (False, True):
+        model, calls = llama(), Calls()
+        handle = millrace.offload(model, device="cpu", device_memory="64KiB")
+        trainer = Trainer(model, arguments(tmp_path, **settings, **changes), train_dataset=rows, callbacks=[calls])
+        if together:
+            micro_batches_together(trainer, handle)
+        trainer.train()
+        trained.append((model, trainer, calls.calls))
+        stats = handle.stats()
+        handle.remove()
+    (plain, own, calls_of_loop), (model, ours, calls_of_ours) = trained
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert logged(ours) == logged(own)
+    assert len(logged(own)) > 4
+    assert calls_of_ours == calls_of_loop
+    assert "substep" in calls_of_loop
+    assert stats.micro_batches_together == len(calls_of_loop)
+    assert stats.micro_batches_in_turn == 0
+    assert "backward" not in vars(ours.accelerator)
+
+
+def test_a_loss_that_fails_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
+    model = llama()
+    with millrace.offload(model, device="cpu", device_memory="64KiB") as handle:
+        trainer = trainer_of(model, arguments(tmp_path, save_strategy="no", gradient_accumulation_steps=2))
+        micro_batches_together(trainer, handle)
+        compute_loss, fails = trainer.compute_loss, [False, True]
+
+        def failing(*args: Any, **named: Any) -> Any:
+            if fails and fails.pop(0):
+                raise RuntimeError("odd")
+            return compute_loss(*args, **named)
+
+        trainer.compute_loss = failing
+        with pytest.raises(RuntimeError, match="odd"):
+            trainer.train()
+        assert "backward" not in vars(trainer.accelerator)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        trainer.train()
+        assert handle.stats().micro_batches_together == 4 * 2
+
+
+def test_trainers_whose_steps_cannot_go_together_are_refused(tmp_path: Path) -> None:
+    class Counting(Trainer):
+        def training_step(self, *args: Any, **named: Any) -> Any:
+            return super().training_step(*args, **named)
+
+    class Offloading(Counting):
+        maybe_activation_offload_context = torch.no_grad()
+
+    model = llama()
+    with millrace.offload(model, device="cpu", device_memory="64KiB") as handle:
+        for kind, error, says in (
+            (Counting, TypeError, "Counting has a"),
+            (Offloading, ValueError, "activations=True"),
+        ):
+            with pytest.raises(error, match=says):
+                micro_batches_together(kind(model, arguments(tmp_path), train_dataset=ROWS), handle)
+        trainer = trainer_of(model, arguments(tmp_path))
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+        with pytest.raises(ValueError, match="fp16=True scales the loss"):
+            micro_batches_together(trainer, handle)

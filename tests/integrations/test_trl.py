@@ -8,9 +8,10 @@ import datasets
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 import millrace
+from millrace.integrations.transformers import micro_batches_together
 from millrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer
 from tests.matrix.compare import Outcome, weight_bytes
 
@@ -26,8 +27,8 @@ PAIRS = [
 class Run:
     """One run of a trainer: plain, or with models that are offloaded."""
 
-    def __init__(self, device: torch.device, directory: Path, *, offloads: bool) -> None:
-        self.device, self.directory, self.offloads = device, directory, offloads
+    def __init__(self, device: torch.device, directory: Path, *, offloads: bool, together: bool = False) -> None:
+        self.device, self.directory, self.offloads, self.together = device, directory, offloads, together
         self.handles: list[millrace.Offloaded] = []
 
     def llama(self, kind: Any = LlamaForCausalLM, **settings: Any) -> Any:
@@ -53,6 +54,8 @@ class Run:
         )
         if self.offloads and getattr(made, "ref_model", None) is not None and "ref_model" not in more:
             self.offload(made.ref_model.cpu())  # one that the trainer has loaded
+        if self.together:
+            micro_batches_together(made, self.handles[0])
         made.train()
         return made
 
@@ -107,4 +110,30 @@ def test_trainer(script: Callable[[Run], Outcome], trainer_device: torch.device,
         stats = handle.stats()
         assert stats.onload_bytes > stats.device_budget_bytes
         assert stats.device_peak_bytes <= stats.device_budget_bytes
+        handle.remove()
+
+
+def tuned(run: Run) -> Outcome:
+    model = run.llama()
+    rows = [{"text": pair["prompt"] + pair["chosen"]} for pair in PAIRS]
+    run.train(SFTTrainer, SFTConfig, model, rows, {"gradient_accumulation_steps": 2})
+    return Outcome().read(model)
+
+
+def accumulating(run: Run) -> Outcome:
+    return dpo(run, gradient_accumulation_steps=2)
+
+
+@pytest.mark.filterwarnings("ignore:micro-batches go through this model one after the other:RuntimeWarning")
+@pytest.mark.parametrize(("script", "together"), [(tuned, True), (accumulating, False)])
+def test_micro_batches_together(
+    script: Callable[[Run], Outcome], together: bool, trainer_device: torch.device, tmp_path: Path
+) -> None:
+    """DPO's trainer takes hooks of the model off for its reference, and puts them on again: it goes in the loop."""
+    plain = script(Run(trainer_device, tmp_path, offloads=False))
+    run = Run(trainer_device, tmp_path, offloads=True, together=True)
+    script(run).assert_equals(plain)
+    stats = run.handles[0].stats()
+    assert (stats.micro_batches_together, stats.micro_batches_in_turn) == ((3 * 2, 0) if together else (0, 3 * 2))
+    for handle in run.handles:
         handle.remove()

@@ -43,6 +43,43 @@ class Through(torch.autograd.Function):
         return gradients[0] @ ctx.weight.a.t(), None
 
 
+class Pair(torch.Tensor):
+    """As TwoTensor, but for tensors that lie anywhere."""
+
+    @staticmethod
+    def __new__(cls, a: Tensor, b: Tensor) -> "Pair":
+        made: Pair = torch.Tensor._make_wrapper_subclass(cls, a.shape, dtype=a.dtype, device=a.device)  # type: ignore[attr-defined]
+        made.a, made.b = a, b
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["a", "b"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> "Pair":
+        return Pair(inner["a"], inner["b"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default), func
+        return Pair(args[0].a, args[0].b)
+
+
+class Saving(torch.autograd.Function):
+    """Saves a weight by autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x @ weight.a
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        assert type(weight) is Pair
+        return gradients[0] @ weight.a.t(), None
+
+
 def pairs(count: int = 8) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(Doubled() for _ in range(count)))
@@ -173,6 +210,22 @@ def test_a_block_with_packed_weights_is_compiled() -> None:
         assert torch.equal(model(kind.batch(CPU)), plain(kind.batch(CPU)))
 
 
+def test_a_compiled_block_with_packed_weights_gives_gradients() -> None:
+    """bitsandbytes keeps a view of its weight for backward; in a graph it is autograd that keeps it, with our hooks."""
+    kind = KINDS["bitsandbytes nf4"]
+    plain, model = kind.model(), kind.model()
+    block_bytes = WIDTH * WIDTH
+    with offload(model, device_memory=3 * block_bytes) as handle:
+        for one in (plain, model):
+            for layer in one:
+                layer.compile(backend="aot_eager")
+            for _ in range(2):
+                one(kind.batch(CPU)).square().mean().backward()
+        assert all(torch.equal(a.down.weight.grad, b.down.weight.grad) for a, b in zip(plain, model, strict=True))
+        assert handle.stats().onload_bytes > 0
+        assert handle.stats().device_peak_bytes <= 3 * block_bytes
+
+
 class State:
     """Of a quantiser, with a slot, and a reference to itself."""
 
@@ -266,6 +319,60 @@ def test_one_that_is_kept_for_backward_by_a_function_comes_back() -> None:
     with offload(model) as handle:
         assert torch.equal(run(model), wanted)
         assert handle.stats().device_peak_bytes <= BUDGET_BYTES
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("together", [1, 4])
+def test_a_checkpoint_counts_one_as_one(reentrant: bool, together: int) -> None:
+    """What forward saved of a weight made of two, and what is computed again, are as many."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(Pair(torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Saving.apply(x, self.weight).tanh()  # type: ignore[no-untyped-call,no-any-return]
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Layer() for _ in range(8)))
+
+    def run(model: nn.Sequential) -> Tensor:
+        x = batch().requires_grad_()
+        y = x
+        for begin in range(0, len(model), together):
+            y = checkpoint(model[begin : begin + together], y, use_reentrant=reentrant)
+        y.sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    wanted, model = run(make()), make()
+    with offload(model, device_memory=max(3, together) * PAIR_BYTES) as handle:
+        assert torch.equal(run(model), wanted)
+        assert handle.stats().device_peak_bytes <= max(3, together) * PAIR_BYTES
+
+
+def test_attributes_that_are_no_tensors_are_taken_over(compute_device: torch.device) -> None:
+    class Powered(ScaledLayer):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.weight.power  # type: ignore[attr-defined]
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = [Powered() for _ in range(3)]
+        for layer in layers:
+            layer.weight.power = 2.0  # type: ignore[attr-defined]
+        return nn.Sequential(*layers)
+
+    plain, model = make(), make()
+    with torch.no_grad(), millrace.offload(model, device=compute_device, device_memory="1MiB") as handle:
+        for one in (plain, model):
+            one(batch())
+            one[1].weight.power = 0.5  # type: ignore[union-attr]
+        assert torch.equal(model(batch()).cpu(), plain(batch()))
+        assert handle.stats().onload_bytes > 0
 
 
 def test_one_that_somebody_kept_from_a_pass_is_lent_again() -> None:

@@ -1,6 +1,7 @@
 """What does `millrace train` print, and with which code does it end?"""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -117,7 +118,7 @@ def test_help_and_version_do_not_wait_for_transformers():
 def test_without_a_command_the_commands_are_shown(capsys: pytest.CaptureFixture[str]):
     assert main([]) == 2
     shown = capsys.readouterr().err
-    assert all(f"    {command} " in shown for command in build_parser().commands)
+    assert all(re.search(rf"^    {command}\s", shown, re.MULTILINE) for command in build_parser().commands)
 
 
 @pytest.mark.parametrize(

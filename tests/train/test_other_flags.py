@@ -20,6 +20,13 @@ BECOME = {
     "--use_gradient_checkpointing_offload": "--gradient-checkpointing --offload-activations",
     "--num_epochs 5 --output_path out": "--epochs=5 --output=out",
     "--lora_target_modules to_q,to_k --lora_rank 32": "--lora-targets to_q to_k --lora-rank 32",
+    "--lora_base_model dit --lora_rank 8": "--lora-rank 8 --lora-alpha=8",
+    "--lora_base_model dit --lora_rank=8": "--lora-rank=8 --lora-alpha=8",
+    "--lora_base_model dit --lora_rank 8 --lora_alpha 4": "--lora-rank 8 --lora-alpha 4",
+    "--lora_base_model dit": "--lora-rank=32 --lora-alpha=32",
+    "--num_epochs 5 --dataset_repeat 50": "--epochs=250",
+    "--dataset_repeat 3": "--epochs=3",
+    "--remove_prefix_in_ckpt pipe.dit. --trainable_models dit": "",
     "--gradient_accumulation_steps 2 --save_steps 10": "--accumulate=2 --save-every=10",
     "--dataset_num_workers 8 --find_unused_parameters": "",
     # Megatron
@@ -48,6 +55,8 @@ BECOME = {
     "model.recompute_granularity=None model.pipeline_model_parallel_size=1 model.cuda_graph_impl=none": "",
     "--use-torch-optimizer-for-cpu-offload --use-precision-aware-optimizer --use-distributed-optimizer": "",
     "--pin-cpu-grads --pin-cpu-params": "",
+    "--cpu_offload_split_threshold .05": "--blocks=0.05MB",
+    "--cpu_offload_split_threshold 0.05": "--blocks=0.05MB",
     "--micro-batch-size 2 --seq-length 8 --train-iters 5 --lr 1e-3 --clip-grad 1 --save-interval 4": (
         "--batch-size=2 --sequence-length=8 --steps=5 --learning-rate=1e-3 --max-grad-norm=1 --save-every=4"
     ),
@@ -58,7 +67,12 @@ REFUSED = {
     "--dataset_base_path data": "name files and directories of texts with --text",
     "--dataset_metadata_path data": "name files and directories of texts with --text",
     "--max_pixels 100": "millrace train is for language models",
+    "--model_paths a.safetensors": "takes one directory, with --model",
+    "--lora_checkpoint a.safetensors": "merge it into the model first",
+    "--dataset_repeat often": "give whole numbers",
+    "--dataset_repeat 2 --num_epochs many": "give whole numbers",
     "--cpu_offload_split_threshold many": "give a number of megabytes above 0",
+    "--cpu_offload_split_threshold 0.0": "give a number of megabytes above 0",
     "--optimizer-cpu-offload --optimizer-offload-fraction 2": "the fraction is to be from 0 to 1",
     "--optimizer-cpu-offload --optimizer-offload-fraction half": "the fraction is to be from 0 to 1",
     "--cpu-offloading-num-layers few": "the number of layers is to be 0 or more",
@@ -76,7 +90,7 @@ def test_each_flag_becomes_one_of_ours_or_nothing_with_a_note(given: str):
     flags, notes = in_our_words(given.split())
     assert sorted(flags) == sorted(BECOME[given].split())
     for word in given.split():
-        if word.startswith("--") and word != "--lora_rank":
+        if word.startswith("--") and not word.startswith(("--lora_rank", "--lora_alpha")):
             assert any(word in note for note in notes), word
 
 
@@ -90,6 +104,16 @@ def test_what_cannot_be_done_is_refused(given: str):
 def test_every_flag_of_others_is_in_a_test():
     words = " ".join([*BECOME, *REFUSED]).replace("-", "_")
     assert [name for name in _KNOWN if name not in words] == []
+
+
+def test_what_holds_in_any_case_is_not_called_off():
+    _, notes = in_our_words(["--pin_cpu_grads", "False", "--enable_model_cpu_offload=false", "--cpu_offloading", "no"])
+    assert notes[:2] == [
+        "--pin_cpu_grads False: nothing to do: gradients on the host are page-locked anyway",
+        "--enable_model_cpu_offload=false: nothing to do: weights come to the device block by block anyway, trained or"
+        " not, and adapters stay",
+    ]
+    assert "--cpu_offloading no: off, as without it" in notes
 
 
 def test_our_own_flags_may_be_written_with_underscores_and_keep_their_values():

@@ -203,3 +203,23 @@ def test_a_tokenizer_of_another_model_is_refused(
     tokenizer.save_pretrained(model_directory)
     with pytest.raises(TrainInputError, match="the tokenizer gives token 258, but the model embeds tokens below 258"):
         train(settings(model=model_directory), progress)
+
+
+@pytest.mark.parametrize("model_directory", ["llama", "gpt2"], indirect=True)
+@pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}], ids=["saved", "recomputed"])
+def test_micro_batches_together_change_no_bit_and_bring_weights_once(
+    settings: Settings, progress: Progress, tmp_path: Path, model_directory: Path, changes: dict[str, Any]
+):
+    """GPT-2 has dropout, and weights that the first and the last layer share."""
+    common = {"model": model_directory, "accumulate": 4, "batch_size": 1, "device_memory": "60%", **changes}
+    plain = train(settings(plain=True, output=tmp_path / "plain", **{**common, "device_memory": None}), progress)
+    of_one = train(settings(output=tmp_path / "one", **{**common, "accumulate": 1}), progress)
+    together = train(settings(micro_batches_together=True, compare_plain=3, **common), progress)
+
+    assert together.losses == together.plain_losses == plain.losses
+    for name, weight in weights(tmp_path / "plain").items():
+        assert torch.equal(weights(tmp_path / "out")[name], weight), name
+    assert together.stats.micro_batches_together == 4 * 3
+    assert "micro-batches           12 together" in str(together.report)
+    assert 0 < together.stats.onload_bytes <= 1.02 * of_one.stats.onload_bytes
+    assert together.stats.device_peak_bytes <= together.stats.device_budget_bytes

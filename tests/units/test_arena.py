@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from millrace.errors import BudgetError
-from millrace.memory import arena as arena_module
+from millrace.memory import locking
 from millrace.memory.arena import ALIGNMENT_BYTES, Arena, aligned
 from millrace.memory.ledger import Ledger, Tier
 
@@ -78,7 +78,7 @@ def test_over_the_budget_nothing_is_allocated(already_bytes: int, monkeypatch: p
     def forbidden(*_: Any, **__: Any) -> None:
         raise AssertionError("memory was mapped")
 
-    monkeypatch.setattr(arena_module, "map_pages", forbidden)
+    monkeypatch.setattr(locking, "map_pages", forbidden)
     with pytest.raises(BudgetError, match=r"gradients need 8 KiB of host memory .* raise it"):
         Arena(PAGE + 1, CPU, ledger, "gradients")
     assert ledger.held_bytes(Tier.HOST) == already_bytes
@@ -110,7 +110,7 @@ def test_it_is_page_locked_for_an_accelerator(emu_device: Any, ledger: Ledger) -
 
 @pytest.mark.emu("lazy")
 def test_it_is_unlocked_before_it_is_unmapped(emu_device: Any, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    register, seen = arena_module.register_host_memory, []
+    register, seen = locking.register_host_memory, []
 
     def watched(device: torch.device, address: int, nbytes: int) -> Any:
         unregister = register(device, address, nbytes)
@@ -121,7 +121,7 @@ def test_it_is_unlocked_before_it_is_unmapped(emu_device: Any, ledger: Ledger, m
 
         return undo
 
-    monkeypatch.setattr(arena_module, "register_host_memory", watched)
+    monkeypatch.setattr(locking, "register_host_memory", watched)
     arena = Arena(16 * PAGE, torch.device("emu", 0), ledger, "weights")
     address = arena.tensor(0, 1).data_ptr()
     tensor = arena.tensor(PAGE, 1)
@@ -129,13 +129,3 @@ def test_it_is_unlocked_before_it_is_unmapped(emu_device: Any, ledger: Ledger, m
     assert seen == []
     del tensor
     assert seen == [(address, True)]
-
-
-@pytest.mark.emu("lazy", pinned_memory=1 << 20)
-def test_a_refused_lock_is_told_and_the_memory_still_works(emu_device: Any, ledger: Ledger) -> None:
-    with pytest.warns(RuntimeWarning, match=r"emu:0 could not page-lock 2 MiB .* Raise the limit .*ulimit -l"):
-        arena = Arena(2 << 20, torch.device("emu", 0), ledger, "weights")
-    assert not arena.pinned
-    tensor = arena.tensor(0, 4).fill_(9)
-    assert tensor.to("emu").cpu().tolist() == [9] * 4
-    assert ledger.held_bytes(Tier.HOST) == 2 << 20

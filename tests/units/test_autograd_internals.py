@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import BaseTorchFunctionMode
 
 from millrace.runtime import torch_rules
 from millrace.runtime.autograd import (
@@ -21,6 +22,7 @@ from millrace.runtime.autograd import (
     backward_task,
     check_version,
     data_of,
+    function_modes,
     has_storage,
     hooks_are_enabled,
     in_backward,
@@ -33,6 +35,7 @@ from millrace.runtime.autograd import (
     pop_hooks,
     push_hooks,
     runs_in_backward,
+    sequence_number,
     storage_use_count,
     tensor_use_count,
     top_hooks,
@@ -533,3 +536,65 @@ def test_a_wrapper_says_what_it_is_made_of() -> None:
     assert is_wrapper(made)
     assert made.a is inner["a"]
     assert not any(map(is_wrapper, (torch.ones(2), nn.Parameter(torch.ones(2)))))
+
+
+def test_nodes_are_numbered_in_the_order_in_which_a_thread_makes_them_and_backward_goes_the_other_way() -> None:
+    seen: list[int] = []
+    x = torch.ones((), requires_grad=True)
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            seen.append(ctx._sequence_nr())
+            return gradient
+
+    noted: Any = Noted.apply
+    parts = [noted(x) for _ in range(4)]
+    numbers = [sequence_number(part.grad_fn) for part in parts]
+    assert numbers == sorted(numbers)
+    total = parts[2] + parts[0] + (parts[3] * parts[1])
+    assert sequence_number(total.grad_fn) > numbers[-1]
+    total.backward()
+    assert seen == numbers[::-1]
+
+
+def test_a_stretch_of_a_graph_adds_up_as_the_whole_graph_does() -> None:
+    """The gradient of a tensor with several uses, where the later ones' sum is put in as a root."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, generator=generator).requires_grad_()
+    factors = torch.randn(5, 64, generator=generator)
+
+    def used(tensor: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+        return sum((factor * tensor for factor in of), torch.zeros(64)).sum()
+
+    made = x * 1
+    (used(made, factors[:2]) + used(made, factors[2:])).backward()
+    whole, x.grad = x.grad, None
+    later = (x * 1).detach().requires_grad_() * 1
+    kept: list[torch.Tensor] = []
+    later.register_hook(kept.append)
+    used(later, factors[2:]).backward()
+    made = x * 1
+    edge = get_gradient_edge(made)
+    torch.autograd.backward([edge, get_gradient_edge(used(made, factors[:2]))], [kept[0], torch.ones(())])
+    assert whole is not None
+    assert x.grad is not None
+    assert torch.equal(x.grad, whole)
+
+
+def test_function_modes_are_those_of_this_thread_outermost_first() -> None:
+    assert function_modes() == []
+    outer, inner = torch.device("cpu"), BaseTorchFunctionMode()
+    with outer, inner:
+        found = function_modes()
+        elsewhere: list[list[Any]] = []
+        thread = threading.Thread(target=lambda: elsewhere.append(function_modes()))
+        thread.start()
+        thread.join()
+    assert len(found) == 2
+    assert found[-1] is inner
+    assert elsewhere == [[]]

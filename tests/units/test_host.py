@@ -17,7 +17,8 @@ class Machine:
     def __init__(self, root: Path) -> None:
         self.cgroups = root / "sys/fs/cgroup"
         self.cgroups.mkdir(parents=True)
-        self.own = root / "cgroup"
+        self.own = root / "proc/self/cgroup"
+        self.own.parent.mkdir(parents=True)
 
     def belongs_to(self, *lines: str) -> None:
         self.own.write_text("".join(f"{line}\n" for line in lines))
@@ -32,8 +33,7 @@ class Machine:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine(tmp_path)
-    monkeypatch.setattr(host, "_CGROUP_ROOT", machine.cgroups)
-    monkeypatch.setattr(host, "_OWN_CGROUPS", machine.own)
+    monkeypatch.setattr(host, "_ROOT", tmp_path)
     monkeypatch.setattr(host.psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * GIB))
     return machine
 

@@ -9,7 +9,7 @@ import millrace
 from millrace.runtime import autograd
 
 PACKAGE = Path(millrace.__file__).parent
-HOMES = {"runtime/autograd.py", "runtime/torch_rules.py", "runtime/grad_scaler.py"}
+HOMES = {"runtime/autograd.py", "runtime/torch_rules.py", "runtime/grad_scaler.py", "runtime/sharded.py"}
 OF_OTHERS = {
     "_actions",
     "_asdict",
@@ -17,6 +17,8 @@ OF_OTHERS = {
     "_replace",
     "_register_atexit",
     "_from_config",
+    "_experts_implementation",
+    "_is_expert_parallel",
 }  # Python's, and transformers'
 
 

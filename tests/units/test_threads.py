@@ -77,7 +77,7 @@ def test_waiting() -> None:
     while came:
         goes_on = threading.Event()
         job = executor.submit(goes_on.wait)
-        timer = threading.Timer(0.002, goes_on.set)
+        timer = threading.Timer(0.05, goes_on.set)  # time enough to come to wait, on a busy machine too
         timer.start()
         came = interrupted_at(moment, job.result)
         assert on_another_thread(lambda job=job: job.result()) is True

@@ -13,8 +13,8 @@ import millrace
 from millrace.compat.diffsynth import OffloadTrainingManager
 from tests.nursery import Nursery
 
-REFUSAL = r"(?s)each rank would train a model of its own.*all_reduce\(p.grad\)"
-WRAPPED = r"(?s)DistributedDataParallel, which would never see gradients.*all_reduce\(p.grad\)"
+REFUSAL = r"(?s)each rank would train a model of its own.*millrace.offload\(model, mesh=mesh\)"
+WRAPPED = r"(?s)DistributedDataParallel, which would never see gradients.*millrace.offload\(model, mesh=mesh\)"
 X = torch.ones(3, 16)
 
 
@@ -142,12 +142,12 @@ def test_sharded_models() -> None:
             fully_shard(layer)
         model(X)
 
-    with pytest.raises(refusals, match=r"'0\.0\.weight'.*(is a DTensor now.*all_reduce\(p\.grad\)|fully_shard)"):
+    with pytest.raises(refusals, match=r"'0\.0\.weight'.*(is a DTensor now.*mesh=mesh|fully_shard)"):
         shard_and_call()
     handle.remove()
     sharded = stack()
     fully_shard(sharded)
-    with pytest.raises(millrace.StateError, match=r"wrapped by FSDPModule.*all_reduce\(p\.grad\)"):
+    with pytest.raises(millrace.StateError, match=r"wrapped by FSDPModule.*millrace\.offload\(model, mesh=mesh\)"):
         offload(sharded)
 
 

@@ -135,7 +135,7 @@ def test_a_weight_that_changed_on_disk_is_named(tokens: torch.Tensor, tmp_path: 
         run(1)
         handle.synchronize()
         block = next(block for block in reversed(handle._engine.blocks) if block.is_fetched)
-        extent = block.rest._extent  # type: ignore[attr-defined]
+        extent = block.rest.extent  # type: ignore[attr-defined]
         with open(spill_file(tmp_path), "r+b") as file:
             at = extent.offset + extent.nbytes // 2
             os.pwrite(file.fileno(), bytes([os.pread(file.fileno(), 1, at)[0] ^ 1]), at)

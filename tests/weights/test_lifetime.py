@@ -11,7 +11,7 @@ import torch
 
 import millrace
 from millrace import live
-from millrace.memory import arena
+from millrace.memory import locking
 from millrace.memory.ledger import Tier
 from tests.weights.models import Decoder, loss_of, weight_bytes
 
@@ -171,7 +171,7 @@ def test_a_model_that_is_dropped_takes_its_handle_along(compute_device, tokens):
 @pytest.mark.emu("random:0")
 def test_a_device_that_registers_nothing_gets_pinned_memory_all_the_same(emu_device, tokens, monkeypatch):
     """As XPU and NPU do: the memory comes from PyTorch's own pinned allocator."""
-    monkeypatch.setattr(arena, "can_register_host_memory", lambda device: False)
+    monkeypatch.setattr(locking, "can_register_host_memory", lambda device: False)
     model = Decoder()
     before = emu_device.stats()["pinned_bytes"]
     with millrace.offload(model, device="emu", device_memory=weight_bytes(model) // 2) as handle:

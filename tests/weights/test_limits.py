@@ -1,4 +1,4 @@
-"""Does what the README says about limits hold: what is refused, and how, and what works instead?"""
+"""Does what docs/limits.md says hold: what is refused, and how, and what works instead?"""
 
 import pytest
 import torch

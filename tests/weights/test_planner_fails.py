@@ -9,7 +9,7 @@ from torch import nn
 
 import millrace
 from millrace.planning import Problem
-from millrace.weights.movement import executor as executor_module
+from millrace.weights.movement import planner as planner_module
 from millrace.weights.movement.trace import _MOST_TRACES
 from tests.weights.models import Decoder, loss_of, weight_bytes
 
@@ -38,7 +38,7 @@ def test_a_planner_that_fails_is_named_once_and_blocks_come_on_demand(
     plain = Decoder()
     plain.load_state_dict(decoder.state_dict())
     expected = train(plain, tokens)
-    monkeypatch.setattr(executor_module, "make_plan", fails)
+    monkeypatch.setattr(planner_module, "make_plan", fails)
     with (
         millrace.offload(decoder, device="cpu", device_memory=weight_bytes(decoder) // 2) as handle,
         warnings.catch_warnings(record=True) as told,

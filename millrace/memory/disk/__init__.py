@@ -6,7 +6,7 @@ from millrace.memory.disk.checkpoint import LEAST_READING_BYTES, Checkpoint
 from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, Extent, disk_pages
 from millrace.memory.disk.file import DirectFile
 from millrace.memory.disk.log import DiskLog
-from millrace.memory.disk.mapping import Origin, copy_on_disk, origin_of
+from millrace.memory.disk.mapping import Mapping, Origin, copy_on_disk, origin_of
 from millrace.memory.disk.newborn import TensorsOnDisk
 from millrace.memory.disk.requests import Access, Request
 from millrace.memory.disk.staging import Slot, StagingRing
@@ -21,6 +21,7 @@ __all__ = [
     "DiskLog",
     "DiskStore",
     "Extent",
+    "Mapping",
     "Origin",
     "Request",
     "Slot",

@@ -32,6 +32,7 @@ from millrace.memory.disk.safetensors_header import TensorRecord, read_header
 from millrace.memory.disk.torch_files import torch_records
 from millrace.memory.ledger import Ledger
 from millrace.runtime.lanes import Event
+from millrace.runtime.system import CLOSED_IN_CHILDREN, read_some
 
 __all__ = ["LEAST_READING_BYTES", "Checkpoint"]
 
@@ -187,12 +188,12 @@ class Checkpoint:
 
     def _open(self, path: str, names: frozenset[str] | None) -> None:
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | CLOSED_IN_CHILDREN)
         except OSError as error:
             raise DiskError(error.errno, f"{path} cannot be opened: {error.strerror}") from error
         self._files[path] = DirectFile(descriptor, path, writable=False)
         self._states[path] = _state(descriptor)
-        is_zip = os.pread(descriptor, len(_ZIP), 0) == _ZIP  # as files of torch.save are
+        is_zip = read_some(descriptor, len(_ZIP), 0) == _ZIP  # as files of torch.save are
         found = {record.name: record for record in (torch_records(path) if is_zip else read_header(descriptor, path))}
         missing = sorted(names - found.keys()) if names is not None else []
         if missing:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from millrace.errors import CheckpointError
 
-__all__ = ["CheckpointFiles", "find_files"]
+__all__ = ["CheckpointFiles", "find_files", "leads_out"]
 
 CheckpointFiles = dict[Path, frozenset[str] | None]  # the tensors to take from each file; None: all of them
 
@@ -55,14 +55,19 @@ def _indexed(index: Path) -> CheckpointFiles:
     }
 
 
-def _inside(directory: Path, name: str) -> Path:
-    """The real path of a file of the directory. The hub's cache keeps files beside its snapshots, in `blobs`."""
-    path = (directory / name).resolve()
+def leads_out(directory: Path, file: Path) -> bool:
+    """Whether a file, wherever links lead, lies elsewhere. The hub's cache keeps files beside its snapshots."""
     home = directory.resolve()
     allowed = [home]
     if home.parent.name == "snapshots":
         allowed.append(home.parent.parent / "blobs")
-    if Path(name).name != name or not any(path.is_relative_to(place) for place in allowed):
+    return not any(file.resolve().is_relative_to(place) for place in allowed)
+
+
+def _inside(directory: Path, name: str) -> Path:
+    """The real path of a file of the directory."""
+    path = (directory / name).resolve()
+    if Path(name).name != name or leads_out(directory, path):
         raise CheckpointError(f"{name!r} of the checkpoint in {directory} leads out of it, to {path}; it is not read")
     if not path.is_file():
         raise CheckpointError(f"{directory} lacks {name!r}, a part of its checkpoint; download it again")

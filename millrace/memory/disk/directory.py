@@ -5,9 +5,9 @@ process ends, however it ends; so there is nothing to clean up at exit and no si
 """
 
 import errno
-import fcntl
 import os
 import secrets
+import stat
 import threading
 import weakref
 from pathlib import Path
@@ -16,6 +16,18 @@ import psutil
 
 from millrace.config import format_bytes
 from millrace.errors import DiskError, StateError
+from millrace.runtime.system import (
+    CLOSED_IN_CHILDREN,
+    NO_FILE_MEMORY,
+    NO_NAME,
+    NOT_A_LINK,
+    after_fork,
+    free_bytes,
+    libc,
+    lock_file,
+    read_some,
+    write_at,
+)
 
 __all__ = ["StoreDirectory"]
 
@@ -34,6 +46,8 @@ class StoreDirectory:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if libc() is None:
+            raise DiskError(errno.ENOSYS, NO_FILE_MEMORY)
         self.path = Path(path).expanduser().resolve()
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -54,7 +68,8 @@ class StoreDirectory:
             self, _release, self._descriptor, self.path / _LOCK_NAME, self._identity, os.getpid()
         )
         for stale in self.path.glob(f"{_FILE_PREFIX}*"):  # of processes that died: the lock is ours
-            stale.unlink(missing_ok=True)
+            if not stale.is_dir():
+                stale.unlink(missing_ok=True)
 
     @property
     def in_ram(self) -> bool:
@@ -64,8 +79,7 @@ class StoreDirectory:
 
     def free_bytes(self) -> int:
         """Bytes that this user can still write there."""
-        status = os.fstatvfs(self._descriptor)  # also when the directory has vanished
-        return status.f_bavail * status.f_frsize
+        return free_bytes(self._descriptor)  # also when the directory has vanished
 
     def check_free(self, nbytes: int, what: str) -> None:
         """Raises DiskError (ENOSPC) when `nbytes` more do not fit on that disk."""
@@ -80,13 +94,14 @@ class StoreDirectory:
     def create_file(self) -> int:
         """A descriptor of a new file without a name, readable and writable by its owner only."""
         try:
-            return os.open(self.path, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            if NO_NAME:
+                return os.open(self.path, NO_NAME | os.O_RDWR | CLOSED_IN_CHILDREN, 0o600)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
                 raise self._unusable(error) from error
         path = self.path / f"{_FILE_PREFIX}{secrets.token_hex(8)}"
         try:
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | NOT_A_LINK | os.O_RDWR | CLOSED_IN_CHILDREN, 0o600)
             path.unlink()
         except OSError as error:
             raise self._unusable(error) from error
@@ -101,19 +116,23 @@ class StoreDirectory:
         path = self.path / _LOCK_NAME
         while True:
             try:
-                descriptor = os.open(path, os.O_CREAT | os.O_NOFOLLOW | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                descriptor = os.open(path, os.O_CREAT | NOT_A_LINK | os.O_RDWR | CLOSED_IN_CHILDREN, 0o600)
             except OSError as error:
                 raise self._unusable(error) from error
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:  # its bytes could be those of another file
+                os.close(descriptor)
+                raise self._unusable(OSError(errno.EEXIST, f"{_LOCK_NAME} in it is no file of millrace"))
             try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(descriptor)
                 if _identity(path) == _identity(descriptor):  # else its owner removed it after we had opened it
                     os.ftruncate(descriptor, 0)
-                    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+                    write_at(descriptor, [f"{os.getpid()}\n".encode()], 0)
                     return descriptor
             except FileNotFoundError:
                 pass
             except OSError as error:
-                owner = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
+                owner = read_some(descriptor, 20, 0).decode(errors="replace").strip()
                 os.close(descriptor)
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
                     raise self._unusable(error) from error
@@ -137,7 +156,7 @@ def _forked() -> None:
     _lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_forked)
+after_fork(_forked)
 
 
 def _identity(path: Path | int) -> tuple[int, int]:

@@ -5,17 +5,19 @@ import errno
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from millrace.errors import DiskError
 from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES
+from millrace.runtime.system import CLOSED_IN_CHILDREN, read_at, write_at
 
-__all__ = ["DirectFile"]
+__all__ = ["HAS_DIRECT", "DirectFile"]
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
+HAS_DIRECT = bool(_O_DIRECT)  # whether the operating system knows such a thing
 # What filesystems answer that do not do direct I/O: at opening, or only at the first transfer.
-_REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
+_REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOENT}  # the last one: there is no /proc
 
 
 class DirectFile:
@@ -43,11 +45,11 @@ class DirectFile:
 
     def read(self, address: int, nbytes: int, offset: int, what: str) -> None:
         """Fills memory at `address` with `nbytes` from `offset`. Raises DiskError, also when the file ends before."""
-        self._transfer(os.preadv, "read", address, nbytes, offset, what)
+        self._transfer(read_at, "read", address, nbytes, offset, what)
 
     def write(self, address: int, nbytes: int, offset: int, what: str) -> None:
         """Writes `nbytes` of memory at `address` to `offset`. Raises DiskError."""
-        self._transfer(os.pwritev, "written", address, nbytes, offset, what)
+        self._transfer(write_at, "written", address, nbytes, offset, what)
 
     def close(self) -> None:
         """Closes the descriptors. A file without a name is gone then, once no mapping is left."""
@@ -55,7 +57,7 @@ class DirectFile:
 
     def _transfer(
         self,
-        call: Callable[[int, Sequence[Any], int], int],
+        call: Callable[[int, list[Any], int], int],
         done: str,
         address: int,
         nbytes: int,
@@ -99,7 +101,7 @@ def _open_direct(descriptor: int, writable: bool) -> int | None:
     if not _O_DIRECT:
         return None
     try:
-        flags = (os.O_RDWR if writable else os.O_RDONLY) | _O_DIRECT | os.O_CLOEXEC
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | _O_DIRECT | CLOSED_IN_CHILDREN
         direct = os.open(f"/proc/self/fd/{descriptor}", flags)
     except OSError as error:
         if error.errno in _REFUSALS:

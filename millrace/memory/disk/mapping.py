@@ -1,45 +1,61 @@
 """How does user code see bytes on disk? As memory: a mapping of a range of a file."""
 
 import ctypes
+import errno
 import functools
 import mmap
 import os
 import weakref
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from millrace.errors import DiskError
 from millrace.memory.disk.requests import Request
+from millrace.runtime.system import NO_FILE_MEMORY, libc, read_some
 
 __all__ = ["Mapping", "Origin", "copy_on_disk", "origin_of"]
 
 _WAIT_WRITE_WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_: for writes under way, all that is dirty, for its end
-_MAP_FIXED = 16
+_READ_AND_WRITE = 1 | 2  # PROT_; these are the same numbers on Linux, macOS and BSD
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = 1, 2, 16
 _PRESENT, _SWAPPED, _OF_FILE = (np.uint64(bit) for bit in (63, 62, 61))  # of an entry in a page map
 _COPIED_BYTES = 4 << 20
 _FAILED = ctypes.c_void_p(-1).value
 
 
-def _call(name: str, restype: Any, *argtypes: Any) -> Any:
-    """A function of libc, called without the interpreter lock. (Python's mmap keeps a descriptor for each mapping.)"""
-    function = getattr(ctypes.CDLL(None, use_errno=True), name)
-    function.restype, function.argtypes = restype, argtypes
-    return function
-
-
 _address, _size, _int, _offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
-_mmap = _call("mmap", _address, _address, _size, _int, _int, _int, _offset)
-_munmap = _call("munmap", _int, _address, _size)
-_madvise = _call("madvise", _int, _address, _size, _int)
 
 
 @functools.cache
-def _sync_file_range() -> Any:
-    """Looked up at its first use: where there is none (it is Linux's own), millrace can be imported all the same."""
-    return _call("sync_file_range", _int, _int, _offset, _offset, ctypes.c_uint)
+def _call(name: str, restype: Any, *argtypes: Any) -> Any:
+    """A function of libc, called without the interpreter lock; None where there is none of that name.
+
+    (Python's mmap keeps a descriptor for each mapping.)
+    """
+    function = getattr(libc(), name, None)
+    if function is not None:
+        function.restype, function.argtypes = restype, argtypes
+    return function
+
+
+def _mmap(*args: Any) -> Any:
+    call = _call("mmap", _address, _address, _size, _int, _int, _int, _offset)
+    if call is None:
+        raise DiskError(errno.ENOSYS, NO_FILE_MEMORY)
+    return call(*args)
+
+
+def _munmap(address: int, nbytes: int) -> None:
+    _call("munmap", _int, _address, _size)(address, nbytes)
+
+
+def _madvise(address: int, nbytes: int, advice: int) -> int:
+    return int(_call("madvise", _int, _address, _size, _int)(address, nbytes, advice))
 
 
 class Origin(Protocol):
@@ -65,6 +81,7 @@ class _Mapped:
     nbytes: int
     is_shared: bool
     origin: Origin | None = None
+    before_unmap: Callable[[], Any] | None = None
 
 
 class _Table:
@@ -79,9 +96,10 @@ class _Table:
         self._mapped[address] = mapped
         self._change = object()
 
-    def remove(self, address: int) -> None:
-        self._mapped.pop(address, None)
+    def remove(self, address: int) -> _Mapped | None:
+        removed = self._mapped.pop(address, None)
         self._change = object()
+        return removed
 
     def at(self, address: int) -> tuple[int, _Mapped] | None:
         """The mapping that has the byte at this address, and where it begins."""
@@ -133,7 +151,9 @@ def _release(first: int, nbytes: int) -> None:
 
 
 def _unmap(address: int, nbytes: int) -> None:
-    _table.remove(address)
+    mapped = _table.remove(address)
+    if mapped is not None and mapped.before_unmap is not None:
+        mapped.before_unmap()
     _munmap(address, nbytes)
 
 
@@ -145,33 +165,36 @@ class Mapping:
     """
 
     def __init__(self, descriptor: int, offset: int, nbytes: int, *, shared: bool) -> None:
-        flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
+        flags = _MAP_SHARED if shared else _MAP_PRIVATE
         self._nbytes = max(nbytes, 1)
         self._offset = offset
         self.address = self._map(None, flags, descriptor)
-        self._memory = (ctypes.c_char * self._nbytes).from_address(self.address)
+        self.memory = (ctypes.c_char * self._nbytes).from_address(self.address)  # lives as long as it is mapped
         self._mapped = _Mapped(self._nbytes, shared)
         _table.add(self.address, self._mapped)
-        weakref.finalize(self._memory, _unmap, self.address, self._nbytes).atexit = False
+        weakref.finalize(self.memory, _unmap, self.address, self._nbytes).atexit = False
 
     def show(self, origin: Origin) -> None:
         """`origin_of` finds `origin` for memory of this mapping from now on."""
         self._mapped.origin = origin
 
-    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Bytes `offset` to `offset + nbytes` as a uint8 tensor of shape (nbytes,) with a storage of its own."""
+    def before_unmap(self, call: Callable[[], Any] | None) -> None:
+        """`call` is called when the memory is about to go."""
+        self._mapped.before_unmap = call
+
+    def tensor(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Bytes `offset` to `offset + nbytes` as a tensor of shape (elements,) with a storage of its own."""
         if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8, device="cpu")
-        return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)
+            return torch.empty(0, dtype=dtype, device="cpu")
+        return torch.frombuffer(self.memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=offset)
 
     def make_private(self, descriptor: int) -> None:
         """From now on writes stay with this process, at the same addresses. Raises OSError when that fails."""
-        self._map(self.address, mmap.MAP_PRIVATE | _MAP_FIXED, descriptor)
+        self._map(self.address, _MAP_PRIVATE | _MAP_FIXED, descriptor)
         self._mapped.origin, self._mapped.is_shared = None, False
 
     def _map(self, where: int | None, flags: int, descriptor: int) -> int:
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        address: int = _mmap(where, self._nbytes, protection, flags, descriptor, self._offset)
+        address: int = _mmap(where, self._nbytes, _READ_AND_WRITE, flags, descriptor, self._offset)
         if address == _FAILED:
             raise _error("mmap")
         # Whoever reads a tensor reads all of it, in order (an optimizer, saving): see docs/design/disk.md. A wish only.
@@ -183,7 +206,10 @@ class Mapping:
 
         Not until it is safe from a loss of power, as msync would: that takes ten times as long.
         """
-        if _sync_file_range()(descriptor, self._offset, self._nbytes, _WAIT_WRITE_WAIT) != 0:
+        sync = _call("sync_file_range", _int, _int, _offset, _offset, ctypes.c_uint)
+        if sync is None:  # it is Linux's own
+            os.fsync(descriptor)
+        elif sync(descriptor, self._offset, self._nbytes, _WAIT_WRITE_WAIT) != 0:
             raise _error("sync_file_range")
 
     def written(self, offset: int, nbytes: int) -> bool | None:
@@ -191,7 +217,7 @@ class Mapping:
         first, last = (self.address + offset) // mmap.PAGESIZE, -(-(self.address + offset + nbytes) // mmap.PAGESIZE)
         try:
             with open("/proc/self/pagemap", "rb", buffering=0) as file:
-                found = os.pread(file.fileno(), 8 * (last - first), 8 * first)
+                found = read_some(file.fileno(), 8 * (last - first), 8 * first)
         except OSError:
             return None
         pages = np.frombuffer(found, np.uint64)

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from millrace.errors import DiskError
 from millrace.memory.disk.directory import StoreDirectory
 from millrace.memory.disk.mapping import Mapping
+from millrace.runtime.system import reserve
 
 __all__ = ["TensorsOnDisk"]
 
@@ -86,7 +87,7 @@ class TensorsOnDisk(TorchFunctionMode):
         self._directory.check_free(nbytes, "a new weight")
         descriptor = self._directory.create_file()
         try:
-            os.posix_fallocate(descriptor, 0, nbytes)
+            reserve(descriptor, 0, nbytes)
             return Mapping(descriptor, 0, nbytes, shared=True)
         except OSError as error:
             raise DiskError(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from millrace.errors import CheckpointError
+from millrace.runtime.system import read_some
 
 __all__ = ["DTYPES", "TensorRecord", "read_header"]
 
@@ -58,7 +59,7 @@ class TensorRecord:
 def read_header(descriptor: int, path: str) -> list[TensorRecord]:
     """The tensors of an open file, in the order of their bytes. Raises CheckpointError when it is not sound."""
     size = os.fstat(descriptor).st_size
-    length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little") if size >= _LENGTH_BYTES else 0
+    length = int.from_bytes(read_some(descriptor, _LENGTH_BYTES, 0), "little") if size >= _LENGTH_BYTES else 0
     data = _LENGTH_BYTES + length
     if not 2 <= length <= min(_HEADER_LIMIT_BYTES, size - _LENGTH_BYTES):
         raise _unsound(path, f"its {size} bytes begin with a header length of {length}: truncated, or another format")
@@ -84,7 +85,7 @@ def read_header(descriptor: int, path: str) -> list[TensorRecord]:
 def _read_all(descriptor: int, length: int, path: str) -> bytes:
     parts, at = [], _LENGTH_BYTES
     while length:
-        parts.append(os.pread(descriptor, length, at))
+        parts.append(read_some(descriptor, length, at))
         if not parts[-1]:
             raise _unsound(path, f"it ends at byte {at}, within its header")
         at, length = at + len(parts[-1]), length - len(parts[-1])

@@ -3,29 +3,35 @@
 When a range is accessed directly and when by mapping, and why, is in docs/design/disk.md.
 """
 
+import contextlib
 import os
+import sys
 import threading
 import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 
 import torch
 
+from millrace.config import format_bytes
 from millrace.errors import DiskError, StateError
 from millrace.memory.disk.checksums import Checksums
 from millrace.memory.disk.directory import StoreDirectory
 from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, PIECE_BYTES, Extent, Piece, check_memory, pieces
-from millrace.memory.disk.file import DirectFile
+from millrace.memory.disk.file import HAS_DIRECT, DirectFile
 from millrace.memory.disk.log import DiskLog
 from millrace.memory.disk.mapping import Mapping, Origin
 from millrace.memory.disk.requests import Access, Kind, Request, Requests
 from millrace.memory.ledger import Ledger, Tier
 from millrace.runtime.lanes import Event
+from millrace.runtime.node import Node
+from millrace.runtime.system import reserve
 
 __all__ = ["DiskStore"]
 
@@ -38,6 +44,10 @@ class DiskStore:
     The directory is this store's alone until `close`; it is made, for its owner only, when it is missing. The file has
     no name and is gone with the process. Extents are packed in the order of their allocation, and booked in `ledger`.
 
+    With `node` its ranks share one file, which the first one makes: all of them make this store and its extents, in the
+    same order, and each books its part. What they write is for them to agree on: mappings show it to all at once,
+    `read` what somebody has handed over since.
+
     Reads and writes of the same bytes happen in the order of their submission (reads beside each other). What `write`
     wrote is checked when `read` reads it; what was written through a mapping, when it was handed over.
 
@@ -45,13 +55,22 @@ class DiskStore:
     file can be made there.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], ledger: Ledger, *, log: DiskLog | None = None) -> None:
-        self._directory = StoreDirectory(directory)
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        ledger: Ledger,
+        *,
+        log: DiskLog | None = None,
+        threads: int = _THREADS,
+        node: Node | None = None,
+    ) -> None:
+        self._node = node
+        self._path = Path(directory).expanduser().resolve()
+        self._directory: StoreDirectory | None = None  # of the first rank of a node
         self._ledger = ledger
         self._log = log or DiskLog()
-        name = f"the spill file in {self._directory.path}"
-        self._file = DirectFile(self._directory.create_file(), name, writable=True)
-        self._requests = Requests(_THREADS)
+        self._file = DirectFile(self._create_file(), f"the spill file in {self._path}", writable=True)
+        self._requests = Requests(threads)
         self._checksums = Checksums()
         self._lock = threading.Lock()
         self._extents: list[Extent] = []
@@ -80,7 +99,7 @@ class DiskStore:
 
     def check_free(self, nbytes: int) -> None:
         """Raises DiskError (ENOSPC) when `nbytes` more do not fit on the disk. To be asked before the first byte."""
-        self._directory.check_free(nbytes, "the disk tier")
+        self._once(nbytes, f"{format_bytes(nbytes)} of disk", partial(self._check_free, nbytes, "the disk tier"))
 
     def allocate(self, name: str, nbytes: int, purpose: str) -> Extent:
         """Takes `nbytes` of disk, rounded up to pages, for good; `name` is what errors say. Contents are arbitrary.
@@ -90,20 +109,11 @@ class DiskStore:
         with self._lock:
             self._refuse_closed(name)
             extent = Extent(name, self._size_bytes, nbytes)
-            self._directory.check_free(extent.capacity_bytes, repr(name))
-            try:
-                if extent.capacity_bytes:
-                    os.posix_fallocate(self._file.descriptor, extent.offset, extent.capacity_bytes)
-            except OSError as error:
-                os.ftruncate(self._file.descriptor, self._size_bytes)
-                raise DiskError(
-                    error.errno,
-                    f"{name!r}: {extent.capacity_bytes} bytes could not be taken in {self._directory.path}:"
-                    f" {error.strerror}. Free space there, or give a directory on a larger disk.",
-                ) from error
+            self._once(nbytes, f"{nbytes:,} bytes of disk for {name!r}", partial(self._reserve, extent))
             self._size_bytes += extent.capacity_bytes
-            self._booked[purpose] += extent.capacity_bytes
-            self._ledger.add(Tier.DISK, purpose, extent.capacity_bytes)
+            part = slice(0, extent.capacity_bytes) if self._node is None else self._node.part(extent.capacity_bytes)
+            self._booked[purpose] += part.stop - part.start
+            self._ledger.add(Tier.DISK, purpose, part.stop - part.start)
             self._extents.append(extent)
             return extent
 
@@ -150,6 +160,10 @@ class DiskStore:
                 self._mappings[extent].show(self.origin(extent))
                 self._checksums.forget(extent)
             return self._mappings[extent].tensor(offset, extent.nbytes - offset if nbytes is None else nbytes)
+
+    def own_mapping(self, extent: Extent) -> Mapping:
+        """The extent as memory in which what this process writes stays its own."""
+        return Mapping(self._file.descriptor, extent.offset, extent.capacity_bytes, shared=False)
 
     def origin(self, extent: Extent, part_bytes: int | None = None) -> Origin:
         """The extent for those who know nothing of stores; written in parts of that many bytes, or as a whole."""
@@ -198,7 +212,8 @@ class DiskStore:
         self._requests.close()
         self._mappings.clear()
         self._file.close()
-        self._directory.close()
+        if self._directory is not None:
+            self._directory.close()
 
     def __enter__(self) -> "DiskStore":
         return self
@@ -207,6 +222,41 @@ class DiskStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _create_file(self) -> int:
+        def create() -> int:
+            self._directory = StoreDirectory(self._path)
+            return self._directory.create_file()
+
+        if self._node is None:
+            return create()
+        with _as_disk_error():
+            return self._node.hand_out(0, f"{self._path} as its disk tier", create)
+
+    def _once(self, number: int, what: str, do: Callable[[], None]) -> None:
+        """On the first rank of a node; the others wait for it, and fail where it does."""
+        if self._node is None:
+            do()
+        else:
+            with _as_disk_error():
+                self._node.once(number, what, do)
+
+    def _check_free(self, nbytes: int, what: str) -> None:
+        if self._directory is not None:
+            self._directory.check_free(nbytes, what)
+
+    def _reserve(self, extent: Extent) -> None:
+        self._check_free(extent.capacity_bytes, repr(extent.name))
+        try:
+            if extent.capacity_bytes:
+                reserve(self._file.descriptor, extent.offset, extent.capacity_bytes)
+        except OSError as error:
+            os.ftruncate(self._file.descriptor, extent.offset)
+            raise DiskError(
+                error.errno,
+                f"{extent.name!r}: {extent.capacity_bytes} bytes could not be taken in {self._path}:"
+                f" {error.strerror}. Free space there, or give a directory on a larger disk.",
+            ) from error
 
     def _submit(
         self, access: Access, extent: Extent, memory: torch.Tensor, offset: int, after: Event | None
@@ -269,17 +319,19 @@ class DiskStore:
             raise StateError(f"{name!r} cannot be reached: the disk store is closed")
 
     def _warn(self) -> None:
+        if self._directory is None:
+            return
+        slower = "reads and writes go through the page cache, at about half the drive's speed"
         if self._directory.in_ram:
             problem = "keeps its files in RAM: what rests there still takes host memory"
         elif not self.direct:
-            problem = "refuses direct I/O: reads and writes go through the page cache, at about half the drive's speed"
+            problem = f"refuses direct I/O: {slower}"
         else:
             return
-        warnings.warn(
-            f"the filesystem of disk={str(self._directory.path)!r} {problem}. Give a directory on a local ext4 or XFS.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+        problem = f"the filesystem of disk={str(self._path)!r} {problem}. Give a directory on a local ext4 or XFS."
+        if not HAS_DIRECT and not self._directory.in_ram:
+            problem = f"{sys.platform} has no direct I/O: {slower}; results are the same."
+        warnings.warn(problem, RuntimeWarning, stacklevel=3)
 
 
 @dataclass(frozen=True)
@@ -312,6 +364,17 @@ class _Bytes:
     def _open(self) -> DiskStore | None:
         store = self.store()
         return store if store is not None and store.is_open else None
+
+
+@contextlib.contextmanager
+def _as_disk_error() -> Iterator[None]:
+    """What another rank failed at is the disk's failure here, too."""
+    try:
+        yield
+    except DiskError:
+        raise
+    except OSError as error:
+        raise DiskError(error.errno, error.strerror) from error
 
 
 def _unbook(ledger: Ledger, booked: Counter[str]) -> None:

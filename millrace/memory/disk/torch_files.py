@@ -1,5 +1,6 @@
 """What is in a file that `torch.save` wrote, and where in it do its tensors lie? Nothing of theirs is read for that."""
 
+import io
 import struct
 import zipfile
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from millrace.errors import CheckpointError
 from millrace.memory.disk.safetensors_header import TensorRecord
 
-__all__ = ["TorchFile", "open_torch_file", "storage_ranges", "torch_records"]
+__all__ = ["TorchFile", "open_torch_file", "plain_values", "storage_ranges", "torch_records"]
 
 _NAME_LENGTH_AT, _LOCAL_HEADER_BYTES = 26, 30  # of a record in a zip archive
 
@@ -34,11 +35,11 @@ def open_torch_file(path: Path) -> TorchFile:
     try:
         first_bytes = {first: nbytes for first, nbytes in storage_ranges(path).values() if nbytes}
         tree = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+        all_storages = [tensor.untyped_storage() for tensor in tensors_of(tree)]
     except (OSError, RuntimeError, zipfile.BadZipFile, ValueError, EOFError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is no sound file of torch.save: {str(error).splitlines()[0]}") from error
     except Exception as error:  # an unpickler has errors of its own
         raise CheckpointError(f"{path} cannot be read safely: {str(error).splitlines()[0]}") from error
-    all_storages = [tensor.untyped_storage() for tensor in tensors_of(tree)]
     storages = {storage.data_ptr(): storage.nbytes() for storage in all_storages if storage.nbytes()}
     if not storages:
         return TorchFile(tree, 0, 0)
@@ -56,6 +57,7 @@ def storage_ranges(path: Path) -> dict[str, tuple[int, int]]:
     """
     ranges = {}
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        _check_stored(archive)
         for record in archive.infolist():
             _, found, key = record.filename.partition("/data/")
             if found:
@@ -64,6 +66,24 @@ def storage_ranges(path: Path) -> dict[str, tuple[int, int]]:
                 first = record.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
                 ranges[key] = first, record.file_size
     return ranges
+
+
+def _check_stored(archive: zipfile.ZipFile) -> None:
+    """Records of torch.save are as long as they say: compressed ones could be of any size. Raises BadZipFile."""
+    packed = next((one.filename for one in archive.infolist() if one.compress_type != zipfile.ZIP_STORED), None)
+    if packed is not None:
+        raise zipfile.BadZipFile(f"its record {packed!r} is compressed")
+
+
+def plain_values(data: bytes, path: Path) -> Any:
+    """What `torch.save` wrote in a small file, of plain values and tensors alone. Raises CheckpointError."""
+    try:
+        if zipfile.is_zipfile(io.BytesIO(data)):
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                _check_stored(archive)
+        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    except Exception as error:  # an unpickler has errors of its own
+        raise CheckpointError(f"{path} cannot be read safely: {str(error).splitlines()[0]}") from error
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:

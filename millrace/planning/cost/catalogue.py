@@ -6,12 +6,15 @@ figure it is left out, and a part that lacks one cannot be made into a machine w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeVar
+import difflib
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from millrace.planning.cost.hardware import Hardware
+from millrace.planning.cost.hardware import FABRIC, NO_PEERS, Hardware
 
-__all__ = ["DEVICES", "DRIVES", "HOSTS", "MACHINES", "Device", "Drive", "Host", "machine"]
+__all__ = ["DEVICES", "DRIVES", "HOSTS", "MACHINES", "Device", "Drive", "Host", "machine", "nearest", "with_drives"]
 
 Part = TypeVar("Part")
 
@@ -19,9 +22,16 @@ _GB, _TB = 10**9, 10**12
 
 # What a run reaches of what is sold.
 COMPUTE_SHARE = 0.6  # matrix products within a transformer's step, of the dense tensor peak
-LINK_SHARE = 0.8  # page-locked copies of megabytes, of the link's raw rate (25 of 31.5 GB/s on PCIe 4)
+LINK_SHARE = 0.8  # page-locked copies of megabytes, of the link's raw rate (25 of 31.5 GB/s on PCIe 4); of networks
 DRAM_SHARE = 0.75  # streams of reads and writes on all cores, of channels times rate
 DISK_SHARE = 0.9  # direct reads and writes of megabytes, of the sequential rate
+
+# What a transfer takes besides its bytes. Of memory and drives the middle of the range that the source gives: 50 to 80
+# ns, 50 to 100 us, 100 to 200 us, and 5 to 15 ms, of which half a turn at 7,200 turns a minute is 4.16.
+_LATENCIES = "https://www.techcompare.app/latency-visualizer/memory-latency-numbers"
+_LINK_LATENCY = "https://www.cs.virginia.edu/~mwb7w/cuda_support/memory_transfer_overhead.html"
+DRAM_LATENCY, LINK_LATENCY = 65e-9, 10e-6
+NVME_LATENCY, SATA_LATENCY, HDD_LATENCY = 75e-6, 150e-6, 10e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,27 +42,31 @@ class Device:
     bytes_per_second: float
     flops_per_second: float
     link_bytes_per_second: float
-    peer_bytes_per_second: float = 0.0
+    peer_bytes_per_second: float = 0.0  # 0: no links among devices, and no peer access over PCIe that is known of
+    network_bytes_per_second: float = 0.0  # of the network card that machines of eight have for each device
     sources: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A host as sold."""
+    """A host as sold; `network_bytes_per_second` where devices bring no network cards of their own."""
 
     memory_bytes: int
     dram_bytes_per_second: float
+    network_bytes_per_second: float
     sources: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drive:
-    """An NVMe drive as sold; `endurance_bytes` may be written in its life."""
+    """A drive as sold; `endurance_bytes` may be written in its life, 0: the maker does not say."""
 
     disk_bytes: int
     read_bytes_per_second: float
     write_bytes_per_second: float
     endurance_bytes: int
+    latency_seconds: float
+    duplex_share: float = 1.0  # of each rate while it is read and written: SATA carries one direction at a time
     sources: tuple[str, ...]
 
 
@@ -62,6 +76,10 @@ _CARDS = "https://cuttingedgegamer.com/2022/12/"
 _NVIDIA_TABLE = "https://jishuzhan.net/article/1872432607539499010"
 _HOPPER = "https://glennklockwood.com/garden/processors/h100"
 _BLACKWELL = "https://hmc-tech.com/gpus/nvidia-b200-vs-nvidia-gb200"
+_NETWORK = "https://chippub.substack.com/p/disassembling-nvidias-16t-network"  # 200 Gb/s with A100, 400 with H100
+_POD = "https://docs.nvidia.com/dgx-basepod/reference-architecture-infrastructure-foundation-enterprise-ai/latest/core-components.html"
+# What hosts usually have in a slot, not a figure of theirs; such a network is one to give yourself.
+_ASSUMED = {1.25e9: "assumed: 10 Gigabit Ethernet", 12.5e9: "assumed: 100 Gigabit Ethernet"}
 _EPYC = "https://www.tomshardware.com/uk/news/amd-confirms-12-ddr5-memory-channels-on-genoa"
 
 DEVICES = {
@@ -99,7 +117,8 @@ DEVICES = {
         flops_per_second=312e12,
         link_bytes_per_second=_GEN4,
         peer_bytes_per_second=300e9,
-        sources=(_NVIDIA_TABLE, _PCIE),
+        network_bytes_per_second=25e9,
+        sources=(_NVIDIA_TABLE, _PCIE, _NETWORK),
     ),
     "h100": Device(
         memory_bytes=80 * _GB,
@@ -107,7 +126,8 @@ DEVICES = {
         flops_per_second=989.4e12,
         link_bytes_per_second=_GEN5,
         peer_bytes_per_second=450e9,
-        sources=(_HOPPER, _NVIDIA_TABLE),
+        network_bytes_per_second=50e9,
+        sources=(_HOPPER, _NVIDIA_TABLE, _POD),
     ),
     "h200": Device(
         memory_bytes=141 * _GB,
@@ -115,7 +135,8 @@ DEVICES = {
         flops_per_second=989.4e12,
         link_bytes_per_second=_GEN5,
         peer_bytes_per_second=450e9,
-        sources=("https://www.saulelectric.com/nvidia-h200.html", _HOPPER),
+        network_bytes_per_second=50e9,
+        sources=("https://www.saulelectric.com/nvidia-h200.html", _HOPPER, _POD),
     ),
     "b200": Device(
         memory_bytes=192 * _GB,
@@ -123,7 +144,8 @@ DEVICES = {
         flops_per_second=2250e12,
         link_bytes_per_second=_GEN5,
         peer_bytes_per_second=900e9,
-        sources=(_BLACKWELL, "https://wifitalents.com/nvidia-blackwell-statistics", _PCIE),
+        network_bytes_per_second=50e9,
+        sources=(_BLACKWELL, "https://wifitalents.com/nvidia-blackwell-statistics", _PCIE, _POD),
     ),
     "gh200": Device(
         memory_bytes=96 * _GB,
@@ -164,13 +186,28 @@ HOSTS = {
     "desktop": Host(  # two channels of DDR5-5200 of 8 bytes: 83.2 GB/s
         memory_bytes=128 * _GB,
         dram_bytes_per_second=83.2e9,
+        network_bytes_per_second=1.25e9,
         sources=("https://zaro.info/ryzen-memory-support/how-much-ram-can-a-ryzen-7-7800x3d-handle",),
     ),
-    "server-ddr4": Host(memory_bytes=512 * _GB, dram_bytes_per_second=204.8e9, sources=(_EPYC,)),
-    "server-ddr5": Host(memory_bytes=2 * _TB, dram_bytes_per_second=2 * 460.8e9, sources=(_EPYC,)),  # two sockets
+    "server-ddr4": Host(
+        memory_bytes=512 * _GB, dram_bytes_per_second=204.8e9, network_bytes_per_second=12.5e9, sources=(_EPYC,)
+    ),
+    "server-2xddr4": Host(  # two sockets of eight channels of DDR4-3200, as a server that had eight 4090s
+        memory_bytes=512 * _GB,
+        dram_bytes_per_second=2 * 204.8e9,
+        network_bytes_per_second=12.5e9,
+        sources=("https://blog.chlc.cc/p/rtx4090-gpudirect-p2p-unlocked", _EPYC),
+    ),
+    "server-ddr5": Host(  # two sockets
+        memory_bytes=2 * _TB,
+        dram_bytes_per_second=2 * 460.8e9,
+        network_bytes_per_second=12.5e9,
+        sources=(_EPYC,),
+    ),
     "grace": Host(
         memory_bytes=480 * _GB,
         dram_bytes_per_second=500e9,
+        network_bytes_per_second=12.5e9,
         sources=("https://www.emergentmind.com/topics/gh200-superchip",),
     ),
 }
@@ -181,6 +218,7 @@ DRIVES = {
         read_bytes_per_second=7.45e9,
         write_bytes_per_second=6.9e9,
         endurance_bytes=1200 * 10**12,
+        latency_seconds=NVME_LATENCY,
         sources=("https://visualfoodie.com/understanding-samsung-990-pro-specifications",),
     ),
     "nvme-gen5": Drive(
@@ -188,7 +226,28 @@ DRIVES = {
         read_bytes_per_second=12.4e9,
         write_bytes_per_second=11.8e9,
         endurance_bytes=1200 * 10**12,
+        latency_seconds=NVME_LATENCY,
         sources=("https://www.gamingpcbuilder.com/product/crucial-t700/",),
+    ),
+    "sata": Drive(  # the interface is the limit
+        disk_bytes=2 * _TB,
+        read_bytes_per_second=560e6,
+        write_bytes_per_second=530e6,
+        endurance_bytes=1200 * 10**12,
+        latency_seconds=SATA_LATENCY,
+        duplex_share=0.5,
+        sources=("https://www.tomshardware.com/uk/news/samsung-announces-870-evo",),
+    ),
+    "hdd": Drive(  # on its outer tracks; about half of it on the inner ones
+        disk_bytes=18 * _TB,
+        read_bytes_per_second=270e6,
+        write_bytes_per_second=270e6,
+        endurance_bytes=0,
+        latency_seconds=HDD_LATENCY,
+        duplex_share=0.5,
+        sources=(
+            "https://computerbase.de/2022-11/seagate-exos-2x18-erste-hdd-mit-550-mb-s-dank-dual-aktor-mach-2-enthuellt",
+        ),
     ),
 }
 
@@ -201,20 +260,18 @@ def machine(
     Raises ValueError naming what the catalogue has when a part is not in it.
     """
     chip, board = _part(DEVICES, device, "device"), _part(HOSTS, host, "host")
-    disk = None if drive is None else _part(DRIVES, drive, "drive")
     sources = {
         **dict.fromkeys(
             ("device_memory_bytes", "device_bytes_per_second", "flops_per_second", "onload_bytes_per_second"),
             "; ".join(chip.sources),
         ),
         **dict.fromkeys(("host_memory_bytes", "dram_bytes_per_second"), "; ".join(board.sources)),
+        "dram_latency_seconds": _LATENCIES,
+        "link_latency_seconds": _LINK_LATENCY,
     }
-    if disk is not None:
-        sources |= dict.fromkeys(
-            ("disk_read_bytes_per_second", "disk_write_bytes_per_second", "disk_endurance_bytes"),
-            "; ".join(disk.sources),
-        )
-    return Hardware(
+    network = chip.network_bytes_per_second * devices or board.network_bytes_per_second
+    sources["node_bytes_per_second"] = "; ".join(chip.sources) if chip.network_bytes_per_second else _ASSUMED[network]
+    made = Hardware(
         name=name or device,
         devices=devices,
         device_memory_bytes=chip.memory_bytes,
@@ -224,31 +281,61 @@ def machine(
         offload_bytes_per_second=chip.link_bytes_per_second * LINK_SHARE,
         host_memory_bytes=board.memory_bytes,
         dram_bytes_per_second=board.dram_bytes_per_second * DRAM_SHARE,
-        disk_bytes=0 if disk is None else disk.disk_bytes * drives,
-        disk_read_bytes_per_second=0.0 if disk is None else disk.read_bytes_per_second * drives * DISK_SHARE,
-        disk_write_bytes_per_second=0.0 if disk is None else disk.write_bytes_per_second * drives * DISK_SHARE,
-        disk_endurance_bytes=0 if disk is None else disk.endurance_bytes * drives,
+        dram_latency_seconds=DRAM_LATENCY,
+        link_latency_seconds=LINK_LATENCY,
+        peer=FABRIC if chip.peer_bytes_per_second else NO_PEERS,
         collective_bytes_per_second=(chip.peer_bytes_per_second or chip.link_bytes_per_second) * LINK_SHARE,
+        node_bytes_per_second=network * LINK_SHARE,
         sources=sources,
     )
+    return made if drive is None else with_drives(made, drive, drives)
+
+
+def with_drives(hardware: Hardware, drive: str, drives: int = 1) -> Hardware:
+    """The machine with `drives` of this kind in place of its own, read and written all at once.
+
+    Raises ValueError naming what the catalogue has when the drive is not in it, or for fewer than one.
+    """
+    disk = _part(DRIVES, drive, "drive")
+    if drives < 1:
+        raise ValueError(f"drives={drives}; give at least 1")
+    fields: dict[str, Any] = {
+        "disk_bytes": disk.disk_bytes * drives,
+        "disk_read_bytes_per_second": disk.read_bytes_per_second * drives * DISK_SHARE,
+        "disk_write_bytes_per_second": disk.write_bytes_per_second * drives * DISK_SHARE,
+        "disk_endurance_bytes": disk.endurance_bytes * drives,
+        "disk_latency_seconds": disk.latency_seconds,
+        "disk_duplex_share": disk.duplex_share,
+    }
+    sources = dict.fromkeys(fields, "; ".join(disk.sources)) | {"disk_latency_seconds": _LATENCIES}
+    return replace(hardware, **fields, sources={**hardware.sources, **sources})
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """Words that name what is most like `name`, such as "h100" for "NVIDIA H100 80GB"; empty when nothing is."""
+    asked = re.sub("[^a-z0-9]", "", name.lower())
+    within = [one for one in known if re.sub("[^a-z0-9]", "", one) in asked]
+    close = sorted(within, key=len)[-1:] or difflib.get_close_matches(name.lower(), known, n=1)
+    return f"; the nearest is {close[0]}" if close else ""
 
 
 def _part(parts: dict[str, Part], name: str, kind: str) -> Part:
     if name not in parts:
-        raise ValueError(f"the catalogue has no {kind} {name!r}; it has {', '.join(parts)}")
+        raise ValueError(f"the catalogue has no {kind} {name!r}{nearest(name, parts)}; it has {', '.join(parts)}")
     return parts[name]
 
 
 def _machines() -> dict[str, Hardware]:
-    """One usual machine for each device: cards in a desktop, others in a server, each with a drive."""
+    """Usual machines: of each device one, cards in a desktop, others in a server, each with a drive; and of eight."""
     cards = {"3090", "4090", "5090"}
     made = {}
     for device in DEVICES:
         host = "desktop" if device in cards else "grace" if device == "gh200" else "server-ddr5"
         drive, drives = ("nvme-gen4", 1) if device in cards else ("nvme-gen4", 4)
         made[device] = machine(device, host=host, drive=drive, drives=drives)
-        if device not in cards and device != "gh200":
-            made[f"8x{device}"] = machine(device, host=host, drive=drive, drives=drives, devices=8, name=f"8x{device}")
+        if device != "gh200":
+            many = "server-2xddr4" if device in {"3090", "4090"} else "server-ddr5"
+            made[f"8x{device}"] = machine(device, host=many, drive=drive, drives=4, devices=8, name=f"8x{device}")
     return made
 
 

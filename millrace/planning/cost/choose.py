@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from millrace.planning.cost.forecast import Run, run_of, tiers_and_floors
-from millrace.planning.cost.hardware import Hardware
+from millrace.planning.cost.hardware import NO_PEERS, OVER_LINK, Hardware
 from millrace.planning.cost.shape import ModelShape
 from millrace.planning.cost.tiers import DEVICE_RESERVE, HOST_RESERVE, Tiers
+from millrace.planning.cost.wanted import Wanted
 from millrace.planning.cost.work import Activations, Method, Overlap, Place, Spread, Training, Work
 
-__all__ = ["Help", "Option", "Shortfall", "best_run", "helps", "options", "shortfall"]
+__all__ = ["NOT_RUN", "Help", "Option", "Shortfall", "best_run", "helps", "options", "shortfall"]
 
+NOT_RUN = "millrace does not run this yet"
 _SIMPLER = 1.02  # a simpler method is taken when the best other one is not faster than this
 
 
@@ -45,11 +47,18 @@ class Shortfall:
 
 
 def options(
-    shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, overlap: Overlap, disk: bool = True
+    shape: ModelShape,
+    work: Work,
+    spread: Spread,
+    hardware: Hardware,
+    overlap: Overlap,
+    disk: bool = True,
+    wanted: Wanted | None = None,
 ) -> list[Option]:
-    """All methods, the simplest first, each with what it lacks."""
+    """All methods that are `wanted`, the simplest first, each with what it lacks."""
     found = []
-    for method in _methods(work.training, overlap, disk=disk and hardware.disk_bytes > 0):
+    methods = list(_methods(work.training, overlap, disk=disk and hardware.disk_bytes > 0))
+    for method in methods if wanted is None else wanted.of(methods, work.training):
         tiers, floors = tiers_and_floors(shape, work, spread, method, hardware)
         lacks = tuple((place, tiers.short(place)) for place in Place if tiers.short(place))
         on_host = method.overlap is Overlap.NONE and method.state is not Place.DEVICE
@@ -115,6 +124,9 @@ def helps(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, run
     if work.training is not Training.NONE:
         doubled = replace(work, batch_size=2 * work.batch_size)
         consider(f"twice the tokens in a micro-batch ({doubled.tokens:,})", again(hardware, doubled), 2.0)
+        if work.micro_batches > 1 and run.method.streamed:  # weights then move as for one of as many tokens
+            together = replace(work, batch_size=work.batch_size * work.micro_batches, micro_batches=1)
+            consider("all micro-batches together in each block (forward_backward)", again(hardware, together))
         if run.method.state is not Place.DEVICE and overlap is Overlap.NONE:
             beside = replace(run.method, overlap=Overlap.FORWARD)
             consider("the update beside the next forward (overlap)", again(hardware, method=beside))
@@ -144,6 +156,12 @@ def helps(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, run
         needed = _up(tiers.total(Place.HOST) * hardware.devices / (1 - HOST_RESERVE))
         enough = hardware.changed(host_memory_bytes=max(hardware.host_memory_bytes, needed))
         consider(f"{_size(needed)} of host memory instead of the disk", again(enough, method=on_host))
+    if spread.nodes > 1:
+        wider = hardware.changed(node_bytes_per_second=2 * hardware.node_bytes_per_second)
+        consider("a network of twice the rate", again(wider))
+    if run.sharing is not None and run.sharing.ranks > 1 and hardware.peer == NO_PEERS:
+        reach = hardware.changed(peer=OVER_LINK, collective_bytes_per_second=hardware.onload_bytes_per_second)
+        consider("peer access among the devices over PCIe", again(reach))
     if run.method.state is Place.HOST:
         consider(
             "host memory of twice the rate",
@@ -171,13 +189,15 @@ def shortfall(hardware: Hardware, work: Work, spread: Spread, considered: list[O
             fixes.append(f"devices of {_size(_up(total / (1 - DEVICE_RESERVE)))}")
             if work.batch_size * work.sequence_length > 1:
                 fixes.append("fewer tokens in a micro-batch, and more micro-batches")
-            fixes.append(f"a tensor degree of {2 * spread.tensor} over as many devices")
+            fixes.append(f"a tensor degree of {2 * spread.tensor} over as many devices ({NOT_RUN})")
         elif place is Place.HOST:
             fixes.append(f"{_size(_up(total * hardware.devices / (1 - HOST_RESERVE)))} of host memory in the node")
             if not hardware.disk_bytes and work.training is not Training.NONE:
                 fixes.append("a disk for the optimizer's state")
+            if spread.data > spread.ranks and spread.shares(closest.method, work.training):
+                fixes.append(f"ZeRO stage 3 over the {spread.nodes} nodes instead of a copy on each ({NOT_RUN})")
             if spread.zero_stage and spread.data >= hardware.devices:
-                fixes.append(f"{2 * spread.data} data-parallel devices on twice the nodes, at ZeRO stage 3")
+                fixes.append(f"{2 * spread.data} data-parallel devices on twice the nodes, at ZeRO stage 3 ({NOT_RUN})")
         else:
             fixes.append(f"{_size(_up(total * hardware.devices))} of disk in the node")
     return Shortfall(method=closest.method, lacks=closest.lacks, fixes=tuple(fixes), tiers=closest.tiers)

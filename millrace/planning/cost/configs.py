@@ -203,6 +203,8 @@ def _layer(numbers: _Numbers, index: int, bits: float) -> BlockShape:
         input_elements=hidden,
         adapter_sizes=adapters + (_dense_adapters(numbers) if not sparse else 0),
         last_parameters=0 if sparse else hidden * active_width,
+        expert_parameters=experts * 3 * hidden * _expert_width(numbers) if sparse else 0,
+        experts_per_token=(numbers.find("active_experts") or 1) if sparse else 1,
     )
 
 
@@ -268,7 +270,7 @@ def _dense_adapters(numbers: _Numbers) -> int:
 def _experts(numbers: _Numbers, experts: int) -> tuple[int, int, int]:
     """Parameters, active parameters, active width of a mixture of experts. Adapters go on attention alone."""
     hidden = numbers.need("hidden_size")
-    wide = numbers.find("expert_intermediate") or _intermediate(numbers)
+    wide = _expert_width(numbers)
     active = numbers.find("active_experts") or 1
     shared = numbers.find("shared_expert_intermediate_size") or (numbers.find("n_shared_experts") or 0) * wide
     router = hidden * experts
@@ -277,6 +279,10 @@ def _experts(numbers: _Numbers, experts: int) -> tuple[int, int, int]:
     one = 3 * hidden * wide
     always = router + 3 * hidden * shared
     return experts * one + always, active * one + always, active * wide + shared
+
+
+def _expert_width(numbers: _Numbers) -> int:
+    return numbers.find("expert_intermediate") or _intermediate(numbers)
 
 
 def stored_bits(config: Mapping[str, Any], default: float) -> float:

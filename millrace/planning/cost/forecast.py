@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from millrace.planning.cost.collectives import changes, gather_seconds, pass_on_seconds, reduce_seconds, visit_seconds
-from millrace.planning.cost.floors import Floors, floors_of
-from millrace.planning.cost.hardware import Hardware
+from millrace.planning.cost.collectives import (
+    changes,
+    gather_seconds,
+    pass_on_seconds,
+    reduce_seconds,
+    summed_share,
+    visit_seconds,
+)
+from millrace.planning.cost.floors import Floors, device_update_seconds, floors_of
+from millrace.planning.cost.hardware import OVER_LINK, Hardware
+from millrace.planning.cost.lanes import CostLane
 from millrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
+from millrace.planning.cost.sharing import Crossing, Sharing, crossing_of, sharing_of
 from millrace.planning.cost.step import StepForecast, forecast_step
 from millrace.planning.cost.tiers import Tiers, block_seconds, leaving_layers, recompute_seconds, tiers_of
 from millrace.planning.cost.traffic import BlockTraffic
@@ -29,7 +39,9 @@ _PLANNED_MICRO_BATCHES = 2  # more are counted from the difference between one a
 class Run:
     """One method on one machine: what it holds, its floors, the plan of its visits and one step of it.
 
-    `step` is one of at most two micro-batches; `seconds` counts all of them, and the bubbles of a pipeline.
+    `step` is one of at most two micro-batches; `seconds` counts all of them, and the bubbles of a pipeline. `sharing`:
+    how devices share one copy for each node; None: they do not. `in_use`: lane, or "host memory" -> the share of the
+    step for which it would be in use alone; what comes near 1 is what the step is bound by.
     """
 
     method: Method
@@ -38,6 +50,8 @@ class Run:
     visits: Plan
     step: StepForecast
     seconds: float
+    sharing: Sharing | None = None
+    in_use: dict[str, float] = field(default_factory=dict)
 
     @property
     def efficiency(self) -> float:
@@ -76,41 +90,59 @@ def run_of(
     tiers, floors = tiers_and_floors(shape, work, spread, method, hardware, streaming_bytes)
     share = _share_of(hardware)
     count = min(work.micro_batches, _PLANNED_MICRO_BATCHES)
-    seconds = []
+    steps = []
     talking = visit_seconds(shape, work, spread, method, hardware)
-    gathers = [gather_seconds(block, spread, hardware) for block in shape.blocks]
     leaving = leaving_layers(shape, work, method)
-    traffic = [
-        replace(
+    crossings = [crossing_of(block, work, spread, method, hardware) for block in shape.blocks]
+    traffic = []
+    for index, (block, crossing) in enumerate(zip(shape.blocks, crossings, strict=True)):
+        own = replace(
             _traffic(block, work, spread, method, leaves=index in leaving),
-            load_bytes=block.weight_bytes // spread.weight_shards,
-            gather_seconds=gather,
+            load_bytes=round(method.crossing_share * spread.divided(block.weight_bytes, 3, block.expert_share)),
+            gather_seconds=gather_seconds(block, spread, hardware),
             reduce_seconds=reduce_seconds(block, work, spread, hardware),
             pass_on_seconds=pass_on_seconds(block, work, spread, hardware),
         )
-        for index, (block, gather) in enumerate(zip(shape.blocks, gathers, strict=True))
-    ]
-    for batches in {1, count}:
-        plan = make_plan(_problem(shape, work, spread, method, share, tiers.streaming_bytes, batches, talking, gathers))
+        traffic.append(own if crossing is None else _shared(own, block, work, spread, method, hardware, crossing))
+    loads = [_load_seconds(own, share) for own in traffic]
+    for batches in sorted({1, count}):
+        plan = make_plan(_problem(shape, work, method, share, tiers.streaming_bytes, batches, talking, loads))
         step = forecast_step(
             plan,
             traffic,
             share,
             overlap=method.overlap,
-            closing_seconds=_closing_seconds(shape, work, spread, method, share),
+            closing_seconds=device_update_seconds(shape, work, spread, method, share),
             visit_collectives=_in_order(*talking, work) * batches,
         )
-        seconds.append(step.seconds)
-    total = seconds[-1] + (work.micro_batches - count) * (seconds[-1] - seconds[0])
-    total *= 1 + (spread.pipeline - 1) / work.micro_batches
+        steps.append(step)
+    total = _of_all([step.seconds for step in steps], work.micro_batches)
+    # A pipeline's bubbles are of passes; updates have none. Of one micro-batch alone, what is computed.
+    more = steps[-1].seconds - steps[0].seconds
+    total += (spread.pipeline - 1) * (more if count > 1 else sum(v.compute_seconds for v in plan.problem.visits))
+    total = max(total, floors.longest)
     return Run(
         method=method,
         tiers=tiers,
         floors=floors,
         visits=plan,
         step=step,
-        seconds=max(total, floors.longest),
+        seconds=total,
+        sharing=sharing_of(crossings, work, spread, method),
+        in_use={name: took / total for name, took in _used(steps, work.micro_batches).items()},
     )
+
+
+def _of_all(values: Sequence[float], micro_batches: int) -> float:
+    """Of all micro-batches, from what it is of one and of two: each further one adds the difference."""
+    return values[-1] + (micro_batches - len(values)) * (values[-1] - values[0])
+
+
+def _used(steps: Sequence[StepForecast], micro_batches: int) -> dict[str, float]:
+    """Seconds that each lane, and host memory, would take alone."""
+    used = {lane.value: _of_all([step.alone_seconds[lane] for step in steps], micro_batches) for lane in CostLane}
+    used["host memory"] = _of_all([step.dram_seconds for step in steps], micro_batches)
+    return used
 
 
 def _share_of(hardware: Hardware) -> Hardware:
@@ -133,13 +165,12 @@ def _share_of(hardware: Hardware) -> Hardware:
 def _problem(
     shape: ModelShape,
     work: Work,
-    spread: Spread,
     method: Method,
     share: Hardware,
     streaming_bytes: int,
     batches: int,
     talking: tuple[list[float], list[float]],
-    gathers: list[float],
+    loads: list[float],
 ) -> Problem:
     """The visits of one step of `batches` micro-batches, and what the planner may hold of the blocks."""
     blocks = shape.blocks
@@ -153,7 +184,6 @@ def _problem(
         forward.append(Visit(blocks=uses, phase=Phase.FORWARD, compute_seconds=ahead + heard[0]))
         backward.append(Visit(blocks=uses, phase=Phase.BACKWARD, compute_seconds=back + again + heard[1]))
     all_blocks = frozenset(range(len(blocks)))
-    loads = (_load_seconds(size, gather, spread, method, share) for size, gather in zip(sizes, gathers, strict=True))
     return Problem(
         block_bytes=sizes,
         load_seconds=tuple(loads),
@@ -169,23 +199,62 @@ def _in_order(forward: list[T], backward: list[T], work: Work) -> tuple[T, ...]:
     return tuple(forward if work.training is Training.NONE else forward + backward[::-1])
 
 
-def _load_seconds(nbytes: int, gather: float, spread: Spread, method: Method, share: Hardware) -> float:
-    """The slowest hop of a block's way to the device: its shard from disk and over the own link, the others' shards."""
-    shard = nbytes / spread.weight_shards
-    seconds = max(gather, shard / share.onload_bytes_per_second)
-    return max(seconds, shard / share.disk_read_bytes_per_second) if method.weights is Place.DISK else seconds
+def _load_seconds(own: BlockTraffic, share: Hardware) -> float:
+    """The slowest hop of a block's way to the device: from disk, out of memory, over the own link, from the others."""
+    nbytes = own.load_bytes or 0
+    on_link = share.link_latency_seconds + nbytes / share.onload_bytes_per_second
+    hops = [own.gather_seconds, on_link + own.gather_seconds * own.over_link]
+    if own.gathers_at_loads:
+        hops.append(nbytes / share.dram_bytes_per_second)
+    if own.fetch_bytes:
+        hops.append(share.disk_latency_seconds + own.fetch_bytes / share.disk_read_bytes_per_second)
+    return max(hops)
+
+
+def _shared(
+    own: BlockTraffic,
+    block: BlockShape,
+    work: Work,
+    spread: Spread,
+    method: Method,
+    hardware: Hardware,
+    crossing: Crossing,
+) -> BlockTraffic:
+    """The same block where its copy on the host is shared: what crosses for one device, and for its range."""
+    trained, held = (spread.range_of(1.0, experts) for experts in (block.trained_experts, block.expert_share))
+    own_sums = own.reduce_seconds * summed_share(work, spread, method) / method.sent_in(work)
+    return replace(
+        own,
+        load_bytes=round(crossing.load_bytes),
+        gather_seconds=crossing.gather_seconds,
+        gathers_at_loads=True,
+        gradient_bytes=round(crossing.gradient_bytes),
+        reduce_seconds=own_sums + crossing.reduce_seconds,
+        reduces_always=method.sent_in(work) > 1 or crossing.reduce_seconds > 0,
+        over_link=hardware.peer == OVER_LINK,
+        sum_bytes=crossing.sum_bytes,
+        network_seconds=crossing.network_seconds,
+        network_bytes=round(crossing.network_bytes),
+        network_dram_bytes=crossing.network_dram_bytes,
+        update_bytes=own.update_bytes * trained,
+        norm_bytes=own.norm_bytes * trained,
+        state_bytes=round(own.state_bytes * trained),
+        fetch_bytes=round(own.fetch_bytes * held),
+        spill_bytes=round(own.spill_bytes * held),
+    )
 
 
 def _traffic(block: BlockShape, work: Work, spread: Spread, method: Method, *, leaves: bool) -> BlockTraffic:
     activations = round(block.activation_bytes(work.tokens)) if leaves else 0
     spills = method.activations is Activations.SPILLED
-    shard = block.weight_bytes // spread.weight_shards
+    shard = int(spread.divided(block.weight_bytes, 3, block.expert_share))
     fetched = shard if method.weights is Place.DISK else 0
     if work.training is Training.NONE or method.state is Place.DEVICE or not block.trainable:
         return BlockTraffic(fetch_bytes=fetched, activation_bytes=activations, activations_spill=spills)
-    trained = block.trainable // spread.state_shards
+    trained = int(method.host_share * spread.divided(block.trainable, 1, block.trained_experts))
+    gradients = spread.divided(work.gradient_bytes * block.trainable, 2, block.trained_experts)
     return BlockTraffic(
-        gradient_bytes=work.gradient_bytes * block.trainable // spread.gradient_shards,
+        gradient_bytes=int(method.host_share * gradients / method.sent_in(work)),
         update_bytes=float(work.update_bytes * trained),
         norm_bytes=float(work.gradient_bytes * trained) if work.clipped else 0.0,
         state_bytes=round((work.master_bytes + work.state_bytes) * trained) if method.state is Place.DISK else 0,
@@ -194,10 +263,3 @@ def _traffic(block: BlockShape, work: Work, spread: Spread, method: Method, *, l
         activation_bytes=activations,
         activations_spill=spills,
     )
-
-
-def _closing_seconds(shape: ModelShape, work: Work, spread: Spread, method: Method, share: Hardware) -> float:
-    """The update on the device, by its memory traffic."""
-    if work.training is Training.NONE or method.state is not Place.DEVICE:
-        return 0.0
-    return work.update_bytes * shape.trainable / spread.state_shards / share.device_bytes_per_second

@@ -47,6 +47,7 @@ class StepGraph:
         self.spilled: list[int] = []
         self.sent: list[int] = []  # for each layer of forward, the end of its activations' way out
         self.leaving: list[int] = []  # for each block of backward, the last offload of its gradients
+        self.sums: list[int] = []  # for each block of backward, the sum of its gradients on the host
         self.last_gradient = -1
         last: dict[int, int] = {}
         for index, visit in enumerate(plan.problem.visits):
@@ -134,8 +135,10 @@ class StepGraph:
         last = phase is Phase.BACKWARD and self.last_backward[block] == index
         if phase is Phase.BACKWARD and own.gradient_bytes:
             nbytes = own.gradient_bytes * (part + 1) // parts - own.gradient_bytes * part // parts
-            ready = self._reduced(block, done, parts) if last else done
-            self.last_gradient = self._copy(CostLane.OFFLOAD, "gradients", block, nbytes, [ready])
+            ready = [self._reduced(block, done, parts) if last or own.reduces_always else done]
+            if own.sum_bytes and len(self.sums) >= _GRADIENT_BLOCKS:
+                ready.append(self.sums[-_GRADIENT_BLOCKS])  # memory for each device's own, of two blocks
+            self.last_gradient = self._copy(CostLane.OFFLOAD, "gradients", block, nbytes, ready)
         if part + 1 < parts:
             return
         if phase is Phase.FORWARD and own.activation_bytes:
@@ -144,29 +147,66 @@ class StepGraph:
             if own.activations_spill:
                 kept[block] = self._copy(CostLane.SPILL, "activations", block, own.activation_bytes, [kept[block]])
             back.pop(block, None)  # what came back was of the micro-batch before
+        arrived = self._summed(block) if phase is Phase.BACKWARD and own.gradient_bytes else -1
         if last and own.gradient_bytes:
-            gradients[block] = self._norm(block, self.last_gradient)
+            gradients[block] = self._norm(block, self._across_nodes(block, arrived))
         elif last and (own.update_bytes or own.reduce_seconds):
             gradients[block] = self._reduced(block, done)
 
     def _reduced(self, block: int, done: int, parts: int = 1) -> int:
         """A part of the block's gradients has been summed up across devices."""
         seconds = self.traffic[block].reduce_seconds / parts
-        return self._add(CostLane.COLLECTIVE, f"reduce {block}", seconds, [done], block=block) if seconds else done
+        return self._among_devices("reduce", block, seconds, [done]) if seconds else done
+
+    def _summed(self, block: int) -> int:
+        """All devices' gradients of the block have come to the host, and this one's range of them is added up."""
+        own = self.traffic[block]
+        if not own.sum_bytes:
+            return self.last_gradient
+        seconds = own.sum_bytes / self.hardware.update_rate
+        waits = [self.last_gradient]
+        self.sums.append(
+            self._add(CostLane.UPDATE, f"sum {block}", seconds, waits, dram_bytes=own.sum_bytes, block=block)
+        )
+        return self.sums[-1]
+
+    def _across_nodes(self, block: int, arrived: int) -> int:
+        """The range is summed up over all nodes."""
+        own = self.traffic[block]
+        if not own.network_seconds:
+            return arrived
+        return self._add(
+            CostLane.NETWORK,
+            f"sum over nodes {block}",
+            own.network_seconds,
+            [arrived],
+            dram_bytes=own.network_dram_bytes,
+            nbytes=own.network_bytes,
+            block=block,
+        )
+
+    def _among_devices(self, what: str, block: int, seconds: float, after: list[int]) -> int:
+        """Over links among devices, or both ways over each one's link to the host."""
+        name = f"{what} {block}"
+        if not self.traffic[block].over_link:
+            return self._add(CostLane.COLLECTIVE, name, seconds, after, block=block)
+        both = [self._add(lane, name, seconds, after, block=block) for lane in (CostLane.ONLOAD, CostLane.OFFLOAD)]
+        return self._add(CostLane.COLLECTIVE, name, 0.0, both, block=block)
 
     def _gather(self, index: int, gathered: dict[int, list[int]]) -> list[int]:
         """Weights of which this device keeps a shard: those of the visit, and of the next one ahead of it."""
         problem = self.plan.problem
         for ahead in range(index, min(index + 2, len(problem.visits))):
             if ahead not in gathered:
-                shared = [b for b in problem.visits[ahead].blocks if b in problem.residents]
-                gathered[ahead] = [task for b in shared if (task := self._gathered(b, self._now())) >= 0]
+                held = [b for b in problem.visits[ahead].blocks if b in problem.residents]
+                shards = [b for b in held if not self.traffic[b].gathers_at_loads]
+                gathered[ahead] = [task for b in shards if (task := self._gathered(b, self._now())) >= 0]
         return gathered[index]
 
     def _gathered(self, block: int, after: list[int]) -> int:
         """The other shards of a block have come; -1: there are none."""
         seconds = self.traffic[block].gather_seconds
-        return self._add(CostLane.COLLECTIVE, f"gather {block}", seconds, after, block=block) if seconds else -1
+        return self._among_devices("gather", block, seconds, after) if seconds else -1
 
     def _boundary(self, cycle: int, gradients: dict[int, int]) -> int:
         """The update, and the end of the step."""
@@ -176,11 +216,12 @@ class StepGraph:
         if self.closing_seconds:
             end = self._add(CostLane.COMPUTE, "update on the device", self.closing_seconds, everything)
             self.compute.append(end)
-            everything = [end]
         order = sorted(gradients, reverse=False) if self.overlap is not Overlap.BACKWARD else list(gradients)
         last = end
         for block in order:
-            after = [gradients[block]] if self.overlap is Overlap.BACKWARD else everything
+            own_part = [gradients[block]] if self.overlap is Overlap.BACKWARD else everything
+            # The host's part of an update does not wait for the device's; what has no part on the host does.
+            after = own_part if self.traffic[block].update_bytes or not self.closing_seconds else [end]
             last = self._update(block, after)
             self.ready[block] = last
         if self.overlap is Overlap.NONE and order:
@@ -219,7 +260,7 @@ class StepGraph:
             waits.append(self._copy(CostLane.FETCH, "state", block, own.state_bytes, ring))
         done = max(waits)
         if moved:
-            seconds = moved / hardware.update_rate
+            seconds = hardware.dram_latency_seconds + moved / hardware.update_rate
             done = self._add(CostLane.UPDATE, f"update {block}", seconds, waits, dram_bytes=moved, block=block)
         written = own.state_bytes + own.spill_bytes
         if written:
@@ -242,12 +283,15 @@ class StepGraph:
             waits.append(self._copy(CostLane.FETCH, "weights", block, own.fetch_bytes, [*ring, *home]))
         nbytes = problem.block_bytes[block] if own.load_bytes is None else own.load_bytes
         # The plan's time is that of the slowest hop; the link's own is what its lane is busy for.
-        seconds = min(problem.load_seconds[block], nbytes / self.hardware.onload_bytes_per_second)
-        seconds = seconds if own.fetch_bytes or own.gather_seconds else problem.load_seconds[block]
+        own_link = self.hardware.link_latency_seconds + nbytes / self.hardware.onload_bytes_per_second
+        seconds = problem.load_seconds[block]
+        if own.fetch_bytes or own.load_bytes is not None:
+            seconds = min(seconds, own_link)
         loaded = self._add(
             CostLane.ONLOAD, f"weights {block}", seconds, waits, dram_bytes=nbytes, nbytes=nbytes, block=block
         )
-        gathered = -1 if block in problem.residents else self._gathered(block, [loaded])
+        stays = block in problem.residents and not own.gathers_at_loads
+        gathered = -1 if stays else self._gathered(block, [loaded])
         self.arrival[block] = loaded if gathered < 0 else gathered
         if own.fetch_bytes:
             self.fetched.append(self.arrival[block])
@@ -257,15 +301,15 @@ class StepGraph:
         return self.compute[-1:]
 
     def _copy(self, lane: CostLane, what: str, block: int, nbytes: int, after: list[int]) -> int:
-        rates = {
-            CostLane.ONLOAD: self.hardware.onload_bytes_per_second,
-            CostLane.OFFLOAD: self.hardware.offload_bytes_per_second,
-            CostLane.FETCH: self.hardware.disk_read_bytes_per_second,
-            CostLane.SPILL: self.hardware.disk_write_bytes_per_second,
-        }
-        return self._add(
-            lane, f"{what} {block}", nbytes / rates[lane], after, dram_bytes=nbytes, nbytes=nbytes, block=block
-        )
+        hardware = self.hardware
+        latency, rate = {
+            CostLane.ONLOAD: (hardware.link_latency_seconds, hardware.onload_bytes_per_second),
+            CostLane.OFFLOAD: (hardware.link_latency_seconds, hardware.offload_bytes_per_second),
+            CostLane.FETCH: (hardware.disk_latency_seconds, hardware.disk_read_bytes_per_second),
+            CostLane.SPILL: (hardware.disk_latency_seconds, hardware.disk_write_bytes_per_second),
+        }[lane]
+        seconds = latency + nbytes / rate
+        return self._add(lane, f"{what} {block}", seconds, after, dram_bytes=nbytes, nbytes=nbytes, block=block)
 
     def _add(
         self,

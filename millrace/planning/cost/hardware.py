@@ -9,7 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Hardware"]
+__all__ = ["FABRIC", "NO_PEERS", "OVER_LINK", "PEERS", "Hardware"]
+
+# How the devices of a node reach each other: over links of their own (NVLink, Infinity Fabric), over each one's link to
+# the host (PCIe), or not at all: through host memory.
+FABRIC, OVER_LINK, NO_PEERS = "fabric", "pcie", "none"
+PEERS = (FABRIC, OVER_LINK, NO_PEERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +26,13 @@ class Hardware:
       both directions at once unless `duplex_share` is below 1 (the part of each that is left when both run).
     - `dram_bytes_per_second`: of the host, which copies, optimizer and disk share; `host_memory_bytes` of RAM.
     - `update_bytes_per_second`: DRAM traffic of the optimizer's update alone, on all its threads; 0: all of DRAM's.
+    - `dram_latency_seconds`, `link_latency_seconds`, `disk_latency_seconds`: that each transfer takes besides its bytes
+      over the rate; 0 when not known. Large blocks do not notice, small ones on hard disks do.
+    - `disk_duplex_share`: of the drives' rates, what is left of each while they are read and written at once.
     - `disk_...`: of all drives together; 0: no disk. `disk_endurance_bytes`: what may be written in their lives; 0 when
       not known.
-    - `collective_bytes_per_second`: each device's, to the others of the node; `node_bytes_per_second`: to other nodes.
+    - `peer`: how devices reach each other: "fabric", "pcie" or "none"; `collective_bytes_per_second`: each device's, to
+      the others of the node; `node_bytes_per_second`: of the whole node to other nodes, each way.
     - `sources`: field -> where the figure comes from.
     """
 
@@ -42,6 +51,11 @@ class Hardware:
     disk_read_bytes_per_second: float = 0.0
     disk_write_bytes_per_second: float = 0.0
     disk_endurance_bytes: int = 0
+    disk_duplex_share: float = 1.0
+    dram_latency_seconds: float = 0.0
+    link_latency_seconds: float = 0.0
+    disk_latency_seconds: float = 0.0
+    peer: str = NO_PEERS
     collective_bytes_per_second: float = 0.0
     node_bytes_per_second: float = 0.0
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -58,10 +72,28 @@ class Hardware:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"hardware {self.name!r}: {name} is {value}; it must be finite and above 0")
+        for name in (
+            "dram_latency_seconds",
+            "link_latency_seconds",
+            "disk_latency_seconds",
+            "collective_bytes_per_second",
+            "node_bytes_per_second",
+            "update_bytes_per_second",
+        ):
+            value = getattr(self, name)
+            if not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"hardware {self.name!r}: {name} is {value}; it must be finite and at least 0")
         if self.disk_bytes and not (self.disk_read_bytes_per_second > 0 and self.disk_write_bytes_per_second > 0):
             raise ValueError(
                 f"hardware {self.name!r} has {self.disk_bytes} bytes of disk, and no speed of it; give"
                 " disk_read_bytes_per_second and disk_write_bytes_per_second"
+            )
+        if self.peer not in PEERS:
+            raise ValueError(f"hardware {self.name!r}: peer is {self.peer!r}; give one of {', '.join(PEERS)}")
+        if self.peer == FABRIC and not self.collective_bytes_per_second:
+            raise ValueError(
+                f"hardware {self.name!r} has links among its devices, and no speed of them; give"
+                " collective_bytes_per_second"
             )
         if self.devices < 1:
             raise ValueError(f"hardware {self.name!r}: devices is {self.devices}; give at least 1")

@@ -26,6 +26,7 @@ class CostLane(Enum):
     FETCH = "fetch"
     SPILL = "spill"
     COLLECTIVE = "collective"  # among devices
+    NETWORK = "network"  # among nodes, from host memory to host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +54,31 @@ class Span:
     waited_for: int
 
 
-def run_lanes(tasks: Sequence[Task], *, dram_rate: float = 0.0, duplex_share: float = 1.0) -> list[Span]:
+def run_lanes(
+    tasks: Sequence[Task], *, dram_rate: float = 0.0, duplex_share: float = 1.0, disk_duplex_share: float = 1.0
+) -> list[Span]:
     """The spans of `tasks`, in their order; `dram_rate` in bytes per second (0: no limit).
+
+    `duplex_share`, `disk_duplex_share`: of each direction's speed, what is left while both run.
 
     Raises ValueError for a task that waits for itself or for a later one.
     """
     for index, task in enumerate(tasks):
         if task.after and not 0 <= min(task.after) <= max(task.after) < index:
             raise ValueError(f"task {index} ({task.name}) waits for {task.after}; give indices below its own")
-    return _Clock(tasks, dram_rate, duplex_share).run()
+    both_ways = ((CostLane.ONLOAD, CostLane.OFFLOAD, duplex_share), (CostLane.FETCH, CostLane.SPILL, disk_duplex_share))
+    return _Clock(tasks, dram_rate, both_ways).run()
 
 
 class _Clock:
     """The moment, what runs, and how much of it is left."""
 
-    def __init__(self, tasks: Sequence[Task], dram_rate: float, duplex_share: float) -> None:
+    def __init__(
+        self, tasks: Sequence[Task], dram_rate: float, both_ways: Sequence[tuple[CostLane, CostLane, float]]
+    ) -> None:
         self.tasks = tasks
         self.dram_rate = dram_rate
-        self.duplex_share = duplex_share
+        self.both_ways = both_ways
         self.now = 0.0
         self.queues: dict[CostLane, list[int]] = {lane: [] for lane in CostLane}
         for index, task in enumerate(tasks):
@@ -127,11 +135,10 @@ class _Clock:
         asked = {lane: self.tasks[i].dram_bytes / self.tasks[i].seconds for lane, i in self.running.items()}
         total = sum(asked.values())
         slow = self.dram_rate / total if 0 < self.dram_rate < total else 1.0
-        both = CostLane.ONLOAD in self.running and CostLane.OFFLOAD in self.running
-        speeds = {}
-        for lane in self.running:
-            link = self.duplex_share if both and lane in (CostLane.ONLOAD, CostLane.OFFLOAD) else 1.0
-            speeds[lane] = min(link, slow if asked[lane] else 1.0)
+        speeds = {lane: slow if asked[lane] else 1.0 for lane in self.running}
+        for there, back, share in self.both_ways:
+            if there in speeds and back in speeds:
+                speeds[there], speeds[back] = min(share, speeds[there]), min(share, speeds[back])
         return speeds
 
     def _span(self, index: int) -> Span:

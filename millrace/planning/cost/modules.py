@@ -71,6 +71,7 @@ def _block(name: str, parameters: list[_Counted]) -> BlockShape:
         input_elements=ends[0][0] if ends else 0,
         adapter_sizes=sum(wide + high for wide, high in ends),
         last_parameters=_count(matrices[-1]) if matrices else 0,
+        expert_parameters=sum(_count(size) for size, _, _, share in parameters if share < 1),
     )
 
 

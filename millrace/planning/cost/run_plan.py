@@ -16,7 +16,8 @@ from millrace.planning.cost.hardware import Hardware
 from millrace.planning.cost.lanes import CostLane
 from millrace.planning.cost.shape import ModelShape
 from millrace.planning.cost.tiers import Tiers
-from millrace.planning.cost.work import Method, Overlap, Spread, Work
+from millrace.planning.cost.wanted import Wanted
+from millrace.planning.cost.work import Method, Overlap, Spread, Training, Work
 
 __all__ = ["RunPlan", "plan_run"]
 
@@ -63,6 +64,49 @@ class RunPlan:
         return self.shortfall.method
 
     @property
+    def not_run(self) -> tuple[str, ...]:
+        """What of the plan millrace simulates and cannot run yet; empty: it runs."""
+        spread = self.spread
+        parts = [
+            f"{name} {degree}"
+            for name, degree in (
+                ("tensor degree", spread.tensor),
+                ("pipeline stages", spread.pipeline),
+                ("expert degree", spread.expert),
+            )
+            if degree > 1
+        ]
+        sharing = None if self.run is None else self.run.sharing
+        if sharing is not None:
+            helped = {one for one, of in ((sharing.gathered, sharing.loaded), (sharing.reduced, sharing.trained)) if of}
+            if helped - {0} and (sharing.gathered, sharing.reduced) != (sharing.loaded, sharing.trained):
+                parts += ["weights gathered among devices"] if sharing.gathered else []
+                parts += ["gradients summed among devices"] if sharing.reduced else []
+            parts += ["one copy on disk for several replicas"] if self.method.uses_disk else []
+        if spread.zero_stage and spread.data > 1:
+            parts.append(f"ZeRO stage {spread.zero_stage} of {spread.data} replicas")
+        if self.method.host_share < 1 and self.method.overlap is not Overlap.NONE:
+            parts.append(f"overlap={self.method.overlap.value!r} where the device has a share of the optimizer")
+        if self.work.training is Training.FULL and any(b.weight_bits < 16 and b.trainable for b in self.part.blocks):
+            parts.append("training weights of fewer than 16 bits (adapters beside them are trained)")
+        return tuple(parts)
+
+    @property
+    def latency_share(self) -> dict[str, float]:
+        """Lane of copies -> the share of its time that is latency and not bytes; small blocks make it large."""
+        if self.run is None:
+            return {}
+        step, hardware = self.run.step, self.hardware
+        link, disk = hardware.link_latency_seconds, hardware.disk_latency_seconds
+        latency = {CostLane.ONLOAD: link, CostLane.OFFLOAD: link, CostLane.FETCH: disk, CostLane.SPILL: disk}
+        shares = {}
+        for lane, seconds in latency.items():
+            mine = [s for task, s in zip(step.tasks, step.spans, strict=True) if task.lane is lane and task.nbytes]
+            busy = sum(span.end - span.begin for span in mine)
+            shares[lane.value] = seconds * len(mine) / busy if busy else 0.0
+        return shares
+
+    @property
     def step_seconds(self) -> float | None:
         return None if self.run is None else self.run.seconds
 
@@ -80,7 +124,7 @@ class RunPlan:
     @property
     def hiding_tokens(self) -> dict[str, float]:
         """Lane -> tokens from which it hides behind compute."""
-        return hiding_tokens(self.part, self.work, self.method, self.hardware)
+        return hiding_tokens(self.part, self.work, self.spread, self.method, self.hardware)
 
     @property
     def written_bytes(self) -> int:
@@ -130,6 +174,8 @@ class RunPlan:
             "fits": self.fits,
             "method": _plain(dataclasses.asdict(self.method)),
             "strategy": self.method.text(self.work.training),
+            "runnable": not self.not_run,
+            "not_run": list(self.not_run),
             "tiers": [
                 {"tier": held.place.value, "purpose": held.purpose, "bytes": held.nbytes} for held in self.tiers.held
             ],
@@ -141,6 +187,9 @@ class RunPlan:
             "floors_seconds": None if run is None else dataclasses.asdict(run.floors),
             "busy_seconds": None if run is None else {k.value: v for k, v in run.step.busy_seconds.items()},
             "moved_bytes": None if run is None else {k.value: v for k, v in run.step.moved_bytes.items()},
+            "in_use": None if run is None else run.in_use,
+            "sharing": None if run is None or run.sharing is None else dataclasses.asdict(run.sharing),
+            "latency_share": None if run is None else self.latency_share,
             "hiding_tokens": {lane: n if math.isfinite(n) else None for lane, n in self.hiding_tokens.items()},
             "written_bytes_per_step": self.written_bytes,
             "wear_steps": self.wear_steps,
@@ -166,16 +215,22 @@ def plan_run(
     *,
     overlap: Overlap = Overlap.NONE,
     disk: bool = True,
+    wanted: Wanted | None = None,
 ) -> RunPlan:
-    """The plan of `model` on `hardware`. Raises ValueError when the degrees do not go into the devices or layers."""
+    """The plan of `model` on `hardware`, by the fastest of all methods, or of those that are `wanted`.
+
+    Raises ValueError when the degrees do not go into the devices, layers or experts, or no method is as wanted.
+    """
     spread = spread or Spread()
     if spread.pipeline > model.layers:
         raise ValueError(f"pipeline={spread.pipeline} but {model.name} has {model.layers} layers; give at most that")
-    if spread.devices < hardware.devices:
-        # Devices that are not used share nothing.
-        hardware = replace(hardware, devices=spread.devices)
-    part = model.divided(spread.tensor, spread.pipeline)
-    considered = options(part, work, spread, hardware, overlap, disk)
+    if spread.devices % spread.nodes:
+        raise ValueError(f"nodes={spread.nodes} but {spread.devices} devices cannot be spread over so many evenly")
+    hardware = replace(hardware, devices=spread.devices // spread.nodes)  # those that are not used share nothing
+    if spread.expert > 1 and not model.expert_share:
+        raise ValueError(f"expert={spread.expert} but {model.name} has no experts that are known; leave it out")
+    part = model.divided(spread.tensor, spread.pipeline, spread.expert)
+    considered = options(part, work, spread, hardware, overlap, disk, wanted)
     run = best_run(part, work, spread, hardware, considered)
     return RunPlan(
         model=model,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from millrace.planning.cost.choose import NOT_RUN
 from millrace.planning.cost.forecast import Run
 from millrace.planning.cost.formulas import WEIGHTS_RATIO
 from millrace.planning.cost.lanes import CostLane
@@ -14,7 +15,19 @@ from millrace.planning.text import seconds_text
 __all__ = ["compare_text", "run_plan_text", "size_text"]
 
 _LINE = 72  # columns of the time line
+_NOTICED = 0.05  # of a lane's time: latency
 _SHOWN = 4  # stalls and helps
+_BOUND = 0.85  # of a step: what is in use for longer bounds it
+_USED = 0.1  # what is in use for less is not told
+_RESOURCES = {
+    "onload": "the link to the device",
+    "offload": "the link from the device",
+    "update": "the update on the host",
+    "fetch": "the disk (reading)",
+    "spill": "the disk (writing)",
+    "collective": "the links among devices",
+    "network": "the network",
+}
 
 
 def run_plan_text(plan: RunPlan) -> str:
@@ -42,6 +55,7 @@ def compare_text(plans: Sequence[tuple[str, RunPlan]]) -> str:
             rows.append((name, f"does not fit: {lacks}", "", "", "", *tiers))
         else:
             speed = f"{plan.tokens_per_second:,.0f}"
+            strategy += f" ({NOT_RUN})" if plan.not_run else ""
             rows.append((name, strategy, seconds_text(plan.run.seconds), speed, f"{plan.run.efficiency:.0%}", *tiers))
     return "\n".join(_columns(rows)) + "\n"
 
@@ -66,9 +80,16 @@ def _head(plan: RunPlan) -> list[str]:
     tokens = f"{batches}{work.batch_size} x {work.sequence_length:,} tokens"
     degrees = [
         f"{name} {degree}"
-        for name, degree in (("data", spread.data), ("tensor", spread.tensor), ("pipeline", spread.pipeline))
+        for name, degree in (
+            ("data", spread.data),
+            ("tensor", spread.tensor),
+            ("pipeline", spread.pipeline),
+            ("expert", spread.expert),
+        )
         if degree > 1
     ]
+    if spread.nodes > 1:
+        degrees.append(f"on {spread.nodes} nodes")
     if spread.zero_stage:
         degrees.append(f"ZeRO stage {spread.zero_stage}")
     over = f", {', '.join(degrees)}" if degrees else ""
@@ -83,11 +104,24 @@ def _head(plan: RunPlan) -> list[str]:
         lines.append("result    does not fit")
     else:
         lines.append(f"do        {plan.method.text(work.training)}")
+        lines += [f"copies    {plan.run.sharing.text()}"] if plan.run.sharing is not None else []
+        lines += [f"cannot    {NOT_RUN}, it is simulated: {', '.join(plan.not_run)}"] if plan.not_run else []
         lines.append(
             f"result    {seconds_text(plan.run.seconds)} a step, {plan.tokens_per_second:,.0f} tokens/s, "
             f"{plan.run.efficiency:.0%} of the speed of compute alone"
         )
+        lines.append(f"bound by  {_bound(plan.run)}")
     return lines
+
+
+def _bound(run: Run) -> str:
+    """What is in use for most of the step, and how much of it the others are."""
+    used = sorted(run.in_use.items(), key=lambda item: -item[1])
+    shares = [f"{_RESOURCES.get(name, name)} {share:.0%}" for name, share in used if share >= _USED]
+    if not shares or used[0][1] < _BOUND:
+        return f"nothing alone: of the step {', '.join(shares) or 'nothing takes a tenth'}"
+    others = f"; {', '.join(shares[1:])}" if shares[1:] else ""
+    return f"{shares[0]} of the step{others}"
 
 
 def _tiers(plan: RunPlan) -> list[str]:
@@ -116,6 +150,7 @@ def _lanes(run: Run) -> list[str]:
         CostLane.FETCH: "fetch_seconds",
         CostLane.SPILL: "spill_seconds",
         CostLane.COLLECTIVE: "collective_seconds",
+        CostLane.NETWORK: "network_seconds",
     }
     rows = [("lane", "busy", "of the step", "moved", "floor")]
     for lane, busy in run.step.busy_seconds.items():
@@ -154,6 +189,9 @@ def _closing(plan: RunPlan, run: Run) -> list[str]:
         lines.append(
             f"stall     {seconds_text(stall.seconds)}: {stall.name} waits for {stall.waited_for} ({stall.lane.value})"
         )
+    for lane, share in plan.latency_share.items():
+        if share > _NOTICED:
+            lines.append(f"latency   {share:.0%} of the {lane} lane's time, not bytes: larger blocks would help")
     for lane, tokens in plan.hiding_tokens.items():
         lines.append(f"hides     {lane} hides behind compute from {tokens:,.0f} tokens on")
     if plan.wear_steps is not None:

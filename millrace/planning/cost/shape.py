@@ -29,6 +29,7 @@ class BlockShape:
       of the block's input, which is all that recomputation keeps.
     - `adapter_sizes`: inputs and outputs of all linear layers together: an adapter of rank r has r times as many
       parameters.
+    - `expert_parameters`: of its parameters, those of routed experts; `experts_per_token`: how many a token goes to.
     - `last_parameters`: of its last matrix, which recomputation leaves out: backward needs nothing behind it.
     """
 
@@ -43,6 +44,17 @@ class BlockShape:
     input_elements: int = 0
     adapter_sizes: int = 0
     last_parameters: int = 0
+    expert_parameters: int = 0
+    experts_per_token: int = 1
+
+    @property
+    def trained_experts(self) -> float:
+        """The share of trained parameters that is of experts: none where adapters are trained, which experts lack."""
+        return self.expert_share if self.trainable == self.parameters else 0.0
+
+    @property
+    def expert_share(self) -> float:
+        return self.expert_parameters / self.parameters if self.parameters else 0.0
 
     @property
     def weight_bytes(self) -> int:
@@ -100,6 +112,14 @@ class ModelShape:
         return sum(block.weight_bytes for block in self.blocks)
 
     @property
+    def expert_share(self) -> float:
+        return sum(block.expert_parameters for block in self.blocks) / max(1, self.parameters)
+
+    @property
+    def trained_experts(self) -> float:
+        return sum(block.trained_experts * block.trainable for block in self.blocks) / max(1, self.trainable)
+
+    @property
     def layers(self) -> int:
         return sum(block.kind is BlockKind.LAYER for block in self.blocks)
 
@@ -126,15 +146,21 @@ class ModelShape:
             raise ValueError(f"weight_bits={bits}; give a number of bits above 0 and up to 32")
         return self._each(lambda block: replace(block, weight_bits=bits) if block.kind is BlockKind.LAYER else block)
 
-    def divided(self, tensor: int, pipeline: int) -> ModelShape:
-        """What one device holds and computes when each layer is cut `tensor` ways and the layers `pipeline` ways."""
+    def divided(self, tensor: int, pipeline: int, expert: int = 1) -> ModelShape:
+        """What one device holds and computes: layers cut `tensor` ways, in `pipeline` stages, experts `expert` ways.
+
+        Its tokens meet as many experts as before, wherever these are, and it computes as much for others.
+        """
 
         def cut(block: BlockShape) -> BlockShape:
+            elsewhere = block.expert_parameters - -(-block.expert_parameters // expert)
+            trained = block.trainable - (elsewhere if block.trainable == block.parameters else 0)
             return replace(
                 block,
-                parameters=-(-block.parameters // tensor),
+                parameters=-(-(block.parameters - elsewhere) // tensor),
                 active_parameters=-(-block.active_parameters // tensor),
-                trainable=-(-block.trainable // tensor),
+                trainable=-(-trained // tensor),
+                expert_parameters=(block.expert_parameters - elsewhere) // tensor,
                 context_flops=block.context_flops / tensor,
                 last_parameters=block.last_parameters // tensor,
                 saved_elements=block.saved_elements / tensor,

@@ -34,11 +34,17 @@ class Stall:
 
 @dataclass(frozen=True, kw_only=True)
 class StepForecast:
-    """One settled step: seconds, and what ran when (`tasks` and `spans` beside each other, from the step's begin)."""
+    """One settled step: seconds, and what ran when (`tasks` and `spans` beside each other, from the step's begin).
+
+    `alone_seconds`: of each lane's tasks, without what they wait for host memory while they run; `dram_seconds`: of all
+    that passes through host memory.
+    """
 
     seconds: float
     compute_seconds: float
     busy_seconds: dict[CostLane, float]
+    alone_seconds: dict[CostLane, float]
+    dram_seconds: float
     moved_bytes: dict[CostLane, int]
     stalls: tuple[Stall, ...]
     tasks: tuple[Task, ...]
@@ -74,11 +80,17 @@ def forecast_step(
     graph.visit_collectives = visit_collectives or (0.0,) * len(plan.problem.visits)
     turns = len(plan.cycles)
     ends = [graph.step(cycle) for cycle in range(turns * _SETTLED + turns)]
-    spans = run_lanes(graph.tasks, dram_rate=hardware.dram_bytes_per_second, duplex_share=hardware.duplex_share)
+    spans = run_lanes(
+        graph.tasks,
+        dram_rate=hardware.dram_bytes_per_second,
+        duplex_share=hardware.duplex_share,
+        disk_duplex_share=hardware.disk_duplex_share,
+    )
     begin = spans[ends[turns * _SETTLED - 1]].end
     seconds = (spans[ends[-1]].end - begin) / turns
     last = slice(ends[turns * _SETTLED - 1] + 1, ends[-1] + 1)  # not what is loaded already for the step after it
-    return _summary(graph.tasks[last], spans[last], spans, graph.tasks, begin, seconds, turns)
+    rate = hardware.dram_bytes_per_second
+    return _summary(graph.tasks[last], spans[last], spans, graph.tasks, begin, seconds, turns, rate)
 
 
 def _summary(
@@ -89,12 +101,15 @@ def _summary(
     begin: float,
     seconds: float,
     turns: int,
+    dram_rate: float,
 ) -> StepForecast:
     busy = dict.fromkeys(CostLane, 0.0)
+    alone = dict.fromkeys(CostLane, 0.0)
     moved = dict.fromkeys(CostLane, 0)
     stalls, last_end, visit = [], begin, 0
     for task, span in zip(tasks, spans, strict=True):
         busy[task.lane] += (span.end - span.begin) / turns
+        alone[task.lane] += task.seconds / turns
         moved[task.lane] += task.nbytes
         if task.lane is CostLane.COMPUTE:
             waited = span.begin - last_end
@@ -110,6 +125,8 @@ def _summary(
         seconds=seconds,
         compute_seconds=compute,
         busy_seconds=busy,
+        alone_seconds=alone,
+        dram_seconds=sum(task.dram_bytes for task in tasks) / dram_rate / turns,
         moved_bytes={lane: nbytes // turns for lane, nbytes in moved.items()},
         stalls=tuple(stalls),
         tasks=tuple(tasks),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from millrace.planning.cost.hardware import Hardware
 from millrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
+from millrace.planning.cost.sharing import crossing_of
 from millrace.planning.cost.work import Activations, Method, Overlap, Place, Spread, Training, Work
 
 __all__ = ["DEVICE_RESERVE", "HOST_RESERVE", "Held", "Tiers", "activation_bytes", "leaving_layers", "tiers_of"]
@@ -103,21 +104,23 @@ def tiers_of(
     hardware: Hardware,
     streaming_bytes: int | None = None,
 ) -> Tiers:
-    """What one device holds of `shape`, which is its own part (`ModelShape.divided`).
+    """What one device holds of `shape`, which is its own part (`ModelShape.divided`), and its range of a shared copy.
 
     `streaming_bytes`: for blocks that come and go, as `millrace.offload(device_memory=...)` takes it; None: what is
     left.
     """
     blocks = shape.blocks
-    weights = shape.weight_bytes // spread.weight_shards
+    weights = int(spread.divided(shape.weight_bytes, 3, shape.expert_share))
+    on_host = _of_copy(weights, spread, method, work, shape.expert_share)
     adapters = 2 * shape.trainable if work.training is Training.ADAPTER else 0
-    gradients = work.gradient_bytes * shape.trainable // spread.gradient_shards
-    state = round((work.master_bytes + work.state_bytes) * shape.trainable / spread.state_shards)
+    trained = shape.trained_experts
+    gradients = int(spread.divided(work.gradient_bytes * shape.trainable, 2, trained))
+    state = round(spread.divided((work.master_bytes + work.state_bytes) * shape.trainable, 1, trained))
     gradient_blocks = _neighbours([work.gradient_bytes * b.trainable for b in blocks])
-    on_device, on_host = activation_bytes(shape, work, method, hardware)
-    held = [Held(place=Place.DEVICE, purpose="activations", nbytes=on_device)]
-    if on_host:
-        held.append(Held(place=Place.HOST, purpose="activations", nbytes=on_host))
+    kept, offloaded = activation_bytes(shape, work, method, hardware)
+    held = [Held(place=Place.DEVICE, purpose="activations", nbytes=kept)]
+    if offloaded:
+        held.append(Held(place=Place.HOST, purpose="activations", nbytes=offloaded))
     if method.activations is Activations.SPILLED:
         layers = (block for block in shape.blocks if block.kind is BlockKind.LAYER)
         spilled = round(sum(block.activation_bytes(work.tokens) for block in layers))
@@ -125,20 +128,26 @@ def tiers_of(
     capacity = _capacity(hardware)
     if work.training is not Training.NONE:
         held += _training(work, method, gradients, state, min(gradients, gradient_blocks), shape, spread)
+        crossings = (crossing_of(block, work, spread, method, hardware) for block in blocks)
+        if any(crossing is not None and crossing.sum_bytes for crossing in crossings):
+            # Each device's own, until they are added up.
+            own = round(method.host_share * min(gradients, gradient_blocks))
+            held.append(Held(place=Place.HOST, purpose="gradients to be summed", nbytes=own))
     if adapters:
         held.append(Held(place=Place.DEVICE, purpose="adapters", nbytes=adapters))
     home = work.training is not Training.NONE and method.state is not Place.DEVICE
     if method.weights is Place.DEVICE:
         held.append(Held(place=Place.DEVICE, purpose="weights", nbytes=weights))
         if spread.weight_shards > 1:
-            others = _largest((b.weight_bytes - b.weight_bytes // spread.weight_shards for b in blocks), _GATHERED)
+            others = _largest((b.weight_bytes - _own_weights(b, spread) for b in blocks), _GATHERED)
             held.append(Held(place=Place.DEVICE, purpose="gathered weights", nbytes=others))
         if home and not adapters:
-            held.append(Held(place=Place.HOST, purpose="weights", nbytes=weights))
+            held.append(Held(place=Place.HOST, purpose="weights", nbytes=round(method.host_share * on_host)))
         return Tiers(held=tuple(held), capacity=capacity, streaming_bytes=0)
-    held.append(Held(place=method.weights, purpose="weights", nbytes=weights))
+    held.append(Held(place=method.weights, purpose="weights", nbytes=on_host))
     if method.weights is Place.DISK:
-        staged = _largest((b.weight_bytes // spread.weight_shards for b in blocks), _STAGED)
+        own_blocks = (_of_copy(_own_weights(b, spread), spread, method, work, b.expert_share) for b in blocks)
+        staged = _largest(own_blocks, _STAGED)
         held.append(Held(place=Place.HOST, purpose="staging", nbytes=staged))
     used = sum(item.nbytes for item in held if item.place is Place.DEVICE)
     least = _least(shape)
@@ -164,15 +173,44 @@ def _training(
         return
     # Memory for all of them is made before the first backward: where there is a disk and no room, there.
     on_disk = method.overlap is Overlap.BACKWARD and work.micro_batches == 1 and method.uses_disk
-    yield Held(place=Place.DEVICE, purpose="gradients", nbytes=gradient_blocks)
+    share = method.host_share
+    if share < 1:
+        # Parameters of which the device updates a part keep their gradients there until the step.
+        yield Held(place=Place.DEVICE, purpose="gradients", nbytes=gradients)
+        yield Held(place=Place.DEVICE, purpose="master and state", nbytes=round((1 - share) * state))
+        gradients, state = round(share * gradients), round(share * state)
+    else:
+        yield Held(place=Place.DEVICE, purpose="gradients", nbytes=gradient_blocks)
+    trained = shape.trained_experts
+    gradients, gradient_blocks, state = (
+        _of_copy(nbytes, spread, method, work, trained) for nbytes in (gradients, gradient_blocks, state)
+    )
     yield Held(place=Place.HOST, purpose="gradients", nbytes=gradient_blocks if on_disk else gradients)
     if on_disk:
         yield Held(place=Place.DISK, purpose="gradients", nbytes=gradients)
     yield Held(place=method.state, purpose="master and state", nbytes=state)
     if method.state is Place.DISK:
         per = work.master_bytes + work.state_bytes
-        staged = _largest((round(per * block.trainable / spread.state_shards) for block in shape.blocks), _STAGED)
-        yield Held(place=Place.HOST, purpose="staging", nbytes=min(state, staged))
+        own = (
+            _of_copy(
+                spread.divided(per * block.trainable, 1, block.trained_experts),
+                spread,
+                method,
+                work,
+                block.trained_experts,
+            )
+            for block in shape.blocks
+        )
+        yield Held(place=Place.HOST, purpose="staging", nbytes=min(state, _largest(own, _STAGED)))
+
+
+def _of_copy(nbytes: float, spread: Spread, method: Method, work: Work, experts: float) -> int:
+    """A device's range of what is on the host, or on disk, once for each node."""
+    return round(spread.range_of(nbytes, experts) if spread.shares(method, work.training) else nbytes)
+
+
+def _own_weights(block: BlockShape, spread: Spread) -> int:
+    return int(spread.divided(block.weight_bytes, 3, block.expert_share))
 
 
 def _least(shape: ModelShape) -> int:

@@ -21,5 +21,12 @@ class BlockTraffic:
     activations_spill: bool = False  # from there to disk, and back
     load_bytes: int | None = None  # that cross the own link at a load: a shard; None: the whole block
     gather_seconds: float = 0.0  # the other shards, from other devices: behind each load, or before each visit
+    gathers_at_loads: bool = False  # also of blocks that stay on the device otherwise
     reduce_seconds: float = 0.0  # of gradients across devices, when the block's backward is over
+    reduces_always: bool = False  # in each micro-batch, not in the last alone
+    over_link: bool = False  # what devices send each other passes over each one's link to the host
+    sum_bytes: float = 0.0  # DRAM traffic of adding up the gradients of several devices, each time they have left
+    network_seconds: float = 0.0  # of the sum over nodes, once a step
+    network_bytes: int = 0
+    network_dram_bytes: float = 0.0
     pass_on_seconds: float = 0.0  # of updated weights to other devices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -84,52 +85,102 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Parallel degrees: `tensor` ways each layer, `pipeline` ways the layers, `data` replicas with a ZeRO stage."""
+    """Parallel degrees: `tensor` ways each layer, `pipeline` ways the layers, `data` replicas with a ZeRO stage.
+
+    `expert` of the replicas share the experts of a layer, each with some of them whole; tokens go to where theirs are.
+    On `nodes` equal nodes: those of a tensor degree are next to each other, then replicas, then stages.
+    """
 
     data: int = 1
     tensor: int = 1
     pipeline: int = 1
     zero_stage: int = 0
+    expert: int = 1
+    nodes: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("data", "tensor", "pipeline"):
+        for name in ("data", "tensor", "pipeline", "expert", "nodes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; give at least 1")
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage={self.zero_stage}; ZeRO has the stages 0 to 3")
+        if self.data % self.expert:
+            raise ValueError(
+                f"expert={self.expert} but there are {self.data} replicas (devices over tensor times pipeline); give a"
+                " degree that divides them"
+            )
 
     @property
     def devices(self) -> int:
         return self.data * self.tensor * self.pipeline
 
     @property
+    def ranks(self) -> int:
+        """Replicas within one node: they have the same part of the model."""
+        return math.gcd(self.data, max(1, self.devices // self.nodes // self.tensor))
+
+    def shares(self, method: Method, training: Training) -> bool:
+        """Whether replicas have a copy on the host, which those of a node share."""
+        on_host = method.streamed or (training is not Training.NONE and method.state is not Place.DEVICE)
+        return self.data > 1 and not self.zero_stage and on_host
+
+    def range_of(self, amount: float, experts: float = 0.0) -> float:
+        """What one of the replicas that share a copy loads, adds up or updates of `amount`: experts are of fewer."""
+        return amount * (1 - experts) / self.ranks + amount * experts / max(1, self.ranks // self.expert)
+
+    def between_nodes(self, amount: float, experts: float = 0.0) -> float:
+        """What one of them sends of its range to other nodes in half of an all-reduce."""
+        among, having = self.data // self.ranks, max(1, self.ranks // self.expert)
+        with_experts = max(1, self.data // self.expert // having)
+        plain = amount * (1 - experts) / self.ranks * (among - 1) / among
+        return plain + amount * experts / having * (with_experts - 1) / with_experts
+
+    @property
     def weight_shards(self) -> int:
         return self.data if self.zero_stage >= 3 else 1
 
-    @property
-    def gradient_shards(self) -> int:
-        return self.data if self.zero_stage >= 2 else 1
+    def divided(self, amount: float, stage: int, experts: float = 0.0) -> float:
+        """A replica's own of what ZeRO divides from `stage` on: 1 master and state, 2 gradients, 3 weights.
 
-    @property
-    def state_shards(self) -> int:
-        return self.data if self.zero_stage >= 1 else 1
+        `experts`: the share of `amount` that is of experts, which only data / expert replicas have in common.
+        """
+        shards = self.data if self.zero_stage >= stage else 1
+        if shards == 1 or self.expert == 1:
+            return amount / shards
+        return amount * (1 - experts) / shards + amount * experts / (shards // self.expert)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """A way to hold a run: where weights and optimizer state rest, and what becomes of activations.
 
-    Weights that rest on the device stay there; others visit it block by block.
+    Weights that rest on the device stay there; others visit it block by block. `host_share`: of the optimizer, where
+    its state is not on the device; the rest of the state is on the device, which updates it.
     """
 
     weights: Place
     state: Place
     activations: Activations
     overlap: Overlap = Overlap.NONE
+    host_share: float = 1.0
+
+    @property
+    def device_share(self) -> float:
+        """Of the optimizer, what the device updates."""
+        return 1.0 if self.state is Place.DEVICE else 1.0 - self.host_share
 
     @property
     def streamed(self) -> bool:
         return self.weights is not Place.DEVICE
+
+    @property
+    def crossing_share(self) -> float:
+        """Of weights that stay on the device, those that the host updates come anew."""
+        return 1.0 if self.streamed else self.host_share
+
+    def sent_in(self, work: Work) -> int:
+        """Micro-batches over which gradients that the device adds up leave once; 1: each micro-batch's leave."""
+        return work.micro_batches if self.host_share < 1 else 1
 
     @property
     def uses_disk(self) -> bool:
@@ -141,7 +192,8 @@ class Method:
         if self.streamed:
             parts.append("weights streamed from " + ("disk" if self.weights is Place.DISK else "host memory"))
         if training is not Training.NONE and self.state is not Place.DEVICE:
-            parts.append("optimizer on the host" + (", its state on disk" if self.state is Place.DISK else ""))
+            share = "" if self.host_share == 1 else f"{self.host_share:.0%} of the "
+            parts.append(f"{share}optimizer on the host" + (", its state on disk" if self.state is Place.DISK else ""))
         if training is not Training.NONE and self.activations is not Activations.KEPT:
             parts.append(f"activations {self.activations.value}")
         return "; ".join(parts) or "everything on the device: no offloading"

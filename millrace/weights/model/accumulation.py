@@ -12,7 +12,7 @@ from torch import nn
 
 from millrace.runtime.autograd import runs_in_backward, without_overrides, without_transforms
 
-__all__ = ["accumulate_as_autograd", "is_accumulated_itself", "node_is_kept"]
+__all__ = ["accumulate", "accumulate_as_autograd", "is_accumulated_itself", "late_hooks", "node_is_kept"]
 
 _MARK = "millrace"
 
@@ -81,3 +81,20 @@ def _node_of(parameter: nn.Parameter) -> Any:
     with torch.enable_grad(), without_overrides():
         grad_fn: Any = torch.Tensor.view_as(parameter, parameter).grad_fn
         return grad_fn.next_functions[0][0]
+
+
+def accumulate(home: nn.Parameter, gradient: torch.Tensor) -> None:
+    """What autograd does with a gradient that reaches a leaf: it is set or added."""
+    if home.grad is None:
+        if gradient.dtype != home.grad_dtype:
+            home.grad_dtype = gradient.dtype
+        home.grad = gradient
+    elif gradient.layout == torch.strided != home.grad.layout:
+        home.grad = gradient + home.grad  # dense and sparse
+    else:
+        home.grad.add_(gradient)
+
+
+def late_hooks(home: nn.Parameter) -> list[Any]:
+    """The user's own, that fire when a gradient has been accumulated."""
+    return list((getattr(home, "_post_accumulate_grad_hooks", None) or {}).values())

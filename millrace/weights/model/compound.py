@@ -1,16 +1,13 @@
 """Which weights are not one plain tensor? Those of quantisers: a class of their own around plain ones, which travel.
 
-A wrapper subclass tells of which tensors it is made (`__tensor_flatten__`, as torchao's). A Parameter of a class
-of its own is its data, and the tensors in its attributes (bitsandbytes' quantisation state, the type of a GGUF weight).
-The user's object stays what it is, but for the memory of its tensors, its *parts*. What computes in its place is
-another of its kind, around the leaves of the parts.
+The user's object stays what it is, but for the memory of its tensors, its *parts* (anatomy.py). What computes in its
+place is another of its kind, around the leaves of the parts.
 """
 
-import copy
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from functools import partial
+from collections.abc import Iterable, Mapping
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,15 +16,14 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from millrace.errors import LayoutError, StateError
-from millrace.runtime.autograd import data_of, is_wrapper, make_subclass, without_overrides
+from millrace.runtime.autograd import data_of, make_subclass, without_overrides
 from millrace.runtime.pending import OWNER
-from millrace.weights.model.data_parallel import ADVICE
+from millrace.weights.model.anatomy import OWN_DATA, Attributes, parts_of, rebuilt
 from millrace.weights.model.home import GONE, AwayLeaf, Home, Leaf, Part, WatchedBuffer, owner_of, raw_data
 
 __all__ = ["AwayCompound", "Compound", "TravellingBuffer", "compound_of", "is_compound", "outer_of"]
 
 _VIEWS = frozenset(("t", "view", "detach"))
-_OWN_DATA = "data"  # the name of the part that is the Parameter itself
 _PLAIN = frozenset((torch.Tensor, nn.Parameter, Home, Leaf, AwayLeaf, Part))
 _known: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # the compound of each weight, weakly, and of each leaf
 
@@ -38,13 +34,14 @@ class Compound:
     def __init__(self, name: str, outer: torch.Tensor) -> None:
         self.name = name
         self.outer = outer
-        self.parts: dict[str, Any] = {path: Part.of(part) for path, part in _parts_of(outer)}  # homes, once it travels
+        self.parts: dict[str, Any] = {path: Part.of(part) for path, part in parts_of(outer)}  # homes, once it travels
         self.leaf: Any = None
         self._leaves: dict[str, Leaf] = {}
         self._kind = type(outer)
         self._away = _away_kind(self._kind)
         self.own_references = 0  # of leaves of its parts by itself, and of its leaf where it is counted
         self._views: list[weakref.ref[LeafView]] = []  # of its leaf, that somebody has
+        self._attributes: Attributes  # of the user's object, for which the leaf was made
         self._seen_version = version_of(outer)
         _known[outer] = weakref.ref(self)
 
@@ -56,7 +53,11 @@ class Compound:
     @property
     def own_views(self) -> int:
         """How many tensors of its own lie in the block's buffer, beside the leaves of its parts."""
-        return 1 + len(self._kept_views()) if _OWN_DATA in self.parts else 0
+        return 1 + len(self._kept_views()) if OWN_DATA in self.parts else 0
+
+    def part_name(self, path: str) -> str:
+        """What a part is called in a block."""
+        return f"{self.name}.{path}"
 
     def make_leaf(self, leaves: Mapping[str, Leaf]) -> None:
         """The leaf, around those of the parts, by their names."""
@@ -64,12 +65,13 @@ class Compound:
         before = _references(leaves.values())
         with without_overrides(), torch.no_grad():
             self._leaves = dict(leaves)
-            self.leaf = _rebuilt(self.outer, self._leaves)
-            self.leaf.__class__ = self._away
-        if _OWN_DATA in self.parts:
-            viewed = torch.compiler.disable(_viewed)  # whose views are no business of a graph's
-            self.leaf.t = partial(viewed, weakref.ref(self), "t")
-            self.leaf.view = partial(viewed, weakref.ref(self), "view")
+            self.leaf = rebuilt(self.outer, self._leaves)
+            self._attributes = Attributes(self.outer)
+            if any(type(leaf) is AwayLeaf for leaf in leaves.values()):
+                self.leaf.__class__ = self._away
+        if OWN_DATA in self.parts:
+            self.leaf.t = partial(_viewed, weakref.ref(self), "t")
+            self.leaf.view = partial(_viewed, weakref.ref(self), "view")
         self.own_references = 2 + _references(leaves.values()) - before
         _known[self.leaf] = weakref.ref(self)
 
@@ -87,16 +89,14 @@ class Compound:
         Raises LayoutError for such of another shape or dtype.
         """
         with without_overrides():
-            now = dict(_parts_of(self.outer))
-            if now.keys() != self.parts.keys():
-                raise LayoutError(self._changed(f"a {self._kind.__name__} made of {', '.join(now)}"))
-            replaced = {path: part for path, part in now.items() if part is not self.parts[path].tensor}
-            if replaced:
-                self._adopt_parts(replaced)
-            for path, part in now.items():
-                home = self.parts[path]
-                if home.leads and part.data_ptr() != home.data_ptr():
-                    home.data = data_of.__get__(part)
+            if self._attributes.changed():  # asked at every visit
+                now = dict(parts_of(self.outer))
+                if now.keys() != self.parts.keys():
+                    raise LayoutError(self._changed(f"a {self._kind.__name__} made of {', '.join(now)}"))
+                self._adopt_parts({path: part for path, part in now.items() if part is not self.parts[path].tensor})
+            for home in self.parts.values():
+                if home.leads and home.tensor.data_ptr() != home.data_ptr():
+                    home.data = data_of.__get__(home.tensor)
 
     def _changed(self, now: str) -> str:
         return (
@@ -108,7 +108,7 @@ class Compound:
         """The user put another weight in its place, which is it from now on; False where that is not for us to say."""
         if not isinstance(weight, nn.Parameter) or compound_of(weight) is not None:
             return False  # of functional_call, or one that is tied now
-        parts = dict(_parts_of(weight)) if is_compound(weight) else {}
+        parts = dict(parts_of(weight)) if is_compound(weight) else {}
         if type(weight) is not self._kind or parts.keys() != self.parts.keys():
             raise LayoutError(self._changed(f"a {type(weight).__name__}"))
         _known.pop(self.outer, None)
@@ -125,6 +125,14 @@ class Compound:
             self.parts[path] = owner.home
         self.make_leaf(self._leaves)
 
+    def undo_rewrites(self) -> None:
+        """A visit ends in which the module may have put other data into the leaf: each visit begins with what travels.
+
+        bitsandbytes does so on CPUs with AVX512-BF16, in calls without gradients, to lay out weights for its kernel.
+        """
+        if OWN_DATA in self.parts and raw_data(self.leaf).data_ptr() != raw_data(self._leaves[OWN_DATA]).data_ptr():
+            self.make_leaf(self._leaves)
+
     def leaf_is(self, *, present: bool) -> None:
         """Whether the memory of its parts is on the device; else whoever still holds the leaf gets it brought."""
         self.leaf.__class__ = self._kind if present else self._away
@@ -133,8 +141,8 @@ class Compound:
 
     def follow(self) -> None:
         """The leaves of the parts were pointed elsewhere."""
-        if _OWN_DATA in self.parts:
-            data = raw_data(self._leaves[_OWN_DATA])
+        if OWN_DATA in self.parts:
+            data = raw_data(self._leaves[OWN_DATA])
             data_of.__set__(self.leaf, data)
             for view in self._kept_views():
                 view.follow(data)
@@ -144,7 +152,7 @@ class Compound:
 
         For bitsandbytes, which keeps such from forward to backward where no hook of autograd's sees it.
         """
-        made = LeafView.of(data, raw_data(self._leaves[_OWN_DATA]))
+        made = LeafView.of(data, raw_data(self._leaves[OWN_DATA]))
         made.compound = self
         if isinstance(self.leaf, AwayCompound):
             made.__class__ = _away_kind(LeafView)
@@ -191,11 +199,15 @@ class TravellingBuffer(Compound):
     def __init__(self, name: str, buffer: torch.Tensor) -> None:
         self.name = name
         self.outer = buffer
-        self.parts = {_OWN_DATA: Part.of(buffer)}
+        self.parts = {OWN_DATA: Part.of(buffer)}
         self.own_references = 2  # `leaf` and `_leaves`
         self._kind = type(buffer)
         self._seen_version = version_of(buffer)
         _known[buffer] = weakref.ref(self)
+
+    def part_name(self, path: str) -> str:
+        """As in Compound: it is its one part."""
+        return self.name
 
     own_views = 0
     references = 0  # which are counted as of its part's leaf
@@ -203,7 +215,7 @@ class TravellingBuffer(Compound):
     def make_leaf(self, leaves: Mapping[str, Leaf]) -> None:
         """As in Compound. From now on writes through the buffer's `data` are noticed."""
         self._leaves = dict(leaves)
-        self.leaf = leaves[_OWN_DATA]
+        self.leaf = leaves[OWN_DATA]
         self.outer.__class__ = WatchedBuffer
         self.outer.__dict__[OWNER] = self.owner
 
@@ -213,9 +225,12 @@ class TravellingBuffer(Compound):
     def follow(self) -> None:
         """There is nothing else to point."""
 
+    def undo_rewrites(self) -> None:
+        """Its leaf is a plain one, of which that is seen elsewhere."""
+
     def catch_up(self) -> None:
         """As in Compound, of `buffer.set_(t)` and `buffer.resize_(n)`."""
-        home = self.parts[_OWN_DATA]
+        home = self.parts[OWN_DATA]
         with without_overrides():
             if self.outer.data_ptr() != home.data_ptr() or self.outer.shape != home.shape:
                 home.data = data_of.__get__(self.outer)
@@ -296,105 +311,20 @@ def outer_of(tensor: Any) -> Any:
     return tensor if compound is None else compound.outer
 
 
-def _parts_of(tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The plain tensors that a weight is made of, each with its name in it. LayoutError: it cannot be told."""
-    if type(tensor).__name__ == "DTensor":
-        raise LayoutError(f"it is a DTensor: {ADVICE}")
-    if is_wrapper(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            inner = getattr(tensor, name)
-            if type(inner) in (torch.Tensor, nn.Parameter):
-                yield name, inner
-            else:
-                yield from ((f"{name}.{path}", part) for path, part in _parts_of(inner))
-        return
-    with without_overrides():
-        plain = isinstance(tensor, nn.Parameter) and type(tensor.detach()) is torch.Tensor
-    if not plain or tensor.layout != torch.strided:
-        raise LayoutError(f"it is a {type(tensor).__name__}, and PyTorch cannot say of which tensors that is made")
-    yield _OWN_DATA, tensor
-    yield from _attributes(tensor)
-
-
-def _attributes(holder: Any, around: tuple[Any, ...] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in the attributes of an object, and of the objects in these; not of those that it is itself in."""
-    for name, value in _fields(holder).items():
-        if type(value) in (torch.Tensor, nn.Parameter):
-            yield name, value
-        elif _may_hold_tensors(value) and not any(value is other for other in around):
-            yield from ((f"{name}.{path}", part) for path, part in _attributes(value, (*around, holder)))
-
-
-def _fields(holder: Any) -> dict[str, Any]:
-    slots = [name for kind in type(holder).__mro__ for name in _slots(kind) if hasattr(holder, name)]
-    names = [*getattr(holder, "__dict__", {}), *slots]
-    return {name: getattr(holder, name) for name in names if not name.startswith("_")}
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def _may_hold_tensors(value: Any) -> bool:
-    plain = isinstance(value, type | nn.Module | torch.Tensor | Callable)
-    return not plain and (hasattr(value, "__dict__") or any(map(_slots, type(value).__mro__)))
-
-
-def _rebuilt(tensor: Any, leaves: Mapping[str, torch.Tensor]) -> Any:
-    """Another of its kind, around these parts."""
-    made: Any
-    if is_wrapper(tensor):
-        names, context = tensor.__tensor_flatten__()
-        inner = {
-            name: leaves[name] if name in leaves else _rebuilt(getattr(tensor, name), _below(leaves, name))
-            for name in names
-        }
-        made = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
-        for name, value in vars(tensor).items():  # what a class keeps beside: `_is_param`
-            made.__dict__.setdefault(name, value)
-        return made
-    made = make_subclass(type(tensor), leaves[_OWN_DATA], False)
-    made.__dict__.update(vars(tensor))
-    _put_parts(tensor, made, leaves)
-    return made
-
-
-def _put_parts(holder: Any, made: Any, leaves: Mapping[str, torch.Tensor]) -> None:
-    """`made`, which is like `holder`, gets copies of the objects that hold parts, with these in them."""
-    for name, value in _fields(holder).items():
-        if name in leaves and name != _OWN_DATA:
-            setattr(made, name, leaves[name])
-        elif below := _below(leaves, name):
-            copied = copy.copy(value)
-            _put_parts(value, copied, below)
-            setattr(made, name, copied)
-        elif name not in getattr(made, "__dict__", {}):
-            setattr(made, name, value)
-
-
-def _below(leaves: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
-    return {path[len(name) + 1 :]: leaf for path, leaf in leaves.items() if path.startswith(f"{name}.")}
-
-
 def _viewed(compound: "weakref.ref[Compound]", name: str, *args: Any) -> torch.Tensor:
     """`leaf.t()`, `leaf.view(...)`"""
     known = compound()
     if known is None:
         raise StateError(GONE)
     with without_overrides():
-        return known.view(getattr(torch.Tensor, name)(known.leaf, *args))
+        viewed = getattr(torch.Tensor, name)(known.leaf, *args)
+        return viewed if torch.compiler.is_compiling() else known.view(viewed)  # whose graphs keep nothing unseen
 
 
 def _references(leaves: Iterable[Leaf]) -> int:
     return sum(sys.getrefcount(leaf) for leaf in leaves)
 
 
-_away_kinds: MutableMapping[type, type] = weakref.WeakKeyDictionary()
-
-
+@cache
 def _away_kind(kind: type) -> type:
-    if kind not in _away_kinds:
-        _away_kinds[kind] = type(f"Away{kind.__name__}", (AwayCompound, kind), {})
-    return _away_kinds[kind]
+    return type(f"Away{kind.__name__}", (AwayCompound, kind), {})

@@ -1,4 +1,4 @@
-"""Who averages gradients between ranks? The user's own loop: wrappers around offloaded weights never see gradients.
+"""Who averages gradients between ranks? millrace, with `mesh`: wrappers around offloaded weights never see gradients.
 
 DistributedDataParallel waits for the gradients of the parameters that it was given. Those of an offloaded model are
 homes, and autograd accumulates into leaves: nothing would be averaged, and every rank would train a model of its own.
@@ -13,18 +13,23 @@ from torch import nn
 from millrace.errors import StateError
 from millrace.weights.model.home import Home
 
-__all__ = ["ADVICE", "refuse_wrapped", "refuse_wrapping"]
+__all__ = ["ADVICE", "SHARDS", "refuse_wrapped", "refuse_wrapping"]
 
 ADVICE = (
-    "offload the model without a wrapper; begin with the same weights on all ranks; and average gradients between"
-    " backward and step: for p in model.parameters(): dist.all_reduce(p.grad); p.grad /= dist.get_world_size()."
+    "offload the model without a wrapper, on all ranks: millrace.offload(model, mesh=mesh) averages their gradients and"
+    " keeps one copy of the model for each node (mesh = torch.distributed.init_device_mesh('cuda', (world_size,)))."
     " transformers' Trainer, accelerate and Lightning wrap by themselves where several processes were started: start"
     " one, or write that loop"
 )
 
+SHARDS = (
+    "of a tensor parallel model (parallelize_module) each rank offloads its shards, as plain parameters, with the lines"
+    " of docs/parallel.md"
+)
+
 _ONE_PROCESS = (
     "its copies of the model would compute with weights that are not there; offload the model without a wrapper, and"
-    " train it on one device, or in one process for each device with gradients averaged between backward and step"
+    " train it on one device, or in one process for each device: millrace.offload(model, mesh=mesh)"
 )
 
 # By name: FSDP takes long to import, and other libraries have classes of the same names and ways.

@@ -1,6 +1,6 @@
 """What does a model hold? Every parameter once, with all the places that keep it, and the modules that own it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -16,11 +16,12 @@ from millrace.weights.model.layout import by_storage, check_can_travel, lay_out,
 from millrace.weights.model.module_buffers import may_rest_on_host, overlapping_buffers
 from millrace.weights.model.places import Member, Place
 
-__all__ = ["USE_WEIGHTS_OF_CHILDREN", "Inventory", "take_inventory"]
+__all__ = ["USE_WEIGHTS_OF_CHILDREN", "Inventory", "is_left_to_user", "leave_to_user", "take_inventory"]
 
 # They compute with their children's weights, without calling those, where they take a path of their own.
 USE_WEIGHTS_OF_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _LARGE_BUFFER_BYTES = 16 * 2**10  # smaller ones stay on the device
+_LEFT = "_millrace_left_to_user"  # attribute of a parameter
 
 
 @dataclass
@@ -44,25 +45,21 @@ class Inventory:
             compound = compound or Compound(name, weight)
         except LayoutError as error:
             raise LayoutError(f"parameter {name!r} cannot be offloaded: {error}") from None
-        if id(weight) not in self.compounds:
-            if check:
-                compound.check()
-            self.compounds[id(weight)] = compound
-            self.places_of_compounds[compound] = []
-            for path, part in compound.parts.items():
-                if check:
-                    check_can_travel(f"{name}.{path}", part)
-                self.members[id(part)] = Member(f"{name}.{path}", part, compound=compound)
-        self.places_of_compounds[compound].append(place)
-        self.owned.setdefault(module, []).extend(map(id, compound.parts.values()))
+        if check and id(weight) not in self.compounds:
+            compound.check()
+        self._add_parts(compound, module, place, check=check)
 
     def add_buffer(self, name: str, buffer: torch.Tensor, module: nn.Module, place: Place, *, check: bool) -> None:
         """A buffer that travels."""
         compound = self.compounds.get(id(buffer)) or compound_of(buffer) or TravellingBuffer(name, buffer)
-        if id(buffer) not in self.compounds:
-            self.compounds[id(buffer)] = compound
+        self._add_parts(compound, module, place, check=check)
+
+    def _add_parts(self, compound: Compound, module: nn.Module, place: Place, *, check: bool) -> None:
+        if id(compound.outer) not in self.compounds:
+            self.compounds[id(compound.outer)] = compound
             self.places_of_compounds[compound] = []
-            for part in compound.parts.values():
+            for path, part in compound.parts.items():
+                name = compound.part_name(path)
                 if check:
                     check_can_travel(name, part)
                 self.members[id(part)] = Member(name, part, compound=compound)
@@ -93,6 +90,10 @@ class Inventory:
         parameters = [self.members[key].parameter for key in keys]
         return sum(p.nbytes for p in parameters if travel_dtype(p, self.param_dtype) != p.dtype)
 
+    def shares_storage(self, key: int) -> bool:
+        """Whether others lie in the same storage."""
+        return key in self._sharing
+
     @cached_property
     def _sharing(self) -> frozenset[int]:
         """Parameters that share a storage with others: their bytes in a block depend on each other."""
@@ -101,9 +102,25 @@ class Inventory:
         return frozenset(keys[index] for group in groups if len(group) > 1 for index in group)
 
 
+def leave_to_user(parameters: Iterable[nn.Parameter], *, left: bool = True) -> None:
+    """They are in no inventory, and so in no block and no budget: the user has them on the device that computes, with
+    their gradients and their optimizer. Until they are no longer `left`.
+    """
+    for parameter in parameters:
+        if left:
+            setattr(parameter, _LEFT, True)
+        else:
+            parameter.__dict__.pop(_LEFT, None)
+
+
+def is_left_to_user(parameter: nn.Parameter) -> bool:
+    """Whether `leave_to_user` was told so."""
+    return hasattr(parameter, _LEFT)
+
+
 def take_inventory(model: nn.Module, *, param_dtype: torch.dtype | None = None, check: bool = True) -> Inventory:
-    """Walks the model. With `check`, raises LayoutError for a parameter that cannot travel; without, no buffers travel
-    but those that do already.
+    """Walks the model, but for parameters that are left to the user. With `check`, raises LayoutError for one that
+    cannot travel; without, no buffers travel but those that do already.
     """
     inventory = Inventory(param_dtype)
     overlapping = overlapping_buffers(model.modules()) if check else set()
@@ -112,7 +129,7 @@ def take_inventory(model: nn.Module, *, param_dtype: torch.dtype | None = None, 
         for child in module.children():
             inventory.parents.setdefault(child, module)
         for name, parameter in module._parameters.items():
-            if parameter is None:
+            if parameter is None or is_left_to_user(parameter):
                 continue
             full_name = f"{module_name}.{name}" if module_name else name
             place = Place(module._parameters, name)
@@ -126,9 +143,9 @@ def take_inventory(model: nn.Module, *, param_dtype: torch.dtype | None = None, 
                 inventory.members[key] = Member(full_name, parameter)
             inventory.members[key].places.append(place)
             inventory.owned.setdefault(module, []).append(key)
+        packed = _packed(module, overlapping) if check else ()
         for name, buffer in module._buffers.items():
-            known = isinstance(buffer, WatchedBuffer)
-            if buffer is not None and (known or (check and _travels(module, name, overlapping))):
+            if buffer is not None and (name in packed or isinstance(buffer, WatchedBuffer)):
                 full_name = f"{module_name}.{name}" if module_name else name
                 inventory.add_buffer(full_name, buffer, module, Place(module._buffers, name), check=check)
         if isinstance(module, nn.RNNBase):
@@ -139,8 +156,8 @@ def take_inventory(model: nn.Module, *, param_dtype: torch.dtype | None = None, 
     return inventory
 
 
-def _travels(module: nn.Module, name: str, overlapping: Collection[int]) -> bool:
-    """Whether a buffer is packed weights, or the scales of such: large, saved with the model, beside large integers.
+def _packed(module: nn.Module, overlapping: Collection[int]) -> Collection[str]:
+    """The buffers that are packed weights, or the scales of such: large, saved with the model, beside large integers.
 
     Others (statistics, codebooks, queues) are written to by the module itself, and stay on the device.
     """
@@ -156,7 +173,7 @@ def _travels(module: nn.Module, name: str, overlapping: Collection[int]) -> bool
         and not buffer.is_inference()
         and id(buffer) not in overlapping
     }
-    return name in large and any(_is_integer(buffer) for buffer in large.values())
+    return large.keys() if any(_is_integer(buffer) for buffer in large.values()) else ()
 
 
 def _is_integer(buffer: torch.Tensor) -> bool:

@@ -12,7 +12,9 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from millrace.config import BlocksSpec, parse_bytes
+from millrace.weights.model.experts import Experts, experts_of
 from millrace.weights.model.inventory import USE_WEIGHTS_OF_CHILDREN, Inventory
+from millrace.weights.model.tables import FEWEST_ROWS, row_bytes_of
 
 __all__ = ["Part", "Partition", "partition"]
 
@@ -27,6 +29,12 @@ class Part:
     name: str
     keys: list[int]
     sites: list[nn.Module]
+    row_bytes: int = 0  # of an embedding table whose rows alone travel: bytes of one; 0: it travels whole
+    experts: Experts | None = None  # that travel one by one; None: it travels whole
+
+    def least_bytes(self, inventory: Inventory) -> int:
+        """Device memory that it needs at the least while it computes."""
+        return FEWEST_ROWS * self.row_bytes or inventory.nbytes(self.keys)
 
 
 @dataclass
@@ -36,6 +44,13 @@ class Partition:
     streamed: list[Part]
     resident: list[Part]
 
+    @property
+    def bank_bytes(self) -> int:
+        """Device memory that experts need at the least, beside other parts: for those of one token."""
+        experts = [part.experts for part in self.streamed if part.experts is not None]
+        slots = max((one.routed for one in experts), default=0)
+        return slots * max((one.slice_bytes for one in experts), default=0)
+
 
 def partition(
     model: nn.Module,
@@ -43,9 +58,15 @@ def partition(
     blocks: BlocksSpec,
     resident: Sequence[nn.Module | str],
     budget_bytes: int,
+    *,
+    tables_by_rows: bool = True,
 ) -> Partition:
-    """Cuts the model. Raises ValueError for modules or patterns that overlap, match nothing or are not the model's."""
-    return _Cutter(model, inventory, budget_bytes).cut(blocks, resident)
+    """Cuts the model. `tables_by_rows`: whether embedding tables may travel by rows.
+
+    Raises ValueError for modules or patterns that overlap, match nothing or are not the model's.
+    """
+    cutter = _Cutter(model, inventory, budget_bytes)
+    return cutter.cut(blocks, resident, tables_by_rows=tables_by_rows)
 
 
 class _Cutter:
@@ -59,12 +80,11 @@ class _Cutter:
         self._parts: list[Part] = []
         self._kept: list[int] = []  # orphans and small leaves
 
-    def cut(self, blocks: BlocksSpec, resident: Sequence[nn.Module | str]) -> Partition:
+    def cut(self, blocks: BlocksSpec, resident: Sequence[nn.Module | str], *, tables_by_rows: bool) -> Partition:
         kept_parts = [Part("resident", self._take(self._resident_keys(resident)), [])]
         kept_parts.append(Part("adapters", self._take(self._adapter_keys()), []))
         merge_bytes = 0
-        given = not isinstance(blocks, int) and not isinstance(blocks, str)
-        if given:
+        if not isinstance(blocks, int | str):
             if not isinstance(blocks, Iterable):
                 raise TypeError(
                     f'blocks={blocks!r} is neither "auto", nor a size such as "256MiB", nor a list of modules and'
@@ -74,12 +94,16 @@ class _Cutter:
                 self._add_part(module)
             unit_bytes = max((self._nbytes(part.keys) for part in self._parts), default=0)
         elif blocks == "auto":
+            self._cut_experts()
             unit_bytes = self._repeated_layer_bytes() or self._budget_bytes // 2
         else:
-            unit_bytes = parse_bytes(blocks, name="blocks")  # type: ignore[arg-type]
+            self._cut_experts()
+            unit_bytes = parse_bytes(blocks, name="blocks")
             merge_bytes = min(unit_bytes, self._budget_bytes // 2)  # so that one can arrive while another computes
         self._walk(self._model, min(unit_bytes, self._budget_bytes // 2) or 1)
         kept_parts.append(Part("small", self._kept, []))
+        if tables_by_rows:
+            self._cut_tables_by_rows(sum(self._nbytes(part.keys) for part in kept_parts))
         parts = _merged(self._parts, self._nbytes, merge_bytes)
         return Partition(self._in_order(parts), [part for part in kept_parts if part.keys])
 
@@ -101,6 +125,28 @@ class _Cutter:
         for child in inner:
             self._walk(child, unit_bytes)
 
+    def _cut_experts(self) -> None:
+        """Experts travel one by one, unless all weights stay on the device."""
+        if self._nbytes(list(self._inventory.members)) <= self._budget_bytes:
+            return
+        for module in self._inventory.names:
+            experts = experts_of(module, self._inventory)
+            if experts is not None and self._untaken(self._inventory.below(module)) == self._inventory.below(module):
+                self._add_part(module)
+                self._parts[-1].experts = experts
+
+    def _cut_tables_by_rows(self, kept_bytes: int) -> None:
+        """Embedding tables larger than every other block travel by rows, unless all weights stay on the device."""
+        sizes = [self._nbytes(part.keys) for part in self._parts]
+        if kept_bytes + sum(sizes) <= self._budget_bytes:
+            return
+        rows = [row_bytes_of(part.keys, part.sites, self._inventory) for part in self._parts]
+        whole = [part.experts is None and not row_bytes for part, row_bytes in zip(self._parts, rows, strict=True)]
+        largest = max((size for size, is_whole in zip(sizes, whole, strict=True) if is_whole), default=0)
+        for part, size, row_bytes in zip(self._parts, sizes, rows, strict=True):
+            if size > max(largest, FEWEST_ROWS * row_bytes):
+                part.row_bytes = row_bytes
+
     def _repeated_layer_bytes(self) -> int:
         """Bytes of the largest element of the outermost lists of layers."""
         largest = 0
@@ -108,7 +154,7 @@ class _Cutter:
         for module in self._model.modules():
             if module in inside or not _in_list(module):
                 continue
-            sizes = [self._nbytes(self._inventory.below(child)) for child in module.children()]
+            sizes = [self._nbytes(self._untaken(self._inventory.below(child))) for child in module.children()]
             if sum(size > 0 for size in sizes) > 1:
                 inside.update(module.modules())
                 largest = max(largest, *sizes)
@@ -211,7 +257,8 @@ def _merged(parts: list[Part], nbytes: Callable[[list[int]], int], limit_bytes: 
     merged: list[Part] = []
     for part in parts:
         last = merged[-1] if merged else None
-        if last is not None and nbytes(last.keys) + nbytes(part.keys) <= limit_bytes:
+        alone = last is None or last.row_bytes or part.row_bytes or last.experts or part.experts
+        if last is not None and not alone and nbytes(last.keys) + nbytes(part.keys) <= limit_bytes:
             merged[-1] = Part(
                 f"{last.name.split(' to ')[0]} to {part.name}", last.keys + part.keys, last.sites + part.sites
             )

@@ -112,6 +112,8 @@ class Places:
         for place, compound in self.compounds:
             if place.get() is compound.leaf:
                 place.put(compound.outer)
+        for compound in {compound for _, compound in self.compounds}:
+            compound.undo_rewrites()
 
     def adopt_replacements(self) -> None:
         """Parameters that the user put in the place of homes become the homes."""

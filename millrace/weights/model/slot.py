@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,8 +23,17 @@ REMOVED = (
     "the model was let go of (remove() on its handle) between this forward and its backward; run backward before"
     " remove(), or the forward again"
 )
-_NEVER = (-1, 0, 0)  # the token of no contents
-Token = tuple[int, int, int]  # which contents of a home: its _version, changes without a trace in it, the data it got
+
+
+class Token(NamedTuple):
+    """Which contents of a home."""
+
+    version: int  # its _version
+    untraced_changes: int  # without a trace in that
+    data_number: int  # which data it was given (`p.data = t`); 0: its own
+
+
+_NEVER = Token(-1, 0, 0)  # of no contents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +84,8 @@ class Slot:
         self.unit: Unit | None = None  # what it travels with
         self.on_change: Callable[[], None] = _nothing  # called when the home may have changed without a trace in it
         self._before_touch = before_touch
-        self._data_given = 0  # how often the home got other data (`p.data = t`)
-        self._data = 0  # which of these it has; 0: its own
+        self._times_given = 0  # how often the home got other data (`p.data = t`)
+        self._data_number = 0  # which of these it has; 0: its own
         self._touches = 0  # how often the home's `data` was handed out or re-pointed
         self._loaded: object = None  # fingerprint of what the device copy was made of
         self._cast: object = None  # fingerprint of what the cast in `rest` was made of
@@ -110,7 +119,7 @@ class Slot:
     @property
     def token(self) -> Token:
         """Differs when the home's contents do, as far as autograd would notice."""
-        return self.home._version, self.untraced_changes, self._data
+        return Token(self.home._version, self.untraced_changes, self._data_number)
 
     @property
     def stale(self) -> bool:
@@ -121,8 +130,8 @@ class Slot:
     @property
     def changed_since_load(self) -> bool:
         """Whether the home changed after the last device copy was made, whether that is still there or not."""
-        version, untraced, _ = self.loaded_token
-        return version >= 0 and (version != self.home._version or untraced != self.untraced_changes)
+        seen = self.loaded_token
+        return seen != _NEVER and (seen.version, seen.untraced_changes) != (self.home._version, self.untraced_changes)
 
     def mark_loaded(self) -> None:
         """A device copy of what the home holds now is being made."""
@@ -273,6 +282,14 @@ class Slot:
                 self.home.point(rest)
             self._keep(rest)
 
+    def return_home(self) -> None:
+        """A home that was pointed elsewhere (`p.data = t`) lies in its block again, with what it holds."""
+        if not self.in_place and not self.casts:
+            self.rest.copy_(self.data)
+            self.give(self.rest)
+            self.home.point(self.rest)
+            self._home_changed()
+
     def release(self) -> None:
         """The home is an ordinary Parameter again; its data stays where it is. Nothing refers back to the slot."""
         home = as_parameter(self.home)
@@ -326,8 +343,8 @@ class Slot:
     def give(self, data: torch.Tensor) -> None:
         """`home.data = data` follows: what autograd saved of the data before is not what the home holds then."""
         if data.data_ptr() != self.data.data_ptr():
-            self._data_given += 1
-            self._data = 0 if data.data_ptr() == self._rest_address else self._data_given
+            self._times_given += 1
+            self._data_number = 0 if data.data_ptr() == self._rest_address else self._times_given
 
     def changed_untraced(self) -> None:
         """The home was written, or is being written, in a way that leaves no trace in its version."""

@@ -1,7 +1,7 @@
 """What is a block? The parameters that travel together: one byte range in host memory, one buffer on the device."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 from functools import partial
 
@@ -13,12 +13,13 @@ from millrace.runtime.autograd import without_overrides
 from millrace.runtime.capture import before_write
 from millrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
 from millrace.runtime.pending import LostUpdate, Pending, Watcher
+from millrace.weights.model.experts import Experts
 from millrace.weights.model.home import Home
 from millrace.weights.model.layout import lay_out
 from millrace.weights.model.places import Member, Places
 from millrace.weights.model.slot import Slot
 from millrace.weights.movement.leaves import AbsentLeaves, Leaves
-from millrace.weights.rest.fetching import Fetch, Way
+from millrace.weights.rest.fetching import Fetch, Range, Way
 from millrace.weights.rest.placement import Shelf
 
 __all__ = ["Block", "Presence"]
@@ -54,6 +55,8 @@ class Block:
     ) -> None:
         self.name = name
         self.index = -1  # among the blocks that stream; -1 for a resident one
+        self.row_bytes = 0  # of a table whose rows alone travel, see movement/rows.py; 0: it travels whole
+        self.experts: Experts | None = None  # that travel one by one, see movement/slices.py; None: it travels whole
         self.buffer: torch.Tensor | None = None
         self.allocated: Event | None = None  # when whoever had the buffer's memory before is done with it
         self.arrival: Transfer | LateTransfer | None = None  # the last copy into the buffer
@@ -61,6 +64,7 @@ class Block:
         self.lent = False  # one of them is a module that was only asked for a parameter: it can be taken back
         self.updates: list[Pending] = []  # write the homes; whoever reads those waits for them
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()  # are told when gradients are complete
+        self.common: object = None
         self.order = -1  # its place among those that a forward needs first
         self._presence = Presence.ABSENT
         self._last_read: Event | None = None  # the end of the last copy that reads the homes
@@ -215,15 +219,17 @@ class Block:
         self._notice_writes()
         return tuple(slot.fingerprint for slot in self.slots)
 
-    def fetch(self, chunk_bytes: int, way: Way) -> Fetch:
-        """What brings from disk what the homes hold now, in pieces of `chunk_bytes` at most."""
-        self._make_homes_readable()
-        if self.contents != self._flushed:
-            self.make_writable()
-        contents = self.contents
-        fetch = Fetch(
-            self.rest.pieces(chunk_bytes), self.nbytes, contents, partial(_flush, weakref.ref(self), contents), way
-        )
+    @property
+    def travels_in_parts(self) -> bool:
+        """Whether rows of it, or experts, come when they are used, and no visit brings the whole."""
+        return bool(self.row_bytes) or self.experts is not None
+
+    def fetch(self, chunk_bytes: int, way: Way, ranges: Sequence[Range] | None = None) -> Fetch:
+        """What brings from disk what the homes hold now, in pieces of `chunk_bytes` at most; of `ranges` alone."""
+        contents = self.readable_contents()
+        nbytes = self.nbytes if ranges is None else sum(nbytes for _, nbytes, _ in ranges)
+        pieces, before = self.rest.pieces(chunk_bytes, ranges), partial(_flush, weakref.ref(self), contents)
+        fetch = Fetch(pieces, nbytes, contents, before, way)
         self.read_until(fetch)
         return fetch
 
@@ -233,6 +239,23 @@ class Block:
             self._make_homes_readable()
             self._flush(self.contents)
 
+    def readable_contents(self) -> object:
+        """What the homes hold, which may be read until the next update, and is where it can be fetched from."""
+        self._make_homes_readable()
+        if self.is_fetched and self.contents != self._flushed:
+            self.make_writable()
+        return self.contents
+
+    def readable_table(self) -> torch.Tensor:
+        """The home of a table, whose rows may be read until the next update."""
+        self.keep_leaf_writes()
+        self.wait_for_updates()
+        self.slots[0].check_shape()
+        if self.is_fetched and self.contents != self._flushed:  # what was written leaves host memory
+            self.make_writable()
+            self._flush(self.contents)
+        return self.slots[0].data
+
     def make_writable(self, *, keeps: bool = True) -> None:
         """Homes in a checkpoint move to where changes are kept, with what they hold if `keeps`. BudgetError: no disk"""
         if not self.rest.writable:
@@ -241,10 +264,14 @@ class Block:
     def spill(self, *, keeps: bool = True) -> None:
         """The block moves to the disk tier, from host memory or a checkpoint. Its memory goes with its last user."""
         self.wait_until_free()
-        rest = self._shelf.writable_rest_for(self.name, self.nbytes)
+        rest, keeps = self._shelf.hand_on(self.name, self.nbytes, self.rest, self.slots, keeps=keeps)
         for slot, place in zip(self.slots, rest.places([slot.layout for slot in self.slots]), strict=True):
             slot.move_to(place, keeps=keeps)
         self.rest = rest
+
+    def is_flushed(self) -> None:
+        """The files have what the homes hold, whoever has had a look at them."""
+        self._flushed = self.contents
 
     def _make_homes_readable(self) -> None:
         self.wait_for_updates()

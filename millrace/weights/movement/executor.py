@@ -6,16 +6,21 @@ loaded on demand, the one that is needed again last makes room, and the trace is
 """
 
 import itertools
-import warnings
+import math
 from collections.abc import Sequence
 
 import torch
 
-from millrace.planning import Phase, Plan, Problem, Visit, make_plan
+from millrace.planning import Phase, Plan
 from millrace.runtime.lanes import Lanes
 from millrace.weights.meter import Meter, VisitRecord
+from millrace.weights.model.tables import FEWEST_ROWS
 from millrace.weights.movement.block import Block, Presence
+from millrace.weights.movement.gathering import Gathers
+from millrace.weights.movement.planner import Planner
 from millrace.weights.movement.residency import Residency
+from millrace.weights.movement.rows import Rows
+from millrace.weights.movement.slices import Slices
 from millrace.weights.movement.trace import Course, Entry, Trace, TraceBook, VisitKey
 
 __all__ = ["Executor"]
@@ -31,9 +36,10 @@ class Executor:
     ) -> None:
         self._blocks = list(blocks)
         self._residency = residency
+        self._gathers = residency.gathers
+        self._follows = False  # the first rank's course, on which blocks are gathered
         self._lanes = lanes
         self._meter = meter
-        self._max_ahead = max_ahead
         self._book = TraceBook()
         self._course: Course | None = None
         self.plan: Plan | None = None  # the plan that is followed, or was last
@@ -42,13 +48,16 @@ class Executor:
         self._changed: frozenset[int] = frozenset()  # streamed blocks whose homes changed before this cycle
         self._changed_now: set[int] = set()  # those that changed after it began
         self._at_boundary: list[Block] = []  # loads that wait for the homes to change
-        self._put_off: dict[Block, None] = {}  # loads that wait for the update of their homes
+        self._put_off: dict[Block, None] = {}  # loads that wait for the update of their homes, or for a pause to end
+        self._pauses = 0  # how many are under way
         self._moment = 0  # counts when homes may have changed without notice, see `Block.is_current`
         self._clock = 0  # visits so far
         self._cycle_clock = 0  # those before the cycle under way
         self._last_used: dict[Block, int] = {}
-        self._planner_failed = False  # once it has, nobody is told again
-        self._all_bytes = sum(block.nbytes for block in self._blocks)
+        self._planner = Planner(self._blocks, residency, meter, max_ahead)
+        self._rows_bytes = max((FEWEST_ROWS * block.row_bytes for block in self._blocks), default=0)  # asked for so far
+        self.rows = Rows(self._blocks, self, residency, lanes, meter)
+        self.slices = Slices(self._blocks, self, residency, lanes, meter)
         self.everything_is_here = False  # with what the homes hold, and nothing has to go: a cycle without visits
 
     # cycles -----------------------------------------------------------------------------------------------------------
@@ -57,6 +66,11 @@ class Executor:
         if self._entry is not None:  # a forward with gradients that no backward followed
             self._close()
         self._open(Entry(name, Phase.FORWARD, torch.is_grad_enabled()))
+
+    @property
+    def gradients_follow(self) -> bool:
+        """Whether the cycle under way has a backward, or is in it, also where gradients are off within."""
+        return self._entry is not None and self._entry.gradients
 
     def end_pass(self) -> None:
         """The outermost forward ends: without gradients, no backward can follow."""
@@ -72,14 +86,17 @@ class Executor:
     def end_cycle(self) -> None:
         """The cycle is over; loads for the next one are submitted, as far as its homes do not change before."""
         self._close()
+        followed, self._follows = self._follows, False
+        if followed:
+            self._take_part(rest=True)
         if self._course is not None and not self._course.strayed:
             step = self._course.end()
             loads = [self._blocks[index] for index in step.loads]
             for index in step.evictions:
                 self._evict(self._blocks[index])
-            self._at_boundary = [block for block in loads if block.index in self._changed]
+            self._at_boundary = [block for block in loads if followed or block.index in self._changed]
             for block in loads:
-                if block.index not in self._changed:
+                if block not in self._at_boundary:
                     self._prefetch(block)
             self._fetch_ahead(but_not=self._changed)
 
@@ -88,12 +105,13 @@ class Executor:
         self._entry = None
         self._records = []
         self._course = None
+        self._follows = False
         self._put_off.clear()
 
     def homes_changed(self) -> None:
         """Homes were written (optimizer step, `refresh()`): old device copies go, loads that waited are submitted."""
         self._note_changes()  # before loads make it look as if nothing had changed
-        self._drop_old_copies()
+        self._drop_old_copies(renew=not self._pauses)
         self._fetch_ahead(but_not=frozenset())
 
     def _note_changes(self) -> None:
@@ -103,21 +121,62 @@ class Executor:
             if not block.is_current(moment) and block.changed_since_load:
                 self._changed_now.add(block.index)
 
-    def _drop_old_copies(self) -> None:
+    def _drop_old_copies(self, *, renew: bool = True) -> None:
+        between_passes = self._entry is None
         for block in list(self._residency.present()):
             if block.index >= 0 and block.presence is not Presence.RESERVED and not block.is_current(self._moment):
                 self._evict(block)
-        for block in list(self._residency.present()):
-            if block.index < 0 and not block.is_current(self._moment) and not block.being_updated:
+        gathers = self._gathers
+        if gathers is not None and between_passes:
+            return  # what a pass with gradients begins with is gathered by all ranks
+        for block in self._old_residents() if renew else ():
+            if not (block.being_updated or (gathers is not None and gathers.is_due(block, -1))):
                 self._residency.renew(block)  # every pass begins with the residents: not behind what is loaded ahead
         waiting, self._at_boundary = self._at_boundary, []
         for block in waiting:
             self._prefetch(block)
 
+    def _old_residents(self) -> list[Block]:
+        return [one for one in self._residency.present() if one.index < 0 and not one.is_current(self._moment)]
+
     def replan(self) -> None:
         """The budget for blocks that come and go has changed."""
+        self.slices.give_way()
         self._course = None
         self._book.forget_plans()
+
+    def pause(self) -> None:
+        """From now on a block is loaded when a visit needs it, and none ahead of that."""
+        self._pauses += 1
+
+    def resume(self, *, loads: bool) -> None:
+        """The inverse. With `loads`, those that were put off go at the next visit; now, if no cycle is under way."""
+        self._pauses -= 1
+        if loads and not self._pauses and self._entry is None:
+            self._drop_old_copies()
+            self._load_updated()
+
+    def travels_whole(self, block: Block) -> None:
+        """More than parts of it was needed: it travels as other blocks do from now on."""
+        block.row_bytes, block.experts = 0, None
+        self.replan()
+
+    @property
+    def bytes_beside_experts(self) -> int:
+        """What all other blocks take, and rows of tables."""
+        whole_bytes = sum(block.nbytes for block in self._blocks if not block.travels_in_parts)
+        return whole_bytes + (self._rows_bytes if any(block.row_bytes for block in self._blocks) else 0)
+
+    def clear_for_rows(self, nbytes: int) -> int:
+        """Makes room for rows of a table, as far as that goes: what is free then. Plans leave it free from now on."""
+        if nbytes > self._rows_bytes:
+            self._rows_bytes = 1 << (nbytes - 1).bit_length()  # so that plans are made anew but a few times
+            self._book.forget_plans()
+        return self._residency.clear(nbytes, (), self._next_use)
+
+    def clear_for_experts(self, nbytes: int) -> int:
+        """Makes room for banks of experts, as far as that goes: what is free then. Plans leave it free."""
+        return self._residency.clear(nbytes, (), self._next_use)
 
     # visits -----------------------------------------------------------------------------------------------------------
     def visit(self, blocks: Sequence[Block], phase: Phase, name: str) -> None:
@@ -134,7 +193,9 @@ class Executor:
             self.bring(block, keep=blocks)
         if self._put_off:
             self._load_updated()
-        if step is not None:
+        if self._follows:
+            self._take_part()
+        elif step is not None:
             for index in step.loads:
                 self._prefetch(self._blocks[index])
         self._fetch_ahead(but_not=self._changed)
@@ -150,11 +211,16 @@ class Executor:
 
     def bring(self, block: Block, keep: Sequence[Block] = ()) -> None:
         """Submits what it takes to make one block present and current; compute has yet to wait for its arrival."""
+        if self._follows and self._gathers is not None and self._gathers.is_due(block, self._reached):
+            self._take_part(until=block)
         if block.updates:
             block.wait_for_updates()
         if self._put_off:
             self._put_off.pop(block, None)
         if block.buffer is None:
+            comes_to_stay = block.index < 0
+            if (block.experts is not None or comes_to_stay) and not self._residency.fits(block):
+                self.slices.give_way()
             self._residency.make_room(block, keep, self._next_use)
             self._residency.onload(block)
             self._meter.demand_onloads += block.index >= 0
@@ -166,10 +232,32 @@ class Executor:
         if block.buffer is None and self._residency.fits(block):
             self._residency.reserve(block)
         if block.buffer is not None and not block.is_current(self._moment):
-            if block.being_updated or self._put_off:  # loads keep the order in which they are needed
+            if self._pauses or block.being_updated or self._put_off:  # loads keep the order in which they are needed
                 self._put_off[block] = None
             else:
                 self._residency.renew(block)
+
+    @property
+    def _reached(self) -> float:
+        """The visit that the pass has come to; beyond all, where it does not go as agreed: others wait for gathers."""
+        return math.inf if self._course is None or self._course.strayed else self._course.position
+
+    def _take_part(self, until: Block | None = None, *, rest: bool = False) -> None:
+        """Gathers that are due begin: up to the first whose home is being updated, or at least up to a block; `rest`:
+        all of the pass.
+        """
+        gathers, reached = self._gathers, math.inf if rest else self._reached
+        while gathers is not None and (block := gathers.due(reached)) is not None:
+            if until is None and reached < math.inf and (self._pauses or block.being_updated):
+                return
+            gathers.begin()
+            until = None if block is until else until
+            if block.buffer is None and self._residency.fits(block):
+                self._residency.reserve(block)
+            if block.buffer is not None and not block.is_current(self._moment):
+                self._residency.renew(block, gathered=True)
+            else:
+                gathers.take_part(block)
 
     def _load_updated(self) -> None:
         """Loads that were put off are submitted, up to the first whose update is not done yet."""
@@ -213,13 +301,17 @@ class Executor:
             self.plan = plan
             turn = last.turn + 1 if last is not None and last.plan is plan else 0
             self._course = Course(trace, plan, turn)
+        self._follows = False
+        if self._gathers is not None and entry.gradients and entry.phase is Phase.FORWARD:
+            self._follow_first_rank(self._gathers)
         self._drop_old_copies()
         self.everything_is_here = (
             not entry.gradients  # for which a visit has more to do than to bring blocks
             and self._course is not None
             and self._course.trace.refined
-            and self._all_bytes <= self._residency.streaming_budget_bytes
-            and self._are_here(self._blocks)
+            and self.bytes_beside_experts + self.slices.bytes_wanted <= self._residency.streaming_budget_bytes
+            and self._are_here([block for block in self._blocks if not block.travels_in_parts])
+            and not self._needs_whole(self._course.trace)
         )
         if self.everything_is_here:  # one record for all of it
             now = self._lanes.tick()
@@ -227,11 +319,25 @@ class Executor:
                 VisitRecord((), entry.phase, entry.site, now, now, self._other_bytes(), self._meter.sample())
             )
 
+    def _follow_first_rank(self, gathers: Gathers) -> None:
+        """The ranks agree on the course of this pass, and on what is gathered in it."""
+        first = [*self._old_residents(), *self._at_boundary]
+        agreed = gathers.agree(None if self._course is None else gathers.offer(self._course, first))
+        if agreed is not None:
+            self._follows, self._at_boundary = True, []
+            self.plan = agreed.plan
+            self._course = Course(self._book.of(agreed.visits), agreed.plan, agreed.turn)
+
     def _are_here(self, blocks: Sequence[Block]) -> bool:
         for block in blocks:
             if block.presence is not Presence.PRESENT or block.updates or not block.is_current(self._moment):
                 return False
         return True
+
+    def _needs_whole(self, trace: Trace) -> bool:
+        """Whether it needs all of a block that travels in parts."""
+        in_parts = {block.index for block in self._blocks if block.travels_in_parts}
+        return bool(in_parts) and any(not in_parts.isdisjoint(blocks) for blocks, _ in trace.visits)
 
     def _close(self) -> None:
         """Learns from the cycle that ends."""
@@ -270,38 +376,11 @@ class Executor:
         if self._changed in trace.plans:
             plan = trace.plans[self._changed]
         else:
-            plan = self._make_plan(trace)
+            plan = self._planner.make(
+                trace,
+                self._changed,
+                in_parts_bytes=None if self._needs_whole(trace) else self.slices.bytes_wanted,
+                rows_bytes=self._rows_bytes,
+            )
         trace.keep_plan(self._changed, plan)
         return plan
-
-    def _make_plan(self, trace: Trace) -> Plan | None:
-        try:
-            return make_plan(self._problem(trace))
-        except Exception as error:  # whatever it is: no pass depends on a plan
-            if not self._planner_failed:
-                self._planner_failed = True
-                warnings.warn(
-                    f"the planner failed for {len(trace.visits)} visits of {len(self._blocks)} blocks in"
-                    f" {self._residency.streaming_budget_bytes:,} bytes, {type(error).__name__}: {error}. Such passes"
-                    " load blocks on demand: results are the same, compute waits longer. Please report this",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-            return None
-
-    def _problem(self, trace: Trace) -> Problem:
-        link = self._meter.link()
-        return Problem(
-            block_bytes=tuple(block.nbytes for block in self._blocks),
-            load_seconds=tuple(self._residency.load_seconds(block, link) for block in self._blocks),
-            visits=tuple(
-                Visit(blocks=blocks, phase=phase, compute_seconds=seconds, other_load_seconds=link.seconds(nbytes))
-                for (blocks, phase), seconds, nbytes in zip(
-                    trace.visits, trace.compute_seconds, trace.other_bytes or (0,) * len(trace.visits), strict=True
-                )
-            ),
-            budget_bytes=self._residency.streaming_budget_bytes,
-            changing=self._changed,
-            cyclic=trace.repeats,
-            max_ahead=self._max_ahead,
-        )

@@ -162,6 +162,10 @@ class Staging:
             count = (self._most_bytes - mmap.PAGESIZE) // gradient.element_size()
         yield from zip(_flat(gradient).split(max(1, count)), _flat(target).split(max(1, count)), strict=True)
 
+    def rows_at_once(self, gradient: torch.Tensor) -> int:
+        """How many rows of the gradient fit into a half."""
+        return max(1, self._wanted_bytes // max(1, gradient.shape[1] * gradient.element_size()))
+
     def fits(self, nbytes: int, page: int | None) -> bool:
         """Whether the present half has room for so much; `page` as in `carve`."""
         return self._used == 0 or self._place(page) + aligned(nbytes) <= self._half_bytes

@@ -5,10 +5,10 @@ micro-batch, another dtype, a gradient that rests on disk) it goes into pinned s
 adds, casts or copies.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,14 +21,20 @@ from millrace.runtime.holders import gradient_is_shared
 from millrace.runtime.lanes import Copy, Event, Lane, Lanes, Transfer
 from millrace.runtime.pending import Unit, Watcher
 from millrace.weights.meter import Meter
-from millrace.weights.model.accumulation import accumulate_as_autograd, is_accumulated_itself
+from millrace.weights.model.accumulation import (
+    accumulate,
+    accumulate_as_autograd,
+    is_accumulated_itself,
+    late_hooks,
+)
 from millrace.weights.model.slot import Slot
 from millrace.weights.movement.arrivals import Arrivals
 from millrace.weights.movement.block import Block
 from millrace.weights.movement.gradient_memory import Additions, HostGradient, Staging
-from millrace.weights.rest.placement import DiskGradients, GradientMemory, Shelf
+from millrace.weights.movement.staged import Staged, add_up, laid_out_like, sum_of_rows
+from millrace.weights.rest.placement import GradientMemory, Shelf
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "refuse_graph"]
 
 _PURPOSE = "gradients"
 _SEND_BYTES = 4 * 2**20  # gradients of a block are sent in pieces of about this size: large enough for the link's full
@@ -48,8 +54,10 @@ class Gradients:
         self._grad_dtype = grad_dtype
         self._memory: dict[Slot, HostGradient] = {}
         self._staging = Staging(lanes.device, ledger, shelf.most_staged_bytes)
-        self._ready: list[tuple[Slot, torch.Tensor]] = []  # complete on the device, not submitted yet
+        # Complete on the device, not submitted yet; of a table, the gradient may be that of some rows.
+        self._ready: list[tuple[Slot, torch.Tensor, torch.Tensor | None]] = []
         self._ready_bytes = 0
+        self._of_rows: dict[Slot, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # not complete yet
         # Submitted, with the count of blocks before; they hold the device gradients until compute has waited for them.
         self._leaving: deque[tuple[int, Transfer]] = deque()
         self._sending: list[Copy] = []  # being submitted: alive even if that is interrupted
@@ -60,6 +68,7 @@ class Gradients:
         self._arrivals = Arrivals()
         # Homes whose gradient was there before and is added to on the host lane, and whether others have it, too.
         self._added: dict[Slot, bool] = {}
+        self._replaced: set[Slot] = set()  # of those: what comes has been added on the device
         self._announced: set[Slot] = set()  # complete in this backward, as watchers were told
 
     def prepare(self, blocks: Iterable[Block]) -> None:
@@ -79,7 +88,7 @@ class Gradients:
                 if slot not in memory and slot.home.requires_grad:
                     slots.append(slot)
             if slots:
-                sizes = [aligned(slot.home.numel() * self._dtype(slot).itemsize) for slot in slots]
+                sizes = [aligned(slot.home.numel() * self.dtype(slot).itemsize) for slot in slots]
                 wanted.append((block, slots, sizes))
         self._shelf.check_gradients(sum(sum(sizes) for _, _, sizes in wanted))
         with without_transforms():  # memory of ours, in whatever transform the model is called
@@ -90,29 +99,71 @@ class Gradients:
             memory = self._shelf.gradient_memory(block.name, sum(sizes))
             make = partial(_more_memory, self._shelf, self._staging, block.name)
             for index, slot in enumerate(slots):
-                self._memory[slot] = HostGradient(slot, self._dtype(slot), memory, sum(sizes[:index]), make)
-            self._staging.grow(max(sum(sizes), block.nbytes))
+                self._memory[slot] = HostGradient(slot, self.dtype(slot), memory, sum(sizes[:index]), make)
+            largest_bytes = max(sum(sizes), block.nbytes)
+            self._staging.grow(min(largest_bytes, _SEND_BYTES) if block.row_bytes else largest_bytes)
         short_bytes = self._shelf.short_staging_bytes
         if wanted and short_bytes is not None and not self._ledger.has_room(self._staging.missing_bytes):
             self._staging.limit(short_bytes)
             self._shelf.make_room(self._staging.missing_bytes)
 
+    def add_on_host(self, slot: Slot, gradient: torch.Tensor, rows: torch.Tensor | None) -> None:
+        """As `keep`, at once, of what is in host memory already."""
+        self._submit_ready()
+        self._staging.wait()
+        target, adds = self._destination(slot)
+        add_up([Staged(gradient, gradient, target, adds, self._memory[slot].disk, rows)], self._writes)
+
+    def watched(self, blocks: Iterable[Block]) -> str | None:
+        """The name of a parameter of which somebody wants to see each gradient; None: of none."""
+        for slot in (slot for block in blocks for slot in block.slots if slot.home.requires_grad):
+            slot.look_for_watchers()
+            if slot.gradient_is_watched or late_hooks(slot.home):
+                return slot.name
+        return None
+
     def take(self, slot: Slot) -> None:
         """The leaf's gradient is complete: from here on it is ours."""
         gradient = slot.leaf.grad
         slot.leaf.grad = None
-        if gradient is None:
-            return
-        if gradient.requires_grad:
-            raise StateError(
-                f"backward(create_graph=True) reached parameter {slot.name!r}: a gradient that leaves the device loses"
-                " its graph; use torch.autograd.grad(..., create_graph=True) for the inner derivative, then backward()"
-            )
+        if gradient is not None:
+            refuse_graph(slot, gradient)
+            self.keep(slot, gradient)
+
+    def take_rows(self, slot: Slot, rows: torch.Tensor, gradient: torch.Tensor) -> None:
+        """A lookup's gradient of some rows of a table, which are named once each; others may follow."""
+        refuse_graph(slot, gradient)
+        self._of_rows.setdefault(slot, []).append((rows, gradient))
+
+    def add_up_rows(self, slot: Slot) -> None:
+        """No others follow: they are one gradient, as if they had been added up as tables."""
+        parts = self.rows_of(slot)
+        if parts:
+            rows, gradient = sum_of_rows(parts)
+            self.keep(slot, gradient, rows)
+
+    def rows_of(self, slot: Slot) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What `take_rows` was given, for who adds it up itself."""
+        return self._of_rows.pop(slot, [])
+
+    def continued(self, slot: Slot) -> torch.Tensor | None:
+        """A copy on the device of the gradient that the home has already, to which `keep` is given the sum: that takes
+        its place. None: there is none that could be added to.
+        """
+        there = slot.home.grad
+        if there is None or not self._is_added_in_place(slot) or slot in self._arriving:
+            return None
+        slot.wait_for_updates()
+        self._replaced.add(slot)
+        return there.to(self._lanes.device, copy=True)
+
+    def keep(self, slot: Slot, gradient: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+        """A complete gradient on the device, or that of some rows of a table, goes to its home with its block's."""
         if slot not in self._memory and isinstance(slot.unit, Block):  # of a forward within a backward
             self.prepare([slot.unit])
         self._announced.discard(slot)  # it was not complete
-        self._ready.append((slot, gradient))
-        self._ready_bytes += _dense_bytes(gradient)
+        self._ready.append((slot, gradient, rows))
+        self._ready_bytes += gradient.nbytes if gradient.layout == torch.strided else 0
         if slot.unit is not None and slot.unit.watchers:
             complete = self._arrivals.complete(slot, slot.unit)
             if complete:
@@ -122,7 +173,7 @@ class Gradients:
 
     def _announce(self, unit: Unit, slots: list[Slot]) -> None:
         """All gradients of a unit are complete: who watches it may update its parameters at once."""
-        if any(slot.gradient_is_watched or _late_hooks(slot) for slot in slots):
+        if any(slot.gradient_is_watched or late_hooks(slot.home) for slot in slots):
             return  # they want to see gradients before anyone uses them
         if any(slot.leaf_may_be_written for slot in slots):
             return  # by the model itself, computed again: that is kept first
@@ -176,17 +227,17 @@ class Gradients:
                 hooked[slot] = None
                 if slot in arrived:
                     seen[slot] = [arrived.pop(slot)]
-            elif _late_hooks(slot):
+            elif late_hooks(slot.home):
                 hooked[slot] = None
         with without_overrides():  # homes may be being updated already
             for slot, gradient in arrived.items():
-                _accumulate(slot.home, gradient)
+                accumulate(slot.home, gradient)
             self._arrivals.end(completed=True)
             _tell_watchers([slot for slot in slots if slot not in hooked], announced)
         try:
             accumulate_as_autograd([(slot.home, gradient) for slot, gradient in seen.items()], in_hooks)
             for slot in hooked:
-                for hook in () if slot in seen else _late_hooks(slot):
+                for hook in () if slot in seen else late_hooks(slot.home):
                     hook(slot.home)
         except BaseException:
             _tell_of_failure(announced)
@@ -198,6 +249,7 @@ class Gradients:
         """Backward raised: what it computed is dropped, once nothing is in flight any more."""
         _tell_of_failure(self._announced)
         self._ready.clear()
+        self._of_rows.clear()
         self._ready_bytes = 0
         if self._sending:  # Ctrl-C between a copy and its note: whatever was submitted is before an empty copy
             self._lanes.copy(Lane.OFFLOAD, (), self._lanes.mark()).done.synchronize()
@@ -206,6 +258,9 @@ class Gradients:
         self._forget()
         self._arrivals.end(completed=False)
         self._ledger.add(Tier.DEVICE, _PURPOSE, -self._ledger.held_bytes(Tier.DEVICE, _PURPOSE))
+
+    def close(self) -> None:
+        """Nothing is to be ended."""
 
     def _wait_for_sent(self) -> None:
         """The host waits for every copy: of those on one lane, the last one ends last."""
@@ -217,7 +272,7 @@ class Gradients:
     def _forget(self) -> None:
         while self._leaving:
             self._let_go()
-        self._arriving, self._added, self._announced = {}, {}, set()
+        self._arriving, self._added, self._replaced, self._announced = {}, {}, set(), set()
 
     def _let_go(self) -> None:
         _, transfer = self._leaving.popleft()
@@ -227,29 +282,41 @@ class Gradients:
     def _submit_ready(self) -> None:
         """Copies out the gradients that are complete, in several transfers where staging memory is short."""
         direct: list[Copy] = []
-        staged: list[_Staged] = []
+        staged: list[Staged] = []
         self._ledger.add(Tier.DEVICE, _PURPOSE, self._ready_bytes)
         ready, self._ready, self._ready_bytes = self._ready, [], 0
         what = ready[0][0].name if ready else ""
-        for slot, gradient in ready:
+        for slot, gradient, rows in ready:
             if gradient.layout != torch.strided:
                 self._take_sparse(slot, gradient)
-            elif self._goes_straight(slot, gradient):
+            elif rows is None and self._goes_straight(slot, gradient):
                 target = self._memory[slot].renewed()
                 self._arriving[slot] = target
-                direct.append((target, _laid_out_like(gradient, target)))
+                direct.append((target, laid_out_like(gradient, target)))
             else:
                 target, adds = self._destination(slot)
                 disk = self._memory[slot].disk
-                for source, part in self._staging.cut(_laid_out_like(gradient, target), target):
-                    page = None if disk is None else disk.offset_of(part)
+                for source, part, of in self._parts(gradient, target, rows):
+                    page = None if disk is None or of is not None else disk.offset_of(part)
                     if not self._staging.fits(source.nbytes, page):
                         self._send(direct, staged, what)
                         direct, staged = [], []
-                    staged.append(_Staged(self._staging.carve(source, page), source, part, adds, disk))
+                    staged.append(Staged(self._staging.carve(source, page), source, part, adds, disk, of))
+                    adds = adds or of is not None  # to the rows before, in a table that has been cleared
         self._send(direct, staged, what)
 
-    def _send(self, direct: list[Copy], staged: list["_Staged"], what: str) -> None:
+    def _parts(
+        self, gradient: torch.Tensor, target: torch.Tensor, rows: torch.Tensor | None
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """What fits into staging memory at once, where it goes, and which rows of that it is."""
+        if rows is None:
+            dense = self._staging.cut(laid_out_like(gradient, target), target)
+            return ((source, part, None) for source, part in dense)
+        count = self._staging.rows_at_once(gradient)
+        pieces = zip(gradient.contiguous().split(count), rows.split(count), strict=True)
+        return ((source, target, of) for source, of in pieces)
+
+    def _send(self, direct: list[Copy], staged: list["Staged"], what: str) -> None:
         copies = direct + [(one.piece, one.source) for one in staged]
         if not copies:
             return
@@ -260,14 +327,14 @@ class Gradients:
         self._last_sent = transfer.done
         self._sending = []
         if staged:
-            self._staging.turn(Additions(self._lanes.run(lambda: _add_up(staged, self._writes), transfer.done)))
+            self._staging.turn(Additions(self._lanes.run(lambda: add_up(staged, self._writes), transfer.done)))
 
     def _goes_straight(self, slot: Slot, gradient: torch.Tensor) -> bool:
         """Whether a copy into fresh memory is all that the home needs."""
         if slot in self._arriving or self._is_added_in_place(slot):
             return False
         self._memory[slot].renew()
-        return gradient.dtype == self._dtype(slot) and self._memory[slot].disk is None
+        return gradient.dtype == self.dtype(slot) and self._memory[slot].disk is None
 
     def _destination(self, slot: Slot) -> tuple[torch.Tensor, bool]:
         """Where a staged gradient goes, and whether it is added to what is there."""
@@ -277,7 +344,7 @@ class Gradients:
             if slot not in self._added:
                 slot.wait_for_updates()  # which read it: this backward may need no weight, and so not have waited
                 self._added[slot] = gradient_is_shared(slot.home)
-            return slot.home.grad, True
+            return slot.home.grad, slot not in self._replaced
         self._arriving[slot] = self._memory[slot].fresh()
         return self._arriving[slot], False
 
@@ -295,8 +362,17 @@ class Gradients:
         on_host = gradient.to("cpu")
         self._arriving[slot] = self._arriving[slot] + on_host if slot in self._arriving else on_host
 
-    def _dtype(self, slot: Slot) -> torch.dtype:
+    def dtype(self, slot: Slot) -> torch.dtype:
+        """Of the gradient in the home."""
         return slot.dtype if self._grad_dtype is None else self._grad_dtype
+
+
+def refuse_graph(slot: Slot, gradient: torch.Tensor) -> None:
+    if gradient.requires_grad:
+        raise StateError(
+            f"backward(create_graph=True) reached parameter {slot.name!r}: a gradient that leaves the device loses"
+            " its graph; use torch.autograd.grad(..., create_graph=True) for the inner derivative, then backward()"
+        )
 
 
 def _more_memory(shelf: Shelf, staging: Staging, name: str, nbytes: int) -> GradientMemory:
@@ -320,74 +396,3 @@ def _tell_of_failure(announced: Iterable[Slot]) -> None:
     """Who was told of complete gradients has begun updates that a plain run would not make."""
     for watcher in {watcher for slot in announced if slot.unit is not None for watcher in slot.unit.watchers}:
         watcher.abandoned()
-
-
-def _late_hooks(slot: Slot) -> list[Any]:
-    """The user's own, that fire when a gradient has been accumulated."""
-    return list((getattr(slot.home, "_post_accumulate_grad_hooks", None) or {}).values())
-
-
-class _Staged(NamedTuple):
-    """A gradient, or a part of one, on its way through staging memory."""
-
-    piece: torch.Tensor  # in staging memory
-    source: torch.Tensor  # on the device
-    target: torch.Tensor  # what becomes, or is, `home.grad`
-    adds: bool  # to what the target holds
-    disk: DiskGradients | None  # where the target rests, if not on the host
-
-    @property
-    def is_written(self) -> bool:
-        """Whether the target becomes just what the piece is, byte for byte."""
-        return not self.adds and self.piece.dtype == self.target.dtype and self.target.is_contiguous()
-
-
-def _accumulate(home: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    """What autograd does with a gradient that reaches a leaf: it is set or added."""
-    if home.grad is None:
-        if gradient.dtype != home.grad_dtype:
-            home.grad_dtype = gradient.dtype
-        home.grad = gradient
-    elif gradient.layout == torch.strided != home.grad.layout:
-        home.grad = gradient + home.grad  # dense and sparse
-    else:
-        home.grad.add_(gradient)
-
-
-def _add_up(staged: "list[_Staged]", under_way: list[Request]) -> list[Request]:
-    """On the host lane: staged gradients are added to, or cast into, their destinations.
-
-    Returns the writes to disk that this begins: they read the staging memory. `under_way`: all that may not have ended,
-    kept by this thread.
-    """
-    under_way[:] = [write for write in under_way if not write.query()]
-    writes: list[Request] = []
-    on_disk: Counter[DiskGradients] = Counter()
-    with torch.no_grad():
-        for one in staged:
-            if one.disk is not None and one.is_written:
-                writes.append(one.disk.write(one.target, one.piece))
-                under_way.append(writes[-1])
-                continue
-            if one.disk is not None:
-                for write in under_way:  # maybe of what is added to
-                    write.settle()
-                on_disk[one.disk] += one.target.nbytes
-            one.target.add_(one.piece) if one.adds else one.target.copy_(one.piece)
-    for disk, nbytes in on_disk.items():
-        disk.forget(nbytes)
-    staged.clear()  # who counts the users of a gradient after this has ended does not find this one
-    return writes
-
-
-def _dense_bytes(gradient: torch.Tensor) -> int:
-    return gradient.nbytes if gradient.layout == torch.strided else 0
-
-
-def _laid_out_like(gradient: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """`gradient` with the strides of `target`, so that the copy across the link is one run of bytes."""
-    if gradient.stride() == target.stride():
-        return gradient
-    return torch.empty_strided(target.shape, target.stride(), dtype=gradient.dtype, device=gradient.device).copy_(
-        gradient
-    )

@@ -5,24 +5,37 @@ The order of these operations across lanes is the subject of docs/design/orderin
 
 import contextlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 import torch
 
 from millrace.config import format_bytes
-from millrace.errors import BudgetError, DiskError, StateError
+from millrace.errors import BudgetError, DiskError, RankError, StateError
 from millrace.memory.buffers import DeviceBuffers
 from millrace.memory.ledger import Ledger
 from millrace.runtime.autograd import address_of, has_storage, in_transform, without_transforms
-from millrace.runtime.lanes import Event, Lane, Lanes, LateTransfer
+from millrace.runtime.lanes import Event, Lane, LateTransfer
 from millrace.runtime.link import LinkSpeed
+from millrace.runtime.pace import Pace
 from millrace.weights.meter import Meter
 from millrace.weights.movement.block import Block, Presence
+from millrace.weights.movement.gathering import Gathered, Gathers
 from millrace.weights.rest.fetching import Fetching, Target
 
 __all__ = ["Residency", "plain_tensors"]
 
 NextUse = Callable[[Block], float]  # the larger, the later a block is needed again; infinity: not in sight
+
+
+class Beside(Protocol):
+    """What stays on the device beside blocks, within their budget."""
+
+    @property
+    def held_bytes(self) -> int: ...
+
+    def give_way(self) -> None:
+        """It holds nothing from now on, until it is used."""
 
 
 class Residency:
@@ -32,16 +45,21 @@ class Residency:
         self,
         device: torch.device,
         budget_bytes: int,
-        lanes: Lanes,
+        pace: Pace,
         ledger: Ledger,
         meter: Meter,
         fetching: Fetching | None = None,
+        gathers: Gathers | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
+        self.ledger = ledger
         self.held_bytes = 0
-        self._lanes = lanes
+        self._lanes = pace.lanes
         self._meter = meter
-        self._fetching = fetching  # None: nothing rests on disk
+        self.pace = pace
+        self.fetching = fetching  # None: nothing rests on disk
+        self.gathers = gathers  # None: no rank helps another
+        self.beside: Beside | None = None  # what blocks share the budget with
         self._buffers = DeviceBuffers(device, ledger, budget_bytes)
         # Of the copies that compute was told to wait for, and the host was not: the last one in the order in which they
         # were submitted, with its number there; and those that came from disk, in an order of their own.
@@ -62,11 +80,11 @@ class Residency:
     @property
     def streams_from_disk(self) -> bool:
         """Whether there are blocks to fetch."""
-        return self._fetching is not None
+        return self.fetching is not None
 
     def fetch_from(self, fetching: Fetching) -> None:
         """From now on there are."""
-        self._fetching = fetching
+        self.fetching = fetching
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """The block in whose buffer `tensor` lies; None for any other tensor."""
@@ -112,8 +130,10 @@ class Residency:
                 raise
         self.intact = True
 
-    def renew(self, block: Block) -> None:
-        """Submits copies of what changed in the homes since the buffer was filled: all, if it never was."""
+    def renew(self, block: Block, *, gathered: bool = False) -> None:
+        """Submits copies of what changed in the homes since the buffer was filled: all, if it never was; or `gathered`,
+        of this rank's part of all, as every rank does.
+        """
         if not self._outlive(block):
             self.reserve(block)
         buffer = block.buffer
@@ -122,7 +142,7 @@ class Residency:
         self.intact = False
         with plain_tensors():
             try:
-                self._submit(block, buffer, only_changes=block.presence is not Presence.RESERVED)
+                self._submit(block, buffer, self.gathers if gathered else None)
             except BaseException:
                 self._undo(block, buffer)
                 raise
@@ -134,29 +154,39 @@ class Residency:
             try:
                 done = block.arrival.done
             except BaseException:
-                if self._fetching is not None:
-                    self._fetching.withdraw_all()  # guesses of the same moment may have failed as well
+                if self.fetching is not None:
+                    self.fetching.withdraw_all()  # guesses of the same moment may have failed as well
                 if block.buffer is not None:
                     self._undo(block, block.buffer)
                 raise
-            self._lanes.wait(done)
-            number = self._submitted.pop(block, None)
-            if number is None:
-                self._consumed_from_disk.append(done)
-            elif self._consumed is None or number > self._consumed[0]:
-                self._consumed = number, done
+            self.rely_on(done, self._submitted.pop(block, None))
             self._meter.arrived(block.arrival, block.name)
             block.presence = Presence.PRESENT
 
+    def next_number(self) -> int:
+        """Of a copy from host memory, which is about to be submitted."""
+        self._submissions += 1
+        return self._submissions
+
+    def rely_on(self, done: Event, number: int | None) -> None:
+        """Compute waits for a copy: of that number, or None for one from disk."""
+        self._lanes.wait(done)
+        if number is None:
+            self._consumed_from_disk.append(done)
+        elif self._consumed is None or number > self._consumed[0]:
+            self._consumed = number, done
+
     def fetch_ahead(self, block: Block) -> bool:
         """Submits the fetch of a block that is onloaded later. False: nothing more can be fetched ahead now."""
-        if self._fetching is None or not block.is_fetched:
+        if self.fetching is None or not block.is_fetched:
             return True
-        return not block.being_updated and self._fetching.ahead(block)
+        return not block.being_updated and self.fetching.ahead(block)
 
-    def load_seconds(self, block: Block, link: LinkSpeed) -> float:
-        """How long the slowest part of the way to the device takes for a block."""
-        fetching = 0.0 if self._fetching is None or not block.is_fetched else self._fetching.seconds(block.nbytes)
+    def load_seconds(self, block: Block, link: LinkSpeed, among: LinkSpeed | None = None) -> float:
+        """How long the slowest part of the way to the device takes for a block; `among`: it is gathered so fast."""
+        if among is not None and self.gathers is not None:
+            return max(link.load_seconds(self.gathers.own_bytes(block.nbytes)), among.load_seconds(block.nbytes))
+        fetching = 0.0 if self.fetching is None or not block.is_fetched else self.fetching.seconds(block.nbytes)
         return max(fetching, link.load_seconds(block.nbytes))
 
     def wait_for_consumed_reads(self) -> None:
@@ -183,11 +213,11 @@ class Residency:
         """Compute waits for a copy that nobody wants any more. False: it failed, and the block is away.
 
         That is nobody's fault to hear of: pages that user code writes while they come from disk are not what they were
-        when they were handed over. Whoever needs the block reads it anew, and is told what fails then.
+        when they were handed over; a rank has failed. Whoever needs the block is told what fails then.
         """
         try:
             self.arrive(block)
-        except DiskError:
+        except (DiskError, RankError):
             return False
         return True
 
@@ -221,6 +251,9 @@ class Residency:
         """The host waits until nothing is copied into the block's buffer any more, whatever came of it."""
         if block.is_fetched:
             block.wait_for_reads()
+        if isinstance(block.arrival, Gathered):
+            block.arrival.settle()
+        self.pace.wait()
         self._lanes.copy(Lane.ONLOAD, (), self._lanes.mark()).done.synchronize()  # behind what was submitted before
 
     def make_room(self, block: Block, keep: Iterable[Block], next_use: NextUse) -> None:
@@ -229,8 +262,21 @@ class Residency:
 
         Raises BudgetError when even that is not enough.
         """
-        if self.fits(block):
+        if self.clear(block.nbytes, keep, next_use) >= block.nbytes:
             return
+        in_use = ", ".join(repr(other.name) for other in self.present())
+        whole = " as a whole, as more is done with it than looking rows up," if block.row_bytes else ""
+        raise BudgetError(
+            f"block {block.name!r} needs {format_bytes(block.nbytes)}{whole} while {format_bytes(self.held_bytes)} are"
+            f" in use{' by ' + in_use if in_use else ''}; device_memory allows {format_bytes(self.budget_bytes)} for"
+            f" weights; raise it{'' if whole else ', or pass smaller blocks'}"
+        )
+
+    def clear(self, nbytes: int, keep: Iterable[Block], next_use: NextUse) -> int:
+        """As `make_room`, for what is no block, as far as that goes: what is free then."""
+        free_bytes = self.budget_bytes - self.held_bytes
+        if free_bytes >= nbytes:
+            return free_bytes
         kept = {id(other) for other in keep}
         candidates = [
             other
@@ -239,14 +285,30 @@ class Residency:
         ]
         for other in sorted(candidates, key=lambda other: (other.is_free, next_use(other)), reverse=True):
             self.evict(other)
-            if self.fits(block):
-                return
-        in_use = ", ".join(repr(other.name) for other in self.present())
-        raise BudgetError(
-            f"block {block.name!r} needs {format_bytes(block.nbytes)} while {format_bytes(self.held_bytes)} are in use"
-            f" by {in_use}; device_memory allows {format_bytes(self.budget_bytes)} for weights; raise it, or pass"
-            " smaller blocks"
-        )
+            if self.budget_bytes - self.held_bytes >= nbytes:
+                break
+        return self.budget_bytes - self.held_bytes
+
+    @contextlib.contextmanager
+    def lent(self, nbytes: int) -> Iterator[torch.Tensor]:
+        """Device memory within the budget for what is no block; the caller has seen to it that it fits."""
+        buffer = self.allot(nbytes)
+        try:
+            yield buffer
+        finally:
+            self.take_back(buffer)
+
+    def allot(self, nbytes: int) -> torch.Tensor:
+        """As `lent`, until it is taken back."""
+        with plain_tensors():
+            buffer = self._buffers.allocate(nbytes)
+        self.held_bytes += nbytes
+        return buffer
+
+    def take_back(self, buffer: torch.Tensor) -> None:
+        """The inverse of `allot`: the caller's reference ends here."""
+        self.held_bytes -= buffer.nbytes
+        self._buffers.release(buffer)
 
     def check_resident(self, what: str, nbytes: int, largest: Block) -> None:
         """Raises BudgetError when `nbytes` more that stay would leave no room for the largest block."""
@@ -289,31 +351,38 @@ class Residency:
         for block in held.values():
             self._note_address(block.buffer, block)
         self.held_bytes = sum(block.nbytes for block in held.values())
+        self.held_bytes += 0 if self.beside is None else self.beside.held_bytes
         self._buffers.rebook(self.held_bytes)
         self.intact = True
 
     def close(self) -> None:
         """Evicts everything, also what could not come from disk."""
+        if self.beside is not None:
+            self.beside.give_way()
         for block in list(self._by_storage.values()):
             self.evict(block)
         self._buffers.close()
 
-    def _submit(self, block: Block, buffer: torch.Tensor, *, only_changes: bool) -> None:
+    def _submit(self, block: Block, buffer: torch.Tensor, by: Gathers | None) -> None:
         # Into a new buffer as soon as its memory is free: what compute was given since does not use it.
         after, block.allocated = block.allocated or self._lanes.mark(), None
-        copies = block.copies_in(only_changes=only_changes)
-        if self._fetching is None or not block.is_fetched:
-            block.arrival = self._lanes.copy(Lane.ONLOAD, copies, after)
-            block.read_until(block.arrival.done)
-            self._submissions += 1
-            self._submitted[block] = self._submissions
+        copies = block.copies_in(only_changes=by is None and block.presence is not Presence.RESERVED)
+        if by is not None:
+            self._submitted.pop(block, None)
+            block.arrival, read = by.onload(block.name, buffer, copies, after)
+            block.read_until(read)
+        elif self.fetching is None or not block.is_fetched:
+            block.arrival, done = self.pace.submit(Lane.ONLOAD, copies, after)
+            block.read_until(done)
+            self._submitted[block] = self.next_number()
         else:
             self._submitted.pop(block, None)
-            fetch = self._fetching.onload(block, Target(buffer, after, copies))
+            fetch = self.fetching.onload(block, Target(buffer, after, copies))
             block.read_until(fetch)
             block.arrival = LateTransfer(Lane.ONLOAD, block.nbytes, fetch.arrived)
         block.presence = Presence.ARRIVING
-        self._meter.onloaded(block.arrival.nbytes)
+        if by is None:
+            self._meter.onloaded(block.arrival.nbytes)
 
 
 def plain_tensors() -> contextlib.AbstractContextManager[object]:

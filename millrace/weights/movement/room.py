@@ -18,8 +18,9 @@ __all__ = ["Room"]
 class Room:
     """Host memory of one offloaded model that has a disk.
 
-    `blocks`: all of them. `open_fetching` makes the way from disk, of chunks of so many bytes and so many of
-    them, where no block has rested there before.
+    `has_room`: whether the host budget has room for so many bytes more; `ranks` of a node have it together, which all
+    call this then. `blocks`: all of them. `open_fetching` makes the way from disk, of chunks of so many bytes and so
+    many of them, where no block has rested there before.
     """
 
     def __init__(
@@ -29,12 +30,15 @@ class Room:
         executor: Executor,
         ledger: Ledger,
         open_fetching: Callable[[int, int], Fetching],
+        has_room: Callable[[int], bool],
+        ranks: int,
     ) -> None:
         self._blocks = blocks
         self._residency = residency
         self._executor = executor
         self._ledger = ledger
         self._open_fetching = open_fetching
+        self._has_room, self._ranks = has_room, ranks
 
     def make(self, nbytes: int) -> bool:
         """Whether the host budget has room for `nbytes` more, at once or after blocks have moved to disk.
@@ -42,7 +46,7 @@ class Room:
         Not in the middle of a pass. When it returns False there is a way from disk at least: what has no room can rest
         there. Raises BudgetError, and moves nothing, when there is no room even for that.
         """
-        if self._ledger.has_room(nbytes):
+        if self._has_room(nbytes):
             return True
         if not self._residency.streams_from_disk:
             self._open_way()
@@ -52,8 +56,8 @@ class Room:
         budget_bytes = self._ledger.host_budget_bytes or 0
         largest_bytes = max((block.nbytes for block in self._blocks()), default=0)
         chunk_bytes, chunks = ring_size(budget_bytes, self._residency.streaming_budget_bytes, largest_bytes)
-        ring_bytes = whole_pages(chunk_bytes) * chunks
-        if not self._ledger.has_room(ring_bytes - sum(block.nbytes for block in self._movable())):
+        ring_bytes = self._ranks * whole_pages(chunk_bytes) * chunks
+        if not self._has_room(ring_bytes - sum(block.nbytes for block in self._movable())):
             raise BudgetError(
                 f"host_memory={format_bytes(budget_bytes)} is full, and so few blocks can move to disk that there is"
                 f" no room for {format_bytes(ring_bytes)} of staging memory; raise it by that"
@@ -63,15 +67,15 @@ class Room:
 
     def _movable(self) -> list[Block]:
         """The largest first, those that stay on the device last: they are brought once more then."""
-        movable = [block for block in self._blocks() if not block.is_fetched and not block.users]
+        movable = [block for block in self._blocks() if not block.rest.on_disk and not block.users]
         return sorted(movable, key=lambda block: (block.index < 0, -block.nbytes))
 
     def _free(self, nbytes: int) -> bool:
         """Blocks move until there is room."""
         for block in self._movable():
-            if self._ledger.has_room(nbytes):
+            if self._has_room(nbytes):
                 break
             self._residency.evict(block)  # its last copy still refers to the memory
             block.spill()
             self._executor.replan()
-        return self._ledger.has_room(nbytes)
+        return self._has_room(nbytes)

@@ -108,6 +108,10 @@ class TraceBook:
         """The trace that a cycle beginning so most likely follows; None when none ever began so."""
         return self._by_context.get((self._last, entry)) or self._by_entry.get(entry)
 
+    def of(self, visits: tuple[VisitKey, ...]) -> Trace:
+        """The trace with these visits: a new one that is in no book yet, if none is known."""
+        return self._by_visits.get(visits) or Trace(visits, (0.0,) * len(visits))
+
     def enter(
         self,
         entry: Entry,

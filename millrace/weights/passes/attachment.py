@@ -11,12 +11,14 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from millrace.runtime.pipelines import pipelines_are_imported, refuse_split_backward
 from millrace.runtime.process_wide import ProcessWide
 from millrace.weights.model.data_parallel import refuse_wrapping
 from millrace.weights.model.home import Home
 from millrace.weights.model.inventory import Inventory, take_inventory
 from millrace.weights.model.layout import check_can_travel
 from millrace.weights.model.places import Member, Place
+from millrace.weights.model.tables import looks_rows_up
 from millrace.weights.movement.block import Block
 from millrace.weights.movement.residency import plain_tensors
 from millrace.weights.passes.engine import Engine
@@ -28,7 +30,10 @@ __all__ = ["Attachment"]
 
 
 class _Registrations:
-    """Counts registrations of parameters, buffers and modules anywhere, so that a changed model is noticed."""
+    """Counts registrations of parameters, buffers and modules with managed modules, so that a changed model is noticed.
+
+    Not with others: a decoder that slices its list of layers makes a new list in every forward.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -47,13 +52,13 @@ class _Registrations:
 
         return remove
 
-    def _seen(self, *_args: Any) -> None:
-        self.count += 1
+    def _seen(self, parent: nn.Module, *_args: Any) -> None:
+        self.count += site_of(parent) is not None
 
     def _seen_module(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
         refuse_wrapping(parent, module)
         _note_compiled(parent, name, module)
-        self.count += 1
+        self._seen(parent)
 
 
 def _note_compiled(parent: nn.Module, name: str, module: nn.Module | None) -> None:
@@ -84,9 +89,15 @@ class Attachment:
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those that went as well
         self._seen = -1
         self._leave_registrations = _registrations.hooks.use(self)
+        self._leave_pipelines: Callable[[], None] | None = None
         self._link(self._inventory(model))
         engine.buffers_are_budgeted()
         engine.before_call = self.follow
+
+    def modules(self) -> list[tuple[str, nn.Module]]:
+        """All of the model by name; none, where it is gone."""
+        model = self._model()
+        return [] if model is None else list(model.named_modules())
 
     def follow(self) -> None:
         """Takes in what was registered since the last call: adapters, replaced modules, new buffers."""
@@ -94,6 +105,8 @@ class Attachment:
         if model is None:
             return
         refuse_call(model)
+        if self._leave_pipelines is None and pipelines_are_imported():
+            self._leave_pipelines = refuse_split_backward(self)
         if self._seen != _registrations.count:
             with plain_tensors():
                 self._take_in(model)
@@ -142,6 +155,8 @@ class Attachment:
     def detach(self) -> None:
         """The model is an ordinary CPU model again."""
         self._leave_registrations()
+        if self._leave_pipelines is not None:
+            self._leave_pipelines()
         self._engine.before_call = lambda: None
         for block in self._blocks():
             block.release()
@@ -177,15 +192,31 @@ class Attachment:
         own = [self._block_of[key] for key in inventory.owned.get(module, ()) if key in self._block_of]
         compiled = module._modules.get("_orig_mod")  # by torch.compile(layer), which goes through its calls unseen
         mains = self._mains.get(module if compiled is None else compiled)
-        streamed = [block for block in dict.fromkeys((*(mains or ()), *own)) if block.index >= 0]
+        needed = list(dict.fromkeys((*(mains or ()), *own)))
+        streamed = [block for block in needed if block.index >= 0 and not block.travels_in_parts]
+        table = needed[0] if [bool(block.row_bytes) for block in needed] == [True] and looks_rows_up(module) else None
+        picks = self._site_of_all(module, name, needed[0], inventory) if len(needed) == 1 else None
         encloses = any(inner in self._mains for inner in module.modules() if inner is not module)
         return Site(
             self._engine,
             name or type(module).__name__,
             tuple(streamed),
-            main=mains is not None,
+            main=mains is not None and table is None and picks is None,
             encloses=encloses,
+            table=table,
+            picks=picks,
         )
+
+    def _site_of_all(self, module: nn.Module, name: str, block: Block, inventory: Inventory) -> Site | None:
+        """That of a call which needs all experts of the block, beside what the module around it has bound."""
+        if block.experts is None:
+            return None
+        around: tuple[Block, ...] = ()
+        outer = inventory.parents.get(module)
+        while outer is not None and not around:
+            around = tuple(one for one in self._mains.get(outer, ()) if not one.travels_in_parts)
+            outer = inventory.parents.get(outer)
+        return Site(self._engine, name, (*around, block), main=True, encloses=False)
 
     def _blocks(self) -> list[Block]:
         return [*self._engine.blocks, *self._engine.residents]

@@ -11,12 +11,16 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from millrace.errors import StateError
 from millrace.planning import Phase
 from millrace.runtime.autograd import EndOfBackward, without_overrides
 from millrace.runtime.tensors import tensors_in
 from millrace.runtime.threads import on_own_thread
 from millrace.weights.model.slot import REMOVED, Slot
+from millrace.weights.movement.averaging import AveragedGradients
+from millrace.weights.movement.batch_sums import BatchSums
 from millrace.weights.movement.block import Block, Presence
 from millrace.weights.movement.executor import Executor
 from millrace.weights.movement.gradients import Gradients
@@ -29,9 +33,9 @@ from millrace.weights.passes.state import PassState, Progress
 from millrace.weights.passes.stray import lending_leaves
 from millrace.weights.passes.updates import Updates
 
-__all__ = ["Backward"]
+__all__ = ["WATCHED", "Backward"]
 
-_WATCHED = "_millrace_watched"  # attribute of tensors whose gradient announces the backward of a site
+WATCHED = "_millrace_watched"  # attribute of tensors whose gradient announces the backward of a site
 
 
 class Backward:
@@ -46,7 +50,7 @@ class Backward:
         standing: Standing,
         residency: Residency,
         executor: Executor,
-        gradients: Gradients,
+        gradients: Gradients | AveragedGradients,
         lending: Lending,
         updates: Updates,
         calls: Sequence[Call],
@@ -67,6 +71,7 @@ class Backward:
         self._computing_again = contextlib.ExitStack()  # functions may be called again in it
         self.settling = threading.RLock()  # one that raised may end on autograd's thread, during the next pass
         self.refused = False  # the model was let go of
+        self.batch_sums: BatchSums | None = None  # of several micro-batches, for the backward under way
 
     @property
     def is_under_way(self) -> bool:
@@ -84,8 +89,8 @@ class Backward:
         Not the gradient of a tensor that another site made and this one hands on (T5's position bias).
         """
         for tensor in tensors_in(output):
-            if tensor.grad_fn is not None and not hasattr(tensor, _WATCHED):
-                setattr(tensor, _WATCHED, True)
+            if tensor.grad_fn is not None and not hasattr(tensor, WATCHED):
+                setattr(tensor, WATCHED, True)
                 tensor.register_hook(lambda _gradient: self.reach(site))
 
     def reach(self, site: Site) -> None:
@@ -121,7 +126,27 @@ class Backward:
         """The gradient of a leaf is complete, as far as is known."""
         self._begin()  # a block that saves nothing is never unpacked
         with without_overrides():
-            self._gradients.take(slot)
+            (self.batch_sums or self._gradients).take(slot)
+
+    def begin(self) -> None:
+        """One begins that consists of several."""
+        self._begin()
+
+    def rows_ready(self, slot: Slot, rows: torch.Tensor, gradient: torch.Tensor) -> None:
+        """A lookup's gradient of these rows of a table is there."""
+        if self.refused:
+            raise StateError(REMOVED)
+        self._begin()
+        with without_overrides():
+            self._gradients.take_rows(slot, rows, gradient)
+
+    def rows_complete(self, slot: Slot) -> None:
+        """All that one backward gives the rows of a table is there."""
+        with without_overrides():
+            if self.batch_sums is None:
+                self._gradients.add_up_rows(slot)
+            else:
+                self.batch_sums.take_rows(slot)
 
     def _begin(self) -> None:
         """Once for the outermost one: nested ones (reentrant checkpoints) end inside of it."""

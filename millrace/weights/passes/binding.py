@@ -64,7 +64,11 @@ class Standing:
             self._executor.bring(block)
             self._residency.arrive(block)
         everything = bool(forward_on) and self._executor.everything_is_here
-        bound = (*self.residents, self.buffers, *(self.blocks if everything else ()))
+        bound = (
+            *self.residents,
+            self.buffers,
+            *(block for block in self.blocks if everything and not block.travels_in_parts),
+        )
         bind(bound)
         self._bound.append(bound)
         self.straight_for = forward_on if everything else 0

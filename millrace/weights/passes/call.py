@@ -54,6 +54,10 @@ class Call:
             saved.push()
             self._ends.append(saved.pop)
 
+    def at_its_end(self, end: Callable[[], object]) -> None:
+        """Something else has begun that ends with it."""
+        self._ends.append(end)
+
     def hold(self, blocks: Sequence[Block]) -> None:
         """These blocks stay bound until the call ends."""
         bind(blocks)

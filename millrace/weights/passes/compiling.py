@@ -30,10 +30,14 @@ def compile_blocks(engine: "Engine", layers: Sequence[nn.Module], compiler: Call
             " graphs: weights would have to stay where they are. Leave the mode out, and its blocks are compiled",
         )
         return
+    if not layers:
+        _note(
+            engine,
+            "an offloaded model runs without torch.compile, which would compile its blocks one by one: none of them is"
+            " a module with modules inside. Compile the model without offload(), or name larger blocks (blocks=[...])",
+        )
     for layer in layers:
         compile_calls(layer, compiler)
-    if not layers:
-        note_not_compiled(engine)
     _note(
         engine,
         f"torch.compile around an offloaded model compiles its blocks ({len(layers)}) one by one; what is around them"

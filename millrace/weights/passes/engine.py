@@ -4,17 +4,21 @@ Forward: a site's call makes its blocks present, binds their leaves, and packs w
 What backward does with them: backward.py. See docs/design/engine.md.
 """
 
-import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from millrace.errors import StateError
 from millrace.planning import Phase
 from millrace.runtime.autograd import without_overrides
+from millrace.runtime.fibers import own_thread
 from millrace.weights.model.module_buffers import ModuleBuffers
+from millrace.weights.movement.averaging import AveragedGradients
+from millrace.weights.movement.batch_sums import BatchSums
 from millrace.weights.movement.block import Block
+from millrace.weights.movement.common import CommonHomes
 from millrace.weights.movement.executor import Executor
 from millrace.weights.movement.gradients import Gradients
 from millrace.weights.movement.residency import Residency
@@ -24,13 +28,21 @@ from millrace.weights.passes.call import Call
 from millrace.weights.passes.handles import SavedTensors, pop_left_over, saving_is_left_to_autograd
 from millrace.weights.passes.handover import Handover
 from millrace.weights.passes.lending import Lending
+from millrace.weights.passes.lookup import Lookups
+from millrace.weights.passes.picks import Picks
 from millrace.weights.passes.process import OwnProcess
 from millrace.weights.passes.site import Site
 from millrace.weights.passes.state import PassState, Progress
-from millrace.weights.passes.stray import stop_lending
+from millrace.weights.passes.stray import lending_leaves, stop_lending
+from millrace.weights.passes.stretches import in_one_backward
 from millrace.weights.passes.updates import Updates
 
+if TYPE_CHECKING:
+    from millrace.weights.passes.layer_major import LayerMajor
+
 __all__ = ["Engine"]
+
+_TOGETHER = "forward_backward"
 
 
 class Engine:
@@ -43,8 +55,9 @@ class Engine:
         residents: Sequence[Block],
         residency: Residency,
         executor: Executor,
-        gradients: Gradients,
+        gradients: Gradients | AveragedGradients,
         buffers: ModuleBuffers,
+        common: CommonHomes | None = None,
     ) -> None:
         self.device = device
         self.blocks = list(blocks)
@@ -55,6 +68,7 @@ class Engine:
         self._residency = residency
         self._executor = executor
         self._gradients = gradients
+        self._common = common
         self.calls: list[Call] = []  # visits whose call is under way, outermost first
         self.progress = Progress()
         self.lending = Lending(executor, residency, self.calls, self.progress)
@@ -73,7 +87,10 @@ class Engine:
             self.calls,
             self._recover,
         )
+        self.lookups = Lookups(device, executor, self._backward, self.lending)
+        self.picks = Picks(device, executor, self.lending, self.call)
         self.process = OwnProcess()
+        self.together: LayerMajor | None = None  # several micro-batches, whose forwards are under way
         for block in (*blocks, *residents):
             self._adopt(block)
 
@@ -87,7 +104,8 @@ class Engine:
 
     def check_resident(self, what: str, nbytes: int) -> None:
         """Raises BudgetError when what came later and stays leaves no room beside it for the largest block."""
-        largest = max(self.blocks, key=lambda block: block.nbytes, default=None)
+        whole = [block for block in self.blocks if not block.travels_in_parts]
+        largest = max(whole, key=lambda block: block.nbytes, default=None)
         if largest is not None:
             self._residency.check_resident(what, nbytes, largest)
 
@@ -119,15 +137,18 @@ class Engine:
         try:
             if not self.progress.in_backward:
                 self._claim()
-                outermost = not self.calls
+                outermost = not self.calls and self.together is None
             if not outermost and not self._is_visit(site):
                 return forward(*args, **kwargs)
             if outermost:
                 args, kwargs = call.begin_pass(args, kwargs)
-            elif not self.calls:  # a hook of backward may call the model, too
+            elif not self.calls:  # a hook of backward may call the model, too; so may micro-batches that take turns
                 args, kwargs = self._handover.inputs(args, kwargs)
+            if self.together is not None and site.blocks:
+                args, kwargs = self.together.arrive(call, args, kwargs)
+            outer = outermost or (self.together is not None and not self.calls)
             call.begin_visit()
-            output = self._handover.output(forward(*args, **kwargs), outermost=outermost)
+            output = self._handover.output(forward(*args, **kwargs), outermost=outer)
             call.end()
         except BaseException:
             try:
@@ -144,7 +165,7 @@ class Engine:
 
     def _claim(self) -> None:
         """Passes of one model follow each other. Raises StateError where another thread's is under way."""
-        this = threading.get_ident()
+        this = own_thread()
         owner = self._claims.setdefault("pass", this)  # in one go, whatever other threads do
         if owner == this and self._backward.is_held:
             owner = self.progress.thread
@@ -190,11 +211,7 @@ class Engine:
         """
         if updates and not self.progress.computes:
             self.updates.wait()
-        over = (
-            self._backward.is_under_way
-            and not self.progress.in_backward
-            and threading.get_ident() == self.progress.thread
-        )
+        over = self._backward.is_under_way and not self.progress.in_backward and own_thread() == self.progress.thread
         if over and self.process.is_this:
             self._recover()
 
@@ -203,17 +220,60 @@ class Engine:
         self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The outermost call: residents are renewed and bound, inputs come to the device."""
+        self._begin_pass(site.name)
+        return self._handover.inputs(args, kwargs)
+
+    def _begin_pass(self, name: str) -> None:
         if self.progress.state is not PassState.AT_REST or not self._residency.intact:
             self._recover()
         self.progress.becomes(PassState.FORWARD)
-        self.progress.thread = threading.get_ident()
+        self.progress.thread = own_thread()
         self.before_call()
         self._follow_buffers()
+        if self._common is not None:
+            self._common.begin_pass(with_gradients=torch.is_grad_enabled())
         if torch.is_grad_enabled():
             self._gradients.prepare([*self.residents, *self.blocks])
-        self._executor.begin_pass(site.name)
+        self._executor.begin_pass(name)
         self.standing.begin(forward_on=self.progress.thread)
-        return self._handover.inputs(args, kwargs)
+
+    def forward_together(self, together: "LayerMajor", forward: Callable[[], None]) -> None:
+        """A pass in which `forward` calls the model for several micro-batches, which take turns at blocks."""
+        self.process.check()
+        self._claim()
+        lending = lending_leaves(self.lending)
+        try:
+            self._begin_pass(_TOGETHER)
+            try:
+                with lending:
+                    self.together = together
+                    forward()
+            finally:
+                self.together = None
+                self.end_pass()
+        except BaseException:
+            self.together = None
+            self._recover()
+            self._claims.clear()
+            raise
+
+    def backward_together(self, batch_sums: BatchSums, backward: Callable[[], None]) -> None:
+        """One backward that consists of those that `backward` calls; gradients come to `batch_sums`."""
+
+        def run() -> None:
+            self._backward.begin()
+            backward()
+
+        self._backward.batch_sums = batch_sums
+        try:
+            in_one_backward(run)
+        finally:
+            self._backward.batch_sums = None
+
+    def discard(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Gradients of these are discarded, those that wait to be averaged over ranks, too."""
+        if self._common is not None:
+            self._common.discard(parameters)
 
     def end_pass(self) -> None:
         """The outermost call ends: what its copies read of homes has been read, so homes may be written."""
@@ -240,7 +300,13 @@ class Engine:
 
     def saved_tensors(self, site: Site) -> SavedTensors:
         """Hooks for what autograd saves in a visit of the site."""
-        return SavedTensors(self._residency, self.device, lambda: self._backward.reach(site), self._backward.require)
+        return SavedTensors(
+            self._residency,
+            self._executor.slices,
+            self.device,
+            lambda: self._backward.reach(site),
+            self._backward.require,
+        )
 
     def visit(self, call: Call) -> None:
         """A site's call, or its recomputation, makes its blocks present."""

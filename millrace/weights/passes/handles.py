@@ -30,8 +30,10 @@ from millrace.weights.model.home import Leaf
 from millrace.weights.model.slot import Slot, Token
 from millrace.weights.movement.block import Block
 from millrace.weights.movement.residency import Residency
+from millrace.weights.movement.slices import Slices
+from millrace.weights.passes.picked import Picked, picked_of
 
-__all__ = ["Handle", "SavedTensors", "pop_left_over", "saving_is_left_to_autograd"]
+__all__ = ["Handle", "SavedTensors", "is_checkpointed", "pop_left_over", "saving_is_left_to_autograd"]
 
 
 class Handle(NamedTuple):
@@ -80,11 +82,13 @@ class SavedTensors:
     def __init__(
         self,
         residency: Residency,
+        slices: Slices,
         device: torch.device,
         on_unpack: Callable[[], object],
         require: Callable[[Block], None],
     ) -> None:
         self._residency = residency
+        self._slices = slices
         self._device = device
         self._on_unpack = on_unpack
         self._require = require
@@ -109,35 +113,61 @@ class SavedTensors:
         pop_hooks()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if type(tensor) not in (torch.Tensor, Leaf) and is_wrapper(tensor):
-            wrapper: Any = tensor
-            names, context = wrapper.__tensor_flatten__()
-            inner = {name: self._pack(getattr(tensor, name)) for name in names}
-            return _Wrapper(type(tensor), inner, context, tensor.size(), tensor.stride())
-        if tensor.layout == torch.strided and tensor.device == self._device:
-            block = self._residency.block_of(tensor)
-            if block is not None:
-                if self._checkpoint is not None:
-                    self._checkpoint(tensor)
-                recompute = None if self._checkpoint is None or self._outer is None else self._outer[1]
-                return _handle_of(block, tensor, recompute)
+        wraps = type(tensor) not in (torch.Tensor, Leaf) and is_wrapper(tensor)
+        packed: Handle | Picked | _Wrapper | None = self._pack_wrapper(tensor) if wraps else self._pack_weight(tensor)
+        if packed is not None:
+            if self._checkpoint is not None:
+                self._checkpoint(tensor)
+            return packed
         if self._outer is not None:
             return _Outer(self._outer[0](tensor), self._outer[1])
         # Detached: an output that is saved by the very node that made it would keep the graph alive for good.
         return _Saved(tensor.detach(), tensor._version)
 
+    def _pack_weight(self, tensor: torch.Tensor) -> Handle | Picked | None:
+        """The handle of what lies in a block, or in a bank of experts; None for any other."""
+        if tensor.layout != torch.strided or tensor.device != self._device:
+            return None
+        recompute = None if self._checkpoint is None or self._outer is None else self._outer[1]
+        block = self._residency.block_of(tensor)
+        if block is None:
+            return picked_of(self._slices, tensor, recompute)
+        return _handle_of(block, tensor, recompute)
+
+    def _pack_wrapper(self, wrapper: Any) -> "_Wrapper | None":
+        """A wrapper around tensors of which some lie in a block; None for any other."""
+        names, context = wrapper.__tensor_flatten__()
+        inner: dict[str, Any] = {}
+        for name in names:
+            part = getattr(wrapper, name)
+            if not isinstance(part, torch.Tensor):  # a DTensor's mesh
+                inner[name] = part
+                continue
+            packed: Handle | Picked | _Wrapper | None
+            packed = self._pack_wrapper(part) if is_wrapper(part) else self._pack_weight(part)
+            inner[name] = _Saved(part.detach(), part._version) if packed is None else packed
+        if not any(isinstance(packed, Handle | Picked | _Wrapper) for packed in inner.values()):
+            return None
+        return _Wrapper(type(wrapper), inner, context, wrapper.size(), wrapper.stride())
+
     def _unpack(self, packed: Any) -> torch.Tensor:
         self._on_unpack()
-        if isinstance(packed, Handle):
+        if isinstance(packed, Handle | Picked):
             if packed.recompute is not None:
                 _compute_again(packed.recompute)
                 self._on_unpack()
+            if isinstance(packed, Picked):
+                check_unchanged(packed.slot, packed.token)
+                return packed.weight(self._slices)
             self._require(packed.block)
             return _weight(packed)
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
         if isinstance(packed, _Wrapper):
-            inner = {name: self._unpack(part) for name, part in packed.inner.items()}
+            kinds = Handle | Picked | _Wrapper | _Saved
+            inner = {
+                name: self._unpack(part) if isinstance(part, kinds) else part for name, part in packed.inner.items()
+            }
             wrapper: torch.Tensor = packed.kind.__tensor_unflatten__(inner, packed.context, packed.size, packed.stride)
             return wrapper
         saved: _Saved = packed
@@ -157,6 +187,16 @@ def pop_left_over(residency: Residency) -> None:
         if not isinstance(owner, SavedTensors) or owner._residency is not residency:
             return
         pop_hooks()
+
+
+def is_checkpointed() -> bool:
+    """Whether what autograd would save now is left out, and computed again in backward."""
+    hooks = top_hooks(True)
+    pack: Any = None if hooks is None else hooks[0]
+    owner = getattr(pack, "__self__", None)
+    if isinstance(owner, SavedTensors):
+        return owner._checkpoint is not None
+    return getattr(pack, "__module__", "") == torch.utils.checkpoint.__name__
 
 
 class _ComputedAgainError(Exception):
@@ -204,21 +244,26 @@ def _handle_of(block: Block, tensor: torch.Tensor, recompute: Callable[[Any], An
     )
 
 
-def _weight(handle: Handle) -> torch.Tensor:
-    """The weight as it was saved. Raises WeightChangedError when its home has other contents now."""
-    slot = handle.slot
+def check_unchanged(slot: Slot, before: Token) -> None:
+    """Raises WeightChangedError when the home has other contents now than it had then."""
     with without_overrides():  # a look at a home is our own
-        changed = slot.token != handle.token
-    if changed and slot.token[:2] == handle.token[:2]:
+        now = slot.token
+    if now != before and now == before._replace(data_number=now.data_number):
         raise WeightChangedError(
             f"parameter {slot.name!r} was given other data (p.data = t) after forward used it and before backward did,"
             " which needs the data of before; run backward before that"
         )
-    if changed:
+    if now != before:
         raise WeightChangedError(
             f"parameter {slot.name!r} was modified in place after forward used it and before backward did (version"
-            f" {slot.token[0]}; expected version {handle.token[0]}); run backward before optimizer.step() and the like"
+            f" {now.version}; expected version {before.version}); run backward before optimizer.step() and the like"
         )
+
+
+def _weight(handle: Handle) -> torch.Tensor:
+    """The weight as it was saved. Raises WeightChangedError when its home has other contents now."""
+    slot = handle.slot
+    check_unchanged(slot, handle.token)
     if slot.leaf._version != handle.leaf_version:
         raise WeightChangedError(
             f"parameter {slot.name!r} was modified in place by the model itself after forward had used it (version"

@@ -67,7 +67,7 @@ class Lending:
         gradients on; hooks run with gradients off, and see homes as user code does.
         """
         block = self._blocks.get(slot)
-        if block is None or not (self._in_call() or (self._progress.in_backward and torch.is_grad_enabled())):
+        if block is None or not self.computes:
             return None
         lent = not block.users
         self._bring(block)
@@ -86,12 +86,19 @@ class Lending:
         """Nothing is lent any more: all blocks were unbound."""
         self._lent_in_backward.clear()
 
+    @property
+    def computes(self) -> bool:
+        """Whether this thread computes with the model's weights now, and nobody's hooks do."""
+        return self._in_call() or (self._progress.in_backward and torch.is_grad_enabled())
+
     def _in_call(self) -> bool:
         return bool(self._calls) and self._calls[-1].thread == threading.get_ident()
 
     def _bring(self, block: Block) -> None:
         if not block.users:
             self._executor.visit((block,), Phase.BACKWARD if self._progress.in_backward else Phase.FORWARD, block.name)
+            if block.row_bytes:
+                self._executor.travels_whole(block)
         else:  # a home may have been written to while the block was bound
             self._executor.bring(block)
             self._residency.arrive(block)

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from millrace.errors import StateError
 from millrace.runtime.module_calls import Method, compile_calls, participant_of, take_part, withdraw
 from millrace.weights.model.compound import is_compound, outer_of
 from millrace.weights.model.home import AwayLeaf, Home, Leaf, PartHome, WatchedBuffer, home_of
+from millrace.weights.model.inventory import is_left_to_user
 from millrace.weights.model.module_buffers import plain_buffer
 from millrace.weights.passes.compiling import compile_blocks, note_not_compiled
 from millrace.weights.passes.stray import compound_lent_for_call, homes_as_they_are, lent_for_call
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Managed", "lend_parameters", "make_managed", "make_plain", "site_of"]
 
 
-class Parameters(dict[str, Any]):
+class LendingDict(dict[str, Any]):
     """A module's `_parameters` or `_buffers`: while the model computes, a home that is asked for gives its leaf."""
 
     def __getitem__(self, name: str) -> Any:
@@ -45,11 +47,11 @@ class Parameters(dict[str, Any]):
 
 def lend_parameters(module: nn.Module) -> None:
     """The module gives leaves, where it is asked for a parameter during a pass."""
-    if module._parameters and not isinstance(module._parameters, Parameters):
-        module.__dict__["_parameters"] = Parameters(module._parameters)
+    if module._parameters and not isinstance(module._parameters, LendingDict):
+        module.__dict__["_parameters"] = LendingDict(module._parameters)
     travel = any(isinstance(buffer, WatchedBuffer) for buffer in module._buffers.values())
-    if travel and not isinstance(module._buffers, Parameters):
-        module.__dict__["_buffers"] = Parameters(module._buffers)
+    if travel and not isinstance(module._buffers, LendingDict):
+        module.__dict__["_buffers"] = LendingDict(module._buffers)
 
 
 class Managed:
@@ -65,7 +67,10 @@ class Managed:
     @property
     def methods(self) -> dict[str, Method]:
         """What takes the place of methods of the instance."""
+        forward = {} if self.site.table is None else {"forward": self._look_up}
+        forward |= {} if self.site.picks is None else {"forward": self._pick}
         return {
+            **forward,
             "_apply": self._apply,
             "_named_members": self._named_members,
             "zero_grad": self._zero_grad,
@@ -84,12 +89,26 @@ class Managed:
             return forward(*args, **kwargs)
         return site.engine.call(site, forward, args, kwargs)
 
+    def _look_up(self, module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
+        table = self.site.table
+        if table is None:
+            return own(*args, **kwargs)
+        return self.site.engine.lookups.look_up(table, module, own, *args, **kwargs)
+
+    def _pick(self, module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
+        whole = self.site.picks
+        if whole is None:
+            return own(*args, **kwargs)
+        return self.site.engine.picks.compute(whole, module, own, args, kwargs)
+
     def compiling(self, module: nn.Module) -> bool:
         """A compiled block may be compiled through, because its visit is under way; a model around blocks may not."""
-        return self.site.encloses or not self.site.engine.progress.computes
+        return self.site.encloses or self._takes_parts or not self.site.engine.progress.computes
 
     def compile(self, module: nn.Module, compiler: Callable[[Any], Any]) -> bool:
         """Blocks are compiled in the place of a module around them."""
+        if self._takes_parts:
+            return True  # of which nothing is gained, and which the compiler cannot follow
         if not self.site.encloses:
             return False
         compile_blocks(self.site.engine, _layers(module), compiler)
@@ -104,6 +123,11 @@ class Managed:
         else:
             note_not_compiled(self.site.engine)
 
+    @property
+    def _takes_parts(self) -> bool:
+        """Whether the module's `forward` is ours, as rows of its weight, or experts, come when they are used."""
+        return self.site.table is not None or self.site.picks is not None
+
     @contextlib.contextmanager
     def plain(self, module: nn.Module) -> Iterator[None]:
         """Inside, the module's attributes are as they would be on a CPU, were it not offloaded."""
@@ -116,7 +140,10 @@ class Managed:
             )
         attributes = module.__dict__
         parameters, buffers = attributes["_parameters"], attributes["_buffers"]
-        plain_parameters = dict(parameters.items())
+        plain_parameters = {
+            name: _on_host(parameter) if parameter is not None and is_left_to_user(parameter) else parameter
+            for name, parameter in parameters.items()
+        }
         plain_buffers = {name: plain_buffer(buffer) for name, buffer in buffers.items()}
         try:
             attributes["_parameters"], attributes["_buffers"] = plain_parameters, plain_buffers
@@ -127,13 +154,14 @@ class Managed:
     def _apply(
         self, module: nn.Module, _own: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> nn.Module:
-        """`.to(device)`, `.cuda()`, `.cpu()`: managed parameters and buffers are where they belong, and stay there.
+        """`.to(device)`, `.cuda()`, `.cpu()`: managed parameters and buffers are where they belong, and stay there; so
+        do parameters that are left to the user.
 
         Of the whole model `.to(dtype)` is done, and it is offloaded anew.
         """
         owner = self.site.companion
         if owner is not None and recurse and any(_changes_dtype(home, fn) for home in module.parameters()):
-            owner.convert(module, lambda: module._apply(_on_cpu(fn)))
+            owner.convert(module, lambda: module._apply(_where_it_is(fn)))
             return module
         if recurse:
             for child in module.children():
@@ -142,7 +170,8 @@ class Managed:
             if isinstance(parameter, Home | Leaf) or (parameter is not None and is_compound(parameter)):
                 _check_same_dtype(name, parameter, fn)
             elif parameter is not None:
-                parameter.data = fn(parameter.data)
+                convert = _where_it_is(fn) if is_left_to_user(parameter) else fn
+                parameter.data = convert(parameter.data)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 _check_same_dtype(name, buffer, fn)
@@ -163,6 +192,7 @@ class Managed:
             for parameter in part._parameters.values():
                 if parameter is not None:
                     _home_or_own(parameter).grad = None
+        self.site.engine.discard(module.parameters())
 
     def _save_to_state_dict(
         self, module: nn.Module, own: Any, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -186,6 +216,23 @@ def _home_or_own(member: Any) -> Any:
         home = home_of(member)
         return member if isinstance(home, PartHome) else home
     return outer_of(member)
+
+
+_copies_on_host: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # weakly, of parameters left to the user
+
+
+def _on_host(parameter: nn.Parameter) -> nn.Parameter:
+    """What copies and pickles of a model have in place of a parameter that is left to the user: its values, in host
+    memory, and in all its places the same object.
+    """
+    known = _copies_on_host.get(parameter)
+    copied: nn.Parameter | None = None if known is None else known()
+    if copied is None:
+        copied = nn.Parameter(parameter.detach().cpu(), parameter.requires_grad)
+        _copies_on_host[parameter] = weakref.ref(copied)
+    else:
+        copied.data = parameter.detach().cpu()
+    return copied
 
 
 def _never() -> bool:
@@ -223,9 +270,9 @@ def make_plain(module: nn.Module) -> None:
     if managed is not None:
         withdraw(module, managed)
         _take_device(module)
-    if isinstance(module._parameters, Parameters):
+    if isinstance(module._parameters, LendingDict):
         module.__dict__["_parameters"] = dict(module._parameters.items())
-    if isinstance(module._buffers, Parameters):
+    if isinstance(module._buffers, LendingDict):
         module.__dict__["_buffers"] = dict(module._buffers.items())
 
 
@@ -282,8 +329,8 @@ def _changes_dtype(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tens
     return fn(torch.empty(0, dtype=tensor.dtype)).dtype != tensor.dtype
 
 
-def _on_cpu(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What `fn` makes of a tensor, in host memory: `.to(device, dtype)` changes the dtype alone."""
+def _where_it_is(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What `fn` makes of a tensor, on the tensor's device: `.to(device, dtype)` changes the dtype alone."""
     return lambda tensor: tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype)
 
 
@@ -292,5 +339,6 @@ def _check_same_dtype(name: str, tensor: torch.Tensor, fn: Callable[[torch.Tenso
         dtype = fn(torch.empty(0, dtype=tensor.dtype)).dtype
         raise StateError(
             f"a part of an offloaded model cannot change {name!r} from {tensor.dtype} to {dtype}; convert the whole"
-            " model, or the part before offload() (or pass param_dtype to compute in another dtype)"
+            " model, or call remove() on the handle, convert the part (or the pipeline), and offload again (or pass"
+            " param_dtype to compute in another dtype)"
         )

@@ -26,6 +26,12 @@ def refuse_unmanageable(model: nn.Module, *, with_checkpoint: bool) -> None:
                 f"{where} carries an accelerate hook, which moves weights too; call"
                 " accelerate.hooks.remove_hook_from_submodules(model) first, and load without device_map"
             )
+        if hasattr(module, "ct_decompress_hook"):
+            raise StateError(
+                f"{where} is to be unpacked by compressed-tensors at its first call, which would replace weights that"
+                " are offloaded; call it once before offload(), or"
+                " compressed_tensors.compressors.ModelCompressor.decompress_model(model)"
+            )
         registry = getattr(module, "_diffusers_hook", None)  # of caches, too, and empty where one was disabled
         if registry is not None and any("offloading" in hook for hook in registry.hooks):
             raise StateError(

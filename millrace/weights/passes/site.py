@@ -31,13 +31,25 @@ class Site:
     some site with main=True is inside it.
     """
 
-    def __init__(self, engine: "Engine", name: str, blocks: tuple[Block, ...], *, main: bool, encloses: bool) -> None:
+    def __init__(
+        self,
+        engine: "Engine",
+        name: str,
+        blocks: tuple[Block, ...],
+        *,
+        main: bool,
+        encloses: bool,
+        table: Block | None = None,
+        picks: "Site | None" = None,
+    ) -> None:
         self.engine = engine
         self.name = name
         self.blocks = blocks
         self.main = main
         self._may_be_inside = bool(blocks) and not main
         self.encloses = encloses
+        self.table = table  # that the module looks rows up in, of which those alone travel
+        self.picks = picks  # the module picks experts, which alone travel; the site of a call that needs them all
         self.device = engine.device
         self.companion: Companion | None = None  # of a whole model: what lives as long as it does
         self.compiled_by: weakref.ref[nn.Module] | None = None  # what torch.compile made around it, until it is called

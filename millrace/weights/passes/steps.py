@@ -8,12 +8,14 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from millrace.errors import StateError
 from millrace.runtime.autograd import without_overrides
 from millrace.runtime.process_wide import ProcessWide
 from millrace.runtime.tensors import parameters_of
 from millrace.weights.meter import Meter
 from millrace.weights.model.home import Home
 from millrace.weights.model.slot import Slot
+from millrace.weights.movement.common import CommonHomes
 from millrace.weights.movement.executor import Executor
 from millrace.weights.passes.engine import Engine
 from millrace.weights.passes.stray import homes_as_they_are
@@ -28,7 +30,8 @@ class OptimizerSteps:
 
     `waits_by_itself` says of an optimizer that it waits for each block when it comes to it, `skipped` that it has just
     left everything as it was because gradients were not finite, `not_finite` how many of its steps took such ones:
-    of all, for which it may wait, or of those that are over.
+    of all, for which it may wait, or of those that are over; `takes_turns` that ranks which have homes in `common` each
+    perform a part of its step.
     """
 
     _watching: ClassVar["weakref.WeakSet[OptimizerSteps]"] = weakref.WeakSet()
@@ -42,6 +45,8 @@ class OptimizerSteps:
         waits_by_itself: Callable[[Optimizer], bool],
         skipped: Callable[[Optimizer], bool],
         not_finite: Callable[[Optimizer, bool], int],
+        takes_turns: Callable[[Optimizer], bool],
+        common: CommonHomes | None = None,
     ) -> None:
         self._engine = engine
         self._executor = executor
@@ -49,6 +54,8 @@ class OptimizerSteps:
         self._waits_by_itself = waits_by_itself
         self._skipped = skipped
         self._not_finite = not_finite
+        self._takes_turns = takes_turns
+        self._common = common
         self._leave_hooks: Callable[[], None] = lambda: None
         self._within_step = contextlib.ExitStack()
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # and counted before
@@ -93,25 +100,46 @@ class OptimizerSteps:
             written = {id(slot) for slot in slots if slot.home.grad is not None}
         for block in (*self._engine.blocks, *self._engine.residents):
             if any(id(slot) in written for slot in block.slots):
-                block.make_writable()
+                if self._common is None:
+                    block.make_writable()
                 block.keep_leaf_writes()
         self._within_step.close()  # of one that raised
         if slots and self._engine.progress.computes:  # a step within a forward computes on the host, as any other
             self._within_step.enter_context(homes_as_they_are())
         if slots and not self._waits_by_itself(optimizer):
             self._engine.wait_until_free()
+        if slots and self._common is not None:
+            self._meet_other_ranks(optimizer, self._common)
+            for block in (*self._engine.blocks, *self._engine.residents):
+                if any(id(slot) in written for slot in block.slots):
+                    block.make_writable()  # with what all have agreed on
 
     def _after(self, optimizer: Optimizer) -> None:
         """Fused optimizers leave no trace of their writes."""
         self._within_step.close()
         slots = self._slots_of(optimizer)
+        unwritten = [] if self._common is None else self._common.unwritten()
         for slot in slots:
             slot.changed_untraced()
+        if slots and self._common is not None:
+            self._common.still_unwritten(unwritten)  # before anything is fetched
         if slots:
             self._meter.steps += 1
             self._meter.skipped_steps += self._skipped(optimizer)
             self._engine.updates.changed()
             self._executor.homes_changed()
+
+    def _meet_other_ranks(self, optimizer: Optimizer, common: CommonHomes) -> None:
+        """Nobody reads homes any more, on any rank, and all see the same of them."""
+        if not self._takes_turns(optimizer):
+            name = type(optimizer).__name__
+            raise StateError(
+                f"{name} would step on every rank, on weights of which the node has one copy; use an optimizer of"
+                f" millrace.optim, such as millrace.optim.{name}, whose work and state the ranks share"
+            )
+        for block in (*self._engine.blocks, *self._engine.residents):
+            block.wait_for_reads()
+        common.agree(f"{type(optimizer).__name__}.step()")
 
     def _slots_of(self, optimizer: Optimizer) -> list[Slot]:
         held = {id(parameter) for parameter in parameters_of(optimizer) if isinstance(parameter, Home)}

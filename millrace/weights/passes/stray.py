@@ -23,6 +23,7 @@ __all__ = [
     "TakingPart",
     "Use",
     "compound_lent_for_call",
+    "computes",
     "homes_as_they_are",
     "is_lending",
     "lending_leaves",
@@ -133,11 +134,8 @@ def lent_for_call(home: Home) -> torch.Tensor:
         return home
     with without_overrides():
         owner = owner_of(home)
-        for lender in dict.fromkeys(reversed(_lenders)):
-            leaf = None if lender is None else lender.lend_for_call(owner)
-            if leaf is not None:
-                return leaf
-    return home
+        found = _first(lambda lender: lender.lend_for_call(owner))
+    return home if found is None else found[1]
 
 
 def compound_lent_for_call(weight: Any) -> Any:
@@ -145,10 +143,17 @@ def compound_lent_for_call(weight: Any) -> Any:
     compound = compound_of(weight) if _lenders and _lenders[-1] is not None else None
     if compound is None or (weight is compound.leaf and not isinstance(weight, AwayCompound)):
         return weight
+    owner = compound.owner
+    return compound.outer if _first(lambda lender: lender.lend_for_call(owner)) is None else compound.leaf
+
+
+def _first(lend: Callable[[Lender], torch.Tensor | None]) -> tuple[Lender, torch.Tensor] | None:
+    """The innermost lender that has a leaf, and that."""
     for lender in dict.fromkeys(reversed(_lenders)):
-        if lender is not None and lender.lend_for_call(compound.owner) is not None:
-            return compound.leaf
-    return compound.outer
+        leaf = None if lender is None else lend(lender)
+        if lender is not None and leaf is not None:
+            return lender, leaf
+    return None
 
 
 def stop_lending(lender: Lender) -> None:
@@ -222,11 +227,11 @@ def _use_away_compound(cls: Any, func: Any, types: Any, args: Any = (), kwargs: 
         if compound is None:
             raise StateError(GONE)
         owner = compound.owner
-        for lender in dict.fromkeys(reversed(_lenders)):
-            if lender is not None and lender.lend(owner, Use.COMPUTE) is not None:
-                loans.append((lender, owner))
-                return leaf
-        return compound.stand_in(leaf)
+        found = _first(lambda lender: lender.lend(owner, Use.COMPUTE))
+        if found is None:
+            return compound.stand_in(leaf)
+        loans.append((found[0], owner))
+        return leaf
 
     try:
         stand_ins = {key: lent(leaf) for key, leaf in away.items()}
@@ -239,6 +244,14 @@ def _use_away_compound(cls: Any, func: Any, types: Any, args: Any = (), kwargs: 
 
 
 AwayCompound.__torch_function__ = classmethod(_use_away_compound)  # type: ignore[attr-defined]
+
+
+def computes(func: Any) -> bool:
+    """Whether a torch function computes with the values of the tensors that it takes."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return _USE_OF_PROPERTY.get(getattr(getattr(func, "__self__", None), "__name__", "")) is Use.COMPUTE
+    return name != "get_device" and name not in _ASKS
 
 
 def _use_of(func: Any, args: Any, kwargs: Any) -> Use | None:
@@ -268,10 +281,9 @@ def _waited_for(home: Home) -> Home:
 
 def _lent(home: Home, use: Use, loans: list[tuple[Lender, Any]]) -> torch.Tensor:
     owner = owner_of(home)
-    for lender in dict.fromkeys(reversed(_lenders)):
-        leaf = None if lender is None else lender.lend(owner, use)
-        if leaf is not None:
-            if lender is not None and use is not Use.LOOK:
-                loans.append((lender, owner))
-            return leaf
-    return home
+    found = _first(lambda lender: lender.lend(owner, use))
+    if found is None:
+        return home
+    if use is not Use.LOOK:
+        loans.append((found[0], owner))
+    return found[1]

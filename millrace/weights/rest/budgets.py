@@ -8,12 +8,13 @@ from torch import nn
 
 from millrace.config import ActivationConfig, OffloadConfig, format_bytes
 from millrace.errors import BudgetError
-from millrace.memory.arena import whole_pages
+from millrace.memory.arena import aligned, whole_pages
 from millrace.memory.disk import LEAST_READING_BYTES
 from millrace.runtime.device import free_device_bytes, is_accelerator
 from millrace.runtime.host import available_host_bytes
 from millrace.weights.model.inventory import Inventory
 from millrace.weights.model.partition import Partition
+from millrace.weights.model.tables import gathering_bytes
 from millrace.weights.rest.placement import Placement, place
 
 __all__ = ["Budgets"]
@@ -31,6 +32,7 @@ class Budgets:
     device_bytes: int
     buffer_bytes: int
     host_bytes: int
+    ranks: int = 1  # of a node, which have one host budget
 
     @classmethod
     def of(cls, model: nn.Module, inventory: Inventory, config: OffloadConfig) -> "Budgets":
@@ -60,8 +62,9 @@ class Budgets:
 
     def check(self, inventory: Inventory, parts: Partition, device: torch.device) -> None:
         """Raises BudgetError for what cannot fit, before anything is allocated."""
-        sizes = {part.name: inventory.nbytes(part.keys) for part in parts.streamed}
+        sizes = {part.name: part.least_bytes(inventory) for part in parts.streamed if part.experts is None}
         kept_bytes = sum(inventory.nbytes(part.keys) for part in parts.resident) + self.buffer_bytes
+        kept_bytes += parts.bank_bytes
         order = {name: -index for index, name in enumerate(sizes)}  # of several that are as large, the first
 
         def rank(names: frozenset[str]) -> tuple[int, int]:
@@ -71,20 +74,20 @@ class Budgets:
         largest_bytes = sum(map(sizes.__getitem__, largest))
         needed_bytes = kept_bytes + largest_bytes
         if needed_bytes > self.device_bytes:
-            what = f"resident weights and buffers need {format_bytes(kept_bytes)}"
+            kept = "resident weights, buffers and experts" if parts.bank_bytes else "resident weights and buffers"
+            what = f"{kept} need {format_bytes(kept_bytes)}"
             if largest:
                 blocks = " and ".join(map(repr, sorted(largest)))
                 what = f"block {blocks} needs" if len(largest) == 1 else f"blocks {blocks}, which share weights, need"
-                what += (
-                    f" {format_bytes(largest_bytes)} beside {format_bytes(kept_bytes)} of resident weights and buffers"
-                )
+                what += f" {format_bytes(largest_bytes)} beside {format_bytes(kept_bytes)} of {kept}"
             keys = [key for part in parts.streamed if part.name in largest for key in part.keys]
             raise BudgetError(
                 f"{what}; device_memory allows {format_bytes(self.device_bytes)}; raise it to at least"
                 f" {format_bytes(needed_bytes, at_least=True)}"
                 + _smaller_blocks(inventory, keys, (self.device_bytes - kept_bytes) // 2)
             )
-        wanted_bytes = min(self.device_bytes, sum(sizes.values()) + kept_bytes)
+        all_bytes = sum(inventory.nbytes(part.keys) for part in parts.streamed if part.experts is not None)
+        wanted_bytes = min(self.device_bytes, sum(sizes.values()) + kept_bytes + all_bytes)
         if is_accelerator(device) and wanted_bytes > (free_bytes := free_device_bytes(device)):
             raise BudgetError(
                 f"device_memory={format_bytes(self.device_bytes)} is more than {device} has free,"
@@ -111,6 +114,8 @@ class Budgets:
         """Which blocks rest on the host, and which on disk. Raises BudgetError when they have no room."""
         sizes = {part.name: inventory.nbytes(part.keys) for part in parts.streamed}
         resident_bytes = sum(whole_pages(inventory.nbytes(part.keys)) for part in parts.resident)
+        rows = [gathering_bytes(sizes[part.name], part.row_bytes) for part in parts.streamed]
+        resident_bytes += 2 * whole_pages(max(rows)) if any(rows) else 0
         if config.disk is not None or config.checkpoint is not None:
             trained = [member.parameter for member in inventory.members.values() if member.parameter.requires_grad]
             gradient_bytes = sum(p.numel() * (config.grad_dtype or p.dtype).itemsize for p in trained)
@@ -121,6 +126,8 @@ class Budgets:
                 self.weights_bytes - sum(inventory.nbytes(part.keys) for part in parts.resident),
                 free_bytes,
                 gradient_bytes if config.disk is not None else 0,
+                ranks=self.ranks,
+                halves_bytes=None if config.mesh is None else self._halves_bytes(inventory, parts, config),
             )
         arenas_bytes = resident_bytes + sum(map(whole_pages, sizes.values()))
         if arenas_bytes > self.host_bytes:
@@ -131,15 +138,25 @@ class Budgets:
             )
         return Placement()
 
+    def _halves_bytes(self, inventory: Inventory, parts: Partition, config: OffloadConfig) -> int:
+        """Host memory through which ranks give their gradients: of one block from each, twice."""
+        largest_bytes = 0
+        for part in (*parts.streamed, *parts.resident):
+            given = [inventory.members[key].parameter for key in part.keys]
+            sizes = [p.numel() * (config.grad_dtype or p.dtype).itemsize for p in given if p.requires_grad]
+            largest_bytes = max(largest_bytes, aligned(len(sizes)) + sum(map(aligned, sizes)))
+        return 2 * whole_pages(self.ranks * largest_bytes)
+
 
 def _at_once(inventory: Inventory, parts: Partition) -> set[frozenset[str]]:
     """The streamed parts, by name, that calls within each other use at the same time: a module's own and those whose
     weights it holds, and those of the modules around it. Weights borrowed from modules it does not hold are only found
     during a pass.
     """
-    part_of = {key: part.name for part in parts.streamed for key in part.keys}
+    whole = [part for part in parts.streamed if part.experts is None]
+    part_of = {key: part.name for part in whole for key in part.keys}
     mains: dict[nn.Module, set[str]] = defaultdict(set)
-    for part in parts.streamed:
+    for part in whole:
         for site in part.sites:
             mains[site].add(part.name)
     used: set[frozenset[str]] = set()

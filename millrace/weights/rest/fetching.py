@@ -15,11 +15,12 @@ from typing import Protocol
 import torch
 
 from millrace.memory.disk import Slot, StagingRing
-from millrace.runtime.lanes import Copy, Event, Lane, Lanes, Tick, Transfer
+from millrace.runtime.lanes import Copy, Event, Lane, Tick, Transfer
+from millrace.runtime.pace import Pace
 from millrace.runtime.threads import Gate, Job, OneThread
 from millrace.weights.meter import Meter
 
-__all__ = ["Fetch", "Fetching", "Piece", "Target", "Way"]
+__all__ = ["Fetch", "Fetchable", "Fetching", "Piece", "Range", "Target", "Way"]
 
 
 class ReadEvent(Event, Protocol):
@@ -30,16 +31,19 @@ class ReadEvent(Event, Protocol):
     def reached_at(self) -> float: ...
 
 
+Range = tuple[int, int, int]  # of a block: first byte there, bytes, first byte in the target
+
+
 @dataclass(frozen=True)
 class Piece:
     """What one read brings, and where it belongs."""
 
     read: Callable[[torch.Tensor], ReadEvent]  # submits a read into a chunk, from its first byte on
     nbytes: int  # that are read
-    parts: tuple[tuple[int, int, int], ...]  # (first byte in the chunk, bytes, first byte in the block)
+    parts: tuple[tuple[int, int, int], ...]  # (first byte in the chunk, bytes, first byte in the target)
 
     def copies(self, chunk: torch.Tensor, buffer: torch.Tensor) -> list[Copy]:
-        """From the chunk to the block's buffer."""
+        """From the chunk to the target: mostly the block's buffer."""
         return [(buffer[to : to + nbytes], chunk[begin : begin + nbytes]) for begin, nbytes, to in self.parts]
 
 
@@ -155,7 +159,7 @@ class Fetch:
             self._all_submitted = True
             self._reads.put(error)
 
-    def send(self, ring: StagingRing, lanes: Lanes) -> tuple[int, float]:
+    def send(self, ring: StagingRing, pace: Pace) -> tuple[int, float]:
         """Chunks to the device. What fails reaches whoever waits for the block. Bytes read, and seconds if all were."""
         if self._sending:
             return 0, 0.0
@@ -173,7 +177,7 @@ class Fetch:
                 read_bytes += piece.nbytes
                 spans.append((reading.began_at(), reading.reached_at()))
                 if target is not None and failed is None:
-                    sent.append(_copy(piece.copies(chunk.memory, target.buffer), target, lanes))
+                    sent.append(_copy(piece.copies(chunk.memory, target.buffer), target, pace))
                     done = sent[-1][1]
             except BaseException as error:
                 failed = failed or error
@@ -181,7 +185,7 @@ class Fetch:
         failed = failed or item
         try:
             if target is not None and failed is None and (target.more or not sent):
-                sent.append(_copy(target.more, target, lanes))
+                sent.append(_copy(target.more, target, pace))
                 sent[-1][1].synchronize()  # it reads homes
         except BaseException as error:
             failed = error
@@ -194,8 +198,8 @@ class Fetch:
         return read_bytes, _covered(spans) if len(spans) == len(self.pieces) else 0.0
 
 
-def _copy(copies: Sequence[Copy], target: Target, lanes: Lanes) -> tuple[Tick, Tick]:
-    transfer = lanes.copy(Lane.ONLOAD, copies, target.after)
+def _copy(copies: Sequence[Copy], target: Target, pace: Pace) -> tuple[Tick, Tick]:
+    transfer = pace.copy(Lane.ONLOAD, copies, target.after)
     return transfer.begun, transfer.done
 
 
@@ -223,11 +227,11 @@ class Fetchable(Protocol):
 class Fetching:
     """The way from disk for the blocks of one model."""
 
-    def __init__(self, ring: StagingRing, chunks: int, lanes: Lanes, meter: Meter) -> None:
+    def __init__(self, ring: StagingRing, chunks: int, pace: Pace, meter: Meter) -> None:
         self._meter = meter
         self._ring = ring
         self._chunks = chunks
-        self._lanes = lanes
+        self._pace = pace
         self._reader = OneThread("millrace-fetch")
         self._sender = OneThread("millrace-send")
         self._way = Way(self._submit_read, self._submit_send)
@@ -298,7 +302,7 @@ class Fetching:
         self._sender.submit(self._send, fetch)
 
     def _send(self, fetch: Fetch) -> None:
-        nbytes, seconds = fetch.send(self._ring, self._lanes)
+        nbytes, seconds = fetch.send(self._ring, self._pace)
         self._meter.fetched(nbytes)
         if seconds > 0:
             self._seconds_per_byte = min(self._seconds_per_byte, seconds / nbytes)

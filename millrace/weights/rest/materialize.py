@@ -3,12 +3,14 @@
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from millrace.errors import CheckpointError, LayoutError
 from millrace.memory.disk import Checkpoint
+from millrace.memory.ledger import Ledger
 from millrace.weights.model.compound import is_compound
 from millrace.weights.model.home import Part
 
@@ -53,7 +55,7 @@ class Materialized:
         self._undo.insert(0, step)
 
 
-def materialize(model: nn.Module, checkpoint: Checkpoint) -> Materialized:
+def materialize(model: nn.Module, checkpoint: Checkpoint | Path, ledger: Ledger) -> Materialized:
     """Finds the parameters that lie in the checkpoint, and gives those on meta theirs; no byte is read.
 
     Parameters that are memory of the checkpoint lie there, unless that was written to. A meta parameter becomes the
@@ -61,7 +63,7 @@ def materialize(model: nn.Module, checkpoint: Checkpoint) -> Materialized:
     Raises CheckpointError when a tensor is missing or has another shape, LayoutError for meta buffers that no
     checkpoint has; the model is as before then.
     """
-    made = Materialized(checkpoint)
+    made = Materialized(Checkpoint(checkpoint, ledger) if isinstance(checkpoint, Path) else checkpoint)
     try:
         _parameters(model, made)
         _buffers(model, made)

@@ -13,11 +13,13 @@ from millrace.errors import BudgetError
 from millrace.memory.arena import Arena, whole_pages
 from millrace.memory.disk import DiskStore, Request, copy_on_disk
 from millrace.memory.ledger import Ledger
+from millrace.memory.shared import Common, SharedArena, SharedExtent
+from millrace.runtime.node import Node
 from millrace.weights.meter import Meter
 from millrace.weights.model.layout import lay_out
-from millrace.weights.model.slot import Layout
+from millrace.weights.model.slot import Layout, Slot
 from millrace.weights.rest.materialize import Materialized
-from millrace.weights.rest.tiers import CheckpointRest, DiskRest, HostRest, Rest
+from millrace.weights.rest.tiers import CheckpointRest, DiskRest, HostRest, Rest, SharedRest
 
 __all__ = ["Placement", "Shelf", "place", "ring_size"]
 
@@ -41,10 +43,21 @@ class Placement:
     gradient_bytes: int | None = None  # of each half of what gradients pass through; None: as much as a block's
 
 
-def place(sizes: Mapping[str, int], device_bytes: int, host_bytes: int, all_gradient_bytes: int) -> Placement:
+def place(
+    sizes: Mapping[str, int],
+    device_bytes: int,
+    host_bytes: int,
+    all_gradient_bytes: int,
+    *,
+    ranks: int = 1,
+    halves_bytes: int | None = None,
+) -> Placement:
     """Spreads blocks over host and disk. `sizes`: bytes by name, in order of use; `host_bytes`: what there is for them.
 
     `device_bytes`: what blocks may take on the device.
+
+    `ranks` share the host memory, and each has a ring of its own. `halves_bytes`: both halves of what gradients pass
+    through, where they cannot be cut.
 
     Evenly, so that fetches are spread over the pass, and the drive works all the time. `all_gradient_bytes`, of a model
     that trains, have what room the weights leave, else they rest on disk. Raises BudgetError when not even the staging
@@ -52,13 +65,15 @@ def place(sizes: Mapping[str, int], device_bytes: int, host_bytes: int, all_grad
     """
     pages = {name: whole_pages(nbytes) for name, nbytes in sizes.items()}
     total_bytes = sum(pages.values())
-    if total_bytes + all_gradient_bytes <= host_bytes:
+    if total_bytes + all_gradient_bytes + (halves_bytes or 0) <= host_bytes:
         return Placement()
-    chunk_bytes, chunks = ring_size(host_bytes, device_bytes, max(pages.values(), default=0))
+    for_rings_bytes = max(0, host_bytes - (halves_bytes or 0))
+    chunk_bytes, chunks = ring_size(for_rings_bytes // ranks, device_bytes, max(pages.values(), default=0))
     gradient_bytes = 2 * chunk_bytes if all_gradient_bytes else 0
-    if total_bytes + 2 * gradient_bytes <= host_bytes:
+    halves_bytes = 2 * gradient_bytes if halves_bytes is None else halves_bytes
+    if total_bytes + halves_bytes <= host_bytes:
         return Placement(gradient_bytes=gradient_bytes or None)
-    staging_bytes = chunks * chunk_bytes + 2 * gradient_bytes
+    staging_bytes = ranks * chunks * chunk_bytes + halves_bytes
     left_bytes = host_bytes - staging_bytes
     if left_bytes < 0:
         raise BudgetError(
@@ -105,7 +120,7 @@ class Shelf:
     """Makes the memory in which blocks and gradients rest, as a placement says.
 
     `disk`: the directory of the disk tier, if there is one; it is opened when it is needed. `materialized`: parameters
-    that lie in a checkpoint. Closes both.
+    that lie in a checkpoint. Closes both. `node`: whose ranks share the memory of blocks.
     """
 
     def __init__(
@@ -116,7 +131,9 @@ class Shelf:
         placement: Placement,
         disk: Path | None = None,
         materialized: Materialized | None = None,
+        node: Node | None = None,
     ) -> None:
+        self._node = node
         self._device = device
         self._ledger = ledger
         self._meter = meter
@@ -132,7 +149,7 @@ class Shelf:
     def store(self) -> DiskStore | None:
         """The disk tier, opened for the first who asks; None when there is no directory for it."""
         if self._store is None and self._disk is not None:
-            self._store = DiskStore(self._disk, self._ledger, log=self._meter.disk_log)
+            self._store = DiskStore(self._disk, self._ledger, log=self._meter.disk_log, node=self._node)
         return self._store
 
     @property
@@ -144,9 +161,9 @@ class Shelf:
         """Where a block of `nbytes` rests. Homes that travel in another dtype go to the same tier as their block."""
         casts = [p for p, layout in zip(parameters, layouts, strict=True) if p.dtype != layout.dtype]
         if name not in self._placement.on_disk and self.make_room(whole_pages(nbytes)):
-            rest = HostRest(Arena(nbytes, self._device, self._ledger, "weights"), nbytes)
+            rest = self._host_rest(nbytes)
             if not casts:
-                self._read(parameters, rest.places(layouts))
+                self._read(parameters, rest, layouts)
             return rest
         names = self._names(parameters)
         if self._materialized is not None and not casts and None not in names:
@@ -158,9 +175,17 @@ class Shelf:
                 copy_on_disk(place, parameter.detach())
                 parameter.data = place
             homes.flush()
-        return self.writable_rest_for(name, nbytes)
+        on_disk = self.writable_rest_for(name, nbytes)
+        if isinstance(on_disk, SharedRest):
+            self._read(parameters, on_disk, layouts)
+        return on_disk
 
-    def writable_rest_for(self, name: str, nbytes: int) -> DiskRest:
+    def _host_rest(self, nbytes: int) -> "HostRest | SharedRest":
+        if self._node is None:
+            return HostRest(Arena(nbytes, self._device, self._ledger, "weights"), nbytes)
+        return SharedRest(SharedArena(self._node, nbytes, self._device, self._ledger, "weights"), nbytes)
+
+    def writable_rest_for(self, name: str, nbytes: int) -> DiskRest | SharedRest:
         """Where a block rests on disk when it changes. Raises BudgetError when there is no disk."""
         if self.store is None:
             raise BudgetError(
@@ -168,7 +193,37 @@ class Shelf:
                 ' it or pass a directory, such as disk="/nvme/millrace", where they can rest'
             )
         chunk_bytes = self._placement.chunk_bytes or ring_size(self._ledger.host_budget_bytes or 0, 0, 0)[0]
-        return DiskRest(self.store, name, nbytes, chunk_bytes, self._meter.spilled)
+        rest = DiskRest(self.store, name, nbytes, chunk_bytes, self._meter.spilled)
+        if self._node is None:
+            return rest
+        return SharedRest(SharedExtent(self.store, rest.extent), nbytes, rest)
+
+    def fill(self, rest: SharedRest, sources: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
+        """What the node's first rank has becomes what all see. A collective of these."""
+        if self._node is not None:
+            if self._node.is_first:
+                with torch.no_grad():
+                    for place, source in zip(rest.common_places(layouts), sources, strict=True):
+                        copy_on_disk(place, source)
+            self._node.meet("a block, as the first rank has it")
+
+    def hand_on(self, name: str, nbytes: int, before: Rest, slots: Sequence[Slot], *, keeps: bool) -> tuple[Rest, bool]:
+        """Where a block rests that moves from `before` to disk; and whether homes are to be copied there, if `keeps`.
+
+        What all ranks see is copied here; what this one alone has written stays its own.
+        """
+        rest = self.writable_rest_for(name, nbytes)
+        if not isinstance(rest, SharedRest):
+            return rest, keeps
+        layouts, homes = [slot.layout for slot in slots], [slot.data for slot in slots]
+        self.fill(rest, before.common_places(layouts) if isinstance(before, SharedRest) else homes, layouts)
+        return rest, isinstance(before, SharedRest) and before.is_written
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether host memory has room for `nbytes` more: of the node, each of whose ranks books its part, on all."""
+        if self._node is None:
+            return self._ledger.has_room(nbytes)
+        return self._node.all_agree(self._ledger.has_room(-(-nbytes // self._node.size)), "whether memory has room")
 
     def check_gradients(self, nbytes: int) -> None:
         """Raises BudgetError when gradients of `nbytes` have no room: on the host, if there is no disk."""
@@ -195,6 +250,15 @@ class Shelf:
             return DiskGradients(self.store, name, nbytes, self._meter.spilled)
         return Arena(nbytes, self._device, self._ledger, "gradients")
 
+    def common_gradient_memory(self, node: Node, name: str, nbytes: int) -> Common:
+        """As `gradient_memory`, for what the ranks of a node have one copy of. A collective of these."""
+        rests_on_disk = name in self._placement.on_disk or (
+            self._disk is not None and not self.has_room(whole_pages(nbytes))
+        )
+        if rests_on_disk and self.store is not None:
+            return SharedExtent(self.store, self.store.allocate(f"{name} (gradients)", nbytes, "gradients"))
+        return SharedArena(node, nbytes, self._device, self._ledger, "gradients")
+
     def forked(self) -> None:
         """In a process that was forked."""
         self._ledger.forked()
@@ -219,18 +283,23 @@ class Shelf:
         made = self._materialized
         return [None if made is None else made.name_of(parameter) for parameter in parameters]
 
-    def _read(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> None:
-        """Parameters that lie in a checkpoint are read into their places, past the page cache."""
-        if self._materialized is None:
-            return
-        found = {
-            name: (parameter, place)
-            for name, parameter, place in zip(self._names(parameters), parameters, places, strict=True)
-            if name is not None
-        }
-        self._materialized.checkpoint.read({name: place for name, (_, place) in found.items()}).synchronize()
-        for parameter, place in found.values():
-            parameter.data = place
+    def _read(self, parameters: Sequence[nn.Parameter], rest: HostRest | SharedRest, layouts: Sequence[Layout]) -> None:
+        """Parameters that lie in a checkpoint are read into their places, past the page cache.
+
+        Where ranks share these, all parameters go there, by the node's first rank.
+        """
+        names, places = self._names(parameters), rest.places(layouts)
+        reads = {name: index for index, name in enumerate(names) if name is not None}
+        if self._materialized is not None and reads and (self._node is None or self._node.is_first):
+            into = rest.common_places(layouts) if isinstance(rest, SharedRest) else places
+            self._materialized.checkpoint.read({name: into[index] for name, index in reads.items()}).synchronize()
+        moved = list(reads.values())
+        if isinstance(rest, SharedRest):
+            moved = list(range(len(names)))
+            others = sorted(set(moved) - set(reads.values()))
+            self.fill(rest, [parameters[index].detach() for index in others], [layouts[index] for index in others])
+        for index in moved:
+            parameters[index].data = places[index]
 
 
 class GradientMemory(Protocol):

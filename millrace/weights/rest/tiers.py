@@ -1,18 +1,20 @@
-"""Where do a block's bytes rest while it is away? In an arena, or in an extent of a disk store."""
+"""Where do a block's bytes rest while it is away? In an arena, of this process or of a node, or on disk."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+import xxhash
 
 from millrace.memory.arena import Arena
 from millrace.memory.disk import DISK_ALIGNMENT_BYTES, Checkpoint, DiskStore, Request, disk_pages
+from millrace.memory.shared import Common
 from millrace.weights.model.slot import Layout
-from millrace.weights.rest.fetching import Piece
+from millrace.weights.rest.fetching import Piece, Range
 
-__all__ = ["CheckpointRest", "DiskRest", "HostRest", "Rest"]
+__all__ = ["CheckpointRest", "DiskRest", "HostRest", "Rest", "SharedRest"]
 
 
 class Rest(ABC):
@@ -20,13 +22,16 @@ class Rest(ABC):
 
     memory: torch.Tensor | None = None  # all of them, shape (nbytes,), for copies; None: they have to be fetched
     writable = True  # whether what is written through the places is kept there
+    on_disk = False
 
     @abstractmethod
     def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
         """Each parameter's place: in a storage of its own, or in one that it shares as it did before."""
 
-    def pieces(self, chunk_bytes: int) -> Sequence[Piece]:
-        """The reads that bring the whole block, each of `chunk_bytes` at most, past the page cache."""
+    def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[Piece]:
+        """The reads that bring the whole block, or these ranges of it, each of `chunk_bytes` at most, past the page
+        cache.
+        """
         raise NotImplementedError(f"{type(self).__name__} has memory, and is not fetched")
 
     def flush(self) -> None:  # noqa: B027  # a place that is written where it is read has nothing to do
@@ -57,36 +62,100 @@ class DiskRest(Rest):
     `spilled` is told how many bytes go there.
     """
 
+    on_disk = True
+
     def __init__(
         self, store: DiskStore, name: str, nbytes: int, chunk_bytes: int, spilled: Callable[[int], None]
     ) -> None:
         self._chunk_bytes = chunk_bytes
         self._store = store
-        self._extent = store.allocate(name, nbytes, "weights")
+        self.extent = store.allocate(name, nbytes, "weights")
         self._spilled = spilled
         self._flushing: Request | None = None
 
     def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
-        return _carve(layouts, partial(self._store.mapping, self._extent))
+        return _carve(layouts, partial(self._store.mapping, self.extent))
 
-    def pieces(self, chunk_bytes: int) -> Sequence[Piece]:
-        whole = self._extent.nbytes
-        return [self._piece(first, min(chunk_bytes, whole - first)) for first in range(0, whole, chunk_bytes)]
+    def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[Piece]:
+        whole = self.extent.nbytes
+        if ranges is None:
+            return [self._piece(first, min(chunk_bytes, whole - first)) for first in range(0, whole, chunk_bytes)]
+        runs = _runs([(_EXTENT, first, nbytes, to) for first, nbytes, to in ranges], chunk_bytes)
+        pages = self.extent.capacity_bytes
+        return [self._piece(run.first, min(disk_pages(run.end), pages) - run.first, tuple(run.parts)) for run in runs]
 
     def flush(self) -> None:
-        self._spilled(self._extent.nbytes)
-        self._flushing = self._store.to_direct(self._extent, self._chunk_bytes)
+        self._spilled(self.extent.nbytes)
+        self._flushing = self._store.to_direct(self.extent, self._chunk_bytes)
 
     @property
     def flushed(self) -> bool:
         return self._flushing is not None and self._flushing.error is None
 
-    def _piece(self, first: int, nbytes: int) -> Piece:
+    def _piece(self, first: int, nbytes: int, parts: tuple[Range, ...] = ()) -> Piece:
         return Piece(
-            read=lambda chunk: self._store.read(self._extent, chunk[:nbytes], first),
+            read=lambda chunk: self._store.read(self.extent, chunk[:nbytes], first),
             nbytes=nbytes,
-            parts=((0, nbytes, first),),
+            parts=parts or ((0, nbytes, first),),
         )
+
+
+class SharedRest(Rest):
+    """Bytes of which the ranks of a node have one copy, in memory or where `disk` has them; the places are in this
+    rank's own view of it.
+    """
+
+    def __init__(self, common: Common, nbytes: int, disk: DiskRest | None = None) -> None:
+        self._common, self._disk = common, disk
+        self.on_disk = disk is not None
+        self._view = common.own_view()
+        self.common, self._own = common.tensor(0, nbytes), self._view.tensor(0, nbytes)
+        self.reads_own(False)
+
+    def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
+        return _carve(layouts, self._view.tensor)
+
+    def common_places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
+        """As `places`, in the memory that all ranks see."""
+        return _carve(layouts, self._common.tensor)
+
+    def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[Piece]:
+        return super().pieces(chunk_bytes, ranges) if self._disk is None else self._disk.pieces(chunk_bytes, ranges)
+
+    def flush(self) -> None:
+        if self._disk is not None:
+            self._disk.flush()
+
+    @property
+    def flushed(self) -> bool:
+        return self._disk is None or self._disk.flushed
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's user has written something else than what all see. Reads all of it, if it was written."""
+        if not self._view.may_be_written:
+            return False
+        found = not torch.equal(self._own, self.common)
+        self._common.forget()
+        return found
+
+    def digest(self) -> int:
+        """A number that differs where what this rank has written does."""
+        return xxhash.xxh3_64_intdigest(self._own.numpy().data) >> 1 if len(self._own) else 0
+
+    def reads_own(self, own: bool) -> None:
+        """Whether copies to the device read what this rank alone has written, too."""
+        self.is_own = own
+        self.memory = self._own if own else None if self._disk is not None else self.common
+
+    def publish(self, part: slice) -> None:
+        """These bytes of what this rank has written are what all see."""
+        self.common[part].copy_(self._own[part])
+
+    def drop(self) -> None:
+        """This rank sees what all see."""
+        self._view.drop()
+        self.reads_own(False)
 
 
 class CheckpointRest(Rest):
@@ -97,6 +166,7 @@ class CheckpointRest(Rest):
     """
 
     writable = False
+    on_disk = True
 
     def __init__(self, checkpoint: Checkpoint, what: str, names: Sequence[str], layouts: Sequence[Layout]) -> None:
         self._checkpoint = checkpoint
@@ -107,24 +177,28 @@ class CheckpointRest(Rest):
     def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
         return [self._checkpoint.tensor(name) for name in self._names]
 
-    def pieces(self, chunk_bytes: int) -> Sequence[Piece]:
+    @property
+    def is_written(self) -> bool:
+        """Whether this process has written to the places, or to their neighbours in the same pages."""
+        return any(self._checkpoint.written(name) for name in self._names)
+
+    def digest(self) -> int:
+        """As SharedRest's."""
+        digest = xxhash.xxh3_64()
+        for name in self._names:
+            digest.update(self._checkpoint.tensor(name).view(-1).view(torch.uint8).numpy().data)
+        return digest.intdigest() >> 1
+
+    def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[Piece]:
         """Whole pages around the tensors; copies to the device lay them out."""
-        runs: list[_Run] = []
-        records = [self._checkpoint.records[name] for name in self._names]
-        for record, layout in sorted(
-            zip(records, self._layouts, strict=True), key=lambda one: (one[0].path, one[0].offset)
-        ):
-            at = 0
-            while at < record.nbytes:
-                begin = record.offset + at
-                if not runs or not runs[-1].reaches(record.path, begin, chunk_bytes):
-                    runs.append(_Run(record.path, begin // DISK_ALIGNMENT_BYTES * DISK_ALIGNMENT_BYTES))
-                run = runs[-1]
-                nbytes = min(record.nbytes - at, run.first + chunk_bytes - begin)
-                run.end = begin + nbytes
-                run.parts.append((begin - run.first, nbytes, layout.offset + at))
-                at += nbytes
-        return [self._piece(run) for run in runs]
+        wanted = []
+        for name, layout in zip(self._names, self._layouts, strict=True):
+            record = self._checkpoint.records[name]
+            whole = [(layout.offset, record.nbytes, layout.offset)]
+            for first, nbytes, to in whole if ranges is None else ranges:
+                if 0 <= first - layout.offset < record.nbytes:
+                    wanted.append((record.path, record.offset + first - layout.offset, nbytes, to))
+        return [self._piece(run) for run in _runs(wanted, chunk_bytes)]
 
     def _piece(self, run: "_Run") -> Piece:
         nbytes = min(disk_pages(run.end), self._checkpoint.size_bytes(run.path)) - run.first
@@ -135,6 +209,7 @@ class CheckpointRest(Rest):
         return Piece(read=read, nbytes=nbytes, parts=tuple(run.parts))
 
 
+_EXTENT = ""  # the path of all that lies in one extent
 _GAP_BYTES = 64 << 10  # between two tensors of a file, that are rather read than left out
 
 
@@ -150,6 +225,23 @@ class _Run:
     def reaches(self, path: str, begin: int, chunk_bytes: int) -> bool:
         """Whether the same read can bring what begins there, or a part of it."""
         return path == self.path and begin - self.end <= _GAP_BYTES and begin < self.first + chunk_bytes
+
+
+def _runs(wanted: Iterable[tuple[str, int, int, int]], chunk_bytes: int) -> list[_Run]:
+    """Reads that bring all that is wanted: (file, first byte there, bytes, first byte in the target)."""
+    runs: list[_Run] = []
+    for path, first, total_bytes, to in sorted(wanted):
+        at = 0
+        while at < total_bytes:
+            begin = first + at
+            if not runs or not runs[-1].reaches(path, begin, chunk_bytes):
+                runs.append(_Run(path, begin // DISK_ALIGNMENT_BYTES * DISK_ALIGNMENT_BYTES))
+            run = runs[-1]
+            nbytes = min(total_bytes - at, run.first + chunk_bytes - begin)
+            run.end = begin + nbytes
+            run.parts.append((begin - run.first, nbytes, to + at))
+            at += nbytes
+    return runs
 
 
 def _carve(layouts: Sequence[Layout], tensor: Callable[[int, int], torch.Tensor]) -> list[torch.Tensor]:

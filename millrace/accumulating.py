@@ -1,0 +1,139 @@
+"""How does a step go through several micro-batches? The part of the handle that lets each weight come once."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from millrace.activation_offloading import ActivationOffloading
+from millrace.errors import StateError
+from millrace.memory.ledger import Ledger
+from millrace.runtime.lanes import Lanes
+from millrace.weights.meter import Meter
+from millrace.weights.movement.averaging import AveragedGradients
+from millrace.weights.movement.gradients import Gradients
+from millrace.weights.passes.attachment import Attachment
+from millrace.weights.passes.engine import Engine
+from millrace.weights.passes.layer_major import LayerMajor
+from millrace.weights.passes.module_states import ModuleStates
+from millrace.weights.passes.stretches import CannotCutError
+
+__all__ = ["Accumulating"]
+
+T = TypeVar("T")
+
+
+class Accumulating:
+    """Forward and backward of several micro-batches."""
+
+    _attachment: Attachment | None
+    _engine: Engine
+    activations: ActivationOffloading | None
+    _gradients: Any
+    _lanes: Lanes
+    _ledger: Ledger
+    _meter: Meter
+    _why_in_a_loop: str | None = None  # for this model, as was found out
+    _goes_together: set[object]  # the code of loss functions for which modules note nothing
+
+    def _check_between_passes(self, what: str) -> None:
+        raise NotImplementedError
+
+    def forward_backward(
+        self, micro_batches: Iterable[T], loss_function: Callable[[T], torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Gradients of `sum(loss_function(batch) for batch in micro_batches)`: the losses, detached, one for each.
+
+        `loss_function` calls the model and returns a tensor with one element, such as
+        `lambda batch: model(**batch).loss / len(batches)`. What comes of it has the bits of
+
+            for batch in micro_batches:
+                loss_function(batch).backward()
+
+        but each block computes all micro-batches before the next block comes, forward and backward, so weights cross
+        each link once for all of them, and a block's gradient leaves once. What autograd saves is kept for all
+        micro-batches at once: use gradient checkpointing, `activations`, or both.
+
+        Each `loss_function(batch)` runs on a thread of its own, one at a time. Random numbers (dropout, of PyTorch's
+        default generators) of the first micro-batch are those of the loop; the others draw from states of their own,
+        of the same distribution. A model that cannot be cut between blocks, or notes something that other micro-batches
+        would see, goes in the loop, as a warning says: then `loss_function` is called anew for what it was called for
+        before. What it shares among micro-batches by variables of its own is not noticed.
+
+        Raises ValueError where there is no micro-batch, or no loss, StateError within a pass, and what `loss_function`
+        raises; then no gradient has changed.
+        """
+        self._check_between_passes("forward_backward()")
+        if self._attachment is None:
+            raise StateError("forward_backward() was called after remove(); call the model")
+        batches = list(micro_batches)
+        computations = [partial(loss_function, batch) for batch in batches]
+        if not computations:
+            raise ValueError("micro_batches is empty; give at least one")
+        why = self._why_in_a_loop or self._why_not_now()
+        if why is None and len(batches) > 1:
+            known = getattr(loss_function, "__code__", loss_function)
+            states = None if known in self._goes_together else ModuleStates(self._attachment.modules())
+            try:
+                losses = self._together(batches, computations, states)
+            except CannotCutError as error:
+                self._why_in_a_loop = why = str(error)
+                if states is not None:
+                    states.restore()
+            else:
+                self._goes_together.add(known)
+                self._meter.micro_batches_together += len(losses)
+                return losses
+        if why is not None:
+            self._meter.micro_batches_in_turn += len(batches)
+            warnings.warn(
+                f"micro-batches go through this model one after the other: {why}. Results are the same; weights move"
+                " once for each",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return [_in_turn(compute) for compute in computations]
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """With `mesh`: a backward inside of it averages nothing over the ranks; the next one outside does, of all.
+
+        As DistributedDataParallel's. `grad` of parameters stays what it was; each rank keeps sums of its own on its
+        host. Raises StateError without `mesh`.
+        """
+        gradients = self._gradients
+        if not isinstance(gradients, AveragedGradients):
+            raise StateError("no_sync() is for a model on several ranks; give millrace.offload(model, mesh=mesh)")
+        before, gradients.synchronises = gradients.synchronises, False
+        try:
+            yield
+        finally:
+            gradients.synchronises = before
+
+    def _together(
+        self,
+        batches: Sequence[Any],
+        computations: Sequence[Callable[[], torch.Tensor]],
+        states: ModuleStates | None,
+    ) -> list[torch.Tensor]:
+        """`states`: what modules have noted before, for a loss function that is new."""
+        together = LayerMajor(self._engine, self._gradients, self._lanes, self._ledger, self._meter, states)
+        activations = self.activations
+        in_forward = contextlib.nullcontext() if activations is None else activations.together(batches)
+        in_backward = contextlib.nullcontext() if activations is None else activations.one_backward()
+        return together.run(computations, in_forward, in_backward)
+
+    def _why_not_now(self) -> str | None:
+        if not isinstance(self._gradients, Gradients):
+            return "ranks average the gradients of each backward"
+        watched = self._gradients.watched([*self._engine.blocks, *self._engine.residents])
+        return None if watched is None else f"hooks of parameter {watched!r} see each gradient"
+
+
+def _in_turn(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    loss = compute()
+    loss.backward()
+    return loss.detach()

@@ -1,0 +1,243 @@
+"""How does a block come to the devices of all ranks of a node at once? Each brings its range, and gets the others'.
+
+Ranks may not decide for themselves which blocks come so, and in which order. In a pass with gradients, when all have
+met, the first rank says which plan it follows, and all follow it: the loads that the plan lists are gathered, in its
+order, whatever becomes of the plan on a rank. One that has no use for a block takes part all the same, beside its
+budget. When each begins is its own matter, but all that were due before it waits for others. Every other load (on
+demand, without gradients, between passes) brings the whole block over the rank's own link. See docs/design/nodes.md.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from millrace.errors import RankError
+from millrace.memory.ledger import Ledger, Tier
+from millrace.planning import Plan
+from millrace.runtime.counters import Counters
+from millrace.runtime.device_group import DeviceGroup
+from millrace.runtime.lanes import Among, Copy, Event, Lane, LateTransfer, Transfer
+from millrace.runtime.pace import Pace, Submitted
+from millrace.runtime.threads import OneThread
+from millrace.weights.meter import Meter
+from millrace.weights.movement.block import Block
+from millrace.weights.movement.common import CommonHomes
+from millrace.weights.movement.trace import Course, VisitKey
+
+__all__ = ["Agreed", "Gathered", "Gathers"]
+
+_PURPOSE = "gathers"  # in which a rank takes part for the others' sake
+_RANGE_BYTES = 16  # ranges of ranks are multiples of it
+_BEGUN, _ENTERED, _BEFORE, _AGREED = range(4)  # counters
+_MOST_AGREED = 64  # that are remembered
+_IN_A_PASS = 1 << 10  # numbers of what is agreed on, for each pass
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks follow in a pass: a turn of a plan for these visits, and what is gathered, in that order.
+
+    `loads`: from which visit on, and the place of the block among all of the model.
+    """
+
+    visits: tuple[VisitKey, ...]
+    plan: Plan
+    turn: int
+    loads: tuple[tuple[int, int], ...]
+
+
+class Gathered(LateTransfer):
+    """A block on its way from all ranks."""
+
+    def __init__(self, nbytes: int, submitted: "Future[Transfer]", others_come: Callable[[], None]) -> None:
+        super().__init__(Among.GATHER, nbytes, submitted)
+        self._others_come = others_come
+
+    @property
+    def done(self) -> Any:
+        self._others_come()
+        return super().done
+
+    def settle(self) -> None:
+        """Waits until nothing is written any more, whatever came of it."""
+        with suppress(Exception):
+            self._submitted.result().done.synchronize()
+
+
+class Gathers:
+    """Gathers of one model's blocks on all ranks of a node."""
+
+    def __init__(
+        self, common: CommonHomes, blocks: Callable[[], Sequence[Block]], pace: Pace, meter: Meter, ledger: Ledger
+    ) -> None:
+        """`blocks`: all of the model, on all ranks the same."""
+        self._blocks = blocks
+        self._common, self._node = common, common.node
+        self._lanes, self._pace, self._meter, self._ledger = pace.lanes, pace, meter, ledger
+        self._group = DeviceGroup(self._node, self._lanes.device)
+        self._counters = Counters(self._node, 4)
+        self._thread = OneThread("millrace-gather")
+        self._agenda: deque[tuple[float, Block]] = deque()  # from which visit of the pass on, and which block
+        self._begun = 0  # on this rank, ever
+        self._known: list[Agreed] = []  # on all ranks the same
+        self._scratch: torch.Tensor | None = None  # for blocks of which this rank has no use
+
+    # what all ranks do -----------------------------------------------------------------------------------------------
+    def agree(self, offer: Agreed | None) -> Agreed | None:
+        """What the first rank offers, on all ranks; None: nothing is gathered in this pass. After they have met.
+
+        What one of them has begun of the pass before, all have begun then; the rest of it nobody does.
+        """
+        base, number = self._common.passes * _IN_A_PASS, 0
+        if self._node.is_first and offer is not None:
+            number = 1 + (self._known.index(offer) if offer in self._known else len(self._known))
+        self._counters.post(_BEFORE, self._begun)
+        self._counters.post(_AGREED, base + number)
+        self._counters.wait(_AGREED, base, f"forward {self._common.passes}")
+        furthest = max(self._counters.of(rank, _BEFORE) for rank in range(self._node.size))
+        while self._begun < furthest:
+            self.take_part(self._agenda.popleft()[1])
+        self._agenda.clear()
+        if self._scratch is not None:
+            self._ledger.add(Tier.DEVICE, _PURPOSE, -self._scratch.nbytes)
+            self._scratch = None
+        number = self._counters.of(0, _AGREED) - base
+        if number > len(self._known):
+            told: Agreed = self._node.from_first(offer, "the plan of its pass")
+            if len(self._known) == _MOST_AGREED:
+                self._known.clear()
+                number = 1
+            self._known.append(told)
+        if not number:
+            return None
+        agreed, blocks = self._known[number - 1], self._blocks()
+        self._agenda.extend((visit, blocks[place]) for visit, place in agreed.loads)
+        return agreed
+
+    def offer(self, course: Course, first: Iterable[Block]) -> Agreed:
+        """What all ranks would do to follow a course; the blocks `first` come when the pass begins."""
+        places = {block: place for place, block in enumerate(self._blocks())}
+        streamed = {block.index: block for block in places if block.index >= 0}
+        turn = course.turn % len(course.plan.cycles)
+        loads = [(-1, block) for block in first]
+        for visit in range(len(course.trace.visits)):
+            loads += [(visit, streamed[index]) for index in course.plan.step(turn, visit).loads]
+        gathered = tuple((visit, places[block]) for visit, block in loads if not block.is_fetched)
+        return Agreed(course.trace.visits, course.plan, turn, gathered)
+
+    def due(self, position: float) -> Block | None:
+        """The block that is to be gathered next, if it is at this visit."""
+        return self._agenda[0][1] if self._agenda and self._agenda[0][0] <= position else None
+
+    def is_due(self, block: Block, position: float) -> bool:
+        """Whether it is to be gathered at this visit."""
+        return any(one is block and begin <= position for begin, one in self._agenda)
+
+    def begin(self) -> None:
+        """What is due next is being gathered."""
+        self._agenda.popleft()
+
+    # gathers ---------------------------------------------------------------------------------------------------------
+    def onload(self, name: str, buffer: torch.Tensor, copies: Sequence[Copy], after: Event) -> tuple[Gathered, Event]:
+        """Submits this rank's part of what fills a buffer. Also returns when homes have been read.
+
+        `copies`: of the whole, and then of what comes on top of it. Neither blocks.
+        """
+        (_, memory), *others = copies
+        brought, read = self._pace.submit(Lane.ONLOAD, self._parts(buffer, memory), after)
+        number, what = self._begins(name)
+        submitted = self._thread.submit(self._gather, brought, buffer.detach(), others, number, what, name)
+        self._meter.onloaded(brought.nbytes + sum(source.nbytes for _, source in others))
+
+        def others_come() -> None:
+            try:
+                self._counters.wait(_BEGUN, number, what)
+            except RankError as error:
+                self._counters.break_off(error)
+                raise
+
+        return Gathered(len(buffer), submitted, others_come), Submitted(submitted) if others else read
+
+    def own_bytes(self, nbytes: int) -> int:
+        """How much of a block of that size comes over this rank's link."""
+        end, own = self._ranges(nbytes)
+        return int(own.stop - own.start) + nbytes - end
+
+    def take_part(self, block: Block) -> None:
+        """As `onload`, for the other ranks' sake alone."""
+        block.wait_for_updates()
+        memory = block.rest.memory
+        if memory is None:
+            raise RankError(f"block {block.name!r} is to be gathered from host memory, and is not there on this rank")
+        if self._scratch is None or len(self._scratch) < block.nbytes:
+            largest_bytes = max(one.nbytes for one in self._blocks())
+            self._scratch = torch.empty(largest_bytes, dtype=torch.uint8, device=self._lanes.device)
+            self._ledger.add(Tier.DEVICE, _PURPOSE, largest_bytes)
+        whole, after = self._scratch[: block.nbytes].detach(), self._lanes.mark()
+        number, what = self._begins(block.name)
+        block.read_until(Submitted(self._thread.submit(self._fill, whole, memory, after, number, what, block.name)))
+        self._meter.onloaded(self.own_bytes(block.nbytes))
+
+    def close(self) -> None:
+        """Waits for what is under way, and ends the thread."""
+        self._thread.shutdown(wait=True)
+
+    def _begins(self, name: str) -> tuple[int, str]:
+        """The number of a gather of that block, and what other ranks wait for."""
+        self._begun += 1
+        self._counters.post(_BEGUN, self._begun)
+        return self._begun, f"its range of {name!r}"
+
+    def _parts(self, buffer: torch.Tensor, memory: torch.Tensor) -> list[Copy]:
+        """What this rank brings."""
+        end, own = self._ranges(len(buffer))
+        return [(buffer[part].detach(), memory[part]) for part in (own, slice(end, None)) if len(buffer[part])]
+
+    def _ranges(self, nbytes: int) -> tuple[int, slice]:
+        """Where the ranks' ranges end, which are equally large, and this rank's; each brings the few bytes behind."""
+        length = nbytes // self._node.size // _RANGE_BYTES * _RANGE_BYTES
+        return length * self._node.size, slice(length * self._node.rank, length * (self._node.rank + 1))
+
+    def _gather(
+        self,
+        brought: Transfer | LateTransfer,
+        buffer: torch.Tensor,
+        others: Sequence[Copy],
+        number: int,
+        what: str,
+        name: str,
+    ) -> Transfer:
+        """On the thread: the collective, once all ranks have come to it."""
+        try:
+            self._counters.post(_ENTERED, number)
+            self._counters.wait(_ENTERED, number, what, in_pass=False)
+            end, _ = self._ranges(len(buffer))
+            ranges = buffer[:end].view(self._node.size, -1) if end else None
+            moved = self._lanes.together(
+                Among.GATHER,
+                lambda: None if ranges is None else self._group.gather(ranges, what),
+                end,
+                brought.done,
+            )
+            self._meter.arrived(brought, name)
+            if others:
+                late = self._lanes.copy(Lane.ONLOAD, others, moved.done)
+                moved = Transfer(Among.GATHER, (), moved.nbytes, moved.begun, late.done)
+        except BaseException as error:
+            self._counters.break_off(error)
+            raise
+        return moved
+
+    def _fill(
+        self, scratch: torch.Tensor, memory: torch.Tensor, after: Event, number: int, what: str, name: str
+    ) -> Transfer:
+        """On the thread: a gather of which this rank needs nothing. The next one may use the same memory."""
+        brought = self._lanes.copy(Lane.ONLOAD, self._parts(scratch, memory), after)
+        moved = self._gather(brought, scratch, (), number, what, name)
+        moved.done.synchronize()
+        return moved

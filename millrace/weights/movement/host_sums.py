@@ -1,0 +1,82 @@
+"""How are gradients of ranks added up on the host? Each rank gives all of its own, and adds up its part of all.
+
+In the order of the ranks, each divided by their number: as one process would that takes their batches one after the
+other.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from millrace.runtime.lanes import Copy, Lane, Lanes
+from millrace.runtime.node import Node
+from millrace.weights.meter import Meter
+from millrace.weights.model.slot import Slot
+from millrace.weights.movement.node_gradients import Round, flat, laid_out, offsets_of, strides_of
+
+__all__ = ["HostSums"]
+
+
+class HostSums:
+    """The sums of one model's gradients. `dtype_of` those of a parameter."""
+
+    continues = True
+
+    def __init__(self, node: Node, lanes: Lanes, meter: Meter, dtype_of: Callable[[Slot], torch.dtype]) -> None:
+        self._node, self._lanes, self._meter, self._dtype_of = node, lanes, meter, dtype_of
+        self.part = node.part
+
+    def given_bytes(self, slots: Sequence[Slot]) -> int:
+        """All gradients of a block."""
+        return self._offsets_of(slots)[-1]
+
+    def give(self, given: Round, gradients: dict[Slot, torch.Tensor]) -> int:
+        """They leave as they are."""
+        given.landing = dict(zip(given.slots, self._offsets_of(given.slots), strict=False)), frozenset(gradients)
+        if not gradients:
+            return 0
+        places = self._places(given, self._node.rank, gradients)
+        copies: list[Copy] = [
+            (places[slot], laid_out(one, slot, self._dtype_of(slot))) for slot, one in gradients.items()
+        ]
+        given.transfer = transfer = self._lanes.copy(Lane.OFFLOAD, copies, self._lanes.mark())
+        self._meter.offloaded(transfer, given.block.name)
+        return sum(one.nbytes for one in gradients.values())
+
+    def land(self, given: Round) -> None:
+        """They have left, and those from the host are added."""
+        if given.transfer is not None:
+            given.transfer.done.synchronize()
+            given.transfer = None  # which keeps what was on the device
+        _, transferred = given.landing
+        mine = self._places(given, self._node.rank, given.from_host)
+        for slot, gradient in given.from_host.items():
+            mine[slot].add_(gradient) if slot in transferred else mine[slot].copy_(gradient)
+
+    def add_up(self, given: Round, gives: torch.Tensor) -> None:
+        """One by one, see `of`."""
+
+    def of(self, given: Round, gives: torch.Tensor, index: int, begin: torch.Tensor | None) -> torch.Tensor | None:
+        """In the order of the ranks."""
+        slot, total = given.slots[index], begin
+        for rank in range(self._node.size):
+            if gives[rank, index]:
+                whole = flat(self._places(given, rank, [slot])[slot])
+                one = whole[self.part(len(whole))] / self._node.world
+                total = one if total is None else total.add_(one)
+        return total
+
+    def fail(self, given: Round, error: BaseException) -> None:
+        """Nobody waits for it."""
+
+    def _places(self, given: Round, rank: int, wanted: Iterable[Slot]) -> dict[Slot, torch.Tensor]:
+        """Where that rank gives these gradients, in the home's shape."""
+        offsets, _ = given.landing
+        found = {}
+        for slot in wanted:
+            place = given.given(rank, offsets[slot], slot.home.numel(), self._dtype_of(slot))
+            found[slot] = place.as_strided(slot.layout.shape, strides_of(slot))
+        return found
+
+    def _offsets_of(self, slots: Sequence[Slot]) -> list[int]:
+        return offsets_of(slot.home.numel() * self._dtype_of(slot).itemsize for slot in slots)

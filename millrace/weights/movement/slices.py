@@ -1,0 +1,324 @@
+"""How do experts come to the device? One by one, into slots of banks, where they stay until others need the room.
+
+See docs/design/experts.md. A bank is one buffer of equal slots, so that a module may compute with it as with a weight
+that has as many experts as the bank has slots.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from millrace.config import format_bytes
+from millrace.errors import BudgetError, DiskError, StateError
+from millrace.memory.buffers import references_beside
+from millrace.planning import Keeping, Key
+from millrace.runtime.lanes import Copy, Event, Lane, Lanes, LateTransfer, Transfer
+from millrace.weights.meter import Meter
+from millrace.weights.model.experts import SlicePart, slice_parts
+from millrace.weights.movement.block import Block
+from millrace.weights.movement.residency import Residency, plain_tensors
+from millrace.weights.rest.fetching import Fetch, Range, Target, Way
+
+if TYPE_CHECKING:
+    from millrace.weights.movement.executor import Executor
+
+__all__ = ["Bank", "Slices"]
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A copy into a slot that compute has not been told to wait for."""
+
+    transfer: Transfer | LateTransfer
+    number: int | None  # among those from host memory; None: from disk
+
+
+class Bank:
+    """Slots in one buffer, and what is in them: experts of so many blocks."""
+
+    def __init__(self, buffer: torch.Tensor, slots: int, blocks: int) -> None:
+        self.buffer = buffer
+        self.slots = slots
+        self.blocks = blocks
+        self.places: dict[Key, int] = {}
+        self.arriving: dict[int, _Arrival] = {}  # by slot
+        self.keeping = Keeping(slots, blocks)
+        self.called: tuple[Block, tuple[int, ...]] | None = None  # which block's experts the call under way has
+        self._holds: list[Key | None] = [None] * slots
+        self._contents: dict[int, object] = {}  # of a block's homes when its experts were loaded
+
+    def check(self, block: Block, contents: object) -> None:
+        """Experts of the block that were loaded from other contents of its homes are gone."""
+        if self._contents.get(block.index) != contents:
+            for key in [key for key in self.places if key[0] == block.index]:
+                self.forget(self.places[key])
+            self._contents[block.index] = contents
+
+    def expert_in(self, slot: int) -> Key | None:
+        """What is in the slot, or on its way."""
+        return self._holds[slot]
+
+    def slot_for(self, block: Block, kept: Collection[Key]) -> int:
+        """The slot for another expert of the block; of none that is kept."""
+        for slot, key in enumerate(self._holds):
+            if key is None or self.places.get(key) != slot:  # the latter where Ctrl-C came between the two
+                return slot
+        return self.places[self.keeping.victim(block.index, self.places, kept)]
+
+    def hold(self, slot: int, key: Key) -> None:
+        """An expert is on its way to the slot, which nothing was in."""
+        self._holds[slot] = key
+        self.places[key] = slot
+
+    def forget(self, slot: int) -> None:
+        """What is in the slot is nothing any more."""
+        key, self._holds[slot] = self._holds[slot], None
+        if key is not None:
+            self.places.pop(key, None)
+
+
+class Slices:
+    """The experts of one model's blocks."""
+
+    def __init__(
+        self, blocks: Iterable[Block], executor: "Executor", residency: Residency, lanes: Lanes, meter: Meter
+    ) -> None:
+        self._executor = executor
+        self._residency = residency
+        self._lanes = lanes
+        self._meter = meter
+        self._blocks = [block for block in blocks if block.experts is not None]
+        layouts = {block: slice_parts([slot.layout for slot in block.slots]) for block in self._blocks}
+        self._parts = {block: parts for block, (parts, _) in layouts.items()}
+        self.slot_bytes = max((nbytes for _, nbytes in layouts.values()), default=0)
+        self._banks: list[Bank] = []
+        residency.beside = self
+
+    # the budget -------------------------------------------------------------------------------------------------------
+    @property
+    def held_bytes(self) -> int:
+        """Of banks."""
+        return sum(bank.buffer.nbytes for bank in self._banks)
+
+    @property
+    def bytes_wanted(self) -> int:
+        """What banks take, made or not: all that other weights leave of the budget, as far as experts need it."""
+        banks, slots = self._sizes()
+        return banks * slots * self.slot_bytes
+
+    def _sizes(self) -> tuple[int, int]:
+        """How many banks, and slots in each: in one for all experts of a block, if there is room for so many."""
+        experts = [block.experts for block in self._blocks if block.experts is not None]
+        if not experts:
+            return 0, 0
+        count = max(one.count for one in experts)
+        room = max(0, self._residency.streaming_budget_bytes - self._executor.bytes_beside_experts) // self.slot_bytes
+        slots = max(min(room, sum(one.count for one in experts)), max(one.routed for one in experts))
+        banks = max(1, slots // count)
+        return banks, slots // banks
+
+    def give_way(self) -> None:
+        """The memory of all banks is free for blocks. Whoever still refers to some of it keeps that."""
+        while self._banks:
+            bank = self._banks.pop()
+            for slot in list(bank.arriving):
+                self._settle(bank, slot)
+            self._residency.take_back(bank.buffer)
+
+    def bank_of(self, block: Block) -> Bank:
+        """The bank for the block's experts. Raises BudgetError where there is no room for it."""
+        if not self._banks:
+            self._make_banks()
+        bank = self._banks[self._blocks.index(block) % len(self._banks)]
+        for slot in list(bank.arriving):  # of a call that was broken off
+            self._settle(bank, slot)
+        if references_beside(bank.buffer):  # somebody keeps an expert, and shall keep its values
+            bank = self._made_anew(bank)
+        return bank
+
+    def _make_banks(self) -> None:
+        for block in self._blocks:
+            if block.buffer is not None and block.is_free:
+                self._residency.evict(block)
+        banks, slots = self._sizes()
+        nbytes = banks * slots * self.slot_bytes
+        free_bytes = self._executor.clear_for_experts(nbytes)
+        if free_bytes < nbytes:  # something else is in use that is not always there
+            banks, slots = 1, min(slots, free_bytes // self.slot_bytes)
+        if not slots:
+            raise BudgetError(
+                f"one expert needs {format_bytes(self.slot_bytes)}, and device_memory leaves"
+                f" {format_bytes(max(0, free_bytes))} beside the blocks in use; raise it by"
+                f" {format_bytes(self.slot_bytes - free_bytes, at_least=True)}"
+            )
+        for _ in range(banks):
+            shares = -(-len(self._blocks) // banks)
+            self._banks.append(Bank(self._residency.allot(slots * self.slot_bytes), slots, shares))
+
+    def _made_anew(self, bank: Bank) -> Bank:
+        new = Bank(self._residency.allot(bank.buffer.nbytes), bank.slots, bank.blocks)
+        self._banks[self._banks.index(bank)] = new
+        self._residency.take_back(bank.buffer)
+        return new
+
+    def block_of(self, key: Key) -> Block:
+        """Whose expert that is."""
+        return next(block for block in self._blocks if block.index == key[0])
+
+    def parts_of(self, block: Block) -> list[SlicePart]:
+        """Where the parts of its experts' slices lie, in the order of its slots."""
+        return self._parts[block]
+
+    # loads ------------------------------------------------------------------------------------------------------------
+    def bring(self, block: Block, bank: Bank, experts: Sequence[int], *, keep: Iterable[int] = ()) -> list[int]:
+        """Submits what it takes for these experts to be in slots of the bank: which ones.
+
+        `keep`: slots whose experts stay. The caller has seen to it that there are enough others.
+        """
+        self._look_at(block, bank, len(experts))
+        wanted = [(block.index, expert) for expert in experts]
+        kept = {*wanted, *(key for slot in keep if (key := bank.expert_in(slot)) is not None)}
+        for expert, key in zip(experts, wanted, strict=True):
+            if key not in bank.places:
+                self._load(block, expert, bank, bank.slot_for(block, kept))
+        bank.keeping.used(block.index, experts)
+        return [bank.places[key] for key in wanted]
+
+    def bring_in_order(self, block: Block, bank: Bank, experts: Sequence[int]) -> list[int]:
+        """As `bring`: into slots that ascend as the numbers of the experts do."""
+        places = [bank.places.get((block.index, expert), -1) for expert in experts]
+        if -1 in places or places != sorted(places):
+            count = 0 if block.experts is None else block.experts.count
+            places = list(experts) if count <= bank.slots else list(range(len(experts)))
+        self.put_back(block, bank, dict(zip(places, experts, strict=True)))
+        return places
+
+    def put_back(self, block: Block, bank: Bank, experts: Mapping[int, int]) -> None:
+        """As `bring`, where it matters which slot each is in."""
+        self._look_at(block, bank, len(experts))
+        for slot, expert in experts.items():
+            found = bank.places.get((block.index, expert))
+            if found != slot:
+                if found is not None:
+                    self._settle(bank, found)
+                    bank.forget(found)
+                self._load(block, expert, bank, slot)
+        bank.keeping.used(block.index, experts.values())
+
+    def _look_at(self, block: Block, bank: Bank, count: int) -> None:
+        """Experts of the block may be read, and what is in the bank is what homes hold."""
+        block.keep_leaf_writes()
+        bank.check(block, block.readable_contents())
+        self._meter.experts_used(count)
+
+    def place_of(self, tensor: torch.Tensor) -> tuple[Bank, int] | None:
+        """The bank in which a tensor lies, and bytes from its beginning; None for any other tensor."""
+        for bank in self._banks:
+            begin = tensor.data_ptr() - bank.buffer.data_ptr()
+            if 0 <= begin < bank.buffer.nbytes:
+                return bank, begin
+        return None
+
+    def arrive(self, bank: Bank, slot: int) -> None:
+        """Compute waits until the expert is in the slot. Raises what kept it from coming."""
+        arrival = bank.arriving.get(slot)
+        if arrival is None:
+            return
+        try:
+            done = arrival.transfer.done
+        except BaseException:
+            del bank.arriving[slot]
+            bank.forget(slot)
+            raise
+        self._residency.rely_on(done, arrival.number)
+        self._meter.arrived(arrival.transfer, "expert")
+        del bank.arriving[slot]
+
+    def is_unseen(self, bank: Bank, slots: Iterable[int]) -> bool:
+        """Whether nobody has an expert of the bank. The host waits for those that are on their way to `slots`."""
+        done: list[Event] = []
+        for slot in slots:
+            if slot in bank.arriving:
+                done.append(bank.arriving[slot].transfer.done)
+                self.arrive(bank, slot)
+        for event in done:
+            event.synchronize()
+        return not references_beside(bank.buffer)
+
+    def views(self, block: Block, bank: Bank, first: int, count: int) -> list[torch.Tensor]:
+        """The block's weights as `count` slots of the bank have them, from the first on."""
+        with plain_tensors(), torch.no_grad():
+            return [part.view(bank.buffer, self.slot_bytes, first, count) for part in self._parts[block]]
+
+    def view(self, block: Block, bank: Bank, slot: int, place: int) -> torch.Tensor:
+        """One of the block's weights, the one at that place, as one slot has it."""
+        with plain_tensors(), torch.no_grad():
+            return self._parts[block][place].view(bank.buffer, self.slot_bytes, slot, 1)[0]
+
+    def _load(self, block: Block, expert: int, bank: Bank, slot: int) -> None:
+        self._settle(bank, slot)
+        bank.forget(slot)
+        parts = self._parts[block]
+        after = self._lanes.mark()  # whoever computes with what was in the slot is done with it
+        with plain_tensors(), torch.no_grad():
+            if block.is_fetched:
+                arrival = self._fetch(block, expert, bank, slot, after)
+            else:
+                places = self.views(block, bank, slot, 1)
+                copies = [(place[0], own.source[expert]) for place, own in zip(places, block.slots, strict=True)]
+                transfer, done = self._residency.pace.submit(Lane.ONLOAD, copies, after)
+                block.read_until(done)
+                arrival = _Arrival(transfer, self._residency.next_number())
+        bank.arriving[slot] = _without_memory(arrival)
+        bank.hold(slot, (block.index, expert))
+        self._meter.expert_onloaded(sum(part.nbytes for part in parts))
+
+    def _fetch(self, block: Block, expert: int, bank: Bank, slot: int, after: Event) -> _Arrival:
+        fetching = self._residency.fetching
+        if fetching is None:
+            raise StateError(f"block {block.name!r} rests on disk, and there is no way from there")
+        ranges: list[Range] = []
+        more: list[Copy] = []
+        places = self.views(block, bank, slot, 1)
+        for part, own, place in zip(self._parts[block], block.slots, places, strict=True):
+            if own.casts or own.in_place:
+                first = part.layout.offset + expert * part.nbytes
+                ranges.append((first, part.nbytes, slot * self.slot_bytes + part.offset))
+            else:  # `p.data = t`
+                more.append((place[0], own.source[expert]))
+        one = _OneExpert(block, ranges)
+        fetch = fetching.onload(one, Target(bank.buffer, after, more))
+        return _Arrival(LateTransfer(Lane.ONLOAD, one.nbytes, fetch.arrived), None)
+
+    def _settle(self, bank: Bank, slot: int) -> None:
+        """Compute waits for a copy into the slot that nobody wants any more, whatever came of it."""
+        with contextlib.suppress(DiskError):
+            self.arrive(bank, slot)
+
+
+class _OneExpert:
+    """Of a block that rests on disk, for the way from there."""
+
+    def __init__(self, block: Block, ranges: Sequence[Range]) -> None:
+        self._block = block
+        self._ranges = ranges
+        self.nbytes = sum(nbytes for _, nbytes, _ in ranges)
+
+    @property
+    def contents(self) -> object:
+        return self._block.contents
+
+    def fetch(self, chunk_bytes: int, way: Way) -> Fetch:
+        """As a block's."""
+        return self._block.fetch(chunk_bytes, way, self._ranges)
+
+
+def _without_memory(arrival: _Arrival) -> _Arrival:
+    """It does not keep the bank's memory: who counts those that do finds nobody."""
+    transfer = arrival.transfer
+    if isinstance(transfer, LateTransfer):
+        return arrival
+    return _Arrival(Transfer(transfer.lane, (), transfer.nbytes, transfer.begun, transfer.done), arrival.number)

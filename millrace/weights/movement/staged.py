@@ -1,0 +1,95 @@
+"""What becomes of gradients in staging memory? The host lane adds them to, or casts them into, their destinations."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from millrace.memory.disk import Request
+from millrace.weights.rest.placement import DiskGradients
+
+__all__ = ["Staged", "add_up", "laid_out_like", "sum_of_rows"]
+
+
+class Staged(NamedTuple):
+    """A gradient, or a part of one, on its way through staging memory."""
+
+    piece: torch.Tensor  # in staging memory
+    source: torch.Tensor  # on the device
+    target: torch.Tensor  # what becomes, or is, `home.grad`
+    adds: bool  # to what the target holds
+    disk: DiskGradients | None  # where the target rests, if not on the host
+    rows: torch.Tensor | None = None  # of the target that the piece is; None: it is as large as that
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the target becomes just what the piece is, byte for byte."""
+        return (
+            not self.adds
+            and self.rows is None
+            and self.piece.dtype == self.target.dtype
+            and self.target.is_contiguous()
+        )
+
+
+def add_up(staged: "list[Staged]", under_way: list[Request]) -> list[Request]:
+    """On the host lane: staged gradients are added to, or cast into, their destinations.
+
+    Returns the writes to disk that this begins: they read the staging memory. `under_way`: all that may not have ended,
+    kept by this thread.
+    """
+    under_way[:] = [write for write in under_way if not write.query()]
+    writes: list[Request] = []
+    on_disk: Counter[DiskGradients] = Counter()
+    with torch.no_grad():
+        for one in staged:
+            if one.disk is not None and one.is_written:
+                writes.append(one.disk.write(one.target, one.piece))
+                under_way.append(writes[-1])
+                continue
+            if one.disk is not None:
+                for write in under_way:  # maybe of what is added to
+                    write.settle()
+                on_disk[one.disk] += one.target.nbytes
+            if one.rows is not None:
+                _add_rows(one.target, one.rows, one.piece, adds=one.adds)
+            elif one.adds:
+                one.target.add_(one.piece)
+            else:
+                one.target.copy_(one.piece)
+    for disk, nbytes in on_disk.items():
+        disk.forget(nbytes)
+    staged.clear()  # who counts the users of a gradient after this has ended does not find this one
+    return writes
+
+
+def _add_rows(target: torch.Tensor, rows: torch.Tensor, piece: torch.Tensor, *, adds: bool) -> None:
+    """These rows of a table have a gradient; that of the others is zero."""
+    if adds:
+        piece = target.index_select(0, rows).add_(piece)
+    else:
+        target.zero_()
+    target.index_copy_(0, rows, piece.to(target.dtype))
+
+
+def sum_of_rows(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of any part, and the sum of their gradients on the device, in the order of the parts."""
+    if len(parts) == 1:
+        return parts[0]
+    rows = torch.cat([rows for rows, _ in parts]).unique()
+    first = parts[0][1]
+    total = first.new_zeros(len(rows), first.shape[1])
+    for own, gradient in parts:
+        where = torch.searchsorted(rows, own).to(total.device)
+        total.index_copy_(0, where, total.index_select(0, where).add_(gradient))
+    return rows, total
+
+
+def laid_out_like(gradient: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """`gradient` with the strides of `target`, so that the copy across the link is one run of bytes."""
+    if gradient.stride() == target.stride():
+        return gradient
+    return torch.empty_strided(target.shape, target.stride(), dtype=gradient.dtype, device=gradient.device).copy_(
+        gradient
+    )

@@ -1,0 +1,166 @@
+"""How is a table that travels by rows looked up? Its embedding's `forward` is ours: rows come, and get a gradient.
+
+The host reads which rows: it waits once for what the device computes before the lookup. The rows that are used, in
+order, are a small table, and the positions in it are the ids. So the device's own kernels look up, and add the
+gradients of a row up, in the same order as in the whole table. See docs/design/tables.md.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from millrace.errors import StateError
+from millrace.runtime.autograd import in_transform, without_overrides
+from millrace.weights.model.slot import REMOVED, Slot
+from millrace.weights.model.tables import looks_rows_up
+from millrace.weights.movement.block import Block, Presence
+from millrace.weights.movement.executor import Executor
+from millrace.weights.passes.backward import Backward
+from millrace.weights.passes.lending import Lending
+
+__all__ = ["Lookups"]
+
+
+class Lookups:
+    """Lookups in the tables of one model."""
+
+    def __init__(self, device: torch.device, executor: Executor, backward: Backward, lending: Lending) -> None:
+        self._device = device
+        self._executor = executor
+        self._backward = backward
+        self._lending = lending
+        self._tables: dict[Block, _Table] = {}  # that have been trained
+
+    def look_up(self, block: Block, module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call of the `forward` of an embedding; `own` is its own, which computes with the whole table."""
+        ids: Any = args[0] if args else kwargs.get("input")
+        if len(args) + len(kwargs) == 1 and self._goes_by_rows(block, module, ids):
+            with without_overrides():
+                if ids.dtype not in (torch.int64, torch.int32):
+                    return F.embedding(ids, torch.empty(1, 1, device=self._device))  # which says so
+                return self._look_up(block, module, ids)
+        return own(*args, **kwargs)
+
+    def is_sign(self, leaf: torch.Tensor) -> bool:
+        """Whether it is no parameter, but tells of a table's gradients."""
+        return any(table.sign is leaf for table in self._tables.values())
+
+    def _goes_by_rows(self, block: Block, module: nn.Module, ids: Any) -> bool:
+        return (
+            bool(block.row_bytes)
+            and block.presence is Presence.ABSENT
+            and type(ids) in (torch.Tensor, nn.Parameter)
+            and ids.device == self._device
+            and self._lending.computes
+            and dict.get(module._parameters, "weight") is block.slots[0].home
+            and looks_rows_up(module)
+            and not in_transform()
+        )
+
+    def _look_up(self, block: Block, module: Any, ids: torch.Tensor) -> torch.Tensor:
+        slot = block.slots[0]
+        slot.check_shape()
+        used, index = torch.unique(ids.detach().to("cpu", torch.int64), return_inverse=True)
+        rows = slot.layout.shape[0]
+        if len(used) and not 0 <= int(used[0]) <= int(used[-1]) < rows:
+            wrong = int(used[0]) if used[0] < 0 else int(used[-1])
+            raise IndexError(
+                f"index out of range: embedding {block.name!r} has {rows} rows, and row {wrong} is asked for"
+            )
+        if not len(used):
+            used = used.new_zeros(1)
+        slot.follow_requires_grad()
+
+        def values() -> torch.Tensor:
+            return self._executor.rows.look_up(block, used, index)
+
+        if not (torch.is_grad_enabled() and slot.leaf.requires_grad):
+            with torch.no_grad():
+                return values()
+        table = self._tables.get(block) or self._tables.setdefault(block, _Table(self._backward, block, self._device))
+        look_up: Any = _Lookup.apply
+        found: torch.Tensor = look_up(
+            slot.leaf, table.sign, ids, values, table, used, _place(module.padding_idx, used, rows)
+        )
+        return found
+
+
+def _place(padding_idx: int | None, used: torch.Tensor, rows: int) -> int:
+    """Where the row without gradients is among those that are used; -1 where it is not."""
+    if padding_idx is None:
+        return -1
+    padding_idx %= rows
+    place = int(torch.searchsorted(used, padding_idx))
+    return place if place < len(used) and used[place] == padding_idx else -1
+
+
+class _Table:
+    """Where the gradients of lookups go. Autograd adds up what several lookups give, and then gives it to a leaf: here
+    it is told so by a leaf of one element, `sign`, for which each lookup has a gradient as well.
+    """
+
+    def __init__(self, backward: Backward, block: Block, device: torch.device) -> None:
+        self._backward = backward
+        self._block = block
+        self.sign = torch.zeros((), device=device, requires_grad=True)
+        own = weakref.ref(self)  # a cycle through autograd's hooks is never collected
+        register: Any = self.sign.register_post_accumulate_grad_hook
+        register(lambda _: _complete(own()))
+
+    def take(self, used: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+        """What autograd itself adds up: nothing, unless the whole table has a gradient of other uses, too."""
+        slot: Slot = self._block.slots[0]
+        if slot.on_gradient is None:
+            raise StateError(REMOVED)
+        with without_overrides():
+            if not slot.home.requires_grad:  # frozen since: autograd asks the same of its leaves
+                return None
+        if self._block.row_bytes:
+            self._backward.rows_ready(slot, used, gradient)
+            return None
+        whole = torch.zeros(slot.layout.shape, dtype=gradient.dtype, device=gradient.device)
+        return whole.index_copy(0, used.to(gradient.device), gradient)
+
+    def complete(self) -> None:
+        """All lookups of a backward have given theirs."""
+        self.sign.grad = None
+        self._backward.rows_complete(self._block.slots[0])
+
+
+def _complete(table: _Table | None) -> None:
+    if table is not None:
+        table.complete()
+
+
+class _Lookup(torch.autograd.Function):
+    """What is saved is what an embedding saves: the ids. Its gradient does not read the table.
+
+    The very ids: a checkpoint around it may compute the lookup again in the whole table, if that is here by then.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        _leaf: torch.Tensor,
+        _sign: torch.Tensor,
+        ids: torch.Tensor,
+        values: Callable[[], torch.Tensor],
+        table: _Table,
+        used: torch.Tensor,
+        padding: int,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.table, ctx.used, ctx.padding = table, used, padding
+        return values()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (ids,) = ctx.saved_tensors
+        where = torch.searchsorted(ctx.used.to(ids.device, ids.dtype), ids, out_int32=ids.dtype == torch.int32)
+        rows = torch.ops.aten.embedding_dense_backward(gradient, where, len(ctx.used), ctx.padding, False)
+        whole = ctx.table.take(ctx.used, rows)
+        return whole, torch.zeros((), device=gradient.device), None, None, None, None, None

@@ -1,0 +1,287 @@
+"""Do Megatron's settings make the optimizer and the offloading that they name, and does a recipe run as it did?"""
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import millrace
+from millrace.cli.main import main
+from millrace.compat.megatron import (
+    ConfigContainer,
+    CPUOffloadConfig,
+    HybridDeviceOptimizer,
+    OptimizerConfig,
+    apply,
+    find_recipe,
+    override,
+    qwen3_30b_a3b_pretrain_config,
+    run_recipe,
+)
+from millrace.compat.sub_optimizers import TorchSteps
+from tests.activations.models import Stack, assert_same, rows, step
+from tests.compat.test_megatron import SHAPES, on_device
+from tests.optim.references import assert_equal, give_gradients, parameters
+
+LAYERS = 6
+SMALL = [
+    "model.num_layers=3",
+    "model.hidden_size=32",
+    "model.moe_ffn_hidden_size=16",
+    "model.num_moe_experts=4",
+    "model.moe_router_topk=2",
+    "model.num_attention_heads=4",
+    "model.num_query_groups=2",
+    "model.kv_channels=8",
+    "model.vocab_size=64",
+    "model.seq_length=16",
+    "train.train_iters=3",
+    "train.global_batch_size=4",
+    "train.micro_batch_size=2",
+]
+
+
+@pytest.mark.emu("random:0")
+@pytest.mark.parametrize("by_torch", [False, True])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "kind", "settings"),
+    [
+        ({}, torch.optim.AdamW, {"weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-8}),
+        (
+            {"decoupled_weight_decay": False, "adam_beta1": 0.8},
+            torch.optim.Adam,
+            {"weight_decay": 0.01, "betas": (0.8, 0.999)},
+        ),
+        ({"optimizer": "sgd"}, torch.optim.SGD, {"weight_decay": 0.01, "momentum": 0.9}),
+    ],
+)
+def test_the_optimizer_of_a_config(
+    emu_device: ModuleType, changes: dict[str, Any], kind: Any, settings: dict[str, Any], offload: bool, by_torch: bool
+) -> None:
+    config = OptimizerConfig()
+    config.lr = 0.01
+    config.clip_grad = 0.0
+    config.optimizer_cpu_offload = offload
+    config.optimizer_offload_fraction = 0.5
+    config.overlap_cpu_optimizer_d2h_h2d = True
+    config.use_torch_optimizer_for_cpu_offload = by_torch
+    for name, value in changes.items():
+        setattr(config, name, value)
+    theirs = parameters(shapes=SHAPES)
+    ours = on_device(theirs)
+    optimizer, reference = config.optimizer_for(ours), kind(theirs, lr=0.01, fused=True, **settings)
+    assert isinstance(optimizer, TorchSteps) == (by_torch and offload)
+    for number in range(3):
+        give_gradients(ours, theirs, number)
+        optimizer.step()
+        reference.step()
+    assert_equal(ours, theirs)
+    held = optimizer.held_bytes()
+    assert (held > 1000) == offload  # beside numbers of steps
+    assert optimizer.param_groups[0]["lr"] == 0.01
+
+
+def test_gradients_are_clipped_as_pytorch_does_it() -> None:
+    theirs, ours = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    optimizer = OptimizerConfig(lr=0.1, clip_grad=0.5, optimizer="sgd", weight_decay=0.0).optimizer_for(ours)
+    reference = torch.optim.SGD(theirs, lr=0.1, momentum=0.9, fused=True)
+    for number in range(2):
+        give_gradients(ours, theirs, number)
+        norm = torch.nn.utils.clip_grad_norm_(theirs, 0.5)
+        optimizer.step()
+        reference.step()
+        assert optimizer.last_grad_norm == pytest.approx(float(norm))
+    assert_equal(ours, theirs)
+
+
+def test_precision_and_other_optimizers() -> None:
+    config = OptimizerConfig(use_precision_aware_optimizer=True)
+    config.exp_avg_dtype = config.exp_avg_sq_dtype = torch.bfloat16
+    config.store_param_remainders = False
+    model = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+    model.bias.requires_grad_(False)
+    optimizer = config.optimizer_for(model)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    assert [list(state) for state in optimizer.state.values()] == [["exp_avg", "exp_avg_sq", "master", "step"]]
+    assert optimizer.state[model.weight]["exp_avg"].dtype == torch.bfloat16
+    assert isinstance(OptimizerConfig(optimizer="muon").optimizer_for(model), torch.optim.Muon)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"optimizer": "soap"}, "optimizer='soap' is not available; allowed: adam, sgd, muon"),
+        ({"optimizer_offload_fraction": 1.5}, r"outside \[0, 1\]"),
+        ({"main_params_dtype": torch.float16}, "main_params_dtype=torch.float16"),
+        ({"exp_avg_dtype": torch.uint8}, "exp_avg_dtype=torch.uint8"),
+        ({"optimizer_cuda_graph": True}, "optimizer_cuda_graph=True"),
+        (
+            {
+                "optimizer_cpu_offload": True,
+                "use_torch_optimizer_for_cpu_offload": True,
+                "exp_avg_dtype": torch.bfloat16,
+                "exp_avg_sq_dtype": torch.bfloat16,
+            },
+            "exp_avg_dtype=torch.bfloat16 with use_torch_optimizer_for_cpu_offload=True",
+        ),
+    ],
+)
+def test_optimizers_that_cannot_be(changes: dict[str, Any], text: str) -> None:
+    config = OptimizerConfig()
+    for name, value in changes.items():
+        setattr(config, name, value)  # nothing is said before it is used
+    with pytest.raises(ValueError, match=text):
+        config.optimizer_for(parameters(shapes=SHAPES))
+
+
+def test_settings_that_do_not_exist_cannot_be_set() -> None:
+    with pytest.raises(AttributeError, match="did you mean 'optimizer_cpu_offload'"):
+        OptimizerConfig().optimizer_cpu_ofload = True  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="millrace has no such setting"):
+        OptimizerConfig().barrier_with_L1_time = True  # type: ignore[attr-defined]
+
+
+# layers ---------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("activations", "weights"), [(True, False), (False, True), (True, True)])
+def test_a_config_alone_offloads_a_model(device: torch.device, activations: bool, weights: bool) -> None:
+    expected = step(Stack(LAYERS).to(device), rows(device))
+    config = CPUOffloadConfig(num_layers=LAYERS)
+    config.cpu_offloading = True
+    config.cpu_offloading_num_layers = 4
+    config.cpu_offloading_activations = activations
+    config.cpu_offloading_weights = weights
+    config.pipeline_model_parallel_size = 2
+    config.recompute_granularity = "full"
+    model = Stack(LAYERS) if weights else Stack(LAYERS).to(device)
+    handle = apply(config, model, min_bytes=0)
+    for _ in range(3):
+        assert_same(step(model, rows(device)), expected)
+    assert isinstance(handle, millrace.Offloaded if weights else millrace.ActivationOffloading)
+    stats: Any = handle.stats()
+    assert not weights or stats.onload_bytes > 0
+    assert not (activations and not weights) or stats.offload_bytes > 0
+    handle.remove()
+
+
+def test_nothing_to_offload(device: torch.device) -> None:
+    model = Stack(LAYERS)
+    assert apply(CPUOffloadConfig(num_layers=LAYERS, cpu_offloading_num_layers=3), model) is None
+    assert apply(CPUOffloadConfig(num_layers=LAYERS, cpu_offloading=True), model) is None
+    config = CPUOffloadConfig(num_layers=LAYERS)
+    config.cpu_offloading, config.cpu_offloading_num_layers = True, LAYERS
+    with pytest.raises(ValueError, match="give 0 to 5"):
+        apply(config, model)
+
+
+# recipes --------------------------------------------------------------------------------------------------------------
+def small(*more: str) -> ConfigContainer:
+    config = qwen3_30b_a3b_pretrain_config()
+    override(config, [*SMALL, *more])
+    return config
+
+
+def test_the_recipe_is_that_model() -> None:
+    config = qwen3_30b_a3b_pretrain_config()
+    config.model.params_dtype = torch.bfloat16  # type: ignore[attr-defined]
+    with torch.device("meta"):
+        model = config.model.provide()  # type: ignore[attr-defined]
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == pytest.approx(30.5e9, rel=0.002)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=0.5"],
+        ["cfg.optimizer.optimizer_cpu_offload=true", "optimizer.optimizer_offload_fraction=1.0"],
+        ["model.cpu_offloading=True", "model.cpu_offloading_num_layers=2"],
+        ["model.cpu_offloading=True", "model.cpu_offloading_num_layers=2", "model.cpu_offloading_weights=True"],
+        ["model.recompute_granularity=full", "model.cpu_offloading=True", "model.cpu_offloading_num_layers=1"],
+    ],
+)
+def test_a_recipe_trains_with_the_losses_of_the_plain_run(device: torch.device, overrides: list[str]) -> None:
+    plain = [each.loss for each in run_recipe(small())]
+    assert [each.loss for each in run_recipe(small(*overrides))] == plain
+    assert len(set(plain)) == 3
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    recipe = ["run-recipe", "--recipe", "qwen3_30b_a3b_pretrain_config"]
+    half = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=0.5"]
+    assert main([*recipe, "--compare", *half, *SMALL]) == 0
+    shown = capsys.readouterr().out
+    assert "iteration 3/3: loss" in shown
+    assert shown.endswith("largest difference of a loss: 0\n")
+    file = tmp_path / "mine.py"
+    file.write_text("from millrace.compat.megatron import qwen3_30b_a3b_pretrain_config as mine\n")
+    assert main(["run-recipe", "--recipe", f"{file}:mine", *SMALL]) == 0
+
+
+def test_stages_of_a_recipe_are_said_to_have_no_effect(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    recipe = ["run-recipe", "--recipe", "qwen3_30b_a3b_pretrain_config", *SMALL]
+    assert main([*recipe, "model.pipeline_model_parallel_size=4"]) == 0
+    assert "model.pipeline_model_parallel_size=4: no effect: one process" in capsys.readouterr().err
+    assert main(recipe) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("error", [ValueError, AttributeError])
+def test_what_training_raises_is_no_wrong_command(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    def forward(*arguments: Any, **named: Any) -> None:
+        raise error("a fault of the model")
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr("transformers.Qwen3MoeForCausalLM.forward", forward)
+    with pytest.raises(error, match="a fault of the model"):
+        main(["run-recipe", "--recipe", "qwen3_30b_a3b_pretrain_config", *SMALL])
+
+
+def test_a_model_without_tokens_needs_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from millrace.compat.megatron import ConfigContainer, CPUOffloadConfig\n"
+        "class Mine(CPUOffloadConfig):\n"
+        "    def provide(self):\n"
+        "        raise SystemExit('it was built')\n"
+        "def recipe():\n"
+        "    return ConfigContainer(model=Mine(num_layers=2))\n"
+    )
+    assert main(["run-recipe", "--recipe", f"{file}:recipe"]) == 2
+    assert "Mine has no batch(index, samples)" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"CPUOffloadConfig has no provide\(\)"):
+        run_recipe(ConfigContainer(model=CPUOffloadConfig(num_layers=2)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--recipe", "no_such_config"], "there is no recipe 'no_such_config'"),
+        (["--recipe", "run_recipe"], "there is no recipe 'run_recipe'; here is qwen3_30b_a3b_pretrain_config"),
+        (["--recipe", "qwen3_30b_pretrain_config"], "did you mean qwen3_30b_a3b_pretrain_config?"),
+        (["--recipe", "no.such.module:config"], "there is no module 'no.such.module'"),
+        (["--recipe", "nowhere.py:config"], "nowhere.py cannot be read"),
+        (["optimizer.lr"], "'optimizer.lr' is no override"),
+        (["optimizer.optimizer_cpu_offlod=True"], "did you mean optimizer_cpu_offload"),
+        (["optimizer.optimizer_cpu_offload=yes"], "give True or False"),
+        (["train.train_iters=many"], "give a number, as 20 is"),
+        (["train.global_batch_size=3", "train.micro_batch_size=2"], "is no multiple of micro_batch_size=2"),
+        (["model.cpu_offloading=True", "model.cpu_offloading_num_layers=48"], "give 0 to 47"),
+    ],
+)
+def test_commands_that_cannot_be_run(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = [] if "--recipe" in arguments else ["--recipe", "qwen3_30b_a3b_pretrain_config"]
+    assert main(["run-recipe", *recipe, *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_recipes_by_name() -> None:
+    assert find_recipe("qwen3_30b_a3b_pretrain_config") is qwen3_30b_a3b_pretrain_config
+    assert isinstance(OptimizerConfig().optimizer_for(parameters()), HybridDeviceOptimizer)

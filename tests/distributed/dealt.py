@@ -1,0 +1,625 @@
+"""What the ranks run where an optimizer deals its parameters out to them: each function is one program."""
+
+import copy
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import millrace
+from millrace import RankError, StateError, optim
+from tests.distributed.programs import LIMIT, _mesh, ranks, run, same, sharded
+from tests.distributed.programs import Model as Sharded
+from tests.optim.references import ReferenceLion
+
+__all__ = ["ranks", "run"]
+
+STEPS = 4
+
+STOCK: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "fused": True}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True, "fused": True}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 0.01, "foreach": False}),
+    "Lion": (ReferenceLion, {"lr": 0.001, "betas": (0.9, 0.99), "weight_decay": 0.1}),
+}
+
+
+class Model(nn.Module):
+    """Matrices, vectors, a weight that lies the other way around, frozen ones, and one that nobody uses."""
+
+    def __init__(self, layers: int = 5, *, all_used: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(layers))
+        self.frozen = nn.Linear(40, 40).requires_grad_(False)
+        if not all_used:
+            self.unused = nn.Parameter(torch.ones(40, 3))
+        self.turned = nn.Parameter(torch.randn(7, 40).t())
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return (self.frozen(x) @ self.turned) * self.scale
+
+
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (distributed.get_world_size(),))
+
+
+def parallel(model: nn.Module) -> DistributedDataParallel:
+    return DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def backward(model: nn.Module, step: int) -> None:
+    seed = 1000 * distributed.get_rank() + step
+    dtype = next(model.parameters()).dtype
+    x = torch.randn(4, 40, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    model(x).square().mean().backward()
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        backward(model, step)
+        optimizer.step()
+        model.zero_grad()
+
+
+def alike(model: nn.Module) -> bool:
+    """Whether all ranks have the same weights."""
+    own = torch.cat([tensor.detach().reshape(-1) for tensor in model.parameters()])
+    every = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(every, own)
+    return all(torch.equal(own, other) for other in every)
+
+
+def held_of_all(optimizer: Any) -> list[int]:
+    found: list[int] = [0] * distributed.get_world_size()
+    distributed.all_gather_object(found, optimizer.held_bytes())
+    return found
+
+
+def steps_are_those_of_stock(name: str) -> None:
+    """Bit for bit those of DistributedDataParallel and the stock optimizer, with clip_grad_norm_; 1/N of the state."""
+    ours, theirs, whole = parallel(Model()), parallel(Model()), parallel(Model())
+    before = copy.deepcopy(ours.module)
+    make, settings = STOCK[name]
+    own = {key: value for key, value in settings.items() if key not in ("fused", "foreach")}
+    mine = getattr(optim, name)(ours.parameters(), **own, max_grad_norm=LIMIT, mesh=mesh())
+    alone = getattr(optim, name)(whole.parameters(), **own, max_grad_norm=LIMIT)
+    trained = [tensor for tensor in theirs.parameters() if tensor.requires_grad and tensor.shape != (40, 3)]
+    stock = make(trained, **settings)
+    for step in range(STEPS):
+        train(ours, mine, range(step, step + 1))
+        train(whole, alone, range(step, step + 1))
+        backward(theirs, step)
+        norm = nn.utils.clip_grad_norm_(theirs.parameters(), LIMIT)
+        stock.step()
+        theirs.zero_grad()
+        assert mine.last_grad_norm == float(norm) > LIMIT
+    assert same(ours, theirs)
+    assert same(ours, whole)
+    assert alike(ours)
+    assert not same(ours.module, before)
+    _shares_are_even(mine, alone)
+
+
+def _shares_are_even(mine: Any, alone: Any) -> None:
+    """All ranks together hold what one would; none more than its part and one parameter's."""
+    held, whole = held_of_all(mine), alone.held_bytes()
+    of_one = max(sum(value.nbytes for value in entries.values()) for entries in alone.state.values() if entries)
+    assert sum(held) == whole
+    assert max(held) <= whole / distributed.get_world_size() + of_one, held
+
+
+def as_in_one_process(name: str, dtype: torch.dtype, settings: dict[str, Any], disk: str | None, layers: int) -> None:
+    """As the same optimizer that keeps everything on each rank."""
+    ours, whole = (parallel(Model(layers).to(dtype)) for _ in "ab")
+    for number, one in enumerate((ours, whole)):
+        places = {"tier": "disk", "disk": f"{disk}-{number}"} if disk else {}
+        shared = {} if number else {"mesh": mesh()}
+        optimizer = getattr(optim, name)(one.named_parameters(), lr=0.01, **settings, **places, **shared)
+        train(one, optimizer, range(STEPS))
+        if number == 0:
+            mine = optimizer
+    assert same(ours, whole)
+    assert alike(ours)
+    assert mine.skipped_steps == 0
+    if not disk:
+        _shares_are_even(mine, optimizer)
+
+
+def more_ranks_than_parameters() -> None:
+    ours, whole = (parallel(nn.Linear(40, 7, bias=False)) for _ in "ab")
+    with torch.no_grad():
+        for one, other in zip(whole.parameters(), ours.parameters(), strict=True):
+            one.copy_(other)
+    mine = optim.AdamW(ours.parameters(), mesh=mesh(), max_grad_norm=LIMIT)
+    train(ours, mine, range(STEPS))
+    train(whole, optim.AdamW(whole.parameters(), max_grad_norm=LIMIT), range(STEPS))
+    assert same(ours, whole)
+    assert alike(ours)
+    assert held_of_all(mine) == [2 * 40 * 7 * 4 + 4, *[0] * (distributed.get_world_size() - 1)]
+    get_state_dict(ours, mine)  # which would take a step where some rank had no state
+
+
+def large_tensors() -> None:
+    """Those that travel alone, and more small ones than one bucket takes."""
+    shapes = [(1 << 20, 2), (3, 5), *[(1 << 18, 3)] * 12, (0, 4)]
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator) for shape in shapes]
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    optimizer = optim.SGD(parameters, lr=0.5, mesh=mesh())
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.grad = value.clone()
+    optimizer.step()
+    assert all(torch.equal(parameter, value / 2) for parameter, value in zip(parameters, values, strict=True))
+
+
+def skipped_together() -> None:
+    """What is not finite on its owner alone counts on all ranks."""
+    parameters = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+    optimizer = optim.SGD(parameters, lr=0.1, max_grad_norm=1.0, mesh=mesh())
+    for step in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.ones(4)
+        if step == 1 and distributed.get_rank() == 1:
+            parameters[1].grad = torch.full((4,), torch.nan)
+        optimizer.step()
+        assert optimizer.last_step_skipped == (step == 1)
+    assert optimizer.skipped_steps == 1
+
+
+def offloaded() -> None:
+    """A model that millrace offloads, and whose gradients are averaged by hand."""
+    plain, model = parallel(Model(all_used=True)), Model(all_used=True)
+    handle = millrace.offload(model, device="cpu", device_memory=20_000)
+    ours = optim.AdamW(model.parameters(), lr=0.01, max_grad_norm=LIMIT, mesh=mesh())
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.01, fused=True)
+    for step in range(STEPS):
+        backward(model, step)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= distributed.get_world_size()  # before the sum, as DistributedDataParallel has it
+                distributed.all_reduce(parameter.grad)
+        ours.step()
+        ours.zero_grad()
+        backward(plain, step)
+        nn.utils.clip_grad_norm_(plain.parameters(), LIMIT)
+        theirs.step()
+        theirs.zero_grad()
+    assert same(model, plain)
+    assert handle.stats().onload_bytes > STEPS * sum(tensor.nbytes for tensor in model.parameters())
+
+
+def writes_are_noticed() -> None:
+    """By autograd on every rank, and by masters at their owner."""
+    parameters = [nn.Parameter(torch.full((64,), 3.0, dtype=torch.bfloat16)) for _ in range(2)]
+    plain = nn.Parameter(parameters[0].detach().clone())
+    ours, reference = optim.AdamW(parameters, lr=0.01, mesh=mesh()), optim.AdamW([plain], lr=0.01)
+    for step in range(4):
+        products = [(parameter * parameter).sum() for parameter in parameters]
+        for one in (*parameters, plain):
+            one.grad = torch.full((64,), 1.0 + step, dtype=torch.bfloat16)
+        ours.step()
+        reference.step()
+        for product in products:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.backward()
+        with torch.no_grad():
+            for one in (*parameters, plain):
+                one.mul_(1.37)
+    assert torch.equal(parameters[0], plain)
+    assert torch.equal(parameters[1], plain)
+
+
+# state ----------------------------------------------------------------------------------------------------------------
+def consolidated(directory: Path, name: str, dtype: torch.dtype) -> None:
+    """Rank 0 gets all of it and saves it; without that, saving says what to do. All ranks load the same file."""
+    model = parallel(Model().to(dtype))
+    mine = getattr(optim, name)(model.parameters(), lr=0.01, mesh=mesh())
+    train(model, mine, range(2))
+    with pytest.raises(
+        StateError, match=r"state of parameter \d+ is on rank \d; call optimizer.consolidate_state_dict"
+    ):
+        torch.save(mine.state_dict(), io.BytesIO())
+    mine.consolidate_state_dict(to=0)
+    if distributed.get_rank() == 0:
+        torch.save({"model": model.module.state_dict(), "optimizer": mine.state_dict()}, directory / "saved.pt")
+    distributed.barrier()
+    train(model, mine, range(2, 4))
+    with pytest.raises(StateError, match="consolidate_state_dict"):  # what was put together is old
+        torch.save(mine.state_dict(), io.BytesIO())
+    continued(directory / "saved.pt", name, dtype, model)
+
+
+def saved_by_millrace(directory: Path, name: str, disk: bool) -> None:
+    """By rank 0, once it has all; every rank loads its part, to any tier, into weights of another dtype as well."""
+    model = parallel(Model().to(torch.bfloat16))
+    mine = getattr(optim, name)(model.parameters(), lr=0.01, mesh=mesh())
+    train(model, mine, range(2))
+    with pytest.raises(
+        StateError, match=r"state of parameter \d+ is on rank \d; call optimizer.consolidate_state_dict"
+    ):
+        millrace.save(directory / "run", model.module, mine)
+    mine.consolidate_state_dict()
+    if distributed.get_rank() == 0:
+        millrace.save(directory / "run", model.module, mine)
+    distributed.barrier()
+    places = {"tier": "disk", "disk": directory / f"disk-{distributed.get_rank()}"} if disk else {}
+    again, wide = parallel(Model().to(torch.bfloat16)), parallel(Model())
+    other = getattr(optim, name)(again.parameters(), lr=0.01, mesh=mesh(), **places)
+    millrace.load(directory / "run", again.module, other)
+    of_wide = getattr(optim, name)(wide.parameters(), lr=0.01, mesh=mesh())
+    millrace.load(directory / "run", wide.module, of_wide)
+    assert alike(wide)
+    if not places:
+        assert other.held_bytes() == mine.held_bytes()
+    train(model, mine, range(2, 4))
+    train(again, other, range(2, 4))
+    train(wide, of_wide, range(2, 4))
+    assert same(model, again)
+    assert alike(wide)
+
+
+def continued(path: Path, name: str, dtype: torch.dtype, expected: nn.Module | None = None) -> None:
+    """Goes on from that file on these ranks, and in the stock optimizer; with the averages of two ranks, as before."""
+    models = []
+    for stock in (False, True):
+        saved = torch.load(path)
+        model = parallel(Model().to(dtype))
+        model.module.load_state_dict(saved["model"])
+        if stock and dtype == torch.float32:
+            make, settings = STOCK[name]
+            optimizer = make(model.parameters(), **{**settings, "lr": 0.01})
+        else:
+            optimizer = getattr(optim, name)(model.parameters(), lr=0.01, mesh=mesh())
+        optimizer.load_state_dict(saved["optimizer"])
+        if stock and "fused" in optimizer.param_groups[0]:
+            optimizer.param_groups[0].update(fused=True, foreach=None)
+        train(model, optimizer, range(2, 4))
+        models.append(model)
+    assert same(*models)
+    if expected is not None:
+        assert same(models[0], expected)
+
+
+def saved_by_dcp(directory: Path, name: str, dtype: torch.dtype) -> None:
+    model = parallel(Model(all_used=True).to(dtype))
+    mine = getattr(optim, name)(model.parameters(), lr=0.01, mesh=mesh())
+    train(model, mine, range(2))
+    weights, state = get_state_dict(model, mine)
+    checkpoint.save({"model": weights, "optimizer": state}, checkpoint_id=directory / "dcp")
+    mine.consolidate_state_dict()
+    full = get_state_dict(model, mine, options=StateDictOptions(full_state_dict=True, cpu_offload=True))[1]
+    if distributed.get_rank() == 0:
+        torch.save({"model": model.module.state_dict(), "optimizer": mine.state_dict()}, directory / "saved.pt")
+        assert all(full["state"].values())
+    resumed_by_dcp(directory, name, dtype)
+
+
+def resumed_by_dcp(directory: Path, name: str, dtype: torch.dtype) -> None:
+    """On any number of ranks; weights and state as in the file that holds all of them."""
+    distributed.barrier()
+    saved = torch.load(directory / "saved.pt")
+    settings: list[dict[str, Any]] = [{"mesh": mesh()}, {}]
+    for shared in settings:
+        model = parallel(Model(all_used=True).to(dtype))
+        optimizer = getattr(optim, name)(model.parameters(), lr=0.01, **shared)
+        weights, state = get_state_dict(model, optimizer)
+        checkpoint.load({"model": weights, "optimizer": state}, checkpoint_id=directory / "dcp")
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+        assert same(model.module, _loaded(saved["model"], dtype))
+        last = distributed.get_world_size() - 1
+        optimizer.consolidate_state_dict(to=last)
+        if distributed.get_rank() == last:
+            _equal_states(optimizer.state_dict()["state"], saved["optimizer"]["state"])
+        train(model, optimizer, range(2, 3))
+        assert alike(model)
+
+
+def _loaded(weights: dict[str, Any], dtype: torch.dtype) -> nn.Module:
+    model = Model(all_used=True).to(dtype)
+    model.load_state_dict(weights)
+    return model
+
+
+def _equal_states(one: dict[int, Any], other: dict[int, Any]) -> None:
+    assert one.keys() >= other.keys()
+    compared = 0
+    for number, entries in other.items():
+        assert one[number].keys() == entries.keys()
+        for name, value in entries.items():
+            assert torch.equal(one[number][name], value), (number, name)
+            compared += value.any().item()
+    assert compared
+
+
+def other_copies() -> None:
+    """A copy of the optimizer, and its own part of a state_dict, go on as the first does."""
+    model = Model()
+    optimizer = optim.AdamW(model.parameters(), lr=0.01, mesh=mesh())
+    gradients(model)
+    optimizer.step()
+    second, other = copy.deepcopy((model, optimizer))
+    third = copy.deepcopy(model)
+    again = optim.AdamW(third.parameters(), lr=0.01, mesh=mesh())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, steps in ((model, optimizer), (second, other), (third, again)):
+        gradients(one)
+        steps.step()
+    assert same(model, second)
+    assert same(model, third)
+    assert optimizer.held_bytes() == other.held_bytes() == again.held_bytes()
+
+
+def gradients(model: nn.Module) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        if parameter.requires_grad:
+            parameter.grad = torch.full_like(parameter, 1.0 + number)
+
+
+# matrices of which each rank has a shard ------------------------------------------------------------------------------
+def matrices_step_as_whole_ones(
+    name: str, shape: tuple[int, ...], offload: bool, dtype: torch.dtype, settings: dict[str, Any], disk: str | None
+) -> None:
+    """Bit for bit the same optimizer on the model that nobody has cut, given the same gradients."""
+    model, whole = sharded(_mesh(shape), offload=offload, dtype=dtype), Sharded().to(dtype)
+    ours, alone = (
+        getattr(optim, name)(one.named_parameters(), lr=0.01, **settings, **_places(disk, number))
+        for number, one in enumerate((model, whole))
+    )
+    before = _whole(model)
+    for step in range(STEPS):
+        _sharded_backward(model, step)
+        factor = None
+        if "max_grad_norm" in settings:
+            gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            norm = nn.utils.get_total_norm(gradients).full_tensor()
+            factor = torch.clamp(settings["max_grad_norm"] / (norm + 1e-6), max=1.0)
+            assert factor < 1
+        _give(model, whole, factor)
+        ours.step()
+        alone._options = replace(alone._options, max_grad_norm=None)
+        alone.step()
+        ours.zero_grad()
+        assert all(map(torch.equal, _whole(model), whole.parameters())), step
+        if factor is not None:
+            assert ours.last_grad_norm == float(norm)
+    assert not all(map(torch.equal, _whole(model), before))
+    if not disk and len(shape) == 1:
+        _shares_are_even(ours, alone)
+
+
+def _places(disk: str | None, number: int) -> dict[str, Any]:
+    return {"tier": "disk", "disk": f"{disk}-{number}-{distributed.get_rank()}"} if disk else {}
+
+
+def _sharded_backward(model: nn.Module, step: int) -> None:
+    seed = 1000 * distributed.get_rank() + step
+    x = torch.randn(4, 13, generator=torch.Generator().manual_seed(seed)).to(next(model.parameters()).dtype)
+    model(x).square().mean().backward()
+
+
+def _give(model: nn.Module, whole: nn.Module, factor: torch.Tensor | None) -> None:
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        if one.grad is not None:
+            gradient = one.grad.full_tensor()  # type: ignore[attr-defined]
+            other.grad = gradient if factor is None else gradient * factor
+
+
+@torch.no_grad()
+def _whole(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.full_tensor().clone() for parameter in model.parameters()]  # type: ignore[attr-defined]
+
+
+def tensor_parallel_matrices(name: str) -> None:
+    """Weights cut in rows and in columns, and vectors that every rank has."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    model = parallelize_module(copy.deepcopy(whole), mesh(), plan)
+    ours, alone = (getattr(optim, name)(one.parameters(), lr=0.01) for one in (model, whole))
+    for step in range(STEPS):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        model(x).square().sum().backward()
+        _give(model, whole, None)
+        ours.step()
+        alone.step()
+        ours.zero_grad()
+        assert all(map(torch.equal, _whole(model), whole.parameters())), step
+
+
+def matrices_saved(directory: Path, name: str, dtype: torch.dtype) -> None:
+    model = sharded(_mesh((distributed.get_world_size(),)), dtype=dtype)
+    ours = getattr(optim, name)(model.named_parameters(), lr=0.01)
+    for step in range(2):
+        _sharded_backward(model, step)
+        ours.step()
+        ours.zero_grad()
+    weights, state = get_state_dict(model, ours)
+    checkpoint.save({"model": weights, "optimizer": state}, checkpoint_id=directory / "dcp")
+    ours.consolidate_state_dict()
+    whole = _whole(model)
+    if distributed.get_rank() == 0:
+        torch.save({"model": whole, "optimizer": ours.state_dict()}, directory / "saved.pt")
+    matrices_resumed(directory, name, dtype)
+
+
+def matrices_resumed(directory: Path, name: str, dtype: torch.dtype) -> None:
+    """On any number of ranks; a step from there is that of the plain model, by the plain state_dict."""
+    distributed.barrier()
+    saved = torch.load(directory / "saved.pt")
+    model, whole = sharded(_mesh((distributed.get_world_size(),)), dtype=dtype), Sharded().to(dtype)
+    with torch.no_grad():
+        for one, other in zip(whole.parameters(), saved["model"], strict=True):
+            one.copy_(other)
+    ours, alone = (getattr(optim, name)(one.named_parameters(), lr=0.01) for one in (model, whole))
+    weights, state = get_state_dict(model, ours)
+    checkpoint.load({"model": weights, "optimizer": state}, checkpoint_id=directory / "dcp")
+    set_state_dict(model, ours, model_state_dict=weights, optim_state_dict=state)
+    assert all(map(torch.equal, _whole(model), whole.parameters()))
+    alone.load_state_dict(saved["optimizer"])
+    _sharded_backward(model, 3)
+    _give(model, whole, None)
+    ours.step()
+    alone.step()
+    assert all(map(torch.equal, _whole(model), whole.parameters()))
+
+
+def matrices_that_cannot_be() -> None:
+    row = init_device_mesh("cpu", (2, 1), mesh_dim_names=("one", "two"))
+    matrix = torch.ones(4, 4)
+    twice: Any = nn.Parameter(distribute_tensor(matrix, row, [Shard(0), Shard(1)]))
+    with pytest.raises(ValueError, match=r"\(Shard\(dim=0\), Shard\(dim=1\)\).* cut along one dimension of a mesh"):
+        optim.Muon([twice])
+    first: Any = nn.Parameter(distribute_tensor(matrix, mesh(), [Shard(0)]))
+    other: Any = nn.Parameter(distribute_tensor(matrix, DeviceMesh("cpu", [1, 0]), [Shard(0)]))
+    with pytest.raises(ValueError, match=r"and the first one over dimension 0 of .*make one optimizer for .* each"):
+        optim.Muon([first, other])
+    optimizer = optim.Muon([("here", first), ("there", nn.Parameter(matrix.clone()))])
+    gradient = distribute_tensor(matrix, mesh(), [Shard(0)])
+    first.grad = gradient if distributed.get_rank() == 0 else None
+    with pytest.raises(StateError, match=r"parameter 0, 'here', .* has a gradient on rank 0 and none on rank 1"):
+        optimizer.step()
+    first.grad = gradient
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["state"] = {0: {"momentum_buffer": gradient}}
+    if distributed.get_rank() == 0:  # the owner
+        with pytest.raises(ValueError, match=r"state 'momentum_buffer' of a DTensor .* load it by torch.distributed"):
+            optimizer.load_state_dict(state)
+
+
+def written_between() -> None:
+    """Masters at the owner hear of writes to shards, by way of the DTensor or not."""
+    whole = nn.Parameter(torch.randn(6, 5, generator=torch.Generator().manual_seed(0)).bfloat16())
+    cut: Any = nn.Parameter(distribute_tensor(whole.detach().clone(), mesh(), [Shard(0)]))
+    ours, alone = optim.Muon([cut], lr=0.01), optim.Muon([whole], lr=0.01)
+    for step in range(4):
+        gradient = torch.randn(6, 5, generator=torch.Generator().manual_seed(step)).bfloat16()
+        cut.grad, whole.grad = distribute_tensor(gradient, mesh(), [Shard(0)]), gradient
+        product = (cut * cut).sum()
+        ours.step()
+        alone.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+        with torch.no_grad():
+            whole.mul_(1.37)
+            (cut if step % 2 else cut.to_local()).mul_(1.37)
+    assert torch.equal(cut.full_tensor(), whole)
+
+
+# what cannot be -------------------------------------------------------------------------------------------------------
+def meshes_of_the_wrong_kind() -> None:
+    rank, model = distributed.get_rank(), Model()
+    square = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    with pytest.raises(ValueError, match=r"mesh has 2 dimensions, of sizes \(2, 1\); .* such as mesh\['replicate'\]"):
+        optim.AdamW(model.parameters(), mesh=square)
+    assert optim.AdamW(model.parameters(), mesh=square["replicate"]).param_groups
+    with pytest.raises(TypeError, match="mesh is a ProcessGroup; give the DeviceMesh"):
+        optim.AdamW(model.parameters(), mesh=distributed.group.WORLD)
+    with pytest.raises(ValueError, match=r'overlap=.forward. with mesh: .* leave overlap at "none"'):
+        optim.AdamW(model.parameters(), mesh=mesh(), overlap="forward")
+    alone = DeviceMesh("cpu", [0])
+    if rank == 1:
+        with pytest.raises(ValueError, match=r"rank 1 is not in the mesh, whose ranks are \[0\]"):
+            optim.AdamW(model.parameters(), mesh=alone)
+    whole: Any = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh(), [Shard(0)]))
+    with pytest.raises(ValueError, match=r"is a DTensor over .* leave mesh out"):
+        optim.AdamW([whole], mesh=mesh())
+
+
+def ranks_disagree() -> None:
+    """Every rank says what differs and where; then they go on together."""
+    rank, model = distributed.get_rank(), Model()
+    named = dict(model.named_parameters())
+    fewer = list(named.items())[: -1 if rank else None]
+    optimizer = optim.AdamW(fewer, mesh=mesh())
+    with pytest.raises(StateError, match=r"rank 1 gave 14 parameters .* rank 0 15: .* parameter 14, 'frozen.bias'"):
+        optimizer.step()
+    swapped = list(named.items())[:: -1 if rank else 1]
+    with pytest.raises(StateError, match=r"rank 1 has parameter 0, 'frozen.bias', of .* where rank 0 has parameter 0"):
+        optim.AdamW(swapped, mesh=mesh()).step()
+    named["layers.1.weight"].requires_grad_(rank == 0)
+    with pytest.raises(StateError, match="dealt out their parameters differently"):
+        optim.AdamW(named.items(), mesh=mesh()).step()
+    named["layers.1.weight"].requires_grad_(True)
+    optimizer = optim.AdamW(named.items(), mesh=mesh())
+    gradients(model)
+    before = copy.deepcopy(model)
+    if rank == 1:
+        named["layers.2.bias"].grad = None
+    with pytest.raises(
+        StateError, match=r"parameter \d+, 'layers.2.bias', of shape \(40,\).* gradient on rank 0 and none on rank 1"
+    ):
+        optimizer.step()
+    assert same(model, before)
+    gradients(model)
+    optimizer.step()
+    assert not same(model, before)
+    assert alike(model)
+
+
+def a_rank_stays_away(file: str, rank: int) -> None:
+    """The other says so when the process group's timeout is over."""
+    store = distributed.FileStore(file, 2)
+    settings: dict[str, Any] = {"store": store, "rank": rank, "world_size": 2, "timeout": timedelta(seconds=2)}
+    distributed.init_process_group("gloo", **settings)
+    model = Model()
+    optimizer = optim.AdamW(model.parameters(), mesh=mesh())
+    gradients(model)
+    before = copy.deepcopy(model)
+    if rank == 0:
+        with pytest.raises(RankError, match=r"rank 0 waited for all 2 ranks .*, and at least one did not"):
+            optimizer.step()
+        assert same(model, before)
+        store.set("over", "")
+    else:
+        store.wait(["over"], timedelta(seconds=60))
+    print("done")
+
+
+def a_rank_fails() -> None:
+    """Before the update no rank does anything; in it, all ranks say who failed, and weights stay alike."""
+    rank, model = distributed.get_rank(), Model()
+    optimizer = optim.AdamW(model.named_parameters(), mesh=mesh())
+    before = copy.deepcopy(model)
+    gradients(model)
+    if rank == 1:
+        model.layers[0].weight.grad = torch.sparse_coo_tensor(size=(40, 40))  # type: ignore[union-attr]
+    expected = (
+        (RuntimeError, "sparse") if rank else (StateError, r"rank 1 could not take the step.*RuntimeError.*sparse")
+    )
+    with pytest.raises(expected[0], match=expected[1]):
+        optimizer.step()
+    assert same(model, before)
+    gradients(model)
+    perform = optimizer._perform
+
+    def fail(members: Any, scale: float) -> None:
+        raise OSError("the drive is gone")
+
+    if rank == 1:
+        optimizer._perform = fail  # type: ignore[method-assign]
+    expected = (OSError, "gone") if rank else (StateError, r"rank 1 failed to update .*OSError: the drive is gone")
+    with pytest.raises(expected[0], match=expected[1]):
+        optimizer.step()
+    assert alike(model)
+    assert not same(model, before)
+    optimizer._perform = perform  # type: ignore[method-assign]
+    optimizer.step()
+    assert alike(model)

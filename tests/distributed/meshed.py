@@ -1,0 +1,608 @@
+"""What the ranks of the tests of `millrace.offload(model, mesh=mesh)` run; see programs.py."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import millrace
+from millrace import Offloaded, RankError, StateError, optim
+
+WIDTH, LAYERS = 64, 6
+LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
+BUDGET_BYTES = 3 * LAYER_BYTES + 4096
+ONLOAD = "own"  # of every model of a program that is offloaded on several ranks
+
+
+class Layer(nn.Module):
+    """With adapters, experts or recomputation, as asked for."""
+
+    def __init__(self, *, adapters: bool = False, experts: int = 0, recomputes: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, 4, bias=False) if adapters else None
+        self.up = nn.Linear(4, WIDTH, bias=False) if adapters else None
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(experts))
+        self.recomputes = recomputes
+        if adapters:
+            self.linear.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, expert: int | None) -> torch.Tensor:
+        if self.recomputes and torch.is_grad_enabled():
+            return checkpoint(partial(self._compute, expert=expert), x, use_reentrant=False)  # type: ignore[no-any-return]
+        return self._compute(x, expert)
+
+    def _compute(self, x: torch.Tensor, expert: int | None) -> torch.Tensor:
+        y = self.linear(x)
+        if self.down is not None and self.up is not None:
+            y = y + self.up(self.down(x))
+        if self.experts and expert is not None:
+            y = y + self.experts[expert](x)
+        return x + y.tanh()
+
+
+class Model(nn.Module):
+    def __init__(self, *, tied: bool = False, **settings: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(40, WIDTH)
+        self.layers = nn.ModuleList(Layer(**settings) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 40, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        if settings.get("adapters"):
+            self.embedding.requires_grad_(False)
+            self.head.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor, expert: int | None = None) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, expert)
+        logits = self.head(x)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def batch(rank: int, number: int) -> torch.Tensor:
+    return torch.randint(40, (2, 5), generator=torch.Generator().manual_seed(1000 * rank + number))
+
+
+def expert_of(settings: dict[str, Any], rank: int) -> int | None:
+    """Each rank's tokens go to another one; with more experts than ranks nobody uses the last ones."""
+    return rank if settings.get("experts") else None
+
+
+def cpu_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (distributed.get_world_size(),))
+
+
+@contextlib.contextmanager
+def offloaded(model: nn.Module, device: str = "cpu", **settings: Any) -> Iterator[Offloaded]:
+    if device == "emu":
+        from emulator import emu
+
+        emu.reset(allocator="exact", scheduler="random", seed=distributed.get_rank())
+    settings = {"device_memory": BUDGET_BYTES, "mesh": cpu_mesh()} | settings
+    if settings["mesh"] is not None:
+        settings = {"onload": ONLOAD} | settings
+    with millrace.offload(model, device=device, **settings) as handle:
+        yield handle
+    if device == "emu":
+        torch.accelerator.synchronize()
+        assert emu.take_reports() == []
+
+
+def gradients_are_those_of_one_process(settings: dict[str, Any], device: str) -> None:
+    """One process that takes the ranks' batches one after the other; and DDP, and FSDP2, where the sum is of two."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    activations = settings.pop("activations", False)
+    model, single = Model(**settings), Model(**settings)
+    with offloaded(model, device, activations=activations) as handle:
+        single.to(device)
+        for number in range(3):
+            model.zero_grad()
+            single.zero_grad()
+            loss = model(batch(rank, number), expert_of(settings, rank))
+            loss.backward()
+            losses = [single(batch(one, number).to(device), expert_of(settings, one)) for one in range(world)]
+            for one in losses:
+                (one / world).backward()
+            assert torch.equal(loss.detach(), losses[rank].detach())
+            same_gradients(model, single)
+        stats = handle.stats()
+        assert 0 < stats.device_peak_bytes <= BUDGET_BYTES
+        assert stats.onload_bytes > 3 * LAYERS * LAYER_BYTES
+        given = sum(parameter.nbytes for parameter in model.parameters() if parameter.grad is not None)
+        assert 0 < stats.offload_bytes <= 3 * given  # each gradient leaves once, experts of other ranks do not
+    if world == 2 and device == "cpu":
+        for other in (ddp, fsdp):
+            same_gradients(model, other(settings, number=2))
+
+
+def steps_are_those_of_one_process(
+    kind: dict[str, Any], device: str, name: str, settings: dict[str, Any], dtype: str = "float32"
+) -> None:
+    """Five steps with clipping: losses, norms and weights, bit for bit; and the ranks hold one state together."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    model, single = Model(**kind).to(getattr(torch, dtype)), Model(**kind).to(getattr(torch, dtype))
+    given = {"lr": 0.01, "max_grad_norm": 0.05} | settings
+    with offloaded(model, device) as handle, offloaded(single, device, mesh=None):
+        mine = getattr(optim, name)([p for p in model.parameters() if p.requires_grad], **given)
+        theirs = getattr(optim, name)([p for p in single.parameters() if p.requires_grad], **given)
+        for number in range(5):
+            loss = model(batch(rank, number), expert_of(kind, rank))
+            loss.backward()
+            losses = []
+            for one in range(world):
+                losses.append(single(batch(one, number), expert_of(kind, one)))
+                (losses[-1] / world).backward()
+            assert torch.equal(loss.detach(), losses[rank].detach()), number
+            mine.step()
+            theirs.step()
+            assert mine.last_grad_norm == theirs.last_grad_norm
+            mine.zero_grad()
+            theirs.zero_grad()
+        same_weights(model, single)
+        held = torch.tensor([mine.held_bytes()])
+        if not kind.get("experts"):  # which have state when they were used
+            largest = max(parameter.numel() for parameter in model.parameters())
+            assert 0 < int(held) < theirs.held_bytes() / world + 12 * largest
+        distributed.all_reduce(held)
+        assert int(held) == theirs.held_bytes()
+        assert handle.stats().steps == 5
+        if name == "AdamW" and dtype == "float32" and not settings:
+            same_weights(model, stock(kind))
+
+
+def what_hooks_and_closures_write_counts() -> None:
+    """Weights that a hook of `step()` clamps, on all ranks, are those that the next forward computes with."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    model, single = Model(), Model()
+
+    def clamping(one: nn.Module) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            for parameter in one.parameters():
+                parameter.data.clamp_(-0.05, 0.05)
+
+        return hook
+
+    with offloaded(model):
+        mine, theirs = (optim.AdamW(one.parameters(), lr=0.01) for one in (model, single))
+        mine.register_step_post_hook(clamping(model))
+        theirs.register_step_post_hook(clamping(single))
+        for number in range(5):
+            loss = model(batch(rank, number))
+            loss.backward()
+            losses = [single(batch(one, number)) for one in range(world)]
+            for one in losses:
+                (one / world).backward()
+            assert torch.equal(loss.detach(), losses[rank].detach()), number
+            for optimizer in (mine, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        same_weights(model, single)
+
+
+def no_sync_is_forgotten_with_its_gradients() -> None:
+    """`zero_grad()` discards what waits to be averaged; so does a backward that raises."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    model, single = Model(), Model()
+    with offloaded(model) as handle:
+        for discard in (model.zero_grad, optim.AdamW(model.parameters()).zero_grad):
+            with handle.no_sync():
+                model(batch(rank, 0)).backward()
+            discard()
+            if discard == model.zero_grad:
+                model(batch(rank, 1)).backward()
+                for one in range(world):
+                    (single(batch(one, 1)) / world).backward()
+                same_gradients(model, single)
+                model.zero_grad()
+        if rank == 0:
+            model.layers[3].linear.weight.requires_grad_(False)  # type: ignore[union-attr,operator]
+        with pytest.raises(StateError, match="train other parameters than"):
+            model(batch(rank, 2))
+
+
+def stock(kind: dict[str, Any]) -> nn.Module:
+    """The same by PyTorch alone, in one process."""
+    model = Model(**kind)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, fused=True)
+    for number in range(5):
+        for one in range(distributed.get_world_size()):
+            (model(batch(one, number), expert_of(kind, one)) / distributed.get_world_size()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def same_weights(model: nn.Module, other: nn.Module) -> None:
+    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two), name
+
+
+def saved(directory: str, steps: int) -> None:
+    """The first rank saves what all ranks have, as one process would."""
+    model = Model()
+    with offloaded(model):
+        optimizer = optim.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.05)
+        train_by(model, optimizer, range(steps))
+        optimizer.consolidate_state_dict(to=0)
+        if distributed.get_rank() == 0:
+            millrace.save(f"{directory}/millrace", model, optimizer, extra={"step": steps})
+            torch.save((model.state_dict(), optimizer.state_dict()), f"{directory}/plain.pt")
+        distributed.barrier()
+        train_by(model, optimizer, range(steps, steps + 2))
+        if distributed.get_rank() == 0:
+            torch.save(model.state_dict(), f"{directory}/after.pt")
+
+
+def resumed(directory: str, kind: str, steps: int) -> None:
+    """On any number of ranks the run goes on with the same global batches; in plain PyTorch, too."""
+    model, expected = Model(), torch.load(f"{directory}/after.pt")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    if kind == "stock":
+        state, of_optimizer = torch.load(f"{directory}/plain.pt")
+        model.load_state_dict(state)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        optimizer.load_state_dict(of_optimizer)
+        optimizer.param_groups[0].update(fused=True, foreach=None)  # the file says what the one that saved it did
+        train_by(model, optimizer, range(steps, steps + 2), limit=0.05)
+        same_weights_as(model, expected)
+        return
+    with offloaded(model):
+        optimizer = optim.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.05)
+        if kind == "millrace":
+            assert millrace.load(f"{directory}/millrace", model, optimizer) == {"step": steps}
+        else:
+            state, of_optimizer = torch.load(f"{directory}/plain.pt")
+            model.load_state_dict(state)
+            optimizer.load_state_dict(of_optimizer)
+        before = torch.load(f"{directory}/plain.pt")
+        same_weights_as(model, before[0])
+        optimizer.consolidate_state_dict(to=0)
+        if distributed.get_rank() == 0:
+            found = optimizer.state_dict()["state"]
+            for number, entries in before[1]["state"].items():
+                assert all(torch.equal(found[number][name], tensor) for name, tensor in entries.items())
+        train_by(model, optimizer, range(steps, steps + 2))
+        if distributed.get_world_size() != 3:  # three times a gradient, over three, is something else
+            same_weights_as(model, expected)
+
+
+def same_weights_as(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+
+
+def train_by(model: nn.Module, optimizer: Any, numbers: range, limit: float | None = None) -> None:
+    """What the first rank's batch says counts, so that averages over any power of two of ranks are the same."""
+    weight = 0 if distributed.get_rank() else distributed.get_world_size()
+    for number in numbers:
+        (weight * model(batch(0, number))).backward()
+        if limit is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), limit)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def nodes_add_their_averages(nodes: int) -> None:
+    """Each node has a copy of its own; what nodes have averaged is added up, and the first rank's weights are all's."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    on_node = world // nodes
+    os.environ["GROUP_RANK"] = str(rank // on_node)  # as torchrun says which of its agents started a process
+    model, single = Model(experts=world + 1), Model(experts=world + 1)
+    with torch.no_grad():
+        model.head.weight.add_(rank)
+    with offloaded(model):
+        assert torch.equal(model.head.weight, single.head.weight)
+        for number in range(3):
+            model.zero_grad()
+            model(batch(rank, number), rank).backward()
+            sums: list[list[torch.Tensor | None]] = []
+            for node in range(nodes):
+                single.zero_grad()
+                for one in range(node * on_node, (node + 1) * on_node):
+                    (single(batch(one, number), one) / world).backward()
+                sums.append([parameter.grad for parameter in single.parameters()])
+            for (name, parameter), *parts in zip(model.named_parameters(), *sums, strict=True):
+                given = [part for part in parts if part is not None]
+                if given:
+                    assert torch.equal(parameter.grad, sum(given[1:], given[0])), name  # type: ignore[arg-type]
+                else:
+                    assert parameter.grad is None, name
+
+
+def same_gradients(model: nn.Module, other: nn.Module) -> None:
+    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        expected: Any = two.grad.full_tensor() if hasattr(two.grad, "full_tensor") else two.grad
+        expected = None if expected is None else expected.cpu()
+        if expected is None or one.grad is None:
+            assert one.grad is expected, name
+        else:
+            assert torch.equal(one.grad, expected), name
+
+
+def ddp(settings: dict[str, Any], number: int) -> nn.Module:
+    model = Model(**settings)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=bool(settings.get("experts")))
+    rank = distributed.get_rank()
+    wrapped(batch(rank, number), expert_of(settings, rank)).backward()
+    if settings.get("experts"):  # which nobody uses: DDP leaves None, too
+        assert model.layers[0].experts[-1].weight.grad is None  # type: ignore[index,union-attr]
+    return model
+
+
+def fsdp(settings: dict[str, Any], number: int) -> nn.Module:
+    model = Model(**settings)
+    if settings.get("experts") or settings.get("tied"):
+        return ddp(settings, number)
+    policy: Any = {
+        "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy(False),
+    }
+    for layer in model.layers:
+        fully_shard(layer, mesh=cpu_mesh(), **policy)
+    fully_shard(model, mesh=cpu_mesh(), **policy)
+    rank = distributed.get_rank()
+    model(batch(rank, number)).backward()
+    return model
+
+
+def accumulation() -> None:
+    """With synchronisation of each micro-batch, as one process takes all ranks' batches (gathered: as FSDP2, which adds
+    up the ranks' first); without, as DDP and FSDP2.
+    """
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    model, single = Model(), Model()
+    with offloaded(model) as handle:
+        for number in range(3):
+            model(batch(rank, number)).backward()
+            before = [parameter.grad for parameter in single.parameters()]
+            if ONLOAD == "gather":
+                single.zero_grad()
+            for one in range(world):
+                (single(batch(one, number)) / world).backward()
+            for parameter, there in zip(single.parameters(), before, strict=True):
+                if ONLOAD == "gather" and there is not None:
+                    parameter.grad = there + parameter.grad
+            same_gradients(model, single)
+        model.zero_grad()
+        with handle.no_sync():
+            for number in range(2):
+                model(batch(rank, number)).backward()
+                assert all(parameter.grad is None for parameter in model.parameters())
+        offloaded_bytes = handle.stats().offload_bytes
+        model(batch(rank, 2)).backward()
+        assert handle.stats().offload_bytes > offloaded_bytes
+    other = Model()
+    wrapped = DistributedDataParallel(other)
+    with wrapped.no_sync():
+        for number in range(2):
+            wrapped(batch(rank, number)).backward()
+    wrapped(batch(rank, 2)).backward()
+    if world == 2:
+        same_gradients(model, other)
+
+
+def one_copy_for_a_node() -> None:
+    """What the ranks hold together is what one process holds, within 2%; so is what the system counts."""
+    world = distributed.get_world_size()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    single = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    with millrace.offload(single, device="cpu", device_memory="4MiB") as handle:
+        single(torch.ones(1, 512)).sum().backward()
+        one = handle.stats().host_bytes
+    del single
+    with millrace.offload(model, device="cpu", device_memory="4MiB", mesh=cpu_mesh()) as handle:
+        model(torch.ones(1, 512)).sum().backward()
+        held = torch.tensor([handle.stats().host_bytes])
+        distributed.all_reduce(held)
+        staging = 2 * world * 4 * 512 * 513  # of a block for each rank, that gradients pass through
+        assert one < int(held) < 1.02 * (one + staging), (int(held), one, staging)
+        shared = torch.tensor([proportional_bytes()])
+        distributed.all_reduce(shared)
+        weights = 8 * 4 * 512 * 513
+        assert 2 * weights <= int(shared) <= 1.02 * (2 * weights + staging) + world * 2**16, (int(shared), weights)
+
+
+def few_descriptors() -> None:
+    """A model of many blocks takes no more than one of few: arenas share descriptors, and mappings keep none."""
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(300)))
+    before = len(os.listdir("/proc/self/fd"))
+    with millrace.offload(model, device="cpu", device_memory="64KiB", blocks="4KiB", mesh=cpu_mesh()) as handle:
+        model(torch.ones(1, 32)).sum().backward()
+        assert len(handle.settled_blocks("a test")) >= 300
+        assert len(os.listdir("/proc/self/fd")) < before + 20
+
+
+def proportional_bytes() -> int:
+    """This process's part of the memory that it shares, as the kernel counts: pages divided by who has them."""
+    total, ours = 0, False
+    with open("/proc/self/smaps") as file:
+        for line in file:
+            if "-" in line.split(" ", 1)[0]:
+                ours = "memfd:millrace" in line
+            elif ours and line.startswith("Pss:"):
+                total += 1024 * int(line.split()[1])
+    return total
+
+
+def writes() -> None:
+    """What users write on all ranks counts once, and is seen by all; on one rank it is refused by name."""
+    rank = distributed.get_rank()
+    model, plain = Model(), Model()
+    with offloaded(model):
+        for one in (model, plain):
+            for parameter in one.parameters():
+                parameter.data.mul_(0.5)  # EMA, merges, weight decay by hand
+            with torch.no_grad():
+                one.layers[1].linear.weight.add_(1)  # type: ignore[union-attr,operator]
+                one.layers[2].linear.bias.data = torch.ones(WIDTH)  # type: ignore[union-attr]
+        with torch.no_grad():  # before the ranks met: each computes with what it wrote
+            assert torch.equal(model(batch(rank, 0)), plain(batch(rank, 0)))
+        loss = model(batch(rank, 0))
+        assert torch.equal(loss, plain(batch(rank, 0)))
+        loss.backward()
+        for (name, one), two in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(one, two), name
+        kept = [parameter.grad for parameter in model.parameters()]
+        copies = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        clipped = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+        assert not any(torch.equal(a, b) for a, b in zip(clipped, copies, strict=True))
+        model.zero_grad()
+        model(batch(rank, 1)).backward()  # into other memory than what somebody keeps
+        assert all(torch.equal(a, b) for a, b in zip(kept, clipped, strict=True))  # type: ignore[arg-type]
+        loaded = {name: tensor * 2 for name, tensor in model.state_dict().items()}
+        model.load_state_dict(loaded)
+        plain.load_state_dict(loaded)
+        assert torch.equal(model(batch(rank, 1)), plain(batch(rank, 1)))
+        if rank == 1:
+            model.layers[3].linear.weight.data.mul_(2)  # type: ignore[union-attr,operator]
+        with pytest.raises(StateError, match=r"'layers.3' were written on ranks \[1\] alone, of \[0, 1\]"):
+            model(batch(rank, 2))
+
+
+def models_that_differ() -> None:
+    """What the first rank has is what all have; another shape is an error on all ranks but the first."""
+    model = Model()
+    with torch.no_grad():
+        model.head.weight.add_(distributed.get_rank())
+    with offloaded(model):
+        assert torch.equal(model.head.weight, Model().head.weight)
+    other = nn.Linear(64, 64 + 64 * distributed.get_rank())
+    first = distributed.get_rank() == 0
+    error: Any = RankError if first else StateError
+    said = "rank 1 has ended" if first else "wants .* bytes of the node's memory where rank 0 wants"
+    with pytest.raises(error, match=said), offloaded(other, device_memory="1MiB"):
+        pass
+    print("done", flush=True)
+    os._exit(0)
+
+
+def refusals() -> None:
+    model = Model()
+    with pytest.raises(TypeError, match="mesh is a int; give a DeviceMesh"):
+        millrace.offload(model, device="cpu", mesh=2)
+    with pytest.raises(ValueError, match="no activations of its ranks"):
+        millrace.offload(model, device="cpu", mesh=cpu_mesh(), disk="/nowhere", activations={"tier": "disk"})
+    with pytest.raises(ValueError, match=r"model\.to"):
+        millrace.offload(model, device="cpu", mesh=cpu_mesh(), param_dtype=torch.bfloat16)
+    with offloaded(model) as handle:
+        model(batch(0, 0)).backward()
+        with pytest.raises(StateError, match=r"use an optimizer of millrace\.optim, such as millrace\.optim\.AdamW"):
+            torch.optim.AdamW(model.parameters()).step()
+        hook = model.head.weight.register_hook(lambda gradient: gradient)
+        with pytest.raises(StateError, match=r"'head.weight' has a hook .*register_post_accumulate_grad_hook"):
+            model(batch(0, 0))
+        hook.remove()
+        seen: list[Any] = []
+        model.head.weight.register_post_accumulate_grad_hook(seen.append)
+        model.zero_grad()
+        model(batch(0, 0)).backward()
+        assert seen == [model.head.weight]
+        del handle
+    alone = millrace.offload(Model(), device="cpu", device_memory=BUDGET_BYTES)
+    with alone, pytest.raises(StateError, match=r"give millrace\.offload"), alone.no_sync():
+        pass
+
+
+def a_rank_fails(how: str) -> None:
+    """Every other rank ends with an error that names the rank, and what it said."""
+    rank, last = distributed.get_rank(), distributed.get_world_size() - 1
+    model = Model()
+    with offloaded(model):
+        model(batch(rank, 0)).backward()
+        if rank == last:
+            fail(how, model)
+            return
+        with pytest.raises(RankError) as raised:
+            train(model, passes=3)
+        expected: dict[str, str] = {
+            "dies": "has ended",
+            "is stopped": "did not come within 3 s",
+            "raises in forward": "its last error: ZeroDivisionError: in forward",
+            "raises in backward": "its last error: ZeroDivisionError: in backward",
+            "cleans up first": "its last error: ZeroDivisionError: in backward",
+            "ends early": "has ended",
+            "goes on": "has gone on to forward 3",
+        }
+        text = str(raised.value).lower()
+        assert f"rank {last}" in text, text
+        assert expected[how].lower() in text, text
+    print("done", flush=True)
+    os._exit(0)  # the group cannot be left together any more
+
+
+def train(model: nn.Module, passes: int) -> None:
+    for number in range(passes):
+        model(batch(distributed.get_rank(), number)).backward()
+
+
+def fail(how: str, model: nn.Module) -> None:
+    def raises(where: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            raise ZeroDivisionError(where)
+
+        return hook
+
+    rank = distributed.get_rank()
+    if how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "is stopped":
+        time.sleep(30)
+    if how == "raises in forward":
+        model.layers[2].register_forward_hook(raises("in forward"))  # type: ignore[union-attr,operator]
+    if how in ("raises in backward", "cleans up first"):
+        model.layers[2].register_full_backward_hook(raises("in backward"))  # type: ignore[union-attr,operator]
+    if how == "goes on":  # a loop that swallows errors
+        for module in model.layers:
+            hook = module.register_full_backward_hook(raises("in backward"))
+        with contextlib.suppress(ZeroDivisionError):
+            model(batch(rank, 0)).backward()
+        hook.remove()
+        with contextlib.suppress(RankError):
+            model(batch(rank, 0))
+    elif how == "cleans up first":
+        try:
+            model(batch(rank, 0)).backward()
+        finally:
+            time.sleep(1.0)  # others have seen by now that it is broken off, and not why
+    elif how != "ends early":
+        model(batch(rank, 0)).backward()
+    print("done", flush=True)
+    os._exit(0)
+
+
+def trains_until_a_rank_is_gone() -> None:
+    """Says when it has begun; ends with the error that tells of the rank."""
+    model = Model(recomputes=True)
+    with offloaded(model):
+        optimizer = optim.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.05, overlap="forward")
+        number = 0
+        try:
+            while True:
+                model(batch(distributed.get_rank(), number)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                number += 1
+                if number == 2:
+                    print("trains", flush=True)
+        except (RankError, StateError) as error:
+            print(type(error).__name__, error, flush=True)
+            os._exit(0)

@@ -1,0 +1,48 @@
+"""When a rank is killed at any moment, do the others end with an error that names it, and is nothing left?
+
+KILLS=200 pytest tests/distributed/test_killed_ranks.py
+"""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.test_mesh import started
+from tests.nursery import Nursery
+
+KILLS = int(os.environ.get("KILLS", "8"))
+
+
+def files_of_ranks() -> set[str]:
+    """Memory that processes of this machine share and millrace has made."""
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if "memfd:millrace" in os.readlink(link):
+                found.add(link.parts[2])
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("seed", range(KILLS))
+def test_a_rank_is_killed(nursery: Nursery, tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    world_size = chance.choice([2, 3])
+    ranks = started(nursery, tmp_path, world_size, "m.trains_until_a_rank_is_gone")
+    for one in ranks:
+        assert one.read_line() == "trains\n", one.errors
+    time.sleep(chance.uniform(0, 0.15))
+    killed = chance.randrange(world_size)
+    os.kill(ranks[killed].pid, signal.SIGKILL)
+    for rank, one in enumerate(ranks):
+        if rank != killed:
+            said = one.read_rest()
+            assert f"rank {killed} has ended" in said, (said, one.errors)
+        assert one.wait() == (-signal.SIGKILL if rank == killed else 0)
+    assert not files_of_ranks() & {str(one.pid) for one in ranks}
+    assert not list(Path("/dev/shm").glob("*millrace*"))

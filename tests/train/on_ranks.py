@@ -1,0 +1,57 @@
+"""What the ranks of tests/train/test_ranks.py run: `millrace train` as torchrun would start it, which may be ended."""
+
+import os
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+import millrace
+from millrace.cli.progress import NoProgress
+
+
+def runs(rank: int, world_size: int, cache: str, ports: list[int], settings: list[Mapping[str, Any]]) -> None:
+    """One run after the other. `ends`: how this one does ("killed", "stopped"), and in which step."""
+    environment = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {name: str(value) for name, value in environment.items()}
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "HF_DATASETS_CACHE": cache}
+    torch.set_num_threads(1)
+    if any(changes["device"] == "emu" for changes in settings):
+        from emulator import emu
+
+        emu.reset(allocator="exact", scheduler="random", seed=rank)  # each process has one of its own
+    from millrace.train.config import TrainConfig
+    from millrace.train.trainer import train
+
+    for port, changes in zip(ports, settings, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        given = dict(changes)
+        how, step = given.pop("ends", (None, 0))
+        _end_in(how, step)
+        try:
+            result = train(TrainConfig(**given), NoProgress())
+        except millrace.RankError as error:
+            print("RankError", error, flush=True)
+            os._exit(0)
+        stats: Any = result.stats
+        assert 0 < stats.device_peak_bytes <= 0.75 * result.weight_bytes
+        assert stats.onload_bytes > result.weight_bytes
+        print("stopped" if result.checkpoint else "done", flush=True)
+
+
+def _end_in(how: str | None, number: int) -> None:
+    """The last rank is killed, or gets SIGTERM, in that step of the process, after its update."""
+    from millrace.train.run import Run
+
+    if not hasattr(Run, "whole_step"):
+        Run.whole_step = Run.step  # type: ignore[attr-defined]
+    steps: list[float] = []
+
+    def step(self: Run, batches: Any) -> float:
+        steps.append(self.whole_step(batches))  # type: ignore[attr-defined]
+        if len(steps) == number and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+            os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGTERM)
+        return steps[-1]
+
+    Run.step = step  # type: ignore[method-assign]

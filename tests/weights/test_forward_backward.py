@@ -1,0 +1,641 @@
+"""What may go wrong, or otherwise, with several micro-batches that go through a model together?"""
+
+import _thread
+import gc
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+import millrace
+
+WIDTH = 16
+COUNT = 3
+
+
+class Layer(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(dropout) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def built(kind: Callable[[], nn.Module] = Model) -> Any:
+    torch.manual_seed(0)
+    return kind()
+
+
+def offloaded(model: Any, **options: Any) -> millrace.Offloaded:
+    budget = 2 * sum(p.nbytes for p in model.layers[0].parameters()) + 4096
+    options = {"device": "cpu", "device_memory": budget, "blocks": list(model.layers)} | options
+    return millrace.offload(model, **options)
+
+
+def batches(count: int = COUNT) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, 4, WIDTH, generator=generator) for _ in range(count)]
+
+
+def in_turn(model: nn.Module, loss: Callable[[Tensor], Tensor], of: list[Tensor]) -> list[Tensor]:
+    losses = []
+    for batch in of:
+        one = loss(batch)
+        one.backward()
+        losses.append(one.detach())
+    return losses
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_same(model: nn.Module, plain: nn.Module) -> None:
+    for (name, gradient), wanted in zip(gradients(model).items(), gradients(plain).values(), strict=True):
+        assert (gradient is None) == (wanted is None), name
+        assert gradient is None or torch.equal(gradient, wanted), name  # type: ignore[arg-type]
+
+
+def assert_equals_the_loop(
+    make: Callable[[], nn.Module],
+    loss: Callable[[nn.Module, Tensor], Tensor],
+    count: int = COUNT,
+    **options: Any,
+) -> millrace.Offloaded:
+    """Three steps; a warning that it goes in the loop is an error."""
+    plain, model = built(make), built(make)
+    handle = offloaded(model, **options)
+    ours = torch.optim.SGD(model.parameters(), lr=1e-4)
+    theirs = torch.optim.SGD(plain.parameters(), lr=1e-4)
+    for _ in range(3):
+        with warnings.catch_warnings(action="error"):
+            losses = handle.forward_backward(batches(count), lambda batch: loss(model, batch))
+        wanted = in_turn(plain, lambda batch: loss(plain, batch), batches(count))
+        assert all(torch.equal(one, other) for one, other in zip(losses, wanted, strict=True))
+        assert_same(model, plain)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    if count > 1:
+        assert handle.stats().micro_batches_together == 3 * count
+    return handle
+
+
+def square(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+# what is exact --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("count", [1, 2, 4, 16])
+def test_weights_come_once_for_any_number(count: int) -> None:
+    handle = assert_equals_the_loop(Model, square, count)
+    model = next(iter(handle._engine.blocks))  # the first of five
+    assert len(handle._engine.blocks) == 5
+    handle.reset_stats()
+    trained: Any = built()
+    other = offloaded(trained)
+    for _ in range(4):
+        other.forward_backward(batches(count), lambda batch: square(trained, batch))
+        trained.zero_grad()
+    other.reset_stats()
+    other.forward_backward(batches(count), lambda batch: square(trained, batch))
+    stats = other.stats()
+    assert stats.onload_bytes <= 2 * 5 * model.nbytes
+    assert stats.offload_bytes == sum(p.nbytes for p in trained.parameters())
+
+
+class Skips(Model):
+    """What the first layers make is used by the last ones, and by the loss, several times each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for index, layer in enumerate(self.layers):
+            if index >= 3:
+                x = x + kept[index - 3] * kept[0] + kept[0].mT.mT
+            x = layer(x)
+            kept.append(x)
+        return torch.stack(kept).sum(0) * kept[1] + kept[1]
+
+
+def test_tensors_that_bypass_blocks() -> None:
+    assert_equals_the_loop(Skips, square)
+
+
+class Cross(nn.Module):
+    """Every layer reads what the first one made, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), *(nn.Bilinear(WIDTH, WIDTH, WIDTH) for _ in range(4))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x, memory)) + memory * layer(memory, memory).tanh()
+        return x
+
+
+def test_a_memory_that_all_layers_read() -> None:
+    assert_equals_the_loop(Cross, square, blocks="auto", device_memory="48KiB")
+
+
+class Prompted(Model):
+    """A tensor of the user's own, and not of the model, is used by several layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts = [torch.randn(WIDTH, requires_grad=True) for _ in range(2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x * self.prompts[index % 2]) + self.prompts[0]
+        return x
+
+
+def test_leaves_of_the_users_own() -> None:
+    plain, model = built(Prompted), built(Prompted)
+    handle = offloaded(model)
+    with warnings.catch_warnings(action="error"):
+        handle.forward_backward(batches(), lambda batch: square(model, batch))
+    in_turn(plain, lambda batch: square(plain, batch), batches())
+    assert_same(model, plain)
+    for prompt, wanted in zip(model.prompts, plain.prompts, strict=True):
+        assert prompt.grad is not None
+        assert torch.equal(prompt.grad, wanted.grad)
+
+
+class Unlike(Model):
+    """How many layers a micro-batch goes through depends on it; some are used by none of the last ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if index != 2 or float(x.detach().flatten()[0]) > 0:
+                x = layer(x)
+        return x
+
+
+def test_micro_batches_that_take_different_ways() -> None:
+    signs = [float(batch.flatten()[0]) > 0 for batch in batches(4)]
+    assert len(set(signs)) == 2
+    assert_equals_the_loop(Unlike, square, 4)
+
+
+def test_a_frozen_part_and_a_call_without_gradients() -> None:
+    def make() -> nn.Module:
+        model = Model()
+        model.layers[1].requires_grad_(False)
+        return model
+
+    def distilled(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = model(batch * 2)
+        return F.mse_loss(model(batch), wanted)
+
+    assert_equals_the_loop(make, distilled)
+
+
+def test_weights_that_travel_in_another_dtype() -> None:
+    model, other = built(), built()
+    handle = offloaded(model, param_dtype=torch.bfloat16)
+    reference = offloaded(other, param_dtype=torch.bfloat16)
+    few = [batch.bfloat16() for batch in batches()]
+    for _ in range(2):  # then added to what is there
+        handle.forward_backward(few, lambda batch: square(model, batch))
+        in_turn(other, lambda batch: square(other, batch), few)
+        assert_same(model, other)
+    # Sums leave in the dtype of the homes, of twice the bytes, instead of three gradients.
+    assert 2 * reference.stats().offload_bytes == COUNT * handle.stats().offload_bytes
+
+
+def test_autocast_and_other_states_of_the_thread_go_along() -> None:
+    plain, model = built(), built()
+    handle = offloaded(model)
+    packed = []
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(1) or t, lambda t: t),
+    ):
+        losses = handle.forward_backward(batches(), lambda batch: square(model, batch))
+        wanted = in_turn(plain, lambda batch: square(plain, batch), batches())
+    assert losses[0].dtype == wanted[0].dtype
+    assert_same(model, plain)
+    assert packed
+
+
+def test_updates_beside_the_next_forward() -> None:
+    plain, model = built(), built()
+    handle = offloaded(model)
+    ours = millrace.optim.AdamW(model.parameters(), lr=0.01, overlap="forward", max_grad_norm=0.5)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.01, fused=True)
+    for _ in range(4):
+        losses = handle.forward_backward(batches(), lambda batch: square(model, batch))
+        wanted = in_turn(plain, lambda batch: square(plain, batch), batches())
+        assert all(torch.equal(one, other) for one, other in zip(losses, wanted, strict=True))
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+# random numbers -------------------------------------------------------------------------------------------------------
+def test_random_numbers_of_the_first_are_those_of_the_loop() -> None:
+    plain, model = built(lambda: Model(0.5)), built(lambda: Model(0.5))
+    handle = offloaded(model)
+    torch.manual_seed(3)
+    losses = handle.forward_backward(batches(), lambda batch: square(model, batch))
+    after = torch.rand(4)
+    again = handle.forward_backward([batches()[0]] * 3, lambda batch: square(model, batch))
+    torch.manual_seed(3)
+    assert torch.equal(losses[0], in_turn(plain, lambda batch: square(plain, batch), batches(1))[0])
+    assert torch.equal(torch.rand(4), after)
+    assert len({float(loss) for loss in again}) == 3  # each has its own
+
+    torch.manual_seed(3)
+    model.zero_grad()
+    assert [float(loss) for loss in handle.forward_backward(batches(), lambda batch: square(model, batch))] == [
+        float(loss) for loss in losses
+    ]
+
+
+def test_a_model_that_draws_none_leaves_the_generator_as_the_loop_does() -> None:
+    model = built()
+    handle = offloaded(model)
+    before = torch.get_rng_state()
+    handle.forward_backward(batches(), lambda batch: square(model, batch))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# what cannot be cut ---------------------------------------------------------------------------------------------------
+class Shift(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight[0]
+
+
+class InPlace(Model):
+    """What a layer was given is written to after it, and used again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = Shift(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x) + 1
+        y = self.layers[1](x)
+        x.mul_(2)
+        return self.layers[2](y) + x
+
+
+class Hooked(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = layer(_hooked(x))
+        return x
+
+
+def _hooked(x: Tensor) -> Tensor:
+    x.register_hook(lambda gradient: gradient * 0.5)
+    return x
+
+
+class Penalised(Model):
+    """The gradient of its output with respect to something inside is a part of the loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.layers[0](x)
+        output = self.layers[1](inner)
+        (slope,) = torch.autograd.grad(output.sum(), inner, create_graph=True)
+        return output + slope
+
+
+def test_hooks_on_what_lies_between_fire_as_ever() -> None:
+    assert_equals_the_loop(Hooked, square)
+
+
+@pytest.mark.parametrize("kind", [InPlace, Penalised])
+def test_others_go_in_the_loop_and_say_so(kind: type[Model]) -> None:
+    plain, model = built(kind), built(kind)
+    handle = offloaded(model)
+    with pytest.warns(RuntimeWarning, match="one after the other"):
+        losses = handle.forward_backward(batches(), lambda batch: square(model, batch))
+    wanted = in_turn(plain, lambda batch: square(plain, batch), batches())
+    assert all(torch.equal(one, other) for one, other in zip(losses, wanted, strict=True))
+    assert_same(model, plain)
+    assert handle.stats().micro_batches_in_turn == COUNT
+    assert f"{COUNT} one after the other" in str(handle.report())
+    called: list[int] = []
+    with pytest.warns(RuntimeWarning, match="one after the other"):  # it is known now
+        handle.forward_backward(batches(), lambda batch: called.append(1) or square(model, batch))  # type: ignore[func-returns-value]
+    assert len(called) == COUNT
+
+
+def test_hooks_of_parameters_see_the_gradient_of_each_micro_batch() -> None:
+    plain, model = built(), built()
+    handle = offloaded(model)
+    seen: dict[int, int] = {}
+    for number, one in enumerate((model, plain)):
+        one.layers[1].up.weight.register_hook(
+            lambda gradient, number=number: (
+                seen.update({number: seen.get(number, 0) + 1}) or gradient.clamp(-1e-4, 1e-4)
+            )
+        )
+    with pytest.warns(RuntimeWarning, match="hooks of parameter 'layers.1.up.weight' see each gradient"):
+        handle.forward_backward(batches(), lambda batch: square(model, batch))
+    in_turn(plain, lambda batch: square(plain, batch), batches())
+    assert seen == {0: COUNT, 1: COUNT}
+    assert_same(model, plain)
+
+
+def test_buffers_are_as_the_loop_leaves_them_after_falling_back() -> None:
+    class Counted(InPlace):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = nn.Buffer(torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    model = built(Counted)
+    handle = offloaded(model)
+    with pytest.warns(RuntimeWarning, match="one after the other"):
+        handle.forward_backward(batches(), lambda batch: square(model, batch))
+    assert float(model.calls) == COUNT
+
+
+# errors ---------------------------------------------------------------------------------------------------------------
+def works_still(handle: millrace.Offloaded, model: Any) -> None:
+    plain = built()
+    model.zero_grad()
+    handle.forward_backward(batches(), lambda batch: square(model, batch))
+    in_turn(plain, lambda batch: square(plain, batch), batches())
+    assert_same(model, plain)
+    assert not [thread for thread in threading.enumerate() if thread.name == "millrace-micro-batch"]
+
+
+@pytest.fixture
+def trained() -> Iterator[tuple[millrace.Offloaded, Any]]:
+    model = built()
+    with offloaded(model) as handle:
+        yield handle, model
+
+
+@pytest.mark.parametrize("calls", range(1, 3 * 5, 3))
+def test_an_error_in_forward(trained: tuple[millrace.Offloaded, Any], calls: int) -> None:
+    handle, model = trained
+    left = [calls]
+
+    def fails(*_: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise ZeroDivisionError("in forward")
+
+    hooks = [layer.register_forward_hook(fails) for layer in model.layers]
+    begun: list[int] = []
+    closed: list[int] = []
+
+    def loss(batch: Tensor) -> Tensor:
+        begun.append(1)
+        try:
+            return square(model, batch)
+        finally:
+            closed.append(1)
+
+    with pytest.raises(ZeroDivisionError, match="in forward"):
+        handle.forward_backward(batches(), loss)
+    assert 1 <= len(closed) == len(begun) <= COUNT
+    assert all(p.grad is None for p in model.parameters())
+    for hook in hooks:
+        hook.remove()
+    works_still(handle, model)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("calls", range(1, 3 * 5, 3))
+@pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_error_in_backward(trained: tuple[millrace.Offloaded, Any], calls: int, kind: type[BaseException]) -> None:
+    handle, model = trained
+    left = [calls]
+
+    def fails(*_: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise kind("in backward")
+
+    hooks = [layer.register_full_backward_hook(fails) for layer in model.layers]
+    with pytest.raises(kind):
+        handle.forward_backward(batches(), lambda batch: square(model, batch))
+    assert all(p.grad is None for p in model.parameters())
+    for hook in hooks:
+        hook.remove()
+    works_still(handle, model)
+
+
+@pytest.mark.parametrize("calls", range(1, 3 * 5, 3))
+def test_ctrl_c_in_forward(trained: tuple[millrace.Offloaded, Any], calls: int) -> None:
+    handle, model = trained
+    left = [calls]
+
+    def interrupts(*_: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            _thread.interrupt_main()
+
+    hooks = [layer.register_forward_hook(interrupts) for layer in model.layers]
+    with pytest.raises(KeyboardInterrupt):
+        handle.forward_backward(batches(), lambda batch: square(model, batch))
+    assert left[0] <= 0
+    assert all(p.grad is None for p in model.parameters())
+    for hook in hooks:
+        hook.remove()
+    works_still(handle, model)
+
+
+def test_what_is_no_loss_or_no_micro_batch_is_refused(trained: tuple[millrace.Offloaded, Any]) -> None:
+    handle, model = trained
+    with pytest.raises(ValueError, match="micro_batches is empty"):
+        handle.forward_backward([], lambda batch: square(model, batch))
+    with pytest.raises(ValueError, match=r"shape \(2, 4, 16\) for micro-batch 0"):
+        handle.forward_backward(batches(), lambda batch: model(batch))
+    with pytest.raises(ValueError, match="NoneType"):
+        handle.forward_backward(batches(), lambda batch: None)  # type: ignore[arg-type,return-value]
+    with pytest.raises(ValueError, match="computed with gradients on"):
+        handle.forward_backward(batches(), lambda batch: square(model, batch).detach())
+    works_still(handle, model)
+    handle.remove()
+    with pytest.raises(millrace.StateError, match=r"after remove\(\)"):
+        handle.forward_backward(batches(), lambda batch: square(model, batch))
+
+
+def test_a_call_within_a_pass_is_refused(trained: tuple[millrace.Offloaded, Any]) -> None:
+    handle, model = trained
+
+    def nested(batch: Tensor) -> Tensor:
+        handle.forward_backward(batches(), lambda other: square(model, other))
+        return square(model, batch)
+
+    with pytest.raises(millrace.StateError, match="within a forward or backward"):
+        handle.forward_backward(batches(), nested)
+    works_still(handle, model)
+
+
+def test_nothing_is_kept_of_what_is_over(trained: tuple[millrace.Offloaded, Any]) -> None:
+    handle, model = trained
+    gone: list[Any] = []
+
+    def loss(batch: Tensor) -> Tensor:
+        own = batch * 1
+        gone.append(weakref.ref(own))
+        return square(model, own)
+
+    handle.forward_backward(batches(), loss)
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * COUNT
+
+
+# what micro-batches would see of each other ---------------------------------------------------------------------------
+class Noting(Model):
+    """What one layer notes, another one reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = x.detach().abs().mean()
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale
+
+
+class Captured(Model):
+    """A block's output is kept outside of the graph's own ways, and used by the loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        self.__dict__["features"][0] = x
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return x + self.__dict__["features"][0]
+
+
+class Filling(nn.Module):
+    """Every layer appends to a list that it is given."""
+
+    class Part(Layer):
+        def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:  # type: ignore[override]
+            x = super().forward(x)
+            kept.append(x)
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Part() for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        for layer in self.layers:
+            x = layer(x, kept)
+        return torch.stack(kept).sum(0)
+
+
+def penalised(model: nn.Module, batch: Tensor) -> Tensor:
+    return square(model, batch) + 0.01 * model.layers[2].up.weight.abs().sum()  # type: ignore[union-attr,operator]
+
+
+def switched(model: nn.Module, batch: Tensor) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        wanted = model(batch)
+    model.train()
+    return F.mse_loss(model(batch), wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [(Noting, square), (Captured, square), (Filling, square), (lambda: Model(0.5), switched), (Model, penalised)],
+    ids=["attribute", "capture", "list", "mode", "penalty"],
+)
+def test_what_would_be_shared_goes_in_the_loop(
+    kind: Callable[[], nn.Module], loss: Callable[[nn.Module, Tensor], Tensor]
+) -> None:
+    reference, model = built(kind), built(kind)
+    for one in (reference, model):
+        one.__dict__["features"] = [None]
+    looped, handle = offloaded(reference), offloaded(model)
+    torch.manual_seed(2)
+    wanted = in_turn(reference, lambda batch: loss(reference, batch), batches())
+    torch.manual_seed(2)
+    with pytest.warns(RuntimeWarning, match="one after the other"):
+        losses = handle.forward_backward(batches(), lambda batch: loss(model, batch))
+    assert all(torch.equal(one, other) for one, other in zip(losses, wanted, strict=True))
+    assert_same(model, reference)
+    looped.remove()
+
+
+def test_a_mode_of_the_users_own_goes_along() -> None:
+    class Doubled(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            return result * 2 if func is F.gelu else result
+
+    plain, model = built(), built()
+    handle = offloaded(model)
+    with Doubled():
+        losses = handle.forward_backward(batches(), lambda batch: square(model, batch))
+        wanted = in_turn(plain, lambda batch: square(plain, batch), batches())
+    assert handle.stats().micro_batches_together == COUNT
+    assert all(torch.equal(one, other) for one, other in zip(losses, wanted, strict=True))
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_graph_is_kept(trained: tuple[millrace.Offloaded, Any], fails: bool) -> None:
+    handle, model = trained
+    nodes: list[Any] = []
+
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.own = type("Own", (), {})()
+            nodes.append(weakref.ref(ctx.own))
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            return gradient
+
+    def loss(batch: Tensor) -> Tensor:
+        result = Kept.apply(model(Kept.apply(batch.clone().requires_grad_())))
+        if fails and len(nodes) == 2 * COUNT:
+            raise ZeroDivisionError
+        return result.square().mean()
+
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            handle.forward_backward(batches(), loss)
+    else:
+        handle.forward_backward(batches(), loss)
+    gc.collect()
+    assert len(nodes) == 2 * COUNT
+    assert [reference() for reference in nodes] == [None] * len(nodes)
