@@ -43,7 +43,7 @@ class Accumulating:
         raise NotImplementedError
 
     def forward_backward(
-        self, micro_batches: Iterable[T], loss_function: Callable[[T], torch.Tensor]
+        self, micro_batches: Iterable[T], loss_function: Callable[[T], torch.Tensor], *, together: int | None = None
     ) -> list[torch.Tensor]:
         """Gradients of `sum(loss_function(batch) for batch in micro_batches)`: the losses, detached, one for each.
 
@@ -55,7 +55,9 @@ class Accumulating:
 
         but each block computes all micro-batches before the next block comes, forward and backward, so weights cross
         each link once for all of them, and a block's gradient leaves once. What autograd saves is kept for all
-        micro-batches at once: use gradient checkpointing, `activations`, or both.
+        micro-batches at once: use gradient checkpointing, `activations`, or both; or give `together`: how many go
+        through a block at once, such as `millrace.plan(...).method.together`. The next so many follow when those are
+        done.
 
         Each `loss_function(batch)` runs on a thread of its own, one at a time. Random numbers (dropout, of PyTorch's
         default generators) of the first micro-batch are those of the loop; the others draw from states of their own,
@@ -64,19 +66,31 @@ class Accumulating:
         before. What it shares among micro-batches by variables of its own is not noticed.
 
         Raises ValueError where there is no micro-batch, or no loss, StateError within a pass, and what `loss_function`
-        raises; then no gradient has changed.
+        raises; then gradients are those of the micro-batches that were done before, `together` at a time.
         """
         self._check_between_passes("forward_backward()")
-        if self._attachment is None:
+        attachment = self._attachment
+        if attachment is None:
             raise StateError("forward_backward() was called after remove(); call the model")
         batches = list(micro_batches)
-        computations = [partial(loss_function, batch) for batch in batches]
-        if not computations:
+        if not batches:
             raise ValueError("micro_batches is empty; give at least one")
+        if together is not None and (not isinstance(together, int) or together < 1):
+            raise ValueError(
+                f"together={together!r}; give how many micro-batches go through a block at once, at least 1"
+            )
+        count = together or len(batches)
+        groups = [batches[start : start + count] for start in range(0, len(batches), count)]
+        return [loss for group in groups for loss in self._group(attachment, group, loss_function)]
+
+    def _group(
+        self, attachment: Attachment, batches: list[T], loss_function: Callable[[T], torch.Tensor]
+    ) -> list[torch.Tensor]:
+        computations = [partial(loss_function, batch) for batch in batches]
         why = self._why_in_a_loop or self._why_not_now()
         if why is None and len(batches) > 1:
             known = getattr(loss_function, "__code__", loss_function)
-            states = None if known in self._goes_together else ModuleStates(self._attachment.modules())
+            states = None if known in self._goes_together else ModuleStates(attachment.modules())
             try:
                 losses = self._together(batches, computations, states)
             except CannotCutError as error:

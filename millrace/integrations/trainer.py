@@ -7,6 +7,8 @@ import contextlib
 import dataclasses
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,11 +168,12 @@ class MillraceCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
             self._tokens += tokens.numel()
 
 
-def micro_batches_together(trainer: Trainer, handle: Offloaded) -> None:
+def micro_batches_together(trainer: Trainer, handle: Offloaded, together: int | None = None) -> None:
     """The trainer takes the micro-batches of a step (`gradient_accumulation_steps`) by `handle.forward_backward`.
 
-    Losses, gradients and weights are those of the trainer's own loop, but for dropout, as `forward_backward` says. All
-    of a step is computed where the loop comes to its first micro-batch, so `on_substep_end` sees gradients of it all.
+    Losses, gradients and weights are those of the trainer's own loop, but for dropout, as `forward_backward` says.
+    `together`: how many go through a block at once; None: all of a step. All of a step is computed where the loop comes
+    to its first micro-batch, so `on_substep_end` sees gradients of it all.
 
     Raises TypeError for a trainer whose steps do more than the Trainer's (TRL's GRPO), and ValueError for fp16, whose
     loss is scaled on its way to backward, and for TRL's own offloading of activations.
@@ -190,15 +193,15 @@ def micro_batches_together(trainer: Trainer, handle: Offloaded) -> None:
         raise ValueError(
             "fp16=True scales the loss of each micro-batch; give bf16=True, or leave micro_batches_together out"
         )
-    _Together(trainer, handle)
+    _Together(trainer, partial(handle.forward_backward, together=together))
 
 
 class _Together:
     """Stands in for a trainer's ways to get the micro-batches of a step, and to go through one of them."""
 
-    def __init__(self, trainer: Any, handle: Offloaded) -> None:
+    def __init__(self, trainer: Any, forward_backward: Callable[..., list[torch.Tensor]]) -> None:
         self._accelerator = trainer.accelerator
-        self._handle = handle
+        self._forward_backward = forward_backward
         self._get_batches, self._go_through = trainer.get_batch_samples, trainer.training_step
         trainer.get_batch_samples, trainer.training_step = self._get, self._step
         self._batches: list[Any] = []  # of the step that comes
@@ -224,7 +227,7 @@ class _Together:
 
         self._accelerator.backward = self._keep  # which comes later
         try:
-            return self._handle.forward_backward(batches, loss)
+            return self._forward_backward(batches, loss)
         finally:
             del self._accelerator.backward
 

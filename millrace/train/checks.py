@@ -24,6 +24,7 @@ _AT_LEAST = {
     "hidden_size": 1,
     "batch_size": 1,
     "accumulate": 1,
+    "micro_batches_together": 1,
     "steps": 1,
     "sequence_length": 2,
     "warmup_steps": 0,
@@ -59,7 +60,7 @@ def _check_values(config: "TrainConfig") -> None:
             raise TrainInputError(f"{flag(about.name)} is {value!r}; give one of {', '.join(about.choices)}")
     for name, least in _AT_LEAST.items():
         value = getattr(config, name)
-        if value is not None and value < least:
+        if isinstance(value, int) and value < least:
             raise TrainInputError(f"{flag(name)} is {value}; give {least} or more")
     for name in _POSITIVE:
         value = getattr(config, name)

@@ -25,6 +25,10 @@ def _share(text: str) -> float | str:
     return text if text == "auto" else float(text)
 
 
+def _how_many(text: str) -> int | Literal["all"]:
+    return "all" if text == "all" else int(text)
+
+
 def _depth(text: str) -> int | Literal["auto"]:
     return "auto" if text == "auto" else int(text)
 
@@ -134,11 +138,13 @@ class TrainConfig:
         None, "in which gradients are summed up (default: the weights' own)", group="memory", choices=tuple(DTYPES)
     )
     gradient_checkpointing: bool = setting(False, "recompute activations in backward", group="memory", decides=False)
-    micro_batches_together: bool = setting(
-        False,
-        "all micro-batches of a step (--accumulate) go through each block before the next one comes, so that weights"
-        " come once for all of them; what backward needs is then there for all of them, too",
+    micro_batches_together: int | Literal["all"] | None = setting(
+        None,
+        "so many micro-batches of a step (--accumulate), or 'all', go through each block before the next one comes, so"
+        " that weights come once for all of them; what backward needs is then there for all of them, too",
         group="memory",
+        kind=_how_many,
+        metavar="N",
         decides=False,
     )
     offload_activations: tuple[str, ...] | None = setting(

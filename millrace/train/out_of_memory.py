@@ -91,7 +91,10 @@ def _remedies(tier: str, error: Exception, config: TrainConfig) -> list[str]:
     elif tier == _DEVICE:
         remedies = [
             (not staying, "a lower --device-memory, which leaves more to activations"),
-            (config.micro_batches_together, "no --micro-batches-together, which keeps activations of a whole step"),
+            (
+                config.micro_batches_together not in (None, 1),
+                "a lower --micro-batches-together, which keeps activations of as many micro-batches",
+            ),
             (not config.gradient_checkpointing, "--gradient-checkpointing"),
             (config.offload_activations is None, "--offload-activations"),
             (staying, "no --device-fraction, so that weights come to the device block by block"),

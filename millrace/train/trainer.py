@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +231,9 @@ def _train_placed(
 def _run(job: Job, handle: millrace.Offloaded | None) -> Run:
     if job.config.plain:
         return PlainRun(job.model, job.config, job.world, steps=job.steps)
-    together = handle.forward_backward if handle is not None and job.config.micro_batches_together else None
+    count, together = job.config.micro_batches_together, None
+    if handle is not None and count is not None:
+        together = partial(handle.forward_backward, together=None if count == "all" else count)
     return Run(job.model, job.config, job.world, steps=job.steps, together=together)
 
 

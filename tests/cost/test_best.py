@@ -23,7 +23,8 @@ def planned(model: str, room: str) -> RunPlan:
     config, settings = MODELS[model]
     config = config | {"num_hidden_layers": LAYERS}
     nothing = MACHINES["h100"].changed(device_memory_bytes=1, host_memory_bytes=1)
-    lacking = [dict(option.lacks) for option in millrace.plan(config, hardware=nothing, **settings).options]
+    considered = millrace.plan(config, hardware=nothing, **settings).options
+    lacking = [dict(option.lacks) for option in considered if option.method.together == 1]
     memory = {}
     for place, share in ROOMS[room].items():
         sizes = [lacks.get(place, 0) for lacks in lacking]

@@ -1,5 +1,6 @@
 """Is the recommended method the fastest that fits, and is a plan that does not fit told by how much?"""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,6 +47,32 @@ def test_nothing_that_fits_is_faster(device_gigabytes: int, host_gigabytes: int,
     assert plan.run.tiers.fits
     assert plan.run.seconds >= plan.run.floors.longest * (1 - 1e-9)
     assert all(help.gain > 1.02 for help in plan.helps)
+
+
+def test_micro_batches_go_together_where_loading_takes_longer() -> None:
+    """As many as fit and help; never beside other ranks."""
+    shape, work = shape_of_config(SMALL), Work(sequence_length=128, micro_batches=4)
+    slow = MACHINES["4090"].changed(
+        device_memory_bytes=3 * 10**9, onload_bytes_per_second=2e9, offload_bytes_per_second=2e9
+    )
+    plan = plan_run(shape, slow, work, disk=False)
+    assert plan.run is not None
+    assert plan.method.streamed
+    assert set(plan.orders) == {1, 2, 4}
+    assert plan.run.seconds == plan.orders[plan.method.together] <= 1.021 * min(plan.orders.values())
+    assert plan.orders[4] < 0.5 * plan.orders[1]
+    assert f"{plan.method.together} micro-batches together" in plan.to_text()
+    assert "order     a step by how many" in plan.to_text()
+
+    activations = [
+        sum(held.nbytes for held in option.tiers.held if held.purpose == "activations")
+        for option in plan.options
+        if replace(option.method, together=1) == replace(plan.method, together=1)
+    ]
+    assert activations == sorted(set(activations))  # more micro-batches, more of them
+    among_two = plan_run(shape, slow, work, Spread(data=2), disk=False)
+    assert all(option.method.together == 1 for option in among_two.options)
+    assert not among_two.orders
 
 
 def test_device_plans_stay_within_the_device() -> None:

@@ -150,7 +150,7 @@ def test_a_run_that_is_killed_or_stopped_goes_on_with_other_ranks(
         ({"disk": Path("disk")}, "--disk is for one process yet"),
         ({"device_fraction": "auto", "device_memory": None}, "--device-fraction is for one process"),
         (
-            {"micro_batches_together": True},
+            {"micro_batches_together": "all"},
             "--micro-batches-together is for one process yet: ranks average.* leave it out",
         ),
         ({"param_dtype": "bfloat16"}, "--param-dtype would convert .*--dtype"),

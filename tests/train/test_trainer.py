@@ -214,7 +214,7 @@ def test_micro_batches_together_change_no_bit_and_bring_weights_once(
     common = {"model": model_directory, "accumulate": 4, "batch_size": 1, "device_memory": "60%", **changes}
     plain = train(settings(plain=True, output=tmp_path / "plain", **{**common, "device_memory": None}), progress)
     of_one = train(settings(output=tmp_path / "one", **{**common, "accumulate": 1}), progress)
-    together = train(settings(micro_batches_together=True, compare_plain=3, **common), progress)
+    together = train(settings(micro_batches_together="all", compare_plain=3, **common), progress)
 
     assert together.losses == together.plain_losses == plain.losses
     for name, weight in weights(tmp_path / "plain").items():
@@ -223,3 +223,8 @@ def test_micro_batches_together_change_no_bit_and_bring_weights_once(
     assert "micro-batches           12 together" in str(together.report)
     assert 0 < together.stats.onload_bytes <= 1.02 * of_one.stats.onload_bytes
     assert together.stats.device_peak_bytes <= together.stats.device_budget_bytes
+
+    in_pairs = train(settings(micro_batches_together=2, output=tmp_path / "pairs", **common), progress)
+    assert in_pairs.losses == plain.losses
+    assert in_pairs.stats.micro_batches_together == 4 * 3
+    assert together.stats.onload_bytes < in_pairs.stats.onload_bytes <= 2.04 * of_one.stats.onload_bytes

@@ -91,7 +91,7 @@ def test_what_comes_before_tells_apart_what_begins_alike(player: Player) -> None
 def test_the_same_visits_are_the_same_trace_with_its_plans() -> None:
     book = TraceBook()
     first = book.enter(TRAIN, STEP, [1.0] * 6)
-    first.plans[frozenset()] = course_of(STEP).plan
+    first.plans[frozenset(), True] = course_of(STEP).plan
     book.enter(EVALUATE, PASS, [1.0] * 3)
     assert book.enter(TRAIN, STEP, [2.0] * 6) is first
     assert first.plans
@@ -138,10 +138,10 @@ def test_a_trace_that_is_followed_now_and_then_stays(player: Player) -> None:
 def test_a_trace_keeps_the_plans_that_are_used() -> None:
     course = course_of(STEP)
     for number in range(3 * _MOST_PLANS):
-        course.trace.keep_plan(frozenset({number}), course.plan)
-        course.trace.keep_plan(frozenset({0}), course.plan)
+        course.trace.keep_plan((frozenset({number}), True), course.plan)
+        course.trace.keep_plan((frozenset({0}), True), course.plan)
     assert len(course.trace.plans) == _MOST_PLANS
-    assert frozenset({0}) in course.trace.plans
+    assert (frozenset({0}), True) in course.trace.plans
 
 
 def test_a_course_gives_the_plans_steps_in_order() -> None:

@@ -126,6 +126,25 @@ def test_weights_come_once_for_any_number(count: int) -> None:
     assert stats.offload_bytes == sum(p.nbytes for p in trained.parameters())
 
 
+@pytest.mark.parametrize(("together", "rounds"), [(1, 6), (2, 3), (4, 2), (6, 1), (9, 1)])
+def test_some_go_together_and_then_the_next(together: int, rounds: int) -> None:
+    """Without a step in between, the blocks at the turn of a round stay: 3 of 2 * 5 visits bring nothing."""
+    plain, trained = built(), built()
+    handle = offloaded(trained)
+    losses = handle.forward_backward(batches(6), lambda batch: square(trained, batch), together=together)
+    assert all(map(torch.equal, losses, in_turn(plain, lambda batch: square(plain, batch), batches(6))))
+    assert_same(trained, plain)
+    for _ in range(4):
+        handle.forward_backward(batches(6), lambda batch: square(trained, batch), together=together)
+    handle.reset_stats()
+    handle.forward_backward(batches(6), lambda batch: square(trained, batch), together=together)
+    stats = handle.stats()
+    nbytes = sum(p.nbytes for p in trained.parameters())
+    assert stats.offload_bytes == rounds * nbytes
+    assert rounds * nbytes < stats.onload_bytes <= rounds * 2 * nbytes
+    assert stats.micro_batches_together == (0 if together == 1 else 6)
+
+
 class Skips(Model):
     """What the first layers make is used by the last ones, and by the loss, several times each."""
 
@@ -485,6 +504,9 @@ def test_what_is_no_loss_or_no_micro_batch_is_refused(trained: tuple[millrace.Of
         handle.forward_backward(batches(), lambda batch: None)  # type: ignore[arg-type,return-value]
     with pytest.raises(ValueError, match="computed with gradients on"):
         handle.forward_backward(batches(), lambda batch: square(model, batch).detach())
+    for together in (0, -1, 2.0, "all"):
+        with pytest.raises(ValueError, match=f"together={together!r}; give how many"):
+            handle.forward_backward(batches(), lambda batch: square(model, batch), together=together)  # type: ignore[arg-type]
     works_still(handle, model)
     handle.remove()
     with pytest.raises(millrace.StateError, match=r"after remove\(\)"):

@@ -57,7 +57,7 @@ def options(
 ) -> list[Option]:
     """All methods that are `wanted`, the simplest first, each with what it lacks."""
     found = []
-    methods = list(_methods(work.training, overlap, disk=disk and hardware.disk_bytes > 0))
+    methods = list(_methods(work, overlap, disk=disk and hardware.disk_bytes > 0, alone=spread.devices == 1))
     for method in methods if wanted is None else wanted.of(methods, work.training):
         tiers, floors = tiers_and_floors(shape, work, spread, method, hardware)
         lacks = tuple((place, tiers.short(place)) for place in Place if tiers.short(place))
@@ -88,8 +88,9 @@ def best_run(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, 
     return None if best is None else best[1]
 
 
-def _methods(training: Training, overlap: Overlap, *, disk: bool) -> Iterator[Method]:
-    """From nothing to everything."""
+def _methods(work: Work, overlap: Overlap, *, disk: bool, alone: bool) -> Iterator[Method]:
+    """From nothing to everything. On a device that is `alone`, micro-batches may go together."""
+    training = work.training
     kept = [Activations.KEPT]
     states = [Place.DEVICE]
     if training is not Training.NONE:
@@ -103,7 +104,29 @@ def _methods(training: Training, overlap: Overlap, *, disk: bool) -> Iterator[Me
                 continue  # an adapter's state is too small to be worth a disk
             for activations in kept:
                 own = Overlap.NONE if state is Place.DEVICE or training is Training.NONE else overlap
-                yield Method(weights=weights, state=state, activations=activations, overlap=own)
+                method = Method(weights=weights, state=state, activations=activations, overlap=own)
+                for together in _groups(work, method) if alone else (1,):
+                    yield replace(method, together=together)
+
+
+def _groups(work: Work, method: Method) -> list[int]:
+    """How many micro-batches may go through a block each time it is there."""
+    if not method.streamed or work.training is Training.NONE or method.overlap is Overlap.BACKWARD:
+        return [1]
+    doubled = [2**power for power in range(work.micro_batches.bit_length())]
+    return sorted({*doubled, work.micro_batches})
+
+
+def orders(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, run: Run) -> dict[int, float]:
+    """Micro-batches that go through a block together -> seconds of the step, as far as they fit; {}: no choice."""
+    found = {}
+    for together in _groups(work, run.method) if spread.devices == 1 else ():
+        method = replace(run.method, together=together)
+        if together == run.method.together:
+            found[together] = run.seconds
+        elif tiers_and_floors(shape, work, spread, method, hardware)[0].fits:
+            found[together] = run_of(shape, work, spread, method, hardware).seconds
+    return found if len(found) > 1 else {}
 
 
 def helps(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, run: Run, overlap: Overlap) -> list[Help]:
@@ -124,9 +147,6 @@ def helps(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, run
     if work.training is not Training.NONE:
         doubled = replace(work, batch_size=2 * work.batch_size)
         consider(f"twice the tokens in a micro-batch ({doubled.tokens:,})", again(hardware, doubled), 2.0)
-        if work.micro_batches > 1 and run.method.streamed:  # weights then move as for one of as many tokens
-            together = replace(work, batch_size=work.batch_size * work.micro_batches, micro_batches=1)
-            consider("all micro-batches together in each block (forward_backward)", again(hardware, together))
         if run.method.state is not Place.DEVICE and overlap is Overlap.NONE:
             beside = replace(run.method, overlap=Overlap.FORWARD)
             consider("the update beside the next forward (overlap)", again(hardware, method=beside))

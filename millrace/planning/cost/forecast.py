@@ -39,9 +39,10 @@ _PLANNED_MICRO_BATCHES = 2  # more are counted from the difference between one a
 class Run:
     """One method on one machine: what it holds, its floors, the plan of its visits and one step of it.
 
-    `step` is one of at most two micro-batches; `seconds` counts all of them, and the bubbles of a pipeline. `sharing`:
-    how devices share one copy for each node; None: they do not. `in_use`: lane, or "host memory" -> the share of the
-    step for which it would be in use alone; what comes near 1 is what the step is bound by.
+    `step` is one of at most two micro-batches, or groups that go together; `seconds` counts all of them, and the
+    bubbles of a pipeline. `sharing`: how devices share one copy for each node; None: they do not. `in_use`: lane, or
+    "host memory" -> the share of the step for which it would be in use alone; what comes near 1 is what the step is
+    bound by.
     """
 
     method: Method
@@ -74,6 +75,7 @@ def tiers_and_floors(
     streaming_bytes: int | None = None,
 ) -> tuple[Tiers, Floors]:
     """What a method holds and its floors, before anything is planned."""
+    work = method.grouped(work)
     tiers = tiers_of(shape, work, spread, method, hardware, streaming_bytes)
     return tiers, floors_of(shape, work, spread, method, hardware, tiers.streaming_bytes)
 
@@ -88,6 +90,7 @@ def run_of(
 ) -> Run:
     """The forecast of one method; `shape` is one device's part. The method must fit (`Tiers.fits`)."""
     tiers, floors = tiers_and_floors(shape, work, spread, method, hardware, streaming_bytes)
+    work = method.grouped(work)
     share = _share_of(hardware)
     count = min(work.micro_batches, _PLANNED_MICRO_BATCHES)
     steps = []

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from millrace.planning.cost.choose import Help, Option, Shortfall, best_run, helps, options, shortfall
+from millrace.planning.cost.choose import Help, Option, Shortfall, best_run, helps, options, orders, shortfall
 from millrace.planning.cost.floors import Floors, hiding_tokens
 from millrace.planning.cost.forecast import Run
 from millrace.planning.cost.formulas import codec_cores, wear_steps
@@ -30,6 +30,8 @@ class RunPlan:
     - `run`: the recommended method with its bytes by tier, floors, lanes and step time; `run.visits` is the plan of its
       visits, of the class that `handle.plan` has.
     - `options`: all methods that were considered, the simplest first; `helps`: what would speed it up most.
+    - `orders`: micro-batches that go through a block together (`handle.forward_backward(..., together=N)`) -> seconds
+      of the step, as far as they fit.
     """
 
     model: ModelShape
@@ -40,6 +42,7 @@ class RunPlan:
     run: Run | None
     options: tuple[Option, ...]
     helps: tuple[Help, ...]
+    orders: dict[int, float]
     shortfall: Shortfall | None
 
     @property
@@ -82,7 +85,6 @@ class RunPlan:
             if helped - {0} and (sharing.gathered, sharing.reduced) != (sharing.loaded, sharing.trained):
                 parts += ["weights gathered among devices"] if sharing.gathered else []
                 parts += ["gradients summed among devices"] if sharing.reduced else []
-            parts += ["one copy on disk for several replicas"] if self.method.uses_disk else []
         if spread.zero_stage and spread.data > 1:
             parts.append(f"ZeRO stage {spread.zero_stage} of {spread.data} replicas")
         if self.method.host_share < 1 and self.method.overlap is not Overlap.NONE:
@@ -195,6 +197,7 @@ class RunPlan:
             "wear_steps": self.wear_steps,
             "codec_cores": self.codec_cores,
             "helps": [dataclasses.asdict(help) for help in self.helps],
+            "orders": {str(together): seconds for together, seconds in self.orders.items()},
             "options": [
                 {
                     "strategy": option.method.text(self.work.training),
@@ -241,6 +244,7 @@ def plan_run(
         run=run,
         options=tuple(considered),
         helps=() if run is None else tuple(helps(part, work, spread, hardware, run, overlap)),
+        orders={} if run is None else orders(part, work, spread, hardware, run),
         shortfall=shortfall(hardware, work, spread, considered) if run is None else None,
     )
 

@@ -204,6 +204,9 @@ def _closing(plan: RunPlan, run: Run) -> list[str]:
             f"compress  raw: a codec ({WEIGHTS_RATIO} times smaller) pays only on more than {plan.codec_cores} cores"
             " that do nothing else"
         )
+    if plan.orders:
+        steps = ", ".join(f"{together} in {seconds_text(seconds)}" for together, seconds in plan.orders.items())
+        lines.append(f"order     a step by how many micro-batches go through a block together: {steps}")
     for help in plan.helps[:_SHOWN]:
         lines.append(f"helps     {help.change}: {help.gain:.2f} times the tokens/s")
     return lines

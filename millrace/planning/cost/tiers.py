@@ -49,11 +49,12 @@ class Tiers:
 
 
 def activation_bytes(shape: ModelShape, work: Work, method: Method, hardware: Hardware) -> tuple[int, int]:
-    """Activations of one micro-batch on the device and in host memory, in bytes.
+    """Activations of one micro-batch, or of those that go together, on the device and in host memory, in bytes.
 
-    Recomputing keeps each layer's input and the activations of one layer at a time. Where they leave over a link that
-    keeps up with compute, the layer that computes has all of its own on the device, and its input, which its caller
-    holds; over slower ones a ceiling of two layers' is kept to. On the way to disk, host memory holds one layer's.
+    Recomputing keeps each layer's input, and of one micro-batch the activations of one layer at a time. Where they
+    leave over a link that keeps up with compute, the layer that computes has all of its own on the device, and its
+    input, which its caller holds; over slower ones a ceiling of two layers' is kept to. On the way to disk, host memory
+    holds one layer's.
     """
     kept = method.activations
     saved = [block.activation_bytes(work.tokens) for block in shape.blocks]
@@ -66,7 +67,7 @@ def activation_bytes(shape: ModelShape, work: Work, method: Method, hardware: Ha
     if kept is Activations.KEPT:
         return round(sum(saved)), 0
     if kept is Activations.RECOMPUTED:
-        return round(sum(inputs) + max([head, *sizes])), 0
+        return round(sum(inputs) + max([head, *(size / method.together for size in sizes)])), 0
     on_host = sum(sizes) if kept is Activations.OFFLOADED else max(sizes, default=0.0)
     here = 2 * max(sizes, default=0.0)
     if all(_keeps_up(block, work, method, hardware) for block in layers):

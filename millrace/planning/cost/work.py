@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 __all__ = ["Activations", "Method", "Overlap", "Place", "Spread", "Training", "Work"]
@@ -155,7 +155,8 @@ class Method:
     """A way to hold a run: where weights and optimizer state rest, and what becomes of activations.
 
     Weights that rest on the device stay there; others visit it block by block. `host_share`: of the optimizer, where
-    its state is not on the device; the rest of the state is on the device, which updates it.
+    its state is not on the device; the rest of the state is on the device, which updates it. `together`: micro-batches
+    that go through a block each time it is there (`forward_backward`).
     """
 
     weights: Place
@@ -163,6 +164,7 @@ class Method:
     activations: Activations
     overlap: Overlap = Overlap.NONE
     host_share: float = 1.0
+    together: int = 1
 
     @property
     def device_share(self) -> float:
@@ -177,6 +179,11 @@ class Method:
     def crossing_share(self) -> float:
         """Of weights that stay on the device, those that the host updates come anew."""
         return 1.0 if self.streamed else self.host_share
+
+    def grouped(self, work: Work) -> Work:
+        """Micro-batches that go together move as much as a single one of as many tokens."""
+        rounds = math.ceil(work.micro_batches / self.together)
+        return replace(work, batch_size=self.together * work.batch_size, micro_batches=rounds)
 
     def sent_in(self, work: Work) -> int:
         """Micro-batches over which gradients that the device adds up leave once; 1: each micro-batch's leave."""
@@ -196,4 +203,6 @@ class Method:
             parts.append(f"{share}optimizer on the host" + (", its state on disk" if self.state is Place.DISK else ""))
         if training is not Training.NONE and self.activations is not Activations.KEPT:
             parts.append(f"activations {self.activations.value}")
+        if self.together > 1:
+            parts.append(f"{self.together} micro-batches together in each block (forward_backward)")
         return "; ".join(parts) or "everything on the device: no offloading"

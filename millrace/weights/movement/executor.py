@@ -21,7 +21,7 @@ from millrace.weights.movement.planner import Planner
 from millrace.weights.movement.residency import Residency
 from millrace.weights.movement.rows import Rows
 from millrace.weights.movement.slices import Slices
-from millrace.weights.movement.trace import Course, Entry, Trace, TraceBook, VisitKey
+from millrace.weights.movement.trace import Course, Entry, Trace, TraceBook, Turn, VisitKey
 
 __all__ = ["Executor"]
 
@@ -45,6 +45,7 @@ class Executor:
         self.plan: Plan | None = None  # the plan that is followed, or was last
         self._entry: Entry | None = None  # of the cycle under way
         self._records: list[VisitRecord] = []
+        self.turn = Turn()  # of the micro-batch that computes
         self._changed: frozenset[int] = frozenset()  # streamed blocks whose homes changed before this cycle
         self._changed_now: set[int] = set()  # those that changed after it began
         self._at_boundary: list[Block] = []  # loads that wait for the homes to change
@@ -184,6 +185,7 @@ class Executor:
         key: VisitKey = (tuple([block.index for block in blocks if block.index >= 0]), phase)
         asked = self._lanes.tick()
         again = bool(self._records) and (self._records[-1].blocks, self._records[-1].phase) == key
+        again |= not self.turn.counts()
         step = None if self._course is None or again else self._course.advance(key)
         if step is not None:
             for index in step.evictions:
@@ -291,6 +293,7 @@ class Executor:
         self._meter.cycle_begins()
         last, self._course = self._course, None
         self._entry = entry
+        self.turn = Turn()
         self._records = []
         self._cycle_clock = self._clock
         self._note_changes()
@@ -373,8 +376,9 @@ class Executor:
 
     def _plan_for(self, trace: Trace) -> Plan | None:
         """The plan for the blocks that change now. None: the planner failed, and blocks come on demand."""
-        if self._changed in trace.plans:
-            plan = trace.plans[self._changed]
+        key = self._changed, trace.repeats
+        if key in trace.plans:
+            plan = trace.plans[key]
         else:
             plan = self._planner.make(
                 trace,
@@ -382,5 +386,5 @@ class Executor:
                 in_parts_bytes=None if self._needs_whole(trace) else self.slices.bytes_wanted,
                 rows_bytes=self._rows_bytes,
             )
-        trace.keep_plan(self._changed, plan)
+        trace.keep_plan(key, plan)
         return plan

@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 from millrace.planning import Phase, Plan, Step
 
-__all__ = ["Course", "Entry", "Trace", "TraceBook", "VisitKey"]
+__all__ = ["Course", "Entry", "Trace", "TraceBook", "Turn", "VisitKey"]
 
 _MOST_TRACES = 64  # that are remembered: where layers are skipped at random, every cycle has a trace of its own
 _MOST_PLANS = 8  # of one trace, each for other blocks that change
 
 VisitKey = tuple[tuple[int, ...], Phase]  # indices of the streamed blocks, and the phase
+PlanKey = tuple[frozenset[int], bool]  # blocks that change, and whether the trace repeats
 
 
 class Entry(NamedTuple):
@@ -34,17 +35,34 @@ class Trace:
 
     visits: tuple[VisitKey, ...]
     compute_seconds: tuple[float, ...]
-    plans: OrderedDict[frozenset[int], Plan | None] = field(default_factory=OrderedDict)  # by the blocks that change
+    plans: OrderedDict[PlanKey, Plan | None] = field(default_factory=OrderedDict)
     repeats: bool = True  # as far as is known, the next cycle is like it
     other_bytes: tuple[int, ...] = ()  # what each visit sends for besides weights; empty: nothing
     refined: bool = False  # timed while a plan was followed, not while everything was loaded on demand
 
-    def keep_plan(self, changed: frozenset[int], plan: Plan | None) -> None:
-        """The plan for these changing blocks was made, or used again; the one used longest ago goes first."""
-        self.plans[changed] = plan
-        self.plans.move_to_end(changed)
+    def keep_plan(self, key: PlanKey, plan: Plan | None) -> None:
+        """A plan was made, or used again; the one used longest ago goes first."""
+        self.plans[key] = plan
+        self.plans.move_to_end(key)
         if len(self.plans) > _MOST_PLANS:
             self.plans.popitem(last=False)
+
+
+class Turn:
+    """One of several micro-batches computes, which make the same visits one after the other before the trace goes on.
+
+    The last one's count, so that nothing goes which the others need; and the `first` of all, with which loads of what
+    comes behind them begin.
+    """
+
+    def __init__(self, *, first: bool = True, last: bool = True) -> None:
+        self._counts = first
+        self._last = last
+
+    def counts(self) -> bool:
+        """Whether this visit, the next one of the turn, goes on along the trace."""
+        counts, self._counts = self._counts or self._last, False
+        return counts
 
 
 class Course:

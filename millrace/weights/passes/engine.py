@@ -22,6 +22,7 @@ from millrace.weights.movement.common import CommonHomes
 from millrace.weights.movement.executor import Executor
 from millrace.weights.movement.gradients import Gradients
 from millrace.weights.movement.residency import Residency
+from millrace.weights.movement.trace import Turn
 from millrace.weights.passes.backward import Backward
 from millrace.weights.passes.binding import Standing, release
 from millrace.weights.passes.call import Call
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from millrace.weights.passes.layer_major import LayerMajor
 
 __all__ = ["Engine"]
+
 
 _TOGETHER = "forward_backward"
 
@@ -256,6 +258,10 @@ class Engine:
             self._recover()
             self._claims.clear()
             raise
+
+    def take_turn(self, *, first: bool, last: bool) -> None:
+        """Another of the micro-batches that go through the same blocks goes on."""
+        self._executor.turn = Turn(first=first, last=last)
 
     def backward_together(self, batch_sums: BatchSums, backward: Callable[[], None]) -> None:
         """One backward that consists of those that `backward` calls; gradients come to `batch_sums`."""

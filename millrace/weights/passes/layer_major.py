@@ -5,6 +5,7 @@ stops where it calls a block; backward goes through the stretches of all graphs 
 docs/design/layer_major.md.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -90,8 +91,7 @@ class LayerMajor:
         self._ledger = ledger
         self._meter = meter
         self._states = states
-        self._visited: dict[Block, set[int]] = {}  # in which groups
-        self._without_graphs: set[Block] = set()  # at least once: by reentrant checkpoints, which compute again
+        self._computed_again: dict[Block, set[tuple[int, int]]] = {}  # micro-batch and function (reentrant checkpoint)
         self._computes_again = False  # blocks in backward
         self._groups: list[list[_Turn]] = []  # those that are computed while one block is there, in order
         self._running: _Member | None = None
@@ -148,14 +148,12 @@ class LayerMajor:
     # forward ----------------------------------------------------------------------------------------------------------
     def _forward(self, members: Sequence[_Member]) -> None:
         self._groups.append([_Turn(member, 0) for member in members])
-        for member in members:
-            self._go_on(member)
+        self._go_on(members)
         while (first := next((member for member in members if member.at is not None), None)) is not None:
             together = [member for member in members if member.at is first.at]
             self._group_what_lies_between(together)
             self._groups.append([_Turn(member, member.next_stretch()) for member in together])
-            for member in together:
-                self._go_on(member)
+            self._go_on(together)
         self._group_what_lies_between(members)
 
     def _group_what_lies_between(self, members: Sequence[_Member]) -> None:
@@ -163,7 +161,13 @@ class LayerMajor:
         while some := [member for member in members if member.grouped < member.stretches.number]:
             self._groups.append([_Turn(member, member.next_stretch()) for member in some])
 
-    def _go_on(self, member: _Member) -> None:
+    def _go_on(self, members: Sequence[_Member]) -> None:
+        """One after the other, to where each stops next."""
+        for member in members:
+            self._engine.take_turn(first=member is members[0], last=member is members[-1])
+            self._resume(member)
+
+    def _resume(self, member: _Member) -> None:
         calls = self._engine.calls
         calls[:], self._running = member.calls, member
         try:
@@ -188,10 +192,9 @@ class LayerMajor:
         member.at = None
         stretches = member.stretches
         stretches.begin()
-        for block in call.site.blocks:
-            self._visited.setdefault(block, set()).add(len(self._groups))
-            if not torch.is_grad_enabled():
-                self._without_graphs.add(block)
+        if not torch.is_grad_enabled():
+            for block in call.site.blocks:
+                self._computed_again.setdefault(block, set()).add((member.number, stretches.function))
         encloses = call.site.encloses
         inputs: tuple[Any, ...] = stretches.enter_visit((args, kwargs), encloses=encloses)
         call.at_its_end(partial(stretches.leave_visit, encloses=encloses))
@@ -211,14 +214,15 @@ class LayerMajor:
                     used_in.setdefault(leaf, set()).add(index)
         self._check_owners(used_in)
         several = [leaf for leaf, groups in used_in.items() if len(groups) > 1]
-        uses = {leaf.owner(): len(used_in[leaf]) for leaf in several if isinstance(leaf, Leaf)}
-        apart = {slot: blocks for slot, blocks in uses.items() if slot is not None}
+        uses = {leaf.owner(): len(groups) for leaf, groups in used_in.items() if isinstance(leaf, Leaf)}
         one_by_one: dict[Slot, int] = {}  # their graphs are not there yet
-        for block, groups in self._visited.items():
-            if len(groups) > 1 and block in self._without_graphs:
-                slots = [slot for slot in block.slots if slot.home.requires_grad and slot not in apart]
-                one_by_one |= dict.fromkeys(slots, len(groups))
-        apart |= one_by_one
+        for block, functions in self._computed_again.items():
+            again = max(Counter(number for number, _ in functions).values())
+            for slot in block.slots:
+                in_all = again + uses.get(slot, 0)
+                if slot.home.requires_grad and uses.get(slot, 0) <= 1 < in_all:
+                    one_by_one[slot] = in_all
+        apart = {slot: groups for slot, groups in uses.items() if slot is not None and groups > 1} | one_by_one
         others = [leaf for leaf in several if not isinstance(leaf, Leaf) and not self._is_passing(leaf, used_in[leaf])]
         if others:
             raise CannotCutError(
@@ -250,7 +254,9 @@ class LayerMajor:
     def _backward(self, batch_sums: BatchSums, around: AbstractContextManager[None]) -> None:
         with around:
             while self._groups:
-                for member, stretch in self._groups.pop():
+                group = self._groups.pop()
+                for member, stretch in group:
+                    self._engine.take_turn(first=member is group[0].member, last=member is group[-1].member)
                     batch_sums.number = member.number
                     member.stretches.backward(stretch)
                 batch_sums.leave_block()

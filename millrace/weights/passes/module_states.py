@@ -1,18 +1,22 @@
 """What do modules note while they compute? Attributes and buffers: those that take turns would see each other's."""
 
 from collections.abc import Iterable
+from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["ModuleStates"]
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-# What is compared elsewhere, is ours, or is a list of handles that transformers keeps of hooks.
-_NOT_COMPARED = frozenset(
-    ("_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs", "_require_grads_hooks")
-)
+# What is compared elsewhere, or is ours.
+_NOT_COMPARED = frozenset(("_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"))
+# Hooks that make no difference where they are there already. transformers puts another one on with each call of
+# activation_checkpointing_enable().
+_IDEMPOTENT = frozenset(("PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads",))
 _MOST_BUFFER_BYTES = 1 << 20  # larger ones are tables or packed weights, which no forward writes
 _MISSING = object()
 
@@ -23,7 +27,7 @@ class ModuleStates:
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         self._modules = list(modules)
         self._attributes = [_attributes_of(module) for _, module in self._modules]
-        self._compared: list[tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = []
+        self._compared: list[tuple[dict[str, Any], dict[str, list[Any]]]] = []
         self._buffers = [
             (module._buffers, name, buffer, buffer.detach().clone())
             for _, module in self._modules
@@ -42,10 +46,13 @@ class ModuleStates:
         for (name, module), (before, within) in zip(self._modules, self._compared, strict=True):
             now = _attributes_of(module)
             for key in now if len(now) >= len(before) else before:
-                if not _same(before.get(key, _MISSING), now.get(key, _MISSING)):
+                was, value = before.get(key, _MISSING), now.get(key, _MISSING)
+                if key in within and type(was) is type(value):
+                    same = _same_within(within[key], _holds(key, value))
+                else:
+                    same = _same(was, value)
+                if not same:
                     return f"{name}.{key}" if name else key
-            if any(held != _holds(now[key]) for key, held in within.items()):
-                return name or type(module).__name__
         return None
 
     def buffers_changed(self) -> bool:
@@ -71,14 +78,52 @@ def _attributes_of(module: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in module.__dict__.items() if key not in _NOT_COMPARED}
 
 
-def _within(attributes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def _within(attributes: dict[str, Any]) -> dict[str, list[Any]]:
     """What lists, dicts and sets hold."""
-    return {key: _holds(value) for key, value in attributes.items() if isinstance(value, dict | list | set)}
+    return {key: _holds(key, value) for key, value in attributes.items() if isinstance(value, dict | list | set)}
 
 
-def _holds(container: Any) -> tuple[int, ...]:
-    return tuple(map(id, container.values() if isinstance(container, dict) else container))
+def _holds(name: str, container: Any) -> list[Any]:
+    """What it holds; of hooks, the order alone counts besides: their keys are numbers that are given anew each time."""
+    if not isinstance(container, dict):
+        return list(container)
+    if not name.endswith("_hooks"):
+        return [*container, *container.values()]
+    known = {getattr(hook, "__qualname__", "") for hook in container.values()} & _IDEMPOTENT
+    return [*known, *(hook for hook in container.values() if getattr(hook, "__qualname__", "") not in known)]
 
 
-def _same(before: Any, now: Any) -> bool:
-    return before is now or (isinstance(before, _SIMPLE) and type(before) is type(now) and before == now)
+def _same(before: Any, now: Any, depth: int = 3) -> bool:
+    """Whether they compute the same. A function that is defined anew, in the same place around the same, does."""
+    if before is now:
+        return True
+    if type(before) is not type(now):
+        return False
+    if isinstance(before, FunctionType | partial) and depth:  # that encloses itself, perhaps
+        return _same_within(_parts(before), _parts(now), depth - 1)
+    return isinstance(before, RemovableHandle) or (isinstance(before, _SIMPLE) and bool(before == now))
+
+
+def _same_within(before: list[Any], now: list[Any], depth: int = 3) -> bool:
+    return len(before) == len(now) and all(_same(*both, depth) for both in zip(before, now, strict=True))
+
+
+def _parts(function: "FunctionType | partial[Any]") -> list[Any]:
+    """What decides on what a function computes."""
+    if isinstance(function, partial):
+        return [function.func, *function.args, *function.keywords, *function.keywords.values()]
+    named = function.__kwdefaults__ or {}
+    return [
+        function.__code__,
+        *(_content(cell) for cell in function.__closure__ or ()),
+        *(function.__defaults__ or ()),
+        *named,
+        *named.values(),
+    ]
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return _MISSING

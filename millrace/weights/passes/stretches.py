@@ -119,6 +119,8 @@ def _watch_functions() -> Callable[[], None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         stretches = getattr(_watched, "stretches", None)
         if stretches is not None and not stretches.in_visit:
+            if torch.is_grad_enabled():
+                stretches.function += 1
             if cls is CheckpointFunction and torch.is_grad_enabled():
                 stretches.begin()  # its node comes before those of the blocks that it calls, and calls them in backward
             args, kwargs = stretches.taken((args, kwargs))
@@ -142,6 +144,7 @@ class Stretches:
 
     def __init__(self) -> None:
         self.in_visit = 0  # how many calls of visits are under way: what they are given is replaced, nothing inside
+        self.function = 0  # number of the last function between visits: visits without gradients are within it
         self._begins = [-1]  # the first number that autograd gives nodes of each stretch
         self._carrier = torch.zeros((), requires_grad=True, device="cpu")
         self._here: dict[tuple[Any, int], tuple[torch.Tensor, torch.Tensor, int]] = {}  # of the present stretch
