@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from millrace.planning import Phase, Problem, Visit, make_plan
-from millrace.weights.movement.trace import _MOST_PLANS, _MOST_TRACES, Course, Trace, TraceBook, VisitKey
+from millrace.weights.movement.trace import _MOST_PLANS, _MOST_TRACES, Course, Entry, Trace, TraceBook, VisitKey
 
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
-TRAIN, EVALUATE, BACK = ("model", FORWARD, True), ("model", FORWARD, False), ("", BACKWARD, True)
+TRAIN, EVALUATE = Entry("model", FORWARD, True), Entry("model", FORWARD, False)
+BACK = Entry("", BACKWARD, True)
 
 
 def visits(*blocks: int, phase: Phase = FORWARD) -> list[VisitKey]:
@@ -27,7 +28,7 @@ class Player:
     def __init__(self) -> None:
         self.book = TraceBook()
 
-    def play(self, entry: tuple[str, Phase, bool], happens: Sequence[VisitKey]) -> bool:
+    def play(self, entry: Entry, happens: Sequence[VisitKey]) -> bool:
         trace = self.book.expect(entry)
         expected = trace is not None and list(trace.visits) == list(happens)
         if trace is not None and expected:
@@ -48,7 +49,7 @@ def course_of(keys: Sequence[VisitKey], blocks: int = 3, budget: int = 2) -> Cou
         cyclic=True,
         max_ahead=None,
     )
-    return Course(Trace(tuple(keys), (1.0,) * len(keys)), make_plan(problem), 0)
+    return Course(Trace(TRAIN.site, tuple(keys), (1.0,) * len(keys)), make_plan(problem), 0)
 
 
 @pytest.fixture
@@ -97,6 +98,15 @@ def test_the_same_visits_are_the_same_trace_with_its_plans() -> None:
     assert first.plans
     book.forget_plans()
     assert not first.plans
+
+
+def test_the_same_visits_from_elsewhere_take_other_times() -> None:
+    book = TraceBook()
+    alone = book.enter(TRAIN, STEP, [1.0] * 6)
+    together = book.enter(TRAIN._replace(site="4 micro-batches"), STEP, [4.0] * 6)
+    assert alone.compute_seconds == (1.0,) * 6
+    assert together.compute_seconds == (4.0,) * 6
+    assert book.expect(TRAIN) is alone
 
 
 def test_a_trace_knows_whether_it_repeats(player: Player) -> None:

@@ -306,7 +306,7 @@ class Executor:
             self._course = Course(trace, plan, turn)
         self._follows = False
         if self._gathers is not None and entry.gradients and entry.phase is Phase.FORWARD:
-            self._follow_first_rank(self._gathers)
+            self._follow_first_rank(self._gathers, entry)
         self._drop_old_copies()
         self.everything_is_here = (
             not entry.gradients  # for which a visit has more to do than to bring blocks
@@ -322,14 +322,14 @@ class Executor:
                 VisitRecord((), entry.phase, entry.site, now, now, self._other_bytes(), self._meter.sample())
             )
 
-    def _follow_first_rank(self, gathers: Gathers) -> None:
+    def _follow_first_rank(self, gathers: Gathers, entry: Entry) -> None:
         """The ranks agree on the course of this pass, and on what is gathered in it."""
         first = [*self._old_residents(), *self._at_boundary]
         agreed = gathers.agree(None if self._course is None else gathers.offer(self._course, first))
         if agreed is not None:
             self._follows, self._at_boundary = True, []
             self.plan = agreed.plan
-            self._course = Course(self._book.of(agreed.visits), agreed.plan, agreed.turn)
+            self._course = Course(self._book.of(entry, agreed.visits), agreed.plan, agreed.turn)
 
     def _are_here(self, blocks: Sequence[Block]) -> bool:
         for block in blocks:

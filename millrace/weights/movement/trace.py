@@ -31,8 +31,12 @@ class Entry(NamedTuple):
 
 @dataclass(eq=False)
 class Trace:
-    """The visits of a cycle, their compute seconds, and the plans made for it, as far as the planner found one."""
+    """The visits of a cycle, their compute seconds, and the plans made for it, as far as the planner found one.
 
+    `site`: where it begins. Several micro-batches that go together visit what one does, and take longer.
+    """
+
+    site: str
     visits: tuple[VisitKey, ...]
     compute_seconds: tuple[float, ...]
     plans: OrderedDict[PlanKey, Plan | None] = field(default_factory=OrderedDict)
@@ -114,21 +118,21 @@ class TraceBook:
     """The traces of a model that were followed last, and which one to expect."""
 
     def __init__(self) -> None:
-        self._by_visits: OrderedDict[tuple[VisitKey, ...], Trace] = OrderedDict()  # the one followed longest ago first
+        self._all: OrderedDict[tuple[str, tuple[VisitKey, ...]], Trace] = OrderedDict()  # followed longest ago first
         self._by_context: dict[tuple[Trace | None, Entry], Trace] = {}  # by the trace before, and the entry
         self._by_entry: dict[Entry, Trace] = {}
         self._last: Trace | None = None
 
     def __len__(self) -> int:
-        return len(self._by_visits)
+        return len(self._all)
 
     def expect(self, entry: Entry) -> Trace | None:
         """The trace that a cycle beginning so most likely follows; None when none ever began so."""
         return self._by_context.get((self._last, entry)) or self._by_entry.get(entry)
 
-    def of(self, visits: tuple[VisitKey, ...]) -> Trace:
+    def of(self, entry: Entry, visits: tuple[VisitKey, ...]) -> Trace:
         """The trace with these visits: a new one that is in no book yet, if none is known."""
-        return self._by_visits.get(visits) or Trace(visits, (0.0,) * len(visits))
+        return self._all.get((entry.site, visits)) or Trace(entry.site, visits, (0.0,) * len(visits))
 
     def enter(
         self,
@@ -138,9 +142,9 @@ class TraceBook:
         other_bytes: Sequence[int] = (),
     ) -> Trace:
         """A cycle had these visits: its trace, a known one if it went so before."""
-        trace = self._by_visits.get(tuple(visits))
+        trace = self._all.get((entry.site, tuple(visits)))
         if trace is None:
-            trace = Trace(tuple(visits), tuple(compute_seconds), other_bytes=tuple(other_bytes))
+            trace = Trace(entry.site, tuple(visits), tuple(compute_seconds), other_bytes=tuple(other_bytes))
         self.followed(entry, trace)
         return trace
 
@@ -151,10 +155,11 @@ class TraceBook:
         if self._last is not None:
             self._last.repeats = self._last is trace
         self._last = trace
-        self._by_visits[trace.visits] = trace
-        self._by_visits.move_to_end(trace.visits)
-        if len(self._by_visits) > _MOST_TRACES:
-            self._forget(self._by_visits.popitem(last=False)[1])
+        key = trace.site, trace.visits
+        self._all[key] = trace
+        self._all.move_to_end(key)
+        if len(self._all) > _MOST_TRACES:
+            self._forget(self._all.popitem(last=False)[1])
 
     def _forget(self, old: Trace) -> None:
         """Nobody expects it any more, nor anything after it."""
@@ -167,5 +172,5 @@ class TraceBook:
 
     def forget_plans(self) -> None:
         """Plans are made anew when their traces are expected again."""
-        for trace in self._by_visits.values():
+        for trace in self._all.values():
             trace.plans.clear()

@@ -44,9 +44,6 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 
-_TOGETHER = "forward_backward"
-
-
 class Engine:
     """Runs the visits of one offloaded model."""
 
@@ -239,13 +236,13 @@ class Engine:
         self._executor.begin_pass(name)
         self.standing.begin(forward_on=self.progress.thread)
 
-    def forward_together(self, together: "LayerMajor", forward: Callable[[], None]) -> None:
-        """A pass in which `forward` calls the model for several micro-batches, which take turns at blocks."""
+    def forward_together(self, together: "LayerMajor", count: int, forward: Callable[[], None]) -> None:
+        """A pass in which `forward` calls the model for `count` micro-batches, which take turns at blocks."""
         self.process.check()
         self._claim()
         lending = lending_leaves(self.lending)
         try:
-            self._begin_pass(_TOGETHER)
+            self._begin_pass(f"{count} micro-batches")
             try:
                 with lending:
                     self.together = together

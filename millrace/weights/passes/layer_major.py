@@ -127,7 +127,7 @@ class LayerMajor:
             losses.extend(member.fiber.result for member in members)
 
         with in_forward:
-            engine.forward_together(self, forward)
+            engine.forward_together(self, len(computations), forward)
         try:
             if self._computes_again and self._states is not None and self._states.buffers_changed():
                 raise CannotCutError("modules write buffers, in forward and once more where checkpoints compute again")
