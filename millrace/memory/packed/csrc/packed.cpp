@@ -1,8 +1,8 @@
-// How are 16-bit floats packed into 12 bits and back? One exponent of 15 in 4 bits, sign and mantissa in 8; others escape.
+// How are 16-bit floats packed into 12 bits and back? Sign and mantissa take 8, one of 15 exponents 4; others escape.
 //
-// A group is 128 words in 192 bytes: 128 bytes of sign and mantissa, then 64 of codes; byte i of those has word i's code
-// in its low half and word i + 64's in its high one. Groups lie one after the other, so any range of words is one range
-// of bytes, and both ways work in place: see format.py.
+// A group is 128 words in 192 bytes: 128 bytes of sign and mantissa, then 64 of codes; byte i of those has the code of
+// word i in its low half, and that of word i + 64 in its high one. Groups lie one after the other, so any range of words
+// is one range of bytes, and both ways work in place: see format.py.
 #include <stdint.h>
 #include <string.h>
 
@@ -14,7 +14,8 @@
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-enum { WORDS = 128, HALF = 64, BYTES = 192, ESCAPE = 15, GROUPS_AT_A_TIME = 64, SAMPLED = 9 };
+enum { WORDS = 128, HALF = 64, BYTES = 192, ESCAPE = 15 };
+static const int64_t GROUPS_AT_A_TIME = 64, SAMPLED = 9;
 
 static void unpack_plain(const uint8_t *groups, int64_t count, const uint8_t *palette, uint16_t *out) {
   uint16_t exponents[16];
@@ -31,7 +32,7 @@ static void unpack_plain(const uint8_t *groups, int64_t count, const uint8_t *pa
 }
 
 #ifdef HAS_LEVELS
-// The low byte of a word: the exponent's last bit and the mantissa; the high one: the sign and the rest of the exponent.
+// The low byte of a word is the exponent's last bit and the mantissa, the high one the sign and the rest of the exponent.
 #define AVX2 __attribute__((target("avx2")))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2")))
 
@@ -65,7 +66,8 @@ AVX512 static void unpack_avx512(const uint8_t *groups, int64_t count, const uin
   const __m512i low = _mm512_broadcast_i32x4(_mm_slli_epi16(_mm_and_si128(exponents, _mm_set1_epi8(1)), 7));
   const __m512i high = _mm512_broadcast_i32x4(_mm_and_si128(_mm_srli_epi16(exponents, 1), _mm_set1_epi8(0x7f)));
   const __m512i nibble = _mm512_set1_epi8(15), sign = _mm512_set1_epi8((char)0x80);
-  const __m512i lower = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), upper = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+  const __m512i lower = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+  const __m512i upper = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
   for (int64_t g = 0; g < count; ++g, groups += BYTES, out += WORDS) {
     const __m512i both = _mm512_loadu_si512(groups + WORDS);
     const __m512i bytes[2] = {_mm512_loadu_si512(groups), _mm512_loadu_si512(groups + HALF)};
@@ -79,9 +81,6 @@ AVX512 static void unpack_avx512(const uint8_t *groups, int64_t count, const uin
     }
   }
 }
-#else
-#define AVX2
-#define AVX512
 #endif
 
 INLINE int64_t pack_body(const uint16_t *words, int64_t count, const uint8_t *palette, uint8_t *groups,
@@ -126,17 +125,21 @@ INLINE int64_t pack_body(const uint16_t *words, int64_t count, const uint8_t *pa
 static int64_t pack_plain(const uint16_t *w, int64_t n, const uint8_t *p, uint8_t *g, uint32_t *e, int64_t m) {
   return pack_body(w, n, p, g, e, m);
 }
+#ifdef HAS_LEVELS
 AVX2 static int64_t pack_avx2(const uint16_t *w, int64_t n, const uint8_t *p, uint8_t *g, uint32_t *e, int64_t m) {
   return pack_body(w, n, p, g, e, m);
 }
 AVX512 static int64_t pack_avx512(const uint16_t *w, int64_t n, const uint8_t *p, uint8_t *g, uint32_t *e, int64_t m) {
   return pack_body(w, n, p, g, e, m);
 }
+#endif
 
 static void unpack_groups(const uint8_t *groups, int64_t count, const uint8_t *palette, uint16_t *out, int32_t level) {
 #ifdef HAS_LEVELS
   if (level == 2) return unpack_avx512(groups, count, palette, out);
   if (level == 1) return unpack_avx2(groups, count, palette, out);
+#else
+  (void)level;
 #endif
   unpack_plain(groups, count, palette, out);
 }
@@ -156,8 +159,8 @@ EXPORT int32_t millrace_packed_best_level(void) {
   return 0;
 }
 
-// The 15 exponents that are met most often, of every ninth group where there are many: rows are no multiple of that. The
-// last one is no exponent.
+// The 15 exponents that are met most often, of every ninth group where there are many: rows are no multiple of that.
+// The last byte of the palette is no exponent.
 EXPORT void millrace_packed_choose(const uint16_t *words, int64_t count, uint8_t *palette) {
   uint32_t met[4][256] = {};
   const int64_t stride = count > SAMPLED * SAMPLED * WORDS ? SAMPLED * WORDS : WORDS;
@@ -174,19 +177,21 @@ EXPORT void millrace_packed_choose(const uint16_t *words, int64_t count, uint8_t
   palette[ESCAPE] = 0;
 }
 
-// Returns how many words escaped, -1 for more than `most`: then `groups` is of no use. `groups` may begin 64 bytes behind
-// `words`: what is written is never ahead of what was read.
+// Returns how many words escaped, -1 for more than `most`: then `groups` is of no use. `groups` may begin 64 bytes
+// behind `words`: what is written is never ahead of what was read.
 EXPORT int64_t millrace_packed_pack(const uint16_t *words, int64_t count, const uint8_t *palette, uint8_t *groups,
                                     uint32_t *escapes, int64_t most, int32_t level) {
 #ifdef HAS_LEVELS
   if (level == 2) return pack_avx512(words, count, palette, groups, escapes, most);
   if (level == 1) return pack_avx2(words, count, palette, groups, escapes, most);
+#else
+  (void)level;
 #endif
   return pack_plain(words, count, palette, groups, escapes, most);
 }
 
-// Words `first` to `first + count` into `out`. `groups` has the group of word `first` first, and may be where `out` is, if
-// each group lies behind the words of those before it.
+// Words `first` to `first + count` into `out`. `groups` has the group of word `first` first, and may be where `out` is,
+// if each group lies behind the words of those before it and its own.
 EXPORT void millrace_packed_unpack(const uint8_t *groups, const uint8_t *palette, const uint32_t *escapes,
                                    int64_t escaped, int64_t first, int64_t count, uint16_t *out, int32_t level) {
   int64_t next = 0, end = escaped;
