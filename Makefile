@@ -16,7 +16,7 @@ help:
 setup: $(READY)
 
 # torch goes in first and alone, so that no other requirement chooses its version or build.
-$(READY): pyproject.toml constraints.txt setup.py $(wildcard millrace/optim/csrc/*)
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard millrace/*/csrc/* millrace/*/*/csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "millrace needs Python 3.11 or later; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	$(PYTHON) -m venv $(VENV)

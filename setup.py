@@ -1,4 +1,4 @@
-"""How is the native optimizer kernel built? As a plain shared library; where there is no compiler, without it.
+"""How is the native code built? As plain shared libraries; where there is no compiler, without them.
 
 Everything else about the package stands in pyproject.toml.
 """
@@ -27,7 +27,15 @@ setup(
             language="c++",
             py_limited_api=_ANY_PYTHON,
             optional=True,  # without a compiler the package installs all the same
-        )
+        ),
+        Extension(
+            "millrace.memory.packed._kernel",
+            sources=["millrace/memory/packed/csrc/packed.cpp"],
+            extra_compile_args=_FLAGS,
+            language="c++",
+            py_limited_api=_ANY_PYTHON,
+            optional=True,
+        ),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if _ANY_PYTHON else {},
 )

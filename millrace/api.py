@@ -72,6 +72,7 @@ def offload(
     activations: bool | Mapping[str, Any] = False,
     mesh: Any = None,
     onload: Literal["own", "gather", "auto"] = "own",
+    packed: bool = True,
 ) -> "Offloaded":
     """Lets the weights of `model` visit `device` block by block while it computes. In place; training and inference.
 
@@ -111,6 +112,8 @@ def offload(
       "gather": a range of 1/N over each link, the rest from the other devices of the node, by the mesh's process group;
       for devices that reach each other faster than the host (NVLink). Of three ranks and more the sum of gradients has
       the order of that group's collective. "auto": what is quicker here; both are tried, and the report says it.
+    - `packed`: frozen bfloat16 weights that come from disk again and again are kept in `disk` packed as well, without
+      loss, where that is quicker: three quarters of the bytes are read then, after writing them once. False: not.
 
     Raises BudgetError when a budget is too small, LayoutError for parameters that cannot travel (meta, sparse, trained
     ones of a class of their own), StateError for a model that is offloaded already, wrapped for data parallel training,
@@ -135,6 +138,7 @@ def offload(
         activations=activation_config(activations),
         mesh=mesh,
         onload=onload,
+        packed=packed,
     )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
@@ -196,7 +200,8 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
         self._leave_grad_scaler = make_grad_scaler_wait(self) if is_accelerator(config.device) else None
         if materialized is not None:
             materialized.checkpoint.log = self._meter.disk_log
-        self._shelf = Shelf(config.device, self._ledger, self._meter, placement, config.disk, materialized, self._node)
+        among = self._ledger, self._meter, placement, config.disk, materialized, self._node
+        self._shelf = Shelf(config.device, *among, packed=config.packed)
         reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if materialized is not None:
             reading = materialized.checkpoint.reading(budgets.reading_bytes, self._ledger)

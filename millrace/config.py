@@ -99,8 +99,11 @@ class OffloadConfig:
     activations: "ActivationConfig | None" = None
     mesh: Any = None  # a DeviceMesh
     onload: Literal["own", "gather", "auto"] = "own"
+    packed: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.packed, bool):
+            raise TypeError(f"packed={self.packed!r} is neither True nor False")
         if self.onload not in ("own", "gather", "auto"):
             raise ValueError(f'onload={self.onload!r}; give one of "own", "gather", "auto"')
         if self.onload != "own" and self.mesh is None:

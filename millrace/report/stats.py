@@ -22,7 +22,8 @@ class Stats:
     transfers, `row_bytes` of them by rows, of embedding tables that do not travel whole, and `expert_bytes` as
     `expert_loads` single experts, which forward and backward wanted `expert_uses` times: the others were there.
     `offload_bytes` are gradients
-    that left it, `fetch_bytes` were read from disk and `spill_bytes` written there.
+    that left it, `fetch_bytes` were read from disk and `spill_bytes` written there. `packed_bytes` of those that were
+    read were packed, and became `unpacked_bytes` of weights.
     `steps` counts optimizer steps over managed parameters, `skipped_steps` those of them that changed nothing because
     gradients were not finite (with `max_grad_norm` of an optimizer of millrace), `not_finite_steps` those in which such
     an optimizer updated weights with gradients that were not (`stats(wait_for_updates=False)` knows of updates that are
@@ -51,6 +52,8 @@ class Stats:
     not_finite_steps: int
     host_locked_bytes: int = 0
     host_refused_bytes: int = 0
+    packed_bytes: int = 0
+    unpacked_bytes: int = 0
     row_bytes: int = 0
     expert_bytes: int = 0
     expert_loads: int = 0
@@ -121,7 +124,9 @@ class Stats:
         moved = f"{format_bytes(self.fetch_bytes)} fetched, {format_bytes(self.spill_bytes)} spilled"
         if not (self.disk_bytes or self.fetch_bytes or self.spill_bytes):
             return []
-        return [("on disk", format_bytes(self.disk_bytes)), ("from and to disk", moved)]
+        share = f"{format_bytes(self.packed_bytes)} of it were {format_bytes(self.unpacked_bytes)} of weights"
+        packed = [("packed on disk", share)] if self.packed_bytes else []
+        return [("on disk", format_bytes(self.disk_bytes)), ("from and to disk", moved), *packed]
 
     def _skips(self) -> str:
         skipped = f", {self.skipped_steps} skipped: gradients were not finite" if self.skipped_steps else ""

@@ -70,7 +70,7 @@ class Meter:
         """Counters start anew."""
         self.onloads = self.demand_onloads = 0
         self.onload_bytes = self.offload_bytes = self.fetch_bytes = self.ahead_bytes = self.spill_bytes = 0
-        self.row_bytes = 0
+        self.row_bytes = self.packed_bytes = self.unpacked_bytes = 0
         self.expert_bytes = self.expert_loads = self.expert_uses = 0
         self.micro_batches_together = self.micro_batches_in_turn = 0
         self.steps = self.skipped_steps = 0
@@ -79,9 +79,11 @@ class Meter:
         self.checkpoints: list[Checkpointed] = []
 
     def others(self) -> dict[str, Any]:
-        """What the stats say of rows of tables, experts, and checkpoints."""
+        """What the stats say of rows of tables, packed weights, experts, and checkpoints."""
         return {
             "row_bytes": self.row_bytes,
+            "packed_bytes": self.packed_bytes,
+            "unpacked_bytes": self.unpacked_bytes,
             "expert_bytes": self.expert_bytes,
             "expert_loads": self.expert_loads,
             "expert_uses": self.expert_uses,
@@ -125,6 +127,11 @@ class Meter:
     def fetched(self, nbytes: int) -> None:
         """Bytes were read from disk."""
         self.fetch_bytes += nbytes
+
+    def unpacked(self, packed_bytes: int, plain_bytes: int) -> None:
+        """Of the bytes that were read so many were packed weights, and became so many."""
+        self.packed_bytes += packed_bytes
+        self.unpacked_bytes += plain_bytes
 
     def fetched_ahead(self, nbytes: int) -> None:
         """Bytes of a block were on their way from disk before its onload was asked for."""

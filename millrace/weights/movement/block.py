@@ -71,16 +71,17 @@ class Block:
         self._flushed: object = None  # the contents that the files have
         self._changes = 0  # of homes, that left no trace in them
         self._homes: list[Home] | None = None
-        # The signature with which the device copy was found to be what the homes hold.
-        self._not_stale: tuple[int, list[int], list[int]] | None = None
-        # The signature with which a copy of all was made last, and what the slots noted then.
-        self._loaded: tuple[object, list[object]] | None = None
+        self._not_stale: tuple[int, list[int], list[int]] | None = None  # the signature with which the copy was current
+        self._loaded: tuple[object, list[object]] | None = (
+            None  # that of the last copy of all, and the slots' marks then
+        )
         self._current_at = -1  # when the device copy was last found to be what the homes hold, see `is_current`
         members = list(members)
         parameters = [member.parameter for member in members]
         layouts, self.nbytes = lay_out(parameters, param_dtype)
         self.rest = shelf.rest_for(name, parameters, layouts, self.nbytes)
         self._shelf = shelf
+        self.packed = shelf.packed_copy(name)
         self.manager: object = shelf  # each offloaded model has one
         absent = AbsentLeaves(device)
         self.slots = [
@@ -228,8 +229,10 @@ class Block:
         """What brings from disk what the homes hold now, in pieces of `chunk_bytes` at most; of `ranges` alone."""
         contents = self.readable_contents()
         nbytes = self.nbytes if ranges is None else sum(nbytes for _, nbytes, _ in ranges)
-        pieces, before = self.rest.pieces(chunk_bytes, ranges), partial(_flush, weakref.ref(self), contents)
-        fetch = Fetch(pieces, nbytes, contents, before, way)
+        pieces = self.rest.pieces(chunk_bytes, ranges)
+        if ranges is None:
+            pieces = self.packed.pieces(pieces, self.slots, way, contents, self.rest, chunk_bytes)
+        fetch = Fetch(pieces, nbytes, contents, partial(_flush, weakref.ref(self), contents), way)
         self.read_until(fetch)
         return fetch
 
@@ -339,10 +342,7 @@ class Block:
         self.places.unbind()
 
     def keep_leaf_writes(self) -> bool:
-        """What the model wrote to leaves is the homes', too: before either is read, written over, or let go of.
-
-        Whether there may have been any.
-        """
+        """What was written to leaves is the homes', too, before these are read, or either goes. Whether any may be."""
         with without_overrides():
             if not self._leaves.may_be_written():
                 return False
@@ -365,8 +365,7 @@ class Block:
         if self.lent:
             if self.users == 1:
                 self.unbind()
-            self.users -= 1
-            self.lent = False
+            self.users, self.lent = self.users - 1, False
 
     @property
     def may_be_taken_back(self) -> bool:

@@ -186,8 +186,8 @@ class Residency:
         """How long the slowest part of the way to the device takes for a block; `among`: it is gathered so fast."""
         if among is not None and self.gathers is not None:
             return max(link.load_seconds(self.gathers.own_bytes(block.nbytes)), among.load_seconds(block.nbytes))
-        fetching = 0.0 if self.fetching is None or not block.is_fetched else self.fetching.seconds(block.nbytes)
-        return max(fetching, link.load_seconds(block.nbytes))
+        read_bytes = block.nbytes - block.packed.saved_bytes if block.is_fetched else 0
+        return max(0.0 if self.fetching is None else self.fetching.seconds(read_bytes), link.load_seconds(block.nbytes))
 
     def wait_for_consumed_reads(self) -> None:
         """The host waits until every copy that compute relies on has read its home."""

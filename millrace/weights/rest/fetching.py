@@ -15,12 +15,16 @@ from typing import Protocol
 import torch
 
 from millrace.memory.disk import Slot, StagingRing
+from millrace.memory.packed import Packed, unpack, unpack_in_place, unpacking_speed
 from millrace.runtime.lanes import Copy, Event, Lane, Tick, Transfer
 from millrace.runtime.pace import Pace
 from millrace.runtime.threads import Gate, Job, OneThread
 from millrace.weights.meter import Meter
 
 __all__ = ["Fetch", "Fetchable", "Fetching", "Piece", "Range", "Target", "Way"]
+
+# As the drive is what unpacks in the caches: from memory it is a third of that, and compute is beside it.
+_TIMES_AS_FAST = 4
 
 
 class ReadEvent(Event, Protocol):
@@ -38,13 +42,26 @@ Range = tuple[int, int, int]  # of a block: first byte there, bytes, first byte 
 class Piece:
     """What one read brings, and where it belongs."""
 
-    read: Callable[[torch.Tensor], ReadEvent]  # submits a read into a chunk, from its first byte on
+    read: Callable[[torch.Tensor], ReadEvent]  # submits a read into a chunk: to its first bytes, or packed to its last
     nbytes: int  # that are read
     parts: tuple[tuple[int, int, int], ...]  # (first byte in the chunk, bytes, first byte in the target)
+    plain_bytes: int = 0  # what it is in the chunk once it is unpacked; 0: it is not packed
+    keep: Callable[[torch.Tensor], Event | None] | None = None  # takes the chunk when it was copied, to pack it
 
     def copies(self, chunk: torch.Tensor, buffer: torch.Tensor) -> list[Copy]:
         """From the chunk to the target: mostly the block's buffer."""
         return [(buffer[to : to + nbytes], chunk[begin : begin + nbytes]) for begin, nbytes, to in self.parts]
+
+    def unpack(self, chunk: torch.Tensor, buffer: torch.Tensor) -> None:
+        """From the chunk to the target, where this is in host memory too."""
+        packed = Packed.in_memory(chunk[len(chunk) - self.nbytes :])
+        for begin, nbytes, to in self.parts:
+            unpack(packed, buffer[to : to + nbytes], begin // 2)
+
+    @property
+    def has_whole_words(self) -> bool:
+        """Whether each part can be unpacked alone."""
+        return not any(begin % 2 or nbytes % 2 for begin, nbytes, _ in self.parts)
 
 
 @dataclass(frozen=True)
@@ -62,6 +79,7 @@ class Way:
 
     submit_read: "Callable[[Fetch, int], None]"  # has `read` called with that many pieces
     submit_send: "Callable[[Fetch], None]"  # has `send` called
+    packing_pays: Callable[[], bool]  # whether reading less is worth unpacking
 
 
 @dataclass
@@ -159,7 +177,7 @@ class Fetch:
             self._all_submitted = True
             self._reads.put(error)
 
-    def send(self, ring: StagingRing, pace: Pace) -> tuple[int, float]:
+    def send(self, ring: StagingRing, pace: Pace, meter: Meter) -> tuple[int, float]:
         """Chunks to the device. What fails reaches whoever waits for the block. Bytes read, and seconds if all were."""
         if self._sending:
             return 0, 0.0
@@ -177,8 +195,11 @@ class Fetch:
                 read_bytes += piece.nbytes
                 spans.append((reading.began_at(), reading.reached_at()))
                 if target is not None and failed is None:
-                    sent.append(_copy(piece.copies(chunk.memory, target.buffer), target, pace))
+                    sent.append(_send(piece, chunk.memory, target, pace, meter))
                     done = sent[-1][1]
+                    if piece.keep is not None:
+                        sent[-1][1].synchronize()
+                        done = piece.keep(chunk.memory)
             except BaseException as error:
                 failed = failed or error
             ring.release(chunk, done)
@@ -196,6 +217,19 @@ class Fetch:
             self.arrived.set_result(Transfer(Lane.ONLOAD, (), self.nbytes, sent[0][0], sent[-1][1]))
         self._has_read.open()
         return read_bytes, _covered(spans) if len(spans) == len(self.pieces) else 0.0
+
+
+def _send(piece: Piece, chunk: torch.Tensor, target: Target, pace: Pace, meter: Meter) -> tuple[Tick, Tick]:
+    if not piece.plain_bytes:
+        return _copy(piece.copies(chunk, target.buffer), target, pace)
+    meter.unpacked(piece.nbytes, piece.plain_bytes)
+    if target.buffer.device.type == "cpu" and not pace.is_limited and piece.has_whole_words:
+        begun, _ = _copy((), target, pace)
+        target.after.synchronize()
+        piece.unpack(chunk, target.buffer)
+        return begun, _copy((), target, pace)[1]
+    unpack_in_place(chunk, len(chunk) - piece.nbytes)
+    return _copy(piece.copies(chunk, target.buffer), target, pace)
 
 
 def _copy(copies: Sequence[Copy], target: Target, pace: Pace) -> tuple[Tick, Tick]:
@@ -234,7 +268,7 @@ class Fetching:
         self._pace = pace
         self._reader = OneThread("millrace-fetch")
         self._sender = OneThread("millrace-send")
-        self._way = Way(self._submit_read, self._submit_send)
+        self._way = Way(self._submit_read, self._submit_send, self._packing_pays)
         self._ahead: dict[Fetchable, Fetch] = {}  # in the order of submission: not asked for yet
         self._seconds_per_byte = float("inf")
 
@@ -295,6 +329,10 @@ class Fetching:
         self._ahead[block].ask(None)
         del self._ahead[block]  # not before: Ctrl-C would leave its chunks to nobody
 
+    def _packing_pays(self) -> bool:
+        """Reading and unpacking go on side by side: the latter has to be well ahead of the drive."""
+        return 0 < self._seconds_per_byte < float("inf") and unpacking_speed() * self._seconds_per_byte > _TIMES_AS_FAST
+
     def _submit_read(self, fetch: Fetch, stop: int) -> None:
         self._reader.submit(fetch.read, self._ring, stop)
 
@@ -302,7 +340,7 @@ class Fetching:
         self._sender.submit(self._send, fetch)
 
     def _send(self, fetch: Fetch) -> None:
-        nbytes, seconds = fetch.send(self._ring, self._pace)
+        nbytes, seconds = fetch.send(self._ring, self._pace, self._meter)
         self._meter.fetched(nbytes)
         if seconds > 0:
             self._seconds_per_byte = min(self._seconds_per_byte, seconds / nbytes)

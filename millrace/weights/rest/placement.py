@@ -13,12 +13,14 @@ from millrace.errors import BudgetError
 from millrace.memory.arena import Arena, whole_pages
 from millrace.memory.disk import DiskStore, Request, copy_on_disk
 from millrace.memory.ledger import Ledger
+from millrace.memory.packed import available
 from millrace.memory.shared import Common, SharedArena, SharedExtent
 from millrace.runtime.node import Node
 from millrace.weights.meter import Meter
 from millrace.weights.model.layout import lay_out
 from millrace.weights.model.slot import Layout, Slot
 from millrace.weights.rest.materialize import Materialized
+from millrace.weights.rest.packing import PackedCopy
 from millrace.weights.rest.tiers import CheckpointRest, DiskRest, HostRest, Rest, SharedRest
 
 __all__ = ["Placement", "Shelf", "place", "ring_size"]
@@ -120,7 +122,8 @@ class Shelf:
     """Makes the memory in which blocks and gradients rest, as a placement says.
 
     `disk`: the directory of the disk tier, if there is one; it is opened when it is needed. `materialized`: parameters
-    that lie in a checkpoint. Closes both. `node`: whose ranks share the memory of blocks.
+    that lie in a checkpoint. Closes both. `node`: whose ranks share the memory of blocks. `packed`: whether what comes
+    from disk again and again is packed there.
     """
 
     def __init__(
@@ -132,8 +135,11 @@ class Shelf:
         disk: Path | None = None,
         materialized: Materialized | None = None,
         node: Node | None = None,
+        *,
+        packed: bool = True,
     ) -> None:
         self._node = node
+        self._packs = packed and node is None and disk is not None and available()
         self._device = device
         self._ledger = ledger
         self._meter = meter
@@ -179,6 +185,10 @@ class Shelf:
         if isinstance(on_disk, SharedRest):
             self._read(parameters, on_disk, layouts)
         return on_disk
+
+    def packed_copy(self, name: str) -> PackedCopy:
+        """What a block has beside its bytes where these rest on disk."""
+        return PackedCopy(name, lambda: self.store if self._packs else None, self._meter.spilled)
 
     def _host_rest(self, nbytes: int) -> "HostRest | SharedRest":
         if self._node is None:

@@ -1,0 +1,20 @@
+"""How do 16-bit weights take three quarters of their bytes, without loss? See docs/design/packed.md."""
+
+from millrace.memory.packed.device import unpack_on_device
+from millrace.memory.packed.format import GROUP_BYTES, GROUP_WORDS, Packed, pack, pack_in_place, unpack, unpack_in_place
+from millrace.memory.packed.kernel import available, level
+from millrace.memory.packed.speed import unpacking_speed
+
+__all__ = [
+    "GROUP_BYTES",
+    "GROUP_WORDS",
+    "Packed",
+    "available",
+    "level",
+    "pack",
+    "pack_in_place",
+    "unpack",
+    "unpack_in_place",
+    "unpack_on_device",
+    "unpacking_speed",
+]

@@ -1,0 +1,91 @@
+"""How does Python reach the native code that packs? Through ctypes, by addresses; others run meanwhile."""
+
+import ctypes
+import functools
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+
+__all__ = ["available", "choose", "level", "pack", "unpack"]
+
+_VERSION = 1
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    places = [Path(__file__).with_name(f"_kernel{suffix}") for suffix in EXTENSION_SUFFIXES]
+    built = [path for path in places if path.exists()]
+    if not built:
+        return None
+    path = max(built, key=lambda path: path.stat().st_mtime)
+    library = ctypes.CDLL(str(path))
+    if library.millrace_packed_version() != _VERSION:
+        raise ImportError(
+            f"{path.name} was built for another version of millrace; build it again with"
+            " `python -m pip install --editable .` (or reinstall the package)"
+        )
+    pointer, count = ctypes.c_void_p, ctypes.c_int64
+    library.millrace_packed_choose.argtypes = [pointer, count, pointer]
+    library.millrace_packed_choose.restype = None
+    library.millrace_packed_pack.argtypes = [pointer, count, pointer, pointer, pointer, count, ctypes.c_int32]
+    library.millrace_packed_pack.restype = count
+    library.millrace_packed_unpack.argtypes = [
+        *(pointer, pointer, pointer, count, count, count, pointer),
+        ctypes.c_int32,
+    ]
+    library.millrace_packed_unpack.restype = None
+    return library
+
+
+def available() -> bool:
+    """Whether the native code was built with this installation. Without it nothing is packed."""
+    return _library() is not None
+
+
+def level() -> int:
+    """Vector instructions in use: 0 baseline, 1 AVX2, 2 AVX-512. Results do not depend on them."""
+    return int(_built().millrace_packed_best_level())
+
+
+def choose(words: torch.Tensor, palette: torch.Tensor) -> None:
+    """The 15 exponents most often met in `words` (int16, contiguous) go to `palette` (uint8, (16,))."""
+    _built().millrace_packed_choose(words.data_ptr(), words.numel(), palette.data_ptr())
+
+
+def pack(words: torch.Tensor, palette: torch.Tensor, groups: torch.Tensor, escapes: torch.Tensor) -> int:
+    """Packs `words` into `groups` (uint8, 192 bytes for 128 words). Returns how many go to `escapes` (int32); -1: more
+    than have room there.
+    """
+    return int(
+        _built().millrace_packed_pack(
+            words.data_ptr(),
+            words.numel(),
+            palette.data_ptr(),
+            groups.data_ptr(),
+            escapes.data_ptr(),
+            escapes.numel(),
+            level(),
+        )
+    )
+
+
+def unpack(groups: torch.Tensor, palette: torch.Tensor, escapes: torch.Tensor, first: int, out: torch.Tensor) -> None:
+    """Words from `first` on into `out` (int16, contiguous). `groups` begins with the group of word `first`."""
+    _built().millrace_packed_unpack(
+        groups.data_ptr(),
+        palette.data_ptr(),
+        escapes.data_ptr(),
+        escapes.numel(),
+        first,
+        out.numel(),
+        out.data_ptr(),
+        level(),
+    )
+
+
+def _built() -> ctypes.CDLL:
+    library = _library()
+    if library is None:
+        raise RuntimeError("the native code that packs was not built; millrace.memory.packed.available() is False")
+    return library
