@@ -1,8 +1,8 @@
 // How are 16-bit floats packed into 12 bits and back? Sign and mantissa take 8, one of 15 exponents 4; others escape.
 //
 // A group is 128 words in 192 bytes: 128 bytes of sign and mantissa, then 64 of codes; byte i of those has the code of
-// word i in its low half, and that of word i + 64 in its high one. Groups lie one after the other, so any range of words
-// is one range of bytes, and both ways work in place: see format.py.
+// word i in its low half, and that of word i + 64 in its high one. Groups lie one after the other, so any range of
+// words is one range of bytes, and both ways work in place: see format.py.
 #include <stdint.h>
 #include <string.h>
 
@@ -32,7 +32,7 @@ static void unpack_plain(const uint8_t *groups, int64_t count, const uint8_t *pa
 }
 
 #ifdef HAS_LEVELS
-// The low byte of a word is the exponent's last bit and the mantissa, the high one the sign and the rest of the exponent.
+// The low byte of a word is the exponent's last bit and the mantissa, the high one the sign and the exponent's rest.
 #define AVX2 __attribute__((target("avx2")))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2")))
 
@@ -163,7 +163,7 @@ EXPORT int32_t millrace_packed_best_level(void) {
 // The last byte of the palette is no exponent.
 EXPORT void millrace_packed_choose(const uint16_t *words, int64_t count, uint8_t *palette) {
   uint32_t met[4][256] = {};
-  const int64_t stride = count > SAMPLED * SAMPLED * WORDS ? SAMPLED * WORDS : WORDS;
+  const int64_t stride = count > SAMPLED * SAMPLED * WORDS ? SAMPLED * WORDS : (int64_t)WORDS;
   for (int64_t at = 0; at < count; at += stride)
     for (int64_t i = at; i < at + WORDS && i < count; ++i) ++met[i % 4][(uint8_t)(words[i] >> 7)];
   for (int e = 0; e < 256; ++e) met[0][e] += met[1][e] + met[2][e] + met[3][e] + 1;
@@ -207,7 +207,8 @@ EXPORT void millrace_packed_unpack(const uint8_t *groups, const uint8_t *palette
     if (skipped || left < WORDS) {
       uint16_t group[WORDS];
       unpack_groups(groups, 1, palette, group, level);
-      done = WORDS - skipped < left ? WORDS - skipped : left;
+      done = WORDS - skipped;
+      if (done > left) done = left;
       memcpy(out, group + skipped, 2 * (size_t)done);
       groups += BYTES;
     } else {
