@@ -81,8 +81,8 @@ class CommonHomes:
 
     def move_in(self, block: Block) -> None:
         """A block was made on all ranks: what the first rank of the mesh has is what all have. A collective."""
+        block.common = self
         if isinstance(block.rest, SharedRest):
-            block.common = self
             block.rest.drop()
             if self.node.across is not None:
                 part = block.rest.common[self.node.part(block.nbytes)]
