@@ -30,7 +30,6 @@ _REFUSED = {
     "plain": "trains without millrace, in one process",
     "micro_batches_together": "is for one process yet: ranks average the gradients of each micro-batch",
     "device_fraction": "is for one process: ranks share one copy of the weights in host memory",
-    "param_dtype": "would convert what ranks share; convert the model instead, with --dtype",
 }
 
 
