@@ -65,6 +65,7 @@ class Block:
         self.updates: list[Pending] = []  # write the homes; whoever reads those waits for them
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()  # are told when gradients are complete
         self.common: object = None
+        self.agreed: object = None  # contents of which this rank knows whether they are its own alone
         self.order = -1  # its place among those that a forward needs first
         self._presence = Presence.ABSENT
         self._last_read: Event | None = None  # the end of the last copy that reads the homes
@@ -122,12 +123,11 @@ class Block:
     def stale(self) -> bool:
         """Whether the device copy may differ from a home."""
         self._notice_writes()
-        signature = self._signature()
-        if self._not_stale is not None and signature == self._not_stale:
+        if self._not_stale is not None and self._signature() == self._not_stale:
             return False
         if any(slot.stale for slot in self.slots):
             return True
-        self._not_stale = signature
+        self._not_stale = self._signature()
         return False
 
     def _notice_writes(self) -> None:
@@ -168,7 +168,7 @@ class Block:
 
     @property
     def changed_since_load(self) -> bool:
-        """Whether a home changed after the last device copy was made, present or not. False if there never was one."""
+        """Whether a home changed after the last device copy was made, present or not."""
         return any(slot.changed_since_load for slot in self.slots)
 
     # bytes ------------------------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ class Block:
                 before_write(slot.home for slot in self.slots)
                 for slot in self.slots:
                     if slot.keep_leaf_writes(self.buffer):
-                        self._flushed = None
+                        self._flushed = self.agreed = None
             self._leaves.writes_are_kept()
         return True
 

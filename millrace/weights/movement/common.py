@@ -77,7 +77,6 @@ class CommonHomes:
         self._said: Counters | None = None  # for each block what was written, and after these its updates
         self._updates: dict[Block, _Updates] = {}
         self.discards: list[Callable[[Iterable[Any]], None]] = []  # called when gradients of parameters are discarded
-        self._seen: dict[Block, object] = {}  # contents of which this rank knows whether they are its own alone
 
     def move_in(self, block: Block) -> None:
         """A block was made on all ranks: what the first rank of the mesh has is what all have. A collective."""
@@ -157,7 +156,7 @@ class CommonHomes:
     def _look(self) -> None:
         """Without gradients a pass computes with what this rank has, whatever others do."""
         for block in self._blocks():
-            if block.contents != self._seen.get(block):
+            if block.contents != block.agreed:
                 written = self._is_written(block)
                 if isinstance(block.rest, SharedRest):
                     block.rest.reads_own(written)
@@ -168,7 +167,7 @@ class CommonHomes:
                     )
                 if written:
                     _renew(block)
-                self._seen[block] = block.contents
+                block.agreed = block.contents
 
     def _check_alike(self, blocks: Sequence[Block], written: Sequence[int], said: Counters, what: str) -> None:
         """Raises StateError where ranks have written different values."""
@@ -193,13 +192,13 @@ class CommonHomes:
             self._accept(block)
 
     def _accept(self, block: Block) -> None:
-        self._seen[block] = block.contents
+        block.agreed = block.contents
         for slot in block.slots if block.rest.homes is not None else ():
             slot.is_cast()  # which all ranks see, too
 
     def unwritten(self) -> list[Block]:
         """Blocks that nobody but millrace has written since."""
-        return [block for block in self._blocks() if block.contents == self._seen.get(block)]
+        return [block for block in self._blocks() if block.contents == block.agreed]
 
     def still_unwritten(self, blocks: Iterable[Block]) -> None:
         """These have other contents only as somebody says that an optimizer has stepped."""
@@ -246,7 +245,7 @@ class CommonHomes:
             for slot in block.slots:
                 slot.return_home()
         is_own = isinstance(block.rest, SharedRest) and block.rest.is_own
-        if block.contents == self._seen.get(block) and not is_own:
+        if block.contents == block.agreed and not is_own:
             return False
         block.make_homes_readable()
         written = block.rest.is_written
