@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -373,7 +373,7 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
                 steps.callback(block.wait_for_reads)
             steps.callback(self._engine.updates.wait)
 
-    def _block(self, name: str, members: Iterable[Member]) -> Block:
+    def _block(self, name: str, members: Sequence[Member]) -> Block:
         block = Block(name, members, self._config.device, self._shelf, self._config.param_dtype)
         self._made.append(block)
         if self._common is not None:

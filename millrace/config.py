@@ -112,11 +112,6 @@ class OffloadConfig:
             raise ValueError(
                 'mesh= keeps one copy of weights on disk, and no activations of its ranks: leave tier="disk" out'
             )
-        if self.mesh is not None and self.param_dtype is not None:
-            raise ValueError(
-                f"mesh= with param_dtype={self.param_dtype}: convert the model instead, model.to({self.param_dtype});"
-                " millrace's optimizers keep exact masters of low-precision weights"
-            )
         for name in ("param_dtype", "grad_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -26,7 +26,8 @@ Memory is bytes, text such as 8GiB, or a share of the model's weights such as 25
 Ctrl-C or SIGTERM ends the run after the current step and saves a checkpoint; the same command goes on from there, as
 if nothing had happened. A second Ctrl-C ends it at once.
 On several devices: torchrun --nproc-per-node N -m millrace train ..., with --accumulate a multiple of N. A step is of
---batch-size times --accumulate sequences on any number of ranks, and --host-memory is for all ranks of a machine.
+--batch-size times --accumulate sequences on any number of ranks; --host-memory and --disk are for all ranks of a
+machine.
 Flags of DiffSynth-Studio and of Megatron for offloading are taken, with a note of what each one became.
 Exit codes: 0 trained and saved, 1 the training failed or memory ran out, 2 the input cannot be used,
 3 stopped on request after a checkpoint was saved, 130 stopped at once.

@@ -41,7 +41,7 @@ class OnNode(Dealt):
     def update(self, members: Sequence[Member], perform: Perform) -> None:
         error = None
         try:
-            perform(self.mine(members))
+            self.perform(perform, members)
         except Exception as failure:  # the others wait
             error = failure
         self.common.node.meet("the end of its update")
@@ -56,6 +56,12 @@ class OnNode(Dealt):
             else:
                 mine.append(member)
         return mine
+
+    def perform(self, perform: Callable[..., None], members: Iterable[Member], *settings: Any) -> None:
+        """Calls `perform`, with these settings, for what this rank updates of `members`."""
+        if mine := self.mine(members):
+            perform(mine, *settings)
+            self.common.updated(member.parameter.__dict__[OWNER] for member in mine)
 
     def place_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The weights as all ranks see them."""

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -222,12 +223,11 @@ class HostOptimizer(StateAtRest):
         will_write([member.parameter for member in members])
         self._written(members)
         node = self._dealt if isinstance(self._dealt, OnNode) else None
+        perform_own = self._perform if node is None else partial(node.perform, self._perform)
 
         def perform(batch: Sequence[Member]) -> None:
             before_write([member.parameter for member in batch])
-            mine = batch if node is None else node.mine(batch)
-            if mine:
-                self._perform(mine, scale)
+            perform_own(batch, scale)
             if self._early is not None:
                 self._early.performed(member.parameter for member in batch)
 

@@ -221,21 +221,21 @@ class Node:
 
 
 _nodes: "weakref.WeakSet[Node]" = weakref.WeakSet()
-_report_uncaught = sys.excepthook
 
 
 def _watch_uncaught() -> None:
     """From now on the last error of this process is told to others before it ends."""
-    global _report_uncaught
-    if sys.excepthook is not _note_uncaught:
-        _report_uncaught, sys.excepthook = sys.excepthook, _note_uncaught
+    report = sys.excepthook
+    if getattr(report, "tells_ranks", False):
+        return
 
+    def note_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        for node in list(_nodes):
+            node.note(error)
+        report(kind, error, trace)  # which may come to an earlier one of these: others wrap the hook, too
 
-def _note_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """What ends this process, other ranks are told."""
-    for node in list(_nodes):
-        node.note(error)
-    _report_uncaught(kind, error, trace)
+    note_uncaught.tells_ranks = True  # type: ignore[attr-defined]
+    sys.excepthook = note_uncaught
 
 
 def _group_of(mesh: Any) -> Any:

@@ -28,10 +28,8 @@ _NEEDED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # beside WORLD_S
 # Settings that several ranks cannot take, and why.
 _REFUSED = {
     "plain": "trains without millrace, in one process",
-    "disk": "is for one process yet: ranks share one copy of the model in host memory",
     "micro_batches_together": "is for one process yet: ranks average the gradients of each micro-batch",
     "device_fraction": "is for one process: ranks share one copy of the weights in host memory",
-    "param_dtype": "would convert what ranks share; convert the model instead, with --dtype",
 }
 
 
@@ -118,6 +116,11 @@ def _check(config: TrainConfig, count: int) -> None:
     for name, why in _REFUSED.items():
         if getattr(config, name) not in (None, False):
             raise TrainInputError(f"{flag(name)} {why}; leave it out, or start without torchrun")
+    if (config.activation_settings() or {}).get("tier") == "disk":
+        raise TrainInputError(
+            "--offload-activations tier=disk is for one process: ranks keep what autograd saves in host memory; leave"
+            " tier=disk out"
+        )
     if config.overlap == "backward":
         raise TrainInputError(
             f"--overlap backward updates weights before their gradients are averaged over the {count} ranks; give"

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.test_gather import started as gathered
 from tests.distributed.test_mesh import started
+from tests.distributed.test_mesh_disk import left_in
 from tests.nursery import Nursery
 
-KILLS = int(os.environ.get("KILLS", "8"))
+KILLS = int(os.environ.get("KILLS", "4"))
 
 
 def files_of_ranks() -> set[str]:
@@ -30,10 +32,15 @@ def files_of_ranks() -> set[str]:
 
 
 @pytest.mark.parametrize("seed", range(KILLS))
-def test_a_rank_is_killed(nursery: Nursery, tmp_path: Path, seed: int) -> None:
-    chance = random.Random(seed)
+@pytest.mark.parametrize("way", ["own", "gather", "disk"])
+def test_a_rank_is_killed(nursery: Nursery, tmp_path: Path, way: str, seed: int) -> None:
+    chance = random.Random(f"{way} {seed}")
     world_size = chance.choice([2, 3])
-    ranks = started(nursery, tmp_path, world_size, "m.trains_until_a_rank_is_gone")
+    if way == "disk":
+        ranks = started(nursery, tmp_path, world_size, f"d.trains_until_a_rank_is_gone, {str(tmp_path)!r}")
+    else:
+        start = {"own": started, "gather": gathered}[way]
+        ranks = start(nursery, tmp_path, world_size, "m.trains_until_a_rank_is_gone")
     for one in ranks:
         assert one.read_line() == "trains\n", one.errors
     time.sleep(chance.uniform(0, 0.15))
@@ -46,3 +53,4 @@ def test_a_rank_is_killed(nursery: Nursery, tmp_path: Path, seed: int) -> None:
         assert one.wait() == (-signal.SIGKILL if rank == killed else 0)
     assert not files_of_ranks() & {str(one.pid) for one in ranks}
     assert not list(Path("/dev/shm").glob("*millrace*"))
+    assert sum(path.stat().st_size for path in left_in(tmp_path)) < 100  # locks that nobody holds

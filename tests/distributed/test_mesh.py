@@ -102,6 +102,7 @@ def test_one_copy_for_a_node(nursery: Nursery, tmp_path: Path, world_size: int) 
         "refusals",
         "few_descriptors",
         "what_hooks_and_closures_write_counts",
+        "what_layers_write_counts",
         "no_sync_is_forgotten_with_its_gradients",
     ],
 )

@@ -37,6 +37,9 @@ def runs(rank: int, world_size: int, cache: str, ports: list[int], settings: lis
         stats: Any = result.stats
         assert 0 < stats.device_peak_bytes <= 0.75 * result.weight_bytes
         assert stats.onload_bytes > result.weight_bytes
+        if "disk" in given:
+            assert stats.fetch_bytes > 0
+            assert (stats.disk_bytes > 0) == ("lora_rank" not in given)  # frozen weights stay in their files
         print("stopped" if result.checkpoint else "done", flush=True)
 
 

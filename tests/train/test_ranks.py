@@ -98,8 +98,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "adapters": {"lora_rank": 2, "lora_dropout": 0.1, "lora_targets": ("c_attn",)},
     "muon": {"optimizer": "muon"},
     "bfloat16, 8 bits, recomputed": {"dtype": "bfloat16", "state_dtype": "8bit", "gradient_checkpointing": True},
+    "computed in bfloat16": {"param_dtype": "bfloat16", "overlap": "forward"},
     "activations": {"offload_activations": (), "grad_dtype": "float32"},
     "an accelerator": {"device": "emu", "overlap": "forward"},
+    "a drive, evaluation": {"disk": 75, "eval_every": 2, "overlap": "forward"},
+    "a drive, adapters": {"disk": 45, "lora_rank": 2, "lora_targets": ("c_attn",)},
+    "a drive, muon, an accelerator": {"disk": 75, "optimizer": "muon", "device": "emu"},
 }
 
 
@@ -113,32 +117,42 @@ def test_two_ranks_come_to_the_same_as_one(
         found = []
         for number, variant in enumerate(VARIANTS.values()):
             eval_text = {"eval_text": small["text"]} if "eval_every" in variant else {}
-            found.append({**common, **variant, **eval_text, "output": tmp_path / f"{number}-{world_size}"})
+            own = {"output": tmp_path / f"{number}-{world_size}"}
+            if "disk" in variant:
+                own |= {"disk": tmp_path / "disk", "host_memory": f"{variant['disk'] * world_size}%"}  # each has a ring
+            found.append({**common, **variant, **eval_text, **own})
         return found
 
     for world_size in (1, 2):
         end(start(world_size, *every(world_size)), "done\n" * len(VARIANTS))
     for number in range(len(VARIANTS)):
         assert_same(tmp_path / f"{number}-2", tmp_path / f"{number}-1")
+    assert not [path for path in (tmp_path / "disk").rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize("model_directory", ["gpt2"], indirect=True)
+@pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.timeout(300)
 def test_a_run_that_is_killed_or_stopped_goes_on_with_other_ranks(
-    start: Callable[..., list[Child]], small: dict[str, Any], tmp_path: Path, model_directory: Path
+    start: Callable[..., list[Child]], small: dict[str, Any], tmp_path: Path, model_directory: Path, tier: str
 ) -> None:
     """On one rank, killed in step 2; on two, of which one is asked to stop in step 3; on four, killed in 5; on one."""
     common = {**small, "model": model_directory, "save_every": 1, "output": tmp_path / "out"}
+
+    def on(ranks: int, **changes: Any) -> list[Child]:
+        where = {"disk": tmp_path / "disk", "host_memory": f"{75 * ranks}%"} if tier == "disk" else {}
+        return start(ranks, {**common, **where, **changes})
+
     end(start(1, {**common, "output": tmp_path / "whole"}), "done\n")
-    (alone,) = start(1, {**common, "ends": ("killed", 2)})
+    (alone,) = on(1, ends=("killed", 2))
     assert alone.wait() == -9
-    end(start(2, {**common, "ends": ("stopped", 2)}), "stopped\n")
+    end(on(2, ends=("stopped", 2)), "stopped\n")
     assert (tmp_path / "out" / "checkpoints" / "step-00000003").is_dir()
-    *others, last = start(4, {**common, "ends": ("killed", 2)})
+    *others, last = on(4, ends=("killed", 2))
     end(others, "RankError rank . (has ended|waited for all 4 ranks).*\n")
     assert last.wait() == -9
     assert not (tmp_path / "out" / "training.json").exists()
-    end(start(1, common), "done\n")
+    end(on(1), "done\n")
     assert_same(tmp_path / "out", tmp_path / "whole")
 
 
@@ -147,13 +161,15 @@ def test_a_run_that_is_killed_or_stopped_goes_on_with_other_ranks(
     [
         ({"accumulate": 3}, "--accumulate is 3, which 2 ranks cannot share evenly: a step is of 6 sequences"),
         ({"plain": True, "device_memory": None}, "--plain trains without millrace, in one process"),
-        ({"disk": Path("disk")}, "--disk is for one process yet"),
+        (
+            {"disk": Path("disk"), "offload_activations": ("tier=disk",)},
+            "--offload-activations tier=disk is for one process: .*leave tier=disk out",
+        ),
         ({"device_fraction": "auto", "device_memory": None}, "--device-fraction is for one process"),
         (
             {"micro_batches_together": "all"},
             "--micro-batches-together is for one process yet: ranks average.* leave it out",
         ),
-        ({"param_dtype": "bfloat16"}, "--param-dtype would convert .*--dtype"),
         ({"overlap": "backward", "max_grad_norm": 0}, "--overlap backward updates .*--overlap forward"),
         ({}, "WORLD_SIZE is 2 in the environment, and RANK is not set; start the ranks with torchrun"),
     ],

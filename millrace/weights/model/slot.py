@@ -80,6 +80,7 @@ class Slot:
         self.layout = layout
         self._keep(rest)
         self.absent = absent  # what the leaf's data is while there is no device copy
+        self._home_place: torch.Tensor | None = None  # of a home that casts, where ranks have one copy of it
         self.untraced_changes = 0  # writes that a hook reported: fused optimizers leave no trace in _version
         self.unit: Unit | None = None  # what it travels with
         self.on_change: Callable[[], None] = _nothing  # called when the home may have changed without a trace in it
@@ -210,6 +211,10 @@ class Slot:
     def cast(self) -> None:
         """Casts the home into `rest`. Nobody may be reading there."""
         self.rest.copy_(self.data)
+        self.is_cast()
+
+    def is_cast(self) -> None:
+        """`rest` has the cast of what the home holds."""
         self._cast = self._read()
 
     def follow_requires_grad(self) -> None:
@@ -249,7 +254,7 @@ class Slot:
             )
         self._before_touch()
         self._node_is_watched = True
-        if not self.casts:
+        if not self.casts or self._home_place is not None:
             self.home.point(self.data.clone())  # whoever still holds it keeps its contents
         as_parameter(self.home)
         self.home = as_home(parameter, self)
@@ -282,12 +287,22 @@ class Slot:
                 self.home.point(rest)
             self._keep(rest)
 
+    def live_at(self, place: torch.Tensor, *, keeps: bool = False) -> None:
+        """A home that casts lies there from now on; `keeps`: with what it holds."""
+        with torch.no_grad():
+            if keeps:
+                copy_on_disk(place, self.data)
+            self.home.point(place)
+            self._home_place = place
+
     def return_home(self) -> None:
-        """A home that was pointed elsewhere (`p.data = t`) lies in its block again, with what it holds."""
-        if not self.in_place and not self.casts:
-            self.rest.copy_(self.data)
-            self.give(self.rest)
-            self.home.point(self.rest)
+        """A home that was pointed elsewhere (`p.data = t`) lies where the ranks have it again, with what it holds."""
+        place = self._home_place if self.casts else self.rest
+        if place is not None and self.home.data_ptr() != place.data_ptr():
+            place.copy_(self.data)
+            self.give(place)
+            self.home.point(place)
+            torch.autograd.graph.increment_version(self.home)  # its address is as before, for whoever compares that
             self._home_changed()
 
     def release(self) -> None:

@@ -295,6 +295,7 @@ class AveragedGradients:
             # As one process adds to what there is; of several nodes, what they have summed up is added to it.
             continued = before is not None and node.across is None and self._sums.continues
             total = self._sums.of(given, gives, index, before.clone() if before is not None and continued else None)
+            total = None if total is None else total.to(common.dtype)
             if anywhere[index] and node.across is not None:
                 total = torch.zeros_like(common) if total is None else total
                 distributed.all_reduce(total, group=node.across)

@@ -1,7 +1,7 @@
 """What is a block? The parameters that travel together: one byte range in host memory, one buffer on the device."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum, auto
 from functools import partial
 
@@ -48,7 +48,7 @@ class Block:
     def __init__(
         self,
         name: str,
-        members: Iterable[Member],
+        members: Sequence[Member],
         device: torch.device,
         shelf: Shelf,
         param_dtype: torch.dtype | None = None,
@@ -65,6 +65,7 @@ class Block:
         self.updates: list[Pending] = []  # write the homes; whoever reads those waits for them
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()  # are told when gradients are complete
         self.common: object = None
+        self.agreed: object = None  # contents of which this rank knows whether they are its own alone
         self.order = -1  # its place among those that a forward needs first
         self._presence = Presence.ABSENT
         self._last_read: Event | None = None  # the end of the last copy that reads the homes
@@ -76,7 +77,6 @@ class Block:
             None  # that of the last copy of all, and the slots' marks then
         )
         self._current_at = -1  # when the device copy was last found to be what the homes hold, see `is_current`
-        members = list(members)
         parameters = [member.parameter for member in members]
         layouts, self.nbytes = lay_out(parameters, param_dtype)
         self.rest = shelf.rest_for(name, parameters, layouts, self.nbytes)
@@ -91,6 +91,7 @@ class Block:
         for slot in self.slots:
             slot.unit = self
             slot.on_change = self._changed
+        self.rest.take_homes(self.slots)
         self.compounds = list(dict.fromkeys(member.compound for member in members if member.compound is not None))
         self._leaves = Leaves(self.slots, self.compounds)
         self.slots_by_offset = sorted(self.slots, key=lambda slot: slot.layout.offset)
@@ -123,12 +124,11 @@ class Block:
     def stale(self) -> bool:
         """Whether the device copy may differ from a home."""
         self._notice_writes()
-        signature = self._signature()
-        if self._not_stale is not None and signature == self._not_stale:
+        if self._not_stale is not None and self._signature() == self._not_stale:
             return False
         if any(slot.stale for slot in self.slots):
             return True
-        self._not_stale = signature
+        self._not_stale = self._signature()
         return False
 
     def _notice_writes(self) -> None:
@@ -169,7 +169,7 @@ class Block:
 
     @property
     def changed_since_load(self) -> bool:
-        """Whether a home changed after the last device copy was made, present or not. False if there never was one."""
+        """Whether a home changed after the last device copy was made, present or not."""
         return any(slot.changed_since_load for slot in self.slots)
 
     # bytes ------------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class Block:
                 slot.mark_loaded_again(mark)
             self._not_stale = signature
             return [] if self.rest.memory is None else [(self.buffer, self.rest.memory)]
-        self._make_homes_readable()
+        self.make_homes_readable()
         changed = [slot for slot in self.slots if slot.stale]
         copies: list[Copy] = []
         if not only_changes or self.is_fetched or 2 * len(changed) > len(self.slots):
@@ -203,10 +203,8 @@ class Block:
         for slot in self.slots:
             slot.mark_loaded()
         self._not_stale = None
-        if all(slot.in_place for slot in self.slots):
-            self._loaded = self._signature(), [slot.mark for slot in self.slots]
-        else:
-            self._loaded = None
+        marks = [slot.mark for slot in self.slots]
+        self._loaded = (self._signature(), marks) if all(slot.in_place for slot in self.slots) else None
         return copies
 
     @property
@@ -239,12 +237,12 @@ class Block:
     def flush(self) -> None:
         """Begins to bring to the files what was written to the homes, as the next fetch would."""
         if self.is_fetched and self.rest.writable:
-            self._make_homes_readable()
+            self.make_homes_readable()
             self._flush(self.contents)
 
     def readable_contents(self) -> object:
         """What the homes hold, which may be read until the next update, and is where it can be fetched from."""
-        self._make_homes_readable()
+        self.make_homes_readable()
         if self.is_fetched and self.contents != self._flushed:
             self.make_writable()
         return self.contents
@@ -271,12 +269,14 @@ class Block:
         for slot, place in zip(self.slots, rest.places([slot.layout for slot in self.slots]), strict=True):
             slot.move_to(place, keeps=keeps)
         self.rest = rest
+        rest.take_homes(self.slots, keeps=keeps)
 
     def is_flushed(self) -> None:
         """The files have what the homes hold, whoever has had a look at them."""
         self._flushed = self.contents
 
-    def _make_homes_readable(self) -> None:
+    def make_homes_readable(self) -> None:
+        """No update is under way, and what travels in another dtype is what the homes hold."""
         self.wait_for_updates()
         for slot in self.slots:
             slot.check_shape()
@@ -351,7 +351,7 @@ class Block:
                 before_write(slot.home for slot in self.slots)
                 for slot in self.slots:
                     if slot.keep_leaf_writes(self.buffer):
-                        self._flushed = None
+                        self._flushed = self.agreed = None
             self._leaves.writes_are_kept()
         return True
 

@@ -77,19 +77,26 @@ class CommonHomes:
         self._said: Counters | None = None  # for each block what was written, and after these its updates
         self._updates: dict[Block, _Updates] = {}
         self.discards: list[Callable[[Iterable[Any]], None]] = []  # called when gradients of parameters are discarded
-        self._seen: dict[Block, object] = {}  # contents of which this rank knows whether they are its own alone
 
     def move_in(self, block: Block) -> None:
         """A block was made on all ranks: what the first rank of the mesh has is what all have. A collective."""
-        if isinstance(block.rest, SharedRest):
-            block.common = self
-            block.rest.drop()
-            if self.node.across is not None:
-                part = block.rest.common[self.node.part(block.nbytes)]
+        block.common = self
+        rest = block.rest
+        if isinstance(rest, SharedRest):
+            if rest.homes is not None:
+                rest.publish(self.node.part)  # the casts that each has made
+                self.node.meet(f"block {block.name!r}, as it travels")
+            rest.drop()
+            for shared in (
+                () if self.node.across is None else (rest, *([] if rest.homes is None else [rest.homes.rest]))
+            ):
+                part = shared.common[self.node.part(len(shared.common))]
                 distributed.broadcast(part, group_src=0, group=self.node.across)
+            if self.node.across is not None:
                 self.node.meet(f"block {block.name!r}, as the first node has it")
+            if self.node.across is not None or rest.homes is not None:
                 _renew(block)
-        self._seen[block] = block.contents
+        self._accept(block)
 
     def begin_pass(self, *, with_gradients: bool) -> None:
         """A pass begins; one with gradients begins on all ranks."""
@@ -135,7 +142,7 @@ class CommonHomes:
         for index in written:
             rest = blocks[index].rest
             if isinstance(rest, SharedRest):
-                rest.publish(self.node.part(blocks[index].nbytes))
+                rest.publish(self.node.part)
             else:
                 blocks[index].make_writable()
         self.node.meet(what)  # also: nobody writes the next answer before all have read this one
@@ -149,7 +156,7 @@ class CommonHomes:
     def _look(self) -> None:
         """Without gradients a pass computes with what this rank has, whatever others do."""
         for block in self._blocks():
-            if block.contents != self._seen.get(block):
+            if block.contents != block.agreed:
                 written = self._is_written(block)
                 if isinstance(block.rest, SharedRest):
                     block.rest.reads_own(written)
@@ -160,7 +167,7 @@ class CommonHomes:
                     )
                 if written:
                     _renew(block)
-                self._seen[block] = block.contents
+                block.agreed = block.contents
 
     def _check_alike(self, blocks: Sequence[Block], written: Sequence[int], said: Counters, what: str) -> None:
         """Raises StateError where ranks have written different values."""
@@ -182,18 +189,23 @@ class CommonHomes:
     def accept(self) -> None:
         """What homes hold now is what all ranks see: they agreed, or an optimizer wrote it for all."""
         for block in self._blocks():
-            self._seen[block] = block.contents
+            self._accept(block)
+
+    def _accept(self, block: Block) -> None:
+        block.agreed = block.contents
+        for slot in block.slots if block.rest.homes is not None else ():
+            slot.is_cast()  # which all ranks see, too
 
     def unwritten(self) -> list[Block]:
         """Blocks that nobody but millrace has written since."""
-        return [block for block in self._blocks() if block.contents == self._seen.get(block)]
+        return [block for block in self._blocks() if block.contents == block.agreed]
 
     def still_unwritten(self, blocks: Iterable[Block]) -> None:
         """These have other contents only as somebody says that an optimizer has stepped."""
         for block in blocks:
             if isinstance(block.rest, CheckpointRest):
                 block.is_flushed()
-            self._seen[block] = block.contents
+            self._accept(block)
 
     def discard(self, parameters: Iterable[Any]) -> None:
         """Gradients of these are discarded, those that wait to be averaged, too."""
@@ -214,7 +226,16 @@ class CommonHomes:
         block = slot.unit
         if not isinstance(block, Block) or not isinstance(block.rest, SharedRest):
             raise StateError(f"parameter {slot.name!r} is not in memory that the ranks share")
+        if slot.casts and block.rest.homes is not None:
+            return block.rest.homes.common_place(block.slots.index(slot))
         return block.rest.common_places([slot.layout])[0]
+
+    @torch.no_grad()
+    def updated(self, slots: Iterable[Slot]) -> None:
+        """An optimizer has written the homes of these for all; what travels in another dtype follows."""
+        for slot in slots:
+            if slot.casts and isinstance(slot.unit, Block) and isinstance(slot.unit.rest, SharedRest):
+                slot.unit.rest.common_places([slot.layout])[0].copy_(self.place_of(slot))
 
     def _is_written(self, block: Block) -> bool:
         """Whether this rank's user has changed something, which all others should have as well."""
@@ -224,9 +245,9 @@ class CommonHomes:
             for slot in block.slots:
                 slot.return_home()
         is_own = isinstance(block.rest, SharedRest) and block.rest.is_own
-        if block.contents == self._seen.get(block) and not is_own:
+        if block.contents == block.agreed and not is_own:
             return False
-        block.wait_for_updates()
+        block.make_homes_readable()
         written = block.rest.is_written
         if not written and isinstance(block.rest, SharedRest):
             block.rest.drop()  # pages that were written with what they held would not follow what others write

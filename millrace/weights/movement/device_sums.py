@@ -17,7 +17,7 @@ from millrace.runtime.node import Node
 from millrace.runtime.threads import Job
 from millrace.weights.meter import Meter
 from millrace.weights.model.slot import Slot
-from millrace.weights.movement.node_gradients import Round, flat, laid_out
+from millrace.weights.movement.node_gradients import Round, flat, given_dtype, laid_out
 
 __all__ = ["DeviceSums"]
 
@@ -33,12 +33,13 @@ class _Packed:
 
 
 class DeviceSums:
-    """The sums of one model's gradients. `dtype_of` those of a parameter. To be made by all ranks."""
+    """The sums of one model's gradients. `dtype_of` the sums of a parameter's. To be made by all ranks."""
 
     continues = False
 
     def __init__(self, node: Node, lanes: Lanes, meter: Meter, dtype_of: Callable[[Slot], torch.dtype]) -> None:
-        self._node, self._lanes, self._meter, self._dtype_of = node, lanes, meter, dtype_of
+        self._node, self._lanes, self._meter = node, lanes, meter
+        self._dtype_of: Callable[[Slot], torch.dtype] = lambda slot: given_dtype(slot, dtype_of(slot))
         self._group = DeviceGroup(node, lanes.device)
 
     def part(self, count: int) -> slice:

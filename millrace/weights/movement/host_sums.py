@@ -12,13 +12,13 @@ from millrace.runtime.lanes import Copy, Lane, Lanes
 from millrace.runtime.node import Node
 from millrace.weights.meter import Meter
 from millrace.weights.model.slot import Slot
-from millrace.weights.movement.node_gradients import Round, flat, laid_out, offsets_of, strides_of
+from millrace.weights.movement.node_gradients import Round, flat, given_dtype, laid_out, offsets_of, strides_of
 
 __all__ = ["HostSums"]
 
 
 class HostSums:
-    """The sums of one model's gradients. `dtype_of` those of a parameter."""
+    """The sums of one model's gradients. `dtype_of` the sums of a parameter's."""
 
     continues = True
 
@@ -36,9 +36,7 @@ class HostSums:
         if not gradients:
             return 0
         places = self._places(given, self._node.rank, gradients)
-        copies: list[Copy] = [
-            (places[slot], laid_out(one, slot, self._dtype_of(slot))) for slot, one in gradients.items()
-        ]
+        copies: list[Copy] = [(places[slot], laid_out(one, slot, self._given(slot))) for slot, one in gradients.items()]
         given.transfer = transfer = self._lanes.copy(Lane.OFFLOAD, copies, self._lanes.mark())
         self._meter.offloaded(transfer, given.block.name)
         return sum(one.nbytes for one in gradients.values())
@@ -63,7 +61,7 @@ class HostSums:
             if gives[rank, index]:
                 whole = flat(self._places(given, rank, [slot])[slot])
                 one = whole[self.part(len(whole))] / self._node.world
-                total = one if total is None else total.add_(one)
+                total = one.to(self._dtype_of(slot)) if total is None else total.add_(one)
         return total
 
     def fail(self, given: Round, error: BaseException) -> None:
@@ -74,9 +72,12 @@ class HostSums:
         offsets, _ = given.landing
         found = {}
         for slot in wanted:
-            place = given.given(rank, offsets[slot], slot.home.numel(), self._dtype_of(slot))
+            place = given.given(rank, offsets[slot], slot.home.numel(), self._given(slot))
             found[slot] = place.as_strided(slot.layout.shape, strides_of(slot))
         return found
 
     def _offsets_of(self, slots: Sequence[Slot]) -> list[int]:
-        return offsets_of(slot.home.numel() * self._dtype_of(slot).itemsize for slot in slots)
+        return offsets_of(slot.home.numel() * self._given(slot).itemsize for slot in slots)
+
+    def _given(self, slot: Slot) -> torch.dtype:
+        return given_dtype(slot, self._dtype_of(slot))

@@ -21,6 +21,7 @@ __all__ = [
     "add_up",
     "divided",
     "flat",
+    "given_dtype",
     "laid_out",
     "offsets_of",
     "refuse_hooks",
@@ -89,6 +90,11 @@ def there_is(slot: Slot) -> torch.Tensor:
     if gradient.stride() != strides_of(slot):
         gradient = torch.empty_strided(gradient.shape, strides_of(slot), dtype=gradient.dtype).copy_(gradient)
     return flat(gradient.detach())
+
+
+def given_dtype(slot: Slot, dtype: torch.dtype) -> torch.dtype:
+    """In which a gradient is given whose average has `dtype`: nothing is rounded before it is added."""
+    return torch.promote_types(slot.layout.dtype, dtype)
 
 
 def laid_out(gradient: torch.Tensor, slot: Slot, dtype: torch.dtype) -> torch.Tensor:

@@ -13,6 +13,7 @@ from millrace.memory.disk import LEAST_READING_BYTES
 from millrace.runtime.device import free_device_bytes, is_accelerator
 from millrace.runtime.host import available_host_bytes
 from millrace.weights.model.inventory import Inventory
+from millrace.weights.model.layout import travel_dtype
 from millrace.weights.model.partition import Partition
 from millrace.weights.model.tables import gathering_bytes
 from millrace.weights.rest.placement import Placement, place
@@ -114,6 +115,8 @@ class Budgets:
         """Which blocks rest on the host, and which on disk. Raises BudgetError when they have no room."""
         sizes = {part.name: inventory.nbytes(part.keys) for part in parts.streamed}
         resident_bytes = sum(whole_pages(inventory.nbytes(part.keys)) for part in parts.resident)
+        if config.mesh is not None:  # homes that travel in another dtype are in memory that millrace has made
+            resident_bytes += sum(whole_pages(inventory.cast_bytes(part.keys)) for part in parts.resident)
         rows = [gathering_bytes(sizes[part.name], part.row_bytes) for part in parts.streamed]
         resident_bytes += 2 * whole_pages(max(rows)) if any(rows) else 0
         if config.disk is not None or config.checkpoint is not None:
@@ -130,6 +133,8 @@ class Budgets:
                 halves_bytes=None if config.mesh is None else self._halves_bytes(inventory, parts, config),
             )
         arenas_bytes = resident_bytes + sum(map(whole_pages, sizes.values()))
+        if config.mesh is not None:
+            arenas_bytes += sum(whole_pages(inventory.cast_bytes(part.keys)) for part in parts.streamed)
         if arenas_bytes > self.host_bytes:
             raise BudgetError(
                 f"weights need {format_bytes(arenas_bytes)} of host memory in all; host_memory allows"
@@ -143,9 +148,15 @@ class Budgets:
         largest_bytes = 0
         for part in (*parts.streamed, *parts.resident):
             given = [inventory.members[key].parameter for key in part.keys]
-            sizes = [p.numel() * (config.grad_dtype or p.dtype).itemsize for p in given if p.requires_grad]
+            sizes = [p.numel() * _given_dtype(p, config).itemsize for p in given if p.requires_grad]
             largest_bytes = max(largest_bytes, aligned(len(sizes)) + sum(map(aligned, sizes)))
         return 2 * whole_pages(self.ranks * largest_bytes)
+
+
+def _given_dtype(parameter: nn.Parameter, config: OffloadConfig) -> torch.dtype:
+    """In which ranks give gradients."""
+    travels = travel_dtype(parameter, config.param_dtype)
+    return torch.promote_types(travels, config.grad_dtype or parameter.dtype)
 
 
 def _at_once(inventory: Inventory, parts: Partition) -> set[frozenset[str]]:

@@ -21,7 +21,7 @@ from millrace.weights.model.layout import lay_out
 from millrace.weights.model.slot import Layout, Slot
 from millrace.weights.rest.materialize import Materialized
 from millrace.weights.rest.packing import PackedCopy
-from millrace.weights.rest.tiers import CheckpointRest, DiskRest, HostRest, Rest, SharedRest
+from millrace.weights.rest.tiers import CheckpointRest, DiskRest, Homes, HostRest, Rest, SharedRest
 
 __all__ = ["Placement", "Shelf", "place", "ring_size"]
 
@@ -166,8 +166,10 @@ class Shelf:
     def rest_for(self, name: str, parameters: Sequence[nn.Parameter], layouts: Sequence[Layout], nbytes: int) -> Rest:
         """Where a block of `nbytes` rests. Homes that travel in another dtype go to the same tier as their block."""
         casts = [p for p, layout in zip(parameters, layouts, strict=True) if p.dtype != layout.dtype]
+        if self._node is not None:
+            return self._shared_rest_for(name, parameters, layouts, nbytes)
         if name not in self._placement.on_disk and self.make_room(whole_pages(nbytes)):
-            rest = self._host_rest(nbytes)
+            rest = HostRest(Arena(nbytes, self._device, self._ledger, "weights"), nbytes)
             if not casts:
                 self._read(parameters, rest, layouts)
             return rest
@@ -181,19 +183,43 @@ class Shelf:
                 copy_on_disk(place, parameter.detach())
                 parameter.data = place
             homes.flush()
-        on_disk = self.writable_rest_for(name, nbytes)
-        if isinstance(on_disk, SharedRest):
-            self._read(parameters, on_disk, layouts)
-        return on_disk
+        return self.writable_rest_for(name, nbytes)
 
     def packed_copy(self, name: str) -> PackedCopy:
         """What a block has beside its bytes where these rest on disk."""
         return PackedCopy(name, lambda: self.store if self._packs else None, self._meter.spilled)
 
-    def _host_rest(self, nbytes: int) -> "HostRest | SharedRest":
-        if self._node is None:
-            return HostRest(Arena(nbytes, self._device, self._ledger, "weights"), nbytes)
-        return SharedRest(SharedArena(self._node, nbytes, self._device, self._ledger, "weights"), nbytes)
+    def _shared_rest_for(
+        self, name: str, parameters: Sequence[nn.Parameter], layouts: Sequence[Layout], nbytes: int
+    ) -> Rest:
+        """As `rest_for`; what the ranks of a node have one copy of, homes that travel in another dtype, too."""
+        casts = [number for number, layout in enumerate(layouts) if parameters[number].dtype != layout.dtype]
+        made = self._materialized
+        in_memory = name not in self._placement.on_disk and self.make_room(whole_pages(nbytes))
+        names = self._names(parameters)
+        if not in_memory and made is not None and not casts and None not in names:
+            return CheckpointRest(made.checkpoint, name, [n for n in names if n], layouts)
+        rest = self._shared(name, nbytes, in_memory=in_memory)
+        if casts:
+            home_layouts, homes_bytes = lay_out([parameters[number] for number in casts], None)
+            homes = self._homes(name, homes_bytes, dict(zip(casts, home_layouts, strict=True)), in_memory=in_memory)
+            self._read([parameters[number] for number in casts], homes.rest, home_layouts)
+            rest.homes = homes
+        as_they_are = [number for number in range(len(layouts)) if number not in casts]
+        self._read([parameters[n] for n in as_they_are], rest, [layouts[n] for n in as_they_are])
+        return rest
+
+    def _homes(self, name: str, nbytes: int, layouts: dict[int, Layout], *, in_memory: bool) -> Homes:
+        in_memory = in_memory and self.make_room(whole_pages(nbytes))
+        return Homes(self._shared(f"{name} (homes)", nbytes, in_memory=in_memory), layouts)
+
+    def _shared(self, name: str, nbytes: int, *, in_memory: bool) -> SharedRest:
+        if in_memory and self._node is not None:
+            return SharedRest(SharedArena(self._node, nbytes, self._device, self._ledger, "weights"), nbytes)
+        rest = self.writable_rest_for(name, nbytes)
+        if not isinstance(rest, SharedRest):
+            raise TypeError(f"block {name!r} is of one process")
+        return rest
 
     def writable_rest_for(self, name: str, nbytes: int) -> DiskRest | SharedRest:
         """Where a block rests on disk when it changes. Raises BudgetError when there is no disk."""
@@ -225,8 +251,12 @@ class Shelf:
         rest = self.writable_rest_for(name, nbytes)
         if not isinstance(rest, SharedRest):
             return rest, keeps
-        layouts, homes = [slot.layout for slot in slots], [slot.data for slot in slots]
-        self.fill(rest, before.common_places(layouts) if isinstance(before, SharedRest) else homes, layouts)
+        layouts, data = [slot.layout for slot in slots], [slot.data for slot in slots]
+        self.fill(rest, before.common_places(layouts) if isinstance(before, SharedRest) else data, layouts)
+        if before.homes is not None:
+            there, home_layouts = before.homes.rest, list(before.homes.layouts.values())
+            rest.homes = self._homes(name, len(there.common), before.homes.layouts, in_memory=False)
+            self.fill(rest.homes.rest, there.common_places(home_layouts), home_layouts)
         return rest, isinstance(before, SharedRest) and before.is_written
 
     def has_room(self, nbytes: int) -> bool:

@@ -11,10 +11,10 @@ import xxhash
 from millrace.memory.arena import Arena
 from millrace.memory.disk import DISK_ALIGNMENT_BYTES, Checkpoint, DiskStore, Request, disk_pages
 from millrace.memory.shared import Common
-from millrace.weights.model.slot import Layout
+from millrace.weights.model.slot import Layout, Slot
 from millrace.weights.rest.fetching import Piece, Range
 
-__all__ = ["CheckpointRest", "DiskRest", "HostRest", "Rest", "SharedRest"]
+__all__ = ["CheckpointRest", "DiskRest", "Homes", "HostRest", "Rest", "SharedRest"]
 
 
 class Rest(ABC):
@@ -23,6 +23,7 @@ class Rest(ABC):
     memory: torch.Tensor | None = None  # all of them, shape (nbytes,), for copies; None: they have to be fetched
     writable = True  # whether what is written through the places is kept there
     on_disk = False
+    homes: "Homes | None" = None  # where those of its parameters lie that travel in another dtype; None: anywhere
 
     @abstractmethod
     def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
@@ -36,6 +37,13 @@ class Rest(ABC):
 
     def flush(self) -> None:  # noqa: B027  # a place that is written where it is read has nothing to do
         """What was written through the places goes to where the pieces are read, and leaves this process's memory."""
+
+    def take_homes(self, slots: Sequence[Slot], *, keeps: bool = False) -> None:
+        """Homes of the block's `slots` that have a place in `homes` lie there; `keeps`: with what they hold."""
+        if self.homes is not None:
+            places = self.homes.rest.places(list(self.homes.layouts.values()))
+            for number, place in zip(self.homes.layouts, places, strict=True):
+                slots[number].live_at(place, keeps=keeps)
 
     @property
     def flushed(self) -> bool:
@@ -102,7 +110,7 @@ class DiskRest(Rest):
 
 class SharedRest(Rest):
     """Bytes of which the ranks of a node have one copy, in memory or where `disk` has them; the places are in this
-    rank's own view of it.
+    rank's own view of it. What is written, published and dropped is that of its `homes`, too.
     """
 
     def __init__(self, common: Common, nbytes: int, disk: DiskRest | None = None) -> None:
@@ -133,29 +141,48 @@ class SharedRest(Rest):
     @property
     def is_written(self) -> bool:
         """Whether this rank's user has written something else than what all see. Reads all of it, if it was written."""
-        if not self._view.may_be_written:
-            return False
-        found = not torch.equal(self._own, self.common)
+        found = self._view.may_be_written and not torch.equal(self._own, self.common)
         self._common.forget()
-        return found
+        return found or (self.homes is not None and self.homes.rest.is_written)
 
     def digest(self) -> int:
         """A number that differs where what this rank has written does."""
-        return xxhash.xxh3_64_intdigest(self._own.numpy().data) >> 1 if len(self._own) else 0
+        own = xxhash.xxh3_64_intdigest(self._own.numpy().data) >> 1 if len(self._own) else 0
+        return own if self.homes is None else own ^ self.homes.rest.digest()
 
     def reads_own(self, own: bool) -> None:
         """Whether copies to the device read what this rank alone has written, too."""
         self.is_own = own
         self.memory = self._own if own else None if self._disk is not None else self.common
 
-    def publish(self, part: slice) -> None:
-        """These bytes of what this rank has written are what all see."""
+    def publish(self, part_of: Callable[[int], slice]) -> None:
+        """A part, of so many bytes, of what this rank has written is what all see."""
+        part = part_of(len(self.common))
         self.common[part].copy_(self._own[part])
+        if self.homes is not None:
+            self.homes.rest.publish(part_of)
 
     def drop(self) -> None:
         """This rank sees what all see."""
         self._view.drop()
         self.reads_own(False)
+        if self.homes is not None:
+            self.homes.rest.drop()
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Where homes lie of which the ranks of a node have one copy, beside the block, which travels in another dtype.
+
+    `layouts`: of each by its number among the block's parameters.
+    """
+
+    rest: SharedRest
+    layouts: dict[int, Layout]
+
+    def common_place(self, number: int) -> torch.Tensor:
+        """As in SharedRest, of one parameter."""
+        return self.rest.common_places([self.layouts[number]])[0]
 
 
 class CheckpointRest(Rest):

@@ -1,0 +1,61 @@
+"""Do ranks that have one copy of weights, which travel in another dtype, train them as one process does?"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.test_mesh import KINDS, started
+from tests.nursery import Nursery
+
+
+def run(nursery: Nursery, directory: Path, world_size: int, call: str) -> None:
+    for one in started(nursery, directory, world_size, call, module="narrow"):
+        assert one.read_rest() == "done\n", one.errors
+        assert one.wait() == 0, one.errors
+
+
+@pytest.mark.parametrize(
+    ("world_size", "device", "kind", "dtypes", "settings", "way"),
+    [
+        (2, "cpu", "full", ("float32", "bfloat16"), {}, "own"),
+        (4, "cpu", "full", ("float32", "bfloat16"), {"overlap": "forward"}, "own"),
+        (2, "cpu", "full", ("float32", "float64"), {}, "own"),
+        (2, "cpu", "full", ("bfloat16", "float32"), {"master_form": "full"}, "own"),
+        (2, "cpu", "full", ("bfloat16", "float32"), {"overlap": "forward"}, "own"),
+        (2, "cpu", "full", ("bfloat16", "bfloat16"), {}, "own"),
+        (2, "cpu", "tied", ("float32", "bfloat16"), {}, "own"),
+        (2, "cpu", "adapters", ("float32", "bfloat16"), {"overlap": "forward"}, "own"),
+        (2, "cpu", "experts", ("float32", "bfloat16"), {}, "own"),
+        (2, "emu", "full", ("float32", "bfloat16"), {"overlap": "forward"}, "own"),
+        (2, "cpu", "full", ("float32", "bfloat16"), {}, "gather"),
+        (2, "emu", "full", ("float32", "bfloat16"), {"overlap": "forward"}, "gather"),
+        (2, "cpu", "full", ("float32", "bfloat16"), {"tier": "disk"}, "disk"),
+        (2, "emu", "full", ("float32", "bfloat16"), {"tier": "disk", "overlap": "forward"}, "disk"),
+    ],
+)
+def test_steps(
+    nursery: Nursery,
+    tmp_path: Path,
+    world_size: int,
+    device: str,
+    kind: str,
+    dtypes: tuple[str, str],
+    settings: dict[str, Any],
+    way: str,
+) -> None:
+    arguments = f"{str(tmp_path)!r}, {KINDS[kind]!r}, {device!r}, {dtypes!r}, {settings!r}, {way!r}"
+    run(nursery, tmp_path, world_size, f"m.steps_are_those_of_one_process, {arguments}")
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_one_copy_for_a_node(nursery: Nursery, tmp_path: Path, world_size: int) -> None:
+    run(nursery, tmp_path, world_size, "m.one_copy_for_a_node")
+
+
+def test_a_budget_is_for_both(nursery: Nursery, tmp_path: Path) -> None:
+    run(nursery, tmp_path, 2, "m.a_budget_is_for_both")
+
+
+def test_a_run_goes_on(nursery: Nursery, tmp_path: Path) -> None:
+    run(nursery, tmp_path, 2, f"m.goes_on, {str(tmp_path)!r}")
