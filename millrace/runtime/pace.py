@@ -66,6 +66,11 @@ class Pace:
         if self._thread is None:
             self._thread = OneThread("millrace-pace")
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is a limit."""
+        return self._limit is not None
+
     def submit(self, lane: Lane, copies: Sequence[Copy], after: Event) -> tuple[Transfer | LateTransfer, Event]:
         """Submits copies, within the limit, and never blocks. Also returns their end."""
         if self._limit is None or self._thread is None:

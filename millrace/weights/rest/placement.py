@@ -18,6 +18,7 @@ from millrace.runtime.node import Node
 from millrace.weights.meter import Meter
 from millrace.weights.model.layout import lay_out
 from millrace.weights.model.slot import Layout, Slot
+from millrace.weights.rest.filling import from_memory
 from millrace.weights.rest.materialize import Materialized
 from millrace.weights.rest.tiers import CheckpointRest, DiskRest, HostRest, Rest, SharedRest
 
@@ -178,7 +179,20 @@ class Shelf:
         on_disk = self.writable_rest_for(name, nbytes)
         if isinstance(on_disk, SharedRest):
             self._read(parameters, on_disk, layouts)
+        elif not casts:
+            self._fill(parameters, on_disk, layouts)
         return on_disk
+
+    def _fill(self, parameters: Sequence[nn.Parameter], rest: DiskRest, layouts: Sequence[Layout]) -> None:
+        """Parameters whose bytes lie as in the block go there at once."""
+        sources = [_bytes_of(parameter, layout) for parameter, layout in zip(parameters, layouts, strict=True)]
+        parts = [(layout.offset, memory) for layout, memory in zip(layouts, sources, strict=True) if memory is not None]
+        if len(parts) < len(layouts):
+            return
+        places = rest.places(layouts)
+        rest.fill(from_memory(parts))
+        for parameter, place in zip(parameters, places, strict=True):
+            parameter.data = place
 
     def _host_rest(self, nbytes: int) -> "HostRest | SharedRest":
         if self._node is None:
@@ -213,9 +227,15 @@ class Shelf:
         What all ranks see is copied here; what this one alone has written stays its own.
         """
         rest = self.writable_rest_for(name, nbytes)
-        if not isinstance(rest, SharedRest):
-            return rest, keeps
         layouts, homes = [slot.layout for slot in slots], [slot.data for slot in slots]
+        if not isinstance(rest, SharedRest):
+            if keeps and all(slot.in_place or slot.casts for slot in slots):
+                rest.places(layouts)
+                if isinstance(before, CheckpointRest) and before.is_as_in_files:
+                    rest.fill_from(before, layouts)
+                elif isinstance(before, HostRest):
+                    rest.fill(from_memory([(0, before.memory)]))
+            return rest, keeps and not rest.filled
         self.fill(rest, before.common_places(layouts) if isinstance(before, SharedRest) else homes, layouts)
         return rest, isinstance(before, SharedRest) and before.is_written
 
@@ -300,6 +320,15 @@ class Shelf:
             self.fill(rest, [parameters[index].detach() for index in others], [layouts[index] for index in others])
         for index in moved:
             parameters[index].data = places[index]
+
+
+def _bytes_of(parameter: nn.Parameter, layout: Layout) -> torch.Tensor | None:
+    """The bytes of a dense parameter that has the layout's strides; None of another one."""
+    data = parameter.detach()
+    dense = data.device.type == "cpu" and torch.ops.aten.is_non_overlapping_and_dense(data)
+    if not dense or tuple(data.stride()) != tuple(layout.stride) or data.nbytes != layout.nbytes:
+        return None
+    return data.as_strided((data.numel(),), (1,)).view(torch.uint8)
 
 
 class GradientMemory(Protocol):
