@@ -36,7 +36,7 @@ class ReadEvent(Event, Protocol):
     def settle(self) -> None: ...
 
 
-_AT_ONCE = 6  # requests for a drive that has four threads: where the next goes is decided when its turn comes near
+_AT_ONCE = 6  # requests, before a guess is read for a drive that has four threads: it may be asked for meanwhile
 _ENOUGH_BLOCKS = 3  # one that computes, one that comes, and the next
 
 Range = tuple[int, int, int]  # of a block: first byte there, bytes, first byte in the target
@@ -181,7 +181,7 @@ class Fetch:
             self._reads.put(error)
 
     def _submit(self, piece: Piece, chunk: Slot, at_once: "Turns | None") -> "_Reading | None":
-        if at_once is not None:
+        if at_once is not None and not self._asked:
             at_once.wait()
         target = self._asked["target"][0] if self._asked else None
         if self.withdrawn:
