@@ -3,7 +3,7 @@
     python benchmarks/larger_than_ram.py [--size 12GiB] [--host-memory 2GiB] [--device-memory 512MiB] [--directory .]
 
 Writes a bfloat16 Llama of that size to `--directory` (as much again is needed there for gradients and changed weights),
-and starts a process that maps it, runs a forward pass, and trains one step (SGD without momentum, on the CPU). Where
+and starts a process that maps it, runs a forward pass, and trains two steps (SGD without momentum, on the CPU). Where
 this user may make memory cgroups, the process lives in one whose limit is both budgets, what the interpreter with
 PyTorch takes (measured), the gradients of two blocks (which the CPU holds as compute device) and an allowance for
 activations; the kernel counts page cache there too. Elsewhere RLIMIT_DATA caps its private memory in the same way.
@@ -80,8 +80,8 @@ def peak_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def child(directory: Path, host_memory: str, device_memory: str) -> None:
-    """In the capped process: one forward pass, one training step. Prints a line of JSON."""
+def child(directory: Path, host_memory: str, device_memory: str, optimizer_of: str) -> None:
+    """In the capped process: one forward pass, two training steps. Prints a line of JSON."""
     begin = time.perf_counter()
     model, handle = millrace.from_pretrained(
         directory, device="cpu", host_memory=host_memory, device_memory=device_memory, disk=directory / "spill"
@@ -98,14 +98,26 @@ def child(directory: Path, host_memory: str, device_memory: str) -> None:
         before = model.model.layers[0].self_attn.q_proj.weight[0].clone()
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         seconds["backward"] = time.perf_counter() - begin
+        if optimizer_of == "torch":
+            optimizer = torch.optim.SGD(model.parameters(), lr=10.0, foreach=False)
+        else:
+            state = {"tier": "disk", "disk": directory / "state"}  # of bfloat16 weights: the bits that they lack
+            optimizer = millrace.optim.SGD(model.parameters(), lr=10.0, **state)
         begin = time.perf_counter()
-        torch.optim.SGD(model.parameters(), lr=10.0, foreach=False).step()
+        optimizer.step()
         seconds["step"] = time.perf_counter() - begin
         changed = not torch.equal(before, model.model.layers[0].self_attn.q_proj.weight[0])
         begin = time.perf_counter()
         with torch.no_grad():
             model(input_ids=tokens, use_cache=False)
         seconds["forward after"] = time.perf_counter() - begin
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        seconds["second backward"] = time.perf_counter() - begin
+        begin = time.perf_counter()
+        optimizer.step()
+        seconds["second step"] = time.perf_counter() - begin
         stats = handle.stats()
     print(
         json.dumps(
@@ -164,10 +176,11 @@ def main() -> None:
     parser.add_argument("--host-memory", default="2GiB")
     parser.add_argument("--device-memory", default="512MiB")
     parser.add_argument("--directory", type=Path, default=Path())
+    parser.add_argument("--optimizer", choices=["torch", "millrace"], default="torch", help="whose SGD")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child is not None:
-        child(arguments.child, arguments.host_memory, arguments.device_memory)
+        child(arguments.child, arguments.host_memory, arguments.device_memory, arguments.optimizer)
         return
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         directory = Path(name)
@@ -180,7 +193,7 @@ def main() -> None:
         budgets = parse_bytes(arguments.host_memory) + parse_bytes(arguments.device_memory)
         limit = baseline + budgets + 2 * LAYER_BYTES + ALLOWANCE_BYTES
         command = [__file__, "--child", name, "--host-memory", arguments.host_memory]
-        command += ["--device-memory", arguments.device_memory]
+        command += ["--device-memory", arguments.device_memory, "--optimizer", arguments.optimizer]
         found, used = run_capped(command, limit, f"{format_bytes(size)} of weights")
         for phase, seconds in found["seconds"].items():
             print(f"{phase:14} {seconds:7.1f} s")

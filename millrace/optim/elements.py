@@ -1,6 +1,7 @@
 """How does an optimizer step that works element by element? All parameters at once, in one pass over memory."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +11,14 @@ from millrace.memory.disk import TensorAtRest
 from millrace.optim import eight_bit, kernel, update
 from millrace.optim.devices import Member
 from millrace.optim.disk_state import DiskState, Part, Wanted
+from millrace.optim.in_files import Grains, Run, in_files
 from millrace.optim.kernel import Master
 from millrace.optim.optimizer import HostOptimizer
 from millrace.optim.options import Options
 from millrace.optim.rules import ElementRule
 from millrace.optim.update import Update
 from millrace.optim.weights import FULL, REMAINDER, Weights
+from millrace.runtime.pending import unit_of
 from millrace.runtime.torch_rules import foreach_add
 
 __all__ = ["ElementOptimizer"]
@@ -43,12 +46,20 @@ class ElementOptimizer(HostOptimizer):
         return self.MAXIMUM if group.get("amsgrad") else None
 
     def _perform(self, members: Sequence[Member], scale: float) -> None:
-        if self._disk is not None and members[0].weights.host.device.type == "cpu":
-            self._perform_from_disk(self._disk, members, scale)
+        on_host = members[0].weights.host.device.type == "cpu"
+        on_disk: list[Member] = []
+        if on_host and not self.overlaps:
+            on_disk, members = in_files(members)
+        if self._disk is not None and on_host:
+            if on_disk:
+                self._perform_from_disk(self._disk, on_disk, scale, Grains(on_disk))
+            if members:
+                self._perform_from_disk(self._disk, members, scale)
             return
         rules: dict[tuple[int, float], ElementRule] = {}
         updates = []
         states = []
+        members = [*members, *on_disk]
         for member in members:
             state, fresh = self._state_of(member)
             states.append(state)
@@ -57,7 +68,10 @@ class ElementOptimizer(HostOptimizer):
             if key not in rules:
                 rules[key] = self._rule(member.group, step)
             updates.append(self._update_of(member, state, rules[key], fresh))
-        update.perform(updates, scale)
+        in_memory = len(members) - len(on_disk)
+        update.perform(updates[:in_memory], scale)
+        if on_disk:
+            self._perform_in_files(on_disk, updates[in_memory:], scale)
         for member, item, state in zip(members, updates, states, strict=True):
             member.weights.performed(item.checksum)
             member.updated = True
@@ -65,6 +79,40 @@ class ElementOptimizer(HostOptimizer):
             member.state.clear()
             member.state.update(state)
         self._count_steps([member.state for member in members])
+
+    def _perform_in_files(self, members: Sequence[Member], updates: Sequence[Update], scale: float) -> None:
+        begun: set[int]
+
+        def update_of(run: Run) -> Update:
+            whole, elements = updates[run.index], slice(run.start, run.stop)
+
+            def part(state: torch.Tensor | None) -> torch.Tensor | None:
+                return None if state is None else members[run.index].weights.flat(state)[elements]
+
+            return replace(
+                whole,
+                weight=run.weight,
+                gradient=run.gradient,
+                master=part(whole.master),
+                first=part(whole.first),
+                second=part(whole.second),
+                maximum=part(whole.maximum),
+                place=whole.place + run.start,
+                not_finite=False,
+            )
+
+        grains = Grains(members)
+        with self._interruption.told(len(members)) as begun, contextlib.closing(grains):
+            for runs in grains.all():
+                begun.update(run.index for run in runs)
+                parts = [update_of(run) for run in runs]
+                update.perform(parts, scale)
+                for run, done in zip(runs, parts, strict=True):
+                    updates[run.index].not_finite |= done.not_finite
+            grains.finish()
+        for member, item, checksum in zip(members, updates, grains.checksums, strict=True):
+            item.checksum = checksum
+            member.weights.in_files = unit_of(member.parameter)
 
     def _update_of(self, member: Member, state: dict[str, Any], rule: ElementRule, fresh: bool) -> Update:
         weights = member.weights
@@ -144,7 +192,10 @@ class ElementOptimizer(HostOptimizer):
         eight_bit.settle(state, self._state_names(group), weights.host, narrow=weights.packs)
 
     # state on disk ----------------------------------------------------------------------------------------------------
-    def _perform_from_disk(self, disk: DiskState, members: Sequence[Member], scale: float) -> None:
+    def _perform_from_disk(
+        self, disk: DiskState, members: Sequence[Member], scale: float, grains: Grains | None = None
+    ) -> None:
+        """`grains`: of their weights, where these are updated in their files."""
         wanted, rules = [], []
         for member in members:
             self._to_disk(disk, member.parameter, member.group, member.weights, member.state)
@@ -157,37 +208,59 @@ class ElementOptimizer(HostOptimizer):
         weights = [member.weights.exposed() for member in members]
         gradients = [member.weights.flat(member.gradient) for member in members]
 
-        def on_host(part: Part) -> Update:
-            member, elements = members[part.index], slice(part.start, part.stop)
+        def runs_of(part: Part) -> Iterable[Run]:
+            if grains is not None:
+                return grains.runs(part.index, part.start, part.stop)
+            elements = slice(part.start, part.stop)
+            weight, gradient = weights[part.index][elements], gradients[part.index][elements]
+            return [Run(part.index, part.start, part.stop, weight, gradient)]
+
+        def update_of(part: Part, run: Run) -> Update:
+            member = members[part.index]
+            if grains is None:
+                tensors = part.tensors
+            else:
+                elements = slice(run.start - part.start, run.stop - part.start)
+                tensors = {name: tensor[elements] for name, tensor in part.tensors.items()}
             names = self._moments(member.group, member.weights)
             maximum = self._maximum_name(member.group)
             return Update(
                 rule=rules[part.index],
-                weight=weights[part.index][elements],
-                gradient=gradients[part.index][elements],
+                weight=run.weight,
+                gradient=run.gradient,
                 form=member.weights.form,
-                master=next((part.tensors[name] for name in member.weights.master_dtypes), None),
-                first=part.tensors[names[0]] if names else None,
-                second=part.tensors[names[1]] if len(names) > 1 else None,
-                maximum=None if maximum is None else part.tensors[maximum],
+                master=next((tensors[name] for name in member.weights.master_dtypes), None),
+                first=tensors[names[0]] if names else None,
+                second=tensors[names[1]] if len(names) > 1 else None,
+                maximum=None if maximum is None else tensors[maximum],
                 first_step=any(name in wanted[part.index].fresh for name in names),
                 stream=member.index,
-                place=part.start,
+                place=run.start,
             )
 
         begun: set[int]
 
         def update_parts(parts: list[Part]) -> None:
             begun.update(part.index for part in parts)
-            updates = [on_host(part) for part in parts]
-            update.perform(updates, scale)
-            for part, item in zip(parts, updates, strict=True):
-                self._not_finite.note(members[part.index].step, item.not_finite)
+            updates = [(part.index, update_of(part, run)) for part in parts for run in runs_of(part)]
+            update.perform([item for _, item in updates], scale)
+            for index, item in updates:
+                self._not_finite.note(members[index].step, item.not_finite)
+            if grains is not None:
+                grains.updated()
 
-        with self._interruption.told(len(members)) as begun:
+        with self._interruption.told(len(members)) as begun, contextlib.closing(grains or contextlib.ExitStack()):
             disk.stream(wanted, update_parts)
-        for member, flat in zip(members, weights, strict=True):
-            member.weights.performed(kernel.checksum(flat) if member.weights.form is Master.SPLIT else None)
+            if grains is not None:
+                grains.finish()
+        for index, member in enumerate(members):
+            if member.weights.form is not Master.SPLIT:
+                member.weights.performed(None)
+            else:
+                found = kernel.checksum(weights[index]) if grains is None else grains.checksums[index]
+                member.weights.performed(found)
+            if grains is not None:
+                member.weights.in_files = unit_of(member.parameter)
             member.updated = True
         self._count_steps([member.state for member in members])
 

@@ -13,6 +13,7 @@ import torch
 from millrace.optim import eight_bit, kernel
 from millrace.optim.kernel import Master
 from millrace.optim.refusals import check_bytes
+from millrace.runtime.pending import Unit
 
 __all__ = ["FULL", "REMAINDER", "Weights", "in_memory_order"]
 
@@ -48,6 +49,7 @@ class Weights:
         self._checksum: int | torch.Tensor | None = None
         self._mark: tuple[int, ...] | None = None
         self.changed = True  # whether somebody may have written the parameter since our last update
+        self.in_files: Unit | None = None  # whose files this step has written, past the memory that shows them
         self._dense: torch.Tensor | None = None  # stands in for weights that have gaps between their elements
 
     def suspect(self) -> None:
@@ -125,6 +127,9 @@ class Weights:
     def written(self) -> None:
         """All that this step does to the parameter is done."""
         self._mark = self._now()
+        if self.in_files is not None:
+            self.in_files.updated_in_files()
+            self.in_files = None
 
     def _now(self) -> tuple[int, ...]:
         return *(tensor._version for tensor in self._written_as), self.parameter.data_ptr()
@@ -151,12 +156,12 @@ class Weights:
 
     def dense(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same in the shape of the weights, and not detached."""
-        if tensor.dtype == torch.uint8 or self._lies_alike(tensor):
+        if tensor.dtype == torch.uint8 or self.lies_alike(tensor):
             return tensor
         return self._empty(tensor.dtype).copy_(tensor.detach())
 
-    def _lies_alike(self, tensor: torch.Tensor) -> bool:
-        """Whether elements lie in the order of `exposed()`."""
+    def lies_alike(self, tensor: torch.Tensor) -> bool:
+        """Whether elements of a gradient or state lie in the order of `exposed()`."""
         if tensor.is_contiguous() and self.host.is_contiguous():
             return True
         return _strides(tensor) == self._layout()
@@ -187,7 +192,7 @@ class Weights:
             return None
         if value.device != self.host.device:  # Lightning and accelerate move state to the accelerator
             value = value.to(self.host.device)
-        return value if self._lies_alike(value) else self._empty(dtype).copy_(value)
+        return value if self.lies_alike(value) else self._empty(dtype).copy_(value)
 
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
         if torch.ops.aten.is_non_overlapping_and_dense(self.host):

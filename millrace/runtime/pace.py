@@ -68,6 +68,7 @@ class Pace:
 
     @property
     def is_limited(self) -> bool:
+        """Whether there is a limit."""
         return self._limit is not None
 
     def submit(self, lane: Lane, copies: Sequence[Copy], after: Event) -> tuple[Transfer | LateTransfer, Event]:

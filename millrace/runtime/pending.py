@@ -5,7 +5,7 @@ by this page alone: a parameter that travels with others names its `Unit`; the o
 the unit's owner waits for it before the parameters are copied, handed out or written.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -121,6 +121,12 @@ class Unit(Protocol):
 
     def wait_for_reads(self) -> None:
         """The host waits until no copy reads the parameters."""
+
+    def may_be_updated_in_files(self, parameters: Collection[torch.Tensor]) -> bool:
+        """Whether whoever updates all of these at once may write the files that they rest in, past their memory."""
+
+    def updated_in_files(self) -> None:
+        """That was done: the files have what the parameters hold."""
 
 
 def watch(watcher: Watcher, parameters: Iterable[torch.Tensor]) -> None:

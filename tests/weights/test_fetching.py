@@ -124,7 +124,7 @@ def test_blocks_that_were_fetched_ahead_keep_nobody_waiting(
     """Guesses of the plan are under way when a pass ends; whoever needs homes then goes first."""
     plain = build() if large else Decoder(layers=60, width=32)
     model = copy.deepcopy(plain.requires_grad_(False))
-    budgets = BUDGETS if large else {"device_memory": "60KiB", "host_memory": "640KiB"}
+    budgets = BUDGETS if large else {"device_memory": "48KiB", "host_memory": "640KiB"}
     handle = millrace.offload(model, device=compute_device, disk=tmp_path, blocks=[model.layers], **budgets)
 
     def check() -> None:

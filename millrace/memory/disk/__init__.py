@@ -2,11 +2,11 @@
 
 from millrace.memory.disk.at_rest import TensorAtRest
 from millrace.memory.disk.bounce import neighbours_follow, read_bytes, write_bytes
-from millrace.memory.disk.checkpoint import LEAST_READING_BYTES, Checkpoint
+from millrace.memory.disk.checkpoint import LEAST_READING_BYTES, Checkpoint, Part
 from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, Extent, disk_pages
 from millrace.memory.disk.file import DirectFile
 from millrace.memory.disk.log import DiskLog
-from millrace.memory.disk.mapping import Mapping, Origin, copy_on_disk, origin_of
+from millrace.memory.disk.mapping import Mapping, Origin, copy_on_disk, origin_of, release_pages
 from millrace.memory.disk.newborn import TensorsOnDisk
 from millrace.memory.disk.requests import Access, Request
 from millrace.memory.disk.staging import Slot, StagingRing
@@ -23,6 +23,7 @@ __all__ = [
     "Extent",
     "Mapping",
     "Origin",
+    "Part",
     "Request",
     "Slot",
     "StagingRing",
@@ -33,5 +34,6 @@ __all__ = [
     "neighbours_follow",
     "origin_of",
     "read_bytes",
+    "release_pages",
     "write_bytes",
 ]

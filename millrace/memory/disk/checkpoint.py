@@ -13,7 +13,7 @@ import time
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,13 +34,22 @@ from millrace.memory.ledger import Ledger
 from millrace.runtime.lanes import Event
 from millrace.runtime.system import CLOSED_IN_CHILDREN, read_some
 
-__all__ = ["LEAST_READING_BYTES", "Checkpoint"]
+__all__ = ["LEAST_READING_BYTES", "Checkpoint", "Part"]
 
 _THREADS = 4
 LEAST_READING_BYTES = _THREADS * DISK_ALIGNMENT_BYTES  # a page for each
 _MEMORY_BYTES = 32 << 20
 _ZIP = b"PK\x03\x04"
 _GAP_BYTES = 64 << 10  # bytes between two tensors that are rather read than left out
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes of contiguous uint8 memory of the CPU."""
+
+    memory: torch.Tensor
+    begin: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -119,6 +128,12 @@ class Checkpoint:
         mapped = self._mappings.get(record.path)
         return mapped is not None and bool(mapped.written(record.offset, record.nbytes))
 
+    def as_in_file(self, name: str) -> bool:
+        """Whether memory that `tensor` gave out for `name` certainly has what the file has."""
+        record = self._record(name)
+        mapped = self._mappings.get(record.path)
+        return mapped is None or mapped.written(record.offset, record.nbytes) is False
+
     def read(self, destinations: Mapping[str, torch.Tensor], *, after: Event | None = None) -> Request:
         """Submits reading each named tensor into its destination. Never blocks.
 
@@ -172,6 +187,14 @@ class Checkpoint:
             for piece in pieces(offset, destination.nbytes)
         ]
         return self._requests.submit(Request(extent, Access.READ, jobs, Kind.TRANSFER, (0, 0)), after)
+
+    def read_scattered(self, path: str, offset: int, memory: Sequence[Part], *, what: str) -> Request:
+        """As `read_range`, into several parts of memory one after the other; in one request where all are pages."""
+        extent = Extent(Path(path).name, 0, self._states[path][0])
+        nbytes = sum(part.nbytes for part in memory)
+        check_memory(extent, memory[0].memory, offset, nbytes)
+        job = partial(self._read_parts, path, what, offset, nbytes, tuple(memory))
+        return self._requests.submit(Request(extent, Access.READ, [job], Kind.TRANSFER, (0, 0)), None)
 
     def forget_pages(self) -> None:
         """What was read through memory from `tensor` counts no more as this process's. Undoes writes to it."""
@@ -239,6 +262,12 @@ class Checkpoint:
         begun_at = time.perf_counter()
         self._unchanged(path, repr(what)).read(destination.data_ptr() + at, end - begin, begin, repr(what))
         self.log.note(Access.READ, what, end - begin, begun_at)
+
+    def _read_parts(self, path: str, what: str, offset: int, nbytes: int, memory: Sequence[Part]) -> None:
+        begun_at = time.perf_counter()
+        addresses = [(part.memory.data_ptr() + part.begin, part.nbytes) for part in memory]
+        self._unchanged(path, repr(what)).read_scattered(addresses, offset, repr(what))
+        self.log.note(Access.READ, what, nbytes, begun_at)
 
     def _unchanged(self, path: str, what: str) -> DirectFile:
         file = self._files[path]

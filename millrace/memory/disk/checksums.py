@@ -27,7 +27,7 @@ class Checksums:
 
     def __init__(self) -> None:
         self._known: dict[tuple[Extent, int], tuple[int, int, int]] = {}  # begin, end, checksum
-        self._handed_over: dict[Extent, tuple[int, list[int]]] = {}  # bytes that each is of; checksums
+        self._handed_over: dict[Extent, tuple[int, list[int | None]]] = {}  # bytes that each is of; None: not known
 
     def note(self, extent: Extent, piece: Piece, address: int) -> None:
         """Memory at `address` goes to `piece`."""
@@ -49,8 +49,20 @@ class Checksums:
     def note_all(self, extent: Extent, address: int, grain_bytes: int) -> None:
         """The extent is handed over: memory at `address` is what reads bring, until `forget`."""
         starts = range(0, extent.nbytes, grain_bytes)
-        sums = [checksum(address + at, min(grain_bytes, extent.nbytes - at)) for at in starts]
+        sums: list[int | None] = [checksum(address + at, min(grain_bytes, extent.nbytes - at)) for at in starts]
         self._handed_over[extent] = grain_bytes, sums
+
+    def expect_all(self, extent: Extent, grain_bytes: int) -> None:
+        """The extent is handed over; what reads bring is known of grains that are written from now on."""
+        self._handed_over[extent] = grain_bytes, [None] * -(-extent.nbytes // grain_bytes)
+
+    def note_written(self, extent: Extent, begin: int, end: int, address: int) -> None:
+        """Memory at `address` goes to these bytes of an extent that was handed over, if it was."""
+        grain_bytes, sums = self._handed_over.get(extent, (1, []))
+        for index in range(begin // grain_bytes, min(-(-end // grain_bytes), len(sums))):
+            first, last = index * grain_bytes, min((index + 1) * grain_bytes, extent.nbytes)
+            whole = begin <= first and last <= end
+            sums[index] = checksum(address + first - begin, last - first) if whole else None
 
     def verify_all(self, extent: Extent, begin: int, end: int, address: int, file: str) -> None:
         """Memory at `address` came from these bytes of an extent that was handed over; as `verify`, grain by grain."""
@@ -59,7 +71,9 @@ class Checksums:
             first, last = index * grain_bytes, min((index + 1) * grain_bytes, extent.nbytes)
             if last > end:
                 break
-            self._compare(sums[index], extent, first, last, address + first - begin, file)
+            known = sums[index]
+            if known is not None:
+                self._compare(known, extent, first, last, address + first - begin, file)
 
     def grain_bytes(self, extent: Extent) -> int:
         """Of so many bytes each checksum of an extent is."""

@@ -50,14 +50,13 @@ def pieces(offset: int, nbytes: int, piece_bytes: int = PIECE_BYTES) -> list[Pie
     ]
 
 
-def check_memory(extent: Extent, memory: torch.Tensor, offset: int) -> None:
-    """Raises when bytes of `memory` cannot go to or come from `offset` of `extent`."""
+def check_memory(extent: Extent, memory: torch.Tensor, offset: int, nbytes: int | None = None) -> None:
+    """Raises when bytes of `memory`, all or so many, cannot go to or come from `offset` of `extent`."""
     if memory.dtype != torch.uint8 or memory.device.type != "cpu" or not memory.is_contiguous():
         raise TypeError(
             f"{extent.name!r}: the disk reads and writes contiguous uint8 memory of the CPU, not"
             f" {memory.dtype} on {memory.device} of stride {tuple(memory.stride())}; give tensor.view(torch.uint8)"
         )
-    if not 0 <= offset <= offset + memory.nbytes <= extent.capacity_bytes:
-        raise ValueError(
-            f"{extent.name!r}: {memory.nbytes} bytes at offset {offset} are not within its {extent.nbytes} bytes"
-        )
+    nbytes = memory.nbytes if nbytes is None else nbytes
+    if not 0 <= offset <= offset + nbytes <= extent.capacity_bytes:
+        raise ValueError(f"{extent.name!r}: {nbytes} bytes at offset {offset} are not within its {extent.nbytes} bytes")

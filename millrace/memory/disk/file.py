@@ -5,7 +5,7 @@ import errno
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from millrace.errors import DiskError
@@ -47,6 +47,16 @@ class DirectFile:
         """Fills memory at `address` with `nbytes` from `offset`. Raises DiskError, also when the file ends before."""
         self._transfer(read_at, "read", address, nbytes, offset, what)
 
+    def read_scattered(self, memory: Sequence[tuple[int, int]], offset: int, what: str) -> None:
+        """As `read`, into several (address, bytes) one after the other: in one request where all have whole pages."""
+        unaligned = any(address % DISK_ALIGNMENT_BYTES or nbytes % DISK_ALIGNMENT_BYTES for address, nbytes in memory)
+        if self._direct_descriptor is not None and not unaligned and offset % DISK_ALIGNMENT_BYTES == 0:
+            self._move(read_at, "read", self._direct_descriptor, memory, offset, what)
+            return
+        for address, nbytes in memory:
+            self.read(address, nbytes, offset, what)
+            offset += nbytes
+
     def write(self, address: int, nbytes: int, offset: int, what: str) -> None:
         """Writes `nbytes` of memory at `address` to `offset`. Raises DiskError."""
         self._transfer(write_at, "written", address, nbytes, offset, what)
@@ -65,25 +75,37 @@ class DirectFile:
         what: str,
     ) -> None:
         for begin, end, descriptor in self._routes(address, nbytes, offset):
-            at = begin
-            while at < end:
-                # A view by address: reading through PyTorch or NumPy would need the tensor's Python object here.
-                memory = (ctypes.c_char * (end - at)).from_address(address + at)
-                try:
-                    moved = call(descriptor, [memory], offset + at)
-                except OSError as error:
-                    raise DiskError(
-                        error.errno,
-                        f"{what}: {end - at} bytes at offset {offset + at} of {self.name} could not be {done}:"
-                        f" {error.strerror}. {_advice(error.errno)}",
-                    ) from error
-                if moved <= 0:
-                    raise DiskError(
-                        errno.EIO,
-                        f"{what}: {self.name} ends at byte {self.size()}, but {end - at} bytes at offset {offset + at}"
-                        f" were to be {done}: the file was truncated. Restore it from where it came from.",
-                    )
-                at += moved
+            self._move(call, done, descriptor, [(address + begin, end - begin)], offset + begin, what)
+
+    def _move(
+        self,
+        call: Callable[[int, list[Any], int], int],
+        done: str,
+        descriptor: int,
+        memory: Sequence[tuple[int, int]],
+        offset: int,
+        what: str,
+    ) -> None:
+        while memory:
+            # Views by address: reading through PyTorch or NumPy would need the tensor's Python object here.
+            views = [(ctypes.c_char * nbytes).from_address(address) for address, nbytes in memory]
+            nbytes = sum(nbytes for _, nbytes in memory)
+            try:
+                moved = call(descriptor, views, offset)
+            except OSError as error:
+                raise DiskError(
+                    error.errno,
+                    f"{what}: {nbytes} bytes at offset {offset} of {self.name} could not be {done}:"
+                    f" {error.strerror}. {_advice(error.errno)}",
+                ) from error
+            if moved <= 0:
+                raise DiskError(
+                    errno.EIO,
+                    f"{what}: {self.name} ends at byte {self.size()}, but {nbytes} bytes at offset {offset}"
+                    f" were to be {done}: the file was truncated. Restore it from where it came from.",
+                )
+            offset += moved
+            memory = _behind(memory, moved)
 
     def _routes(self, address: int, nbytes: int, offset: int) -> list[tuple[int, int, int]]:
         """(begin, end, descriptor) of the parts to go: the whole aligned pages directly, the rest buffered."""
@@ -115,6 +137,17 @@ def _open_direct(descriptor: int, writable: bool) -> int | None:
             return None
         raise
     return direct
+
+
+def _behind(memory: Sequence[tuple[int, int]], moved: int) -> list[tuple[int, int]]:
+    """What is left of it when so many bytes are done."""
+    left = []
+    for address, nbytes in memory:
+        done = min(moved, nbytes)
+        moved -= done
+        if done < nbytes:
+            left.append((address + done, nbytes - done))
+    return left
 
 
 def _close_all(descriptors: list[int]) -> None:

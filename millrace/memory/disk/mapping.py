@@ -18,7 +18,7 @@ from millrace.errors import DiskError
 from millrace.memory.disk.requests import Request
 from millrace.runtime.system import NO_FILE_MEMORY, libc, read_some
 
-__all__ = ["Mapping", "Origin", "copy_on_disk", "origin_of"]
+__all__ = ["Mapping", "Origin", "copy_on_disk", "origin_of", "release_pages"]
 
 _WAIT_WRITE_WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_: for writes under way, all that is dirty, for its end
 _READ_AND_WRITE = 1 | 2  # PROT_; these are the same numbers on Linux, macOS and BSD
@@ -137,10 +137,10 @@ def copy_on_disk(destination: torch.Tensor, source: torch.Tensor) -> None:
     for begin in range(0, to.numel(), step):
         to[begin : begin + step].copy_(of[begin : begin + step])
         for one in (to, of):
-            _release(one.data_ptr() + begin * one.itemsize, min(step, to.numel() - begin) * one.itemsize)
+            release_pages(one.data_ptr() + begin * one.itemsize, min(step, to.numel() - begin) * one.itemsize)
 
 
-def _release(first: int, nbytes: int) -> None:
+def release_pages(first: int, nbytes: int) -> None:
     """Whole pages of shared mappings among these bytes count no more as memory; the file has what they hold."""
     found = _table.at(first)
     if found is not None and found[1].is_shared:

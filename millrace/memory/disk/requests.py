@@ -280,8 +280,7 @@ def _mends(request: Request, failed: Request) -> bool:
     """Whether `request`, if it succeeds, writes all that `failed` was to write, or what came in its place."""
     if request.access is Access.READ or request.kind is Kind.TURN:
         return False
-    covers = request.span[0] <= failed.span[0] and failed.span[1] <= request.span[1]
-    return covers and (request.kind is Kind.TRANSFER or failed.kind is Kind.FLUSH)
+    return request.span[0] <= failed.span[0] and failed.span[1] <= request.span[1]
 
 
 def _start(target: Callable[..., None], argument: object) -> threading.Thread:

@@ -128,22 +128,28 @@ class DiskStore:
         return Extent(extent.name, extent.offset + offset, nbytes)
 
     def read(
-        self, extent: Extent, destination: torch.Tensor, offset: int = 0, *, after: Event | None = None
+        self,
+        extent: Extent,
+        destination: torch.Tensor,
+        offset: int = 0,
+        *,
+        within: slice | None = None,
+        after: Event | None = None,
     ) -> Request:
-        """Submits reading the bytes from `offset` of `extent` into `destination`. Never blocks.
+        """Submits reading the bytes from `offset` of `extent` into `destination`, all or `within`. Never blocks.
 
         `destination` is uint8 on the CPU, contiguous, (nbytes,); it may end in the padding of the extent. Fastest when
         it begins at a page and has whole pages. It may be touched when the request is done, and is filled not before
         `after`. DiskError (I/O fault, file too short, wrong checksum) comes from the request.
         """
-        return self._submit(Access.READ, extent, destination, offset, after)
+        return self._submit(Access.READ, extent, destination, within, offset, after)
 
     def write(self, extent: Extent, source: torch.Tensor, offset: int = 0, *, after: Event | None = None) -> Request:
         """Submits writing `source` to `offset` of `extent`. As `read`; `source` must not change meanwhile.
 
         After a write that failed, reads of the extent fail too, until a write of all of it has succeeded.
         """
-        return self._submit(Access.WRITE, extent, source, offset, after)
+        return self._submit(Access.WRITE, extent, source, None, offset, after)
 
     def mapping(self, extent: Extent, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
         """Bytes of the extent as memory: uint8, (nbytes,), a storage of its own at every call. Writes reach the file.
@@ -185,7 +191,11 @@ class DiskStore:
         mapping = self._mappings.get(extent)
         jobs = () if mapping is None else (partial(self._hand_over, extent, mapping, grain_bytes),)
         kind = Kind.TURN if mapping is None else Kind.FLUSH
-        return self._requests.submit(Request(extent, Access.WRITE, jobs, kind, (0, extent.nbytes)), None)
+        return self._requests.submit(Request(extent, Access.WRITE, jobs, kind, (0, extent.capacity_bytes)), None)
+
+    def expect(self, extent: Extent, grain_bytes: int) -> None:
+        """As `to_direct`, of an extent that nobody has written: grains that `write` writes as a whole are checked."""
+        self._checksums.expect_all(extent, grain_bytes)
 
     def forget(self, extent: Extent) -> None:
         """The mapping's pages stop counting as memory of this process. What was written there reaches disk in time."""
@@ -259,14 +269,21 @@ class DiskStore:
             ) from error
 
     def _submit(
-        self, access: Access, extent: Extent, memory: torch.Tensor, offset: int, after: Event | None
+        self,
+        access: Access,
+        extent: Extent,
+        memory: torch.Tensor,
+        within: slice | None,
+        offset: int,
+        after: Event | None,
     ) -> Request:
-        check_memory(extent, memory, offset)
+        first, last = (0, memory.nbytes) if within is None else (within.start, within.stop)
+        check_memory(extent, memory, offset, last - first)
         job = self._read_piece if access is Access.READ else self._write_piece
         jobs: list[Callable[[], None]] = [
-            partial(job, extent, piece, memory, piece.begin - offset) for piece in pieces(offset, memory.nbytes)
+            partial(job, extent, piece, memory, first + piece.begin - offset) for piece in pieces(offset, last - first)
         ]
-        span = reach = (offset, offset + memory.nbytes)
+        span = reach = (offset, offset + last - first)
         if extent not in self._mappings:  # checksums are of whole pieces
             reach = (offset // PIECE_BYTES * PIECE_BYTES, -(-span[1] // PIECE_BYTES) * PIECE_BYTES)
         return self._requests.submit(Request(extent, access, jobs, Kind.TRANSFER, span, reach), after)
@@ -285,7 +302,7 @@ class DiskStore:
         begun_at = time.perf_counter()
         address, nbytes = memory.data_ptr() + at, piece.end - piece.begin
         if extent in self._mappings:
-            self._checksums.forget_all(extent)
+            self._checksums.note_written(extent, piece.begin, piece.end, address)
         else:
             self._checksums.note(extent, piece, address)
         self._file.write(address, nbytes, extent.offset + piece.begin, repr(extent.name))

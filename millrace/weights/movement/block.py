@@ -18,8 +18,10 @@ from millrace.weights.model.home import Home
 from millrace.weights.model.layout import lay_out
 from millrace.weights.model.places import Member, Places
 from millrace.weights.model.slot import Slot
+from millrace.weights.movement.homes_in_files import HomesInFiles
 from millrace.weights.movement.leaves import AbsentLeaves, Leaves
-from millrace.weights.rest.fetching import Fetch, Range, Way
+from millrace.weights.rest.fetching import Fetch, Way
+from millrace.weights.rest.pieces import Range
 from millrace.weights.rest.placement import Shelf
 
 __all__ = ["Block", "Presence"]
@@ -42,7 +44,7 @@ _NEXT = {
 }
 
 
-class Block:
+class Block(HomesInFiles):
     """At rest its bytes are one arena of exact size; on the device one buffer, of which the leaves are views."""
 
     def __init__(
@@ -69,7 +71,6 @@ class Block:
         self.order = -1  # its place among those that a forward needs first
         self._presence = Presence.ABSENT
         self._last_read: Event | None = None  # the end of the last copy that reads the homes
-        self._flushed: object = None  # the contents that the files have
         self._changes = 0  # of homes, that left no trace in them
         self._homes: list[Home] | None = None
         self._not_stale: tuple[int, list[int], list[int]] | None = None  # the signature with which the copy was current
@@ -99,6 +100,7 @@ class Block:
         self.places = Places(
             [(place, slot) for member, slot in zip(members, self.slots, strict=True) for place in member.places]
         )
+        self._flushed: object = self.contents if self.rest.filled else None  # the contents that the files have
         self._flush(self.contents)
 
     @property
@@ -130,10 +132,6 @@ class Block:
             return True
         self._not_stale = self._signature()
         return False
-
-    def _notice_writes(self) -> None:
-        for compound in self.compounds:
-            compound.notice_writes()
 
     def _signature(self) -> tuple[int, list[int], list[int]]:
         """Differs when anything does by which slots tell that their homes have changed. Quicker than to ask them."""
@@ -208,17 +206,6 @@ class Block:
         return copies
 
     @property
-    def is_fetched(self) -> bool:
-        """Whether it has to be fetched before it can be copied to the device: it does not rest in host memory."""
-        return self.rest.memory is None
-
-    @property
-    def contents(self) -> object:
-        """Differs when what the homes hold may do."""
-        self._notice_writes()
-        return tuple(slot.fingerprint for slot in self.slots)
-
-    @property
     def travels_in_parts(self) -> bool:
         """Whether rows of it, or experts, come when they are used, and no visit brings the whole."""
         return bool(self.row_bytes) or self.experts is not None
@@ -233,62 +220,6 @@ class Block:
         fetch = Fetch(pieces, nbytes, contents, partial(_flush, weakref.ref(self), contents), way)
         self.read_until(fetch)
         return fetch
-
-    def flush(self) -> None:
-        """Begins to bring to the files what was written to the homes, as the next fetch would."""
-        if self.is_fetched and self.rest.writable:
-            self.make_homes_readable()
-            self._flush(self.contents)
-
-    def readable_contents(self) -> object:
-        """What the homes hold, which may be read until the next update, and is where it can be fetched from."""
-        self.make_homes_readable()
-        if self.is_fetched and self.contents != self._flushed:
-            self.make_writable()
-        return self.contents
-
-    def readable_table(self) -> torch.Tensor:
-        """The home of a table, whose rows may be read until the next update."""
-        self.keep_leaf_writes()
-        self.wait_for_updates()
-        self.slots[0].check_shape()
-        if self.is_fetched and self.contents != self._flushed:  # what was written leaves host memory
-            self.make_writable()
-            self._flush(self.contents)
-        return self.slots[0].data
-
-    def make_writable(self, *, keeps: bool = True) -> None:
-        """Homes in a checkpoint move to where changes are kept, with what they hold if `keeps`. BudgetError: no disk"""
-        if not self.rest.writable:
-            self.spill(keeps=keeps)
-
-    def spill(self, *, keeps: bool = True) -> None:
-        """The block moves to the disk tier, from host memory or a checkpoint. Its memory goes with its last user."""
-        self.wait_until_free()
-        rest, keeps = self._shelf.hand_on(self.name, self.nbytes, self.rest, self.slots, keeps=keeps)
-        for slot, place in zip(self.slots, rest.places([slot.layout for slot in self.slots]), strict=True):
-            slot.move_to(place, keeps=keeps)
-        self.rest = rest
-        rest.take_homes(self.slots, keeps=keeps)
-
-    def is_flushed(self) -> None:
-        """The files have what the homes hold, whoever has had a look at them."""
-        self._flushed = self.contents
-
-    def make_homes_readable(self) -> None:
-        """No update is under way, and what travels in another dtype is what the homes hold."""
-        self.wait_for_updates()
-        for slot in self.slots:
-            slot.check_shape()
-            if slot.cast_is_old:
-                self.wait_for_reads()
-                slot.cast()
-
-    def _flush(self, contents: object) -> None:
-        """The files of a block on disk get these contents of its homes, if they have others."""
-        if self.is_fetched and (contents != self._flushed or not self.rest.flushed):
-            self.rest.flush()
-            self._flushed = contents
 
     def point_leaves(self, buffer: torch.Tensor | None) -> None:
         """Leaves become views of `buffer`; without one, NaN of the right shape, of no memory and read-only."""

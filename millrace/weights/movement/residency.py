@@ -180,7 +180,7 @@ class Residency:
         """Submits the fetch of a block that is onloaded later. False: nothing more can be fetched ahead now."""
         if self.fetching is None or not block.is_fetched:
             return True
-        return not block.being_updated and self.fetching.ahead(block)
+        return not block.being_updated and self.fetching.ahead(block, self.streaming_budget_bytes)
 
     def load_seconds(self, block: Block, link: LinkSpeed, among: LinkSpeed | None = None) -> float:
         """How long the slowest part of the way to the device takes for a block; `among`: it is gathered so fast."""

@@ -20,7 +20,8 @@ from millrace.weights.meter import Meter
 from millrace.weights.model.experts import SlicePart, slice_parts
 from millrace.weights.movement.block import Block
 from millrace.weights.movement.residency import Residency, plain_tensors
-from millrace.weights.rest.fetching import Fetch, Range, Target, Way
+from millrace.weights.rest.fetching import Fetch, Target, Way
+from millrace.weights.rest.pieces import Range
 
 if TYPE_CHECKING:
     from millrace.weights.movement.executor import Executor

@@ -15,6 +15,7 @@ from millrace.runtime.tensors import parameters_of
 from millrace.weights.meter import Meter
 from millrace.weights.model.home import Home
 from millrace.weights.model.slot import Slot
+from millrace.weights.movement.block import Block
 from millrace.weights.movement.common import CommonHomes
 from millrace.weights.movement.executor import Executor
 from millrace.weights.passes.engine import Engine
@@ -119,8 +120,12 @@ class OptimizerSteps:
         self._within_step.close()
         slots = self._slots_of(optimizer)
         unwritten = [] if self._common is None else self._common.unwritten()
+        # Optimizers of ours leave traces, and so what they wrote past memory is known to be in the files.
+        in_files = [] if not self._takes_turns(optimizer) else [one for one in self._blocks() if one.in_files]
         for slot in slots:
             slot.changed_untraced()
+        for block in in_files:
+            block.is_flushed()
         if slots and self._common is not None:
             self._common.still_unwritten(unwritten)  # before anything is fetched
         if slots:
@@ -140,6 +145,9 @@ class OptimizerSteps:
         for block in (*self._engine.blocks, *self._engine.residents):
             block.wait_for_reads()
         common.agree(f"{type(optimizer).__name__}.step()")
+
+    def _blocks(self) -> list[Block]:
+        return [*self._engine.blocks, *self._engine.residents]
 
     def _slots_of(self, optimizer: Optimizer) -> list[Slot]:
         held = {id(parameter) for parameter in parameters_of(optimizer) if isinstance(parameter, Home)}

@@ -1,4 +1,5 @@
 """How do blocks that rest on disk come to the device? In chunks, through a ring of pinned host memory, ahead of use.
+Where the CPU is the device, they are read to where they belong, as soon as that is known.
 
 Two threads take one fetch after the other: the first submits reads of files into chunks of the ring; the second gets a
 fetch when its block's onload was asked for, waits for its reads and submits the copies to the device. A chunk is used
@@ -7,6 +8,7 @@ all of them together fits into the ring (of the last one maybe a part; the rest 
 are withdrawn when another block is wanted before them, so no fetch waits for a chunk that only a later one would free.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -15,53 +17,22 @@ from typing import Protocol
 import torch
 
 from millrace.memory.disk import Slot, StagingRing
-from millrace.memory.packed import Packed, unpack, unpack_in_place, unpacking_speed
+from millrace.memory.packed import unpack_in_place, unpacking_speed
+from millrace.runtime.device import is_accelerator
 from millrace.runtime.lanes import Copy, Event, Lane, Tick, Transfer
 from millrace.runtime.pace import Pace
 from millrace.runtime.threads import Gate, Job, OneThread
 from millrace.weights.meter import Meter
+from millrace.weights.rest.pieces import Landing, Piece, ReadEvent
 
-__all__ = ["Fetch", "Fetchable", "Fetching", "Piece", "Range", "Target", "Way"]
+__all__ = ["Fetch", "Fetchable", "Fetching", "Target", "Way"]
 
 # As the drive is what unpacks in the caches: from memory it is a third of that, and compute is beside it.
 _TIMES_AS_FAST = 4
 
 
-class ReadEvent(Event, Protocol):
-    """The end of a read, and when it began and ended, in seconds of one clock."""
-
-    def began_at(self) -> float: ...
-
-    def reached_at(self) -> float: ...
-
-
-Range = tuple[int, int, int]  # of a block: first byte there, bytes, first byte in the target
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one read brings, and where it belongs."""
-
-    read: Callable[[torch.Tensor], ReadEvent]  # submits a read into a chunk: to its first bytes, or packed to its last
-    nbytes: int  # that are read
-    parts: tuple[tuple[int, int, int], ...]  # (first byte in the chunk, bytes, first byte in the target)
-    plain_bytes: int = 0  # what it is in the chunk once it is unpacked; 0: it is not packed
-    keep: Callable[[torch.Tensor], Event | None] | None = None  # takes the chunk when it was copied, to pack it
-
-    def copies(self, chunk: torch.Tensor, buffer: torch.Tensor) -> list[Copy]:
-        """From the chunk to the target: mostly the block's buffer."""
-        return [(buffer[to : to + nbytes], chunk[begin : begin + nbytes]) for begin, nbytes, to in self.parts]
-
-    def unpack(self, chunk: torch.Tensor, buffer: torch.Tensor) -> None:
-        """From the chunk to the target, where this is in host memory too."""
-        packed = Packed.in_memory(chunk[len(chunk) - self.nbytes :])
-        for begin, nbytes, to in self.parts:
-            unpack(packed, buffer[to : to + nbytes], begin // 2)
-
-    @property
-    def has_whole_words(self) -> bool:
-        """Whether each part can be unpacked alone."""
-        return not any(begin % 2 or nbytes % 2 for begin, nbytes, _ in self.parts)
+_AT_ONCE = 6  # requests, before a guess is read for a drive that has four threads: it may be asked for meanwhile
+_ENOUGH_BLOCKS = 3  # one that computes, one that comes, and the next
 
 
 @dataclass(frozen=True)
@@ -101,7 +72,7 @@ class Fetch:
     _handed_over: bool = False  # both threads know that it was asked for
     _has_read: Gate = field(default_factory=Gate)
     # the threads' own
-    _reads: "SimpleQueue[tuple[Piece, Slot, ReadEvent] | BaseException | None]" = field(default_factory=SimpleQueue)
+    _reads: "SimpleQueue[_Reading | BaseException | None]" = field(default_factory=SimpleQueue)
     _submitted: int = 0  # pieces whose reads were submitted
     _all_submitted: bool = False  # or given up
     _sending: bool = False
@@ -149,8 +120,10 @@ class Fetch:
         return self._has_read.is_open
 
     # on the two threads of Fetching
-    def read(self, ring: StagingRing, stop: int) -> None:
-        """Files into chunks: the pieces up to `stop` that were not read yet."""
+    def read(self, ring: StagingRing, stop: int, at_once: "Turns | None") -> None:
+        """Files into chunks, or with `at_once` into the target where it is known: the pieces up to `stop` that were
+        not read yet.
+        """
         if self._all_submitted:
             return
         try:
@@ -161,7 +134,7 @@ class Fetch:
                 try:
                     if chunk.free is not None:
                         chunk.free.synchronize()
-                    reading = None if self.withdrawn else piece.read(chunk.memory)
+                    reading = self._submit(piece, chunk, at_once)
                 except BaseException:
                     ring.release(chunk, None)
                     raise
@@ -169,13 +142,27 @@ class Fetch:
                     ring.release(chunk, None)
                     break
                 self._submitted += 1
-                self._reads.put((piece, chunk, reading))
+                self._reads.put(reading)
             if self._submitted == len(self.pieces) or self.withdrawn:
                 self._all_submitted = True
                 self._reads.put(None)
         except BaseException as error:
             self._all_submitted = True
             self._reads.put(error)
+
+    def _submit(self, piece: Piece, chunk: Slot, at_once: "Turns | None") -> "_Reading | None":
+        if at_once is not None and not self._asked:
+            at_once.wait()
+        target = self._asked["target"][0] if self._asked else None
+        if self.withdrawn:
+            return None
+        landing = None
+        if at_once is not None and target is not None and target.after.query():
+            landing = piece.read_into(chunk.memory, target.buffer)
+        reading = piece.read(chunk.memory) if landing is None else landing.reading
+        if at_once is not None:
+            at_once.take(reading)
+        return _Reading(piece, chunk, reading, landing)
 
     def send(self, ring: StagingRing, pace: Pace, meter: Meter) -> tuple[int, float]:
         """Chunks to the device. What fails reaches whoever waits for the block. Bytes read, and seconds if all were."""
@@ -187,14 +174,20 @@ class Fetch:
         spans: list[tuple[float, float]] = []  # of the reads
         read_bytes = 0
         failed: BaseException | None = None
-        while isinstance(item := self._reads.get(), tuple):
-            piece, chunk, reading = item
+        landed = False
+        while isinstance(item := self._reads.get(), _Reading):
+            piece, chunk, reading = item.piece, item.chunk, item.event
             done: Event | None = None
             try:
                 reading.synchronize()
                 read_bytes += piece.nbytes
                 spans.append((reading.began_at(), reading.reached_at()))
-                if target is not None and failed is None:
+                if target is not None and failed is None and item.landing is not None:
+                    if not sent:
+                        sent.append(_copy((), target, pace))
+                    item.landing.finish()
+                    landed = True
+                elif target is not None and failed is None:
                     sent.append(_send(piece, chunk.memory, target, pace, meter))
                     done = sent[-1][1]
                     if piece.keep is not None:
@@ -205,7 +198,7 @@ class Fetch:
             ring.release(chunk, done)
         failed = failed or item
         try:
-            if target is not None and failed is None and (target.more or not sent):
+            if target is not None and failed is None and (target.more or landed or not sent):
                 sent.append(_copy(target.more, target, pace))
                 sent[-1][1].synchronize()  # it reads homes
         except BaseException as error:
@@ -230,6 +223,32 @@ def _send(piece: Piece, chunk: torch.Tensor, target: Target, pace: Pace, meter: 
         return begun, _copy((), target, pace)[1]
     unpack_in_place(chunk, len(chunk) - piece.nbytes)
     return _copy(piece.copies(chunk, target.buffer), target, pace)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """One piece on its way."""
+
+    piece: Piece
+    chunk: Slot
+    event: ReadEvent
+    landing: Landing | None  # None: it goes to the chunk alone
+
+
+class Turns:
+    """How many reads a drive has at once, for one thread that submits them."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[ReadEvent] = deque()
+
+    def wait(self) -> None:
+        """Until one more may be submitted."""
+        while len(self._under_way) >= _AT_ONCE:
+            self._under_way.popleft().settle()
+
+    def take(self, reading: ReadEvent) -> None:
+        """It was submitted."""
+        self._under_way.append(reading)
 
 
 def _copy(copies: Sequence[Copy], target: Target, pace: Pace) -> tuple[Tick, Tick]:
@@ -266,6 +285,7 @@ class Fetching:
         self._ring = ring
         self._chunks = chunks
         self._pace = pace
+        self._turns = None if is_accelerator(pace.lanes.device) else Turns()
         self._reader = OneThread("millrace-fetch")
         self._sender = OneThread("millrace-send")
         self._way = Way(self._submit_read, self._submit_send, self._packing_pays)
@@ -276,12 +296,17 @@ class Fetching:
         """How long so many bytes take from disk, at the best speed seen; 0.0 before the first fetch."""
         return 0.0 if self._seconds_per_byte == float("inf") else nbytes * self._seconds_per_byte
 
-    def ahead(self, block: Fetchable) -> bool:
+    def ahead(self, block: Fetchable, device_bytes: int) -> bool:
         """Submits the fetch of a block whose onload is asked for later, in the order of these calls.
+
+        Blocks may take `device_bytes`: where the CPU is the device and has room for several, the drive is busy without
+        guesses, and what is asked for is read to where it belongs.
 
         As much of it as the ring has room for, beside what comes before; more at the next call. False: that was not
         all of it.
         """
+        if self._turns is not None and device_bytes >= _ENOUGH_BLOCKS * block.nbytes:
+            return False
         fetch = self._ahead.get(block)
         if fetch is not None and not (fetch.is_guess and fetch.contents == block.contents):
             self._withdraw(block)
@@ -334,7 +359,7 @@ class Fetching:
         return 0 < self._seconds_per_byte < float("inf") and unpacking_speed() * self._seconds_per_byte > _TIMES_AS_FAST
 
     def _submit_read(self, fetch: Fetch, stop: int) -> None:
-        self._reader.submit(fetch.read, self._ring, stop)
+        self._reader.submit(fetch.read, self._ring, stop, None if self._pace.is_limited else self._turns)
 
     def _submit_send(self, fetch: Fetch) -> None:
         self._sender.submit(self._send, fetch)

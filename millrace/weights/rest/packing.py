@@ -15,7 +15,8 @@ from millrace.memory.disk import DiskStore, Extent, Request, disk_pages
 from millrace.memory.packed import pack_in_place
 from millrace.runtime.lanes import Event
 from millrace.weights.model.slot import Slot
-from millrace.weights.rest.fetching import Piece, Way
+from millrace.weights.rest.fetching import Way
+from millrace.weights.rest.pieces import Piece
 
 __all__ = ["PackedCopy"]
 
@@ -81,7 +82,8 @@ class PackedCopy:
             )
         if is_ours or index in self._stay_plain:
             return plain
-        return replace(plain, keep=partial(self._keep, store, index, plain.nbytes, self._of))
+        # In its chunk: it has to pass through one.
+        return replace(plain, keep=partial(self._keep, store, index, plain.nbytes, self._of), read_into=lambda *_: None)
 
     def _keep(self, store: DiskStore, index: int, nbytes: int, of: object, chunk: torch.Tensor) -> Event | None:
         """On a thread of ours. `chunk` may be written to; it is free again after what is returned."""

@@ -19,6 +19,7 @@ from millrace.runtime.node import Node
 from millrace.weights.meter import Meter
 from millrace.weights.model.layout import lay_out
 from millrace.weights.model.slot import Layout, Slot
+from millrace.weights.rest.filling import from_memory, parts_of
 from millrace.weights.rest.materialize import Materialized
 from millrace.weights.rest.packing import PackedCopy
 from millrace.weights.rest.tiers import CheckpointRest, DiskRest, Homes, HostRest, Rest, SharedRest
@@ -183,7 +184,13 @@ class Shelf:
                 copy_on_disk(place, parameter.detach())
                 parameter.data = place
             homes.flush()
-        return self.writable_rest_for(name, nbytes)
+        on_disk = self.writable_rest_for(name, nbytes)
+        if isinstance(on_disk, DiskRest) and (parts := parts_of(parameters, layouts)) is not None:
+            places = on_disk.places(layouts)
+            on_disk.fill(from_memory(parts))
+            for parameter, place in zip(parameters, places, strict=True):
+                parameter.data = place
+        return on_disk
 
     def packed_copy(self, name: str) -> PackedCopy:
         """What a block has beside its bytes where these rest on disk."""
@@ -249,9 +256,15 @@ class Shelf:
         What all ranks see is copied here; what this one alone has written stays its own.
         """
         rest = self.writable_rest_for(name, nbytes)
-        if not isinstance(rest, SharedRest):
-            return rest, keeps
         layouts, data = [slot.layout for slot in slots], [slot.data for slot in slots]
+        if not isinstance(rest, SharedRest):
+            if keeps and all(slot.in_place or slot.casts for slot in slots):
+                rest.places(layouts)
+                if isinstance(before, CheckpointRest) and before.is_as_in_files:
+                    rest.fill_from(before, layouts)
+                elif isinstance(before, HostRest):
+                    rest.fill(from_memory([(0, before.memory)]))
+            return rest, keeps and not rest.filled
         self.fill(rest, before.common_places(layouts) if isinstance(before, SharedRest) else data, layouts)
         if before.homes is not None:
             there, home_layouts = before.homes.rest, list(before.homes.layouts.values())

@@ -1,5 +1,6 @@
 """Where do a block's bytes rest while it is away? In an arena, of this process or of a node, or on disk."""
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -9,10 +10,11 @@ import torch
 import xxhash
 
 from millrace.memory.arena import Arena
-from millrace.memory.disk import DISK_ALIGNMENT_BYTES, Checkpoint, DiskStore, Request, disk_pages
+from millrace.memory.disk import DISK_ALIGNMENT_BYTES, Checkpoint, DiskStore, Part, Request, disk_pages
 from millrace.memory.shared import Common
 from millrace.weights.model.slot import Layout, Slot
-from millrace.weights.rest.fetching import Piece, Range
+from millrace.weights.rest.filling import Source, fill, from_files
+from millrace.weights.rest.pieces import Landing, Piece, Range
 
 __all__ = ["CheckpointRest", "DiskRest", "Homes", "HostRest", "Rest", "SharedRest"]
 
@@ -24,6 +26,8 @@ class Rest(ABC):
     writable = True  # whether what is written through the places is kept there
     on_disk = False
     homes: "Homes | None" = None  # where those of its parameters lie that travel in another dtype; None: anywhere
+    has_own_files = False  # that this process alone writes
+    filled = False  # past the page cache: the files have what the places show, until `flush`
 
     @abstractmethod
     def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
@@ -44,6 +48,10 @@ class Rest(ABC):
             places = self.homes.rest.places(list(self.homes.layouts.values()))
             for number, place in zip(self.homes.layouts, places, strict=True):
                 slots[number].live_at(place, keeps=keeps)
+
+    def was_written(self) -> None:
+        """All of it was, past the places."""
+        raise NotImplementedError(f"{type(self).__name__} has no files of its own")
 
     @property
     def flushed(self) -> bool:
@@ -70,7 +78,7 @@ class DiskRest(Rest):
     `spilled` is told how many bytes go there.
     """
 
-    on_disk = True
+    on_disk = has_own_files = True
 
     def __init__(
         self, store: DiskStore, name: str, nbytes: int, chunk_bytes: int, spilled: Callable[[int], None]
@@ -80,6 +88,18 @@ class DiskRest(Rest):
         self.extent = store.allocate(name, nbytes, "weights")
         self._spilled = spilled
         self._flushing: Request | None = None
+
+    def fill(self, source: Source) -> None:
+        """All bytes of the block come from `source`, past the page cache. To be called when the places were made."""
+        self._spilled(self.extent.nbytes)
+        self._store.expect(self.extent, self._chunk_bytes)
+        fill(self.extent.nbytes, self._chunk_bytes, source, partial(self._store.write, self.extent))
+        self.filled = True
+
+    def fill_from(self, rest: "CheckpointRest", layouts: Sequence[Layout]) -> None:
+        """As `fill`, with what a checkpoint has."""
+        regions = [(layout.offset, layout.nbytes) for layout in layouts]
+        self.fill(from_files(regions, self._chunk_bytes, rest.pieces))
 
     def places(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
         return _carve(layouts, partial(self._store.mapping, self.extent))
@@ -94,17 +114,27 @@ class DiskRest(Rest):
 
     def flush(self) -> None:
         self._spilled(self.extent.nbytes)
+        self.filled = False
         self._flushing = self._store.to_direct(self.extent, self._chunk_bytes)
+
+    def was_written(self) -> None:
+        self._spilled(self.extent.nbytes)
 
     @property
     def flushed(self) -> bool:
-        return self._flushing is not None and self._flushing.error is None
+        return self.filled or (self._flushing is not None and self._flushing.error is None)
 
     def _piece(self, first: int, nbytes: int, parts: tuple[Range, ...] = ()) -> Piece:
+        def read_into(_: torch.Tensor, buffer: torch.Tensor) -> Landing | None:
+            if parts or (buffer.data_ptr() + first) % DISK_ALIGNMENT_BYTES:
+                return None
+            return Landing(self._store.read(self.extent, buffer, first, within=slice(first, first + nbytes)))
+
         return Piece(
             read=lambda chunk: self._store.read(self.extent, chunk[:nbytes], first),
             nbytes=nbytes,
             parts=parts or ((0, nbytes, first),),
+            read_into=read_into,
         )
 
 
@@ -209,6 +239,11 @@ class CheckpointRest(Rest):
         """Whether this process has written to the places, or to their neighbours in the same pages."""
         return any(self._checkpoint.written(name) for name in self._names)
 
+    @property
+    def is_as_in_files(self) -> bool:
+        """Whether the places certainly have what the files have."""
+        return all(map(self._checkpoint.as_in_file, self._names))
+
     def digest(self) -> int:
         """As SharedRest's."""
         digest = xxhash.xxh3_64()
@@ -233,9 +268,54 @@ class CheckpointRest(Rest):
         def read(chunk: torch.Tensor) -> Request:
             return self._checkpoint.read_range(run.path, run.first, chunk[:nbytes], what=self._what)
 
-        return Piece(read=read, nbytes=nbytes, parts=tuple(run.parts))
+        def read_into(chunk: torch.Tensor, buffer: torch.Tensor) -> Landing | None:
+            memory, finish = _scattered(run.parts, nbytes, chunk, buffer)
+            if finish is None:
+                return None
+            return Landing(self._checkpoint.read_scattered(run.path, run.first, memory, what=self._what), finish)
+
+        return Piece(read=read, nbytes=nbytes, parts=tuple(run.parts), read_into=read_into)
 
 
+def _scattered(
+    parts: Sequence[tuple[int, int, int]], nbytes: int, chunk: torch.Tensor, buffer: torch.Tensor
+) -> tuple[list[Part], Callable[[], None] | None]:
+    """Where a read of `nbytes` goes so that most of `parts`, as in Piece, lands in whole pages of where it belongs,
+    less than a page behind its place; and what moves it there. None where nothing does.
+
+    What has no whole pages in the room of its own part goes to the chunk, so reads beside each other never meet.
+    """
+    memory: list[Part] = []
+    moves: list[tuple[int, int, int]] = []  # addresses, to and from, and bytes
+    at, landed = 0, False
+    to, of = buffer.data_ptr(), chunk.data_ptr()
+    for begin, length, place in parts:
+        first = disk_pages(begin)
+        where = place + first - begin
+        behind = -(to + where) % DISK_ALIGNMENT_BYTES
+        last = (begin + length - behind) // DISK_ALIGNMENT_BYTES * DISK_ALIGNMENT_BYTES
+        if last - first < _LEAST_LANDING_BYTES:
+            moves.append((to + place, of + begin, length))
+            continue
+        if at < first:
+            memory.append(Part(chunk, at, first - at))
+        memory.append(Part(buffer, where + behind, last - first))
+        at, landed = last, True
+        if behind:
+            moves.append((to + where, to + where + behind, last - first))
+        moves.append((to + place, of + begin, first - begin))
+        moves.append((to + where + last - first, of + last, begin + length - last))
+    if at < nbytes:
+        memory.append(Part(chunk, at, nbytes - at))
+
+    def finish() -> None:
+        for destination, source, length in moves:
+            ctypes.memmove(destination, source, length)
+
+    return memory, finish if landed else None
+
+
+_LEAST_LANDING_BYTES = 64 << 10
 _EXTENT = ""  # the path of all that lies in one extent
 _GAP_BYTES = 64 << 10  # between two tensors of a file, that are rather read than left out
 

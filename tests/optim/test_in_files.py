@@ -1,0 +1,188 @@
+"""Are weights on disk updated in their files: exactly, seen by all who look, checked, and whole after faults?"""
+
+import contextlib
+import copy
+import errno
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import millrace
+from millrace.errors import DiskError, StateError
+from millrace.memory.disk import DiskStore
+from millrace.optim import disk_state, elements
+from millrace.optim.in_files import Grains
+from tests.disk.test_faults import spill_file
+from tests.optim.references import assert_equal
+from tests.optim.test_disk_faults import fail_after
+from tests.weights.models import Decoder, loss_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
+
+TOKENS = torch.arange(16).reshape(2, 8) % 32
+BUDGETS: dict[str, Any] = {"device_memory": "160KiB", "host_memory": "256KiB"}
+SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    ("SGD", {"lr": 0.1, "momentum": 0.9}),
+    ("Lion", {"lr": 0.01}),
+    ("AdamW", {"lr": 0.01, "amsgrad": True, "max_grad_norm": 0.1}),
+    ("AdamW", {"lr": 0.01, "state_dtype": torch.bfloat16}),
+    ("AdamW", {"lr": 0.01, "master_form": "full"}),
+]
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Parameters that were updated in their files, bytes written directly, and hand-overs of what memory has."""
+    counter: Counter[str] = Counter()
+    write, hand_over = DiskStore._write_piece, DiskStore._hand_over
+
+    def grains(members: Any) -> Grains:
+        counter["parameters"] += len(members)
+        return Grains(members)
+
+    def note_write(self: DiskStore, extent: Any, piece: Any, *rest: Any) -> None:
+        counter["bytes"] += piece.end - piece.begin
+        write(self, extent, piece, *rest)
+
+    def note_hand_over(*arguments: Any) -> None:
+        counter["hand-overs"] += 1
+        hand_over(*arguments)
+
+    monkeypatch.setattr(elements, "Grains", grains)
+    monkeypatch.setattr(DiskStore, "_write_piece", note_write)
+    monkeypatch.setattr(DiskStore, "_hand_over", note_hand_over)
+    monkeypatch.setattr(disk_state, "CHUNK_ELEMENTS", 1 << 12)
+    return counter
+
+
+def models(dtype: torch.dtype) -> tuple[Decoder, Decoder]:
+    torch.manual_seed(0)
+    plain = Decoder(layers=6, width=64, vocabulary=128).to(dtype)
+    return plain, copy.deepcopy(plain)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, TOKENS).backward()
+        optimizer.step()
+
+
+def fetched(handle: millrace.Offloaded) -> list[Any]:
+    return [block for block in handle._engine.blocks if block.is_fetched]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "settings"), SETTINGS)
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_steps_are_exact_and_seen(
+    name: str, settings: dict[str, Any], tier: str, dtype: torch.dtype, tmp_path: Path, counted: Counter[str]
+) -> None:
+    """Weights, state and what passes compute; also what user code writes in between, and memory that it has kept."""
+    plain, model = models(dtype)
+    where = {} if tier == "host" else {"tier": "disk", "disk": tmp_path / "state"}
+    with millrace.offload(model, device="cpu", disk=tmp_path / "spill", blocks=[model.layers], **BUDGETS) as handle:
+        theirs = getattr(millrace.optim, name)(plain.parameters(), **settings)
+        ours = getattr(millrace.optim, name)(model.parameters(), **settings, **where)
+        train(plain, theirs)
+        train(model, ours)  # blocks may move to disk in it, and leave what was kept before
+        kept = [parameter.data for parameter in model.parameters()]
+        for number in range(4):
+            assert_equal(kept, list(plain.parameters()))  # pages that show the weights of before
+            train(plain, theirs)
+            counted.clear()
+            handle.reset_stats()
+            train(model, ours)
+            here = sum(len(block.slots) for block in fetched(handle))
+            assert counted["parameters"] == here > 10
+            resting = sum(block.rest.extent.capacity_bytes for block in fetched(handle))
+            assert counted["bytes"] >= resting
+            assert handle.stats().spill_bytes >= sum(block.nbytes for block in fetched(handle))
+            assert bool(counted["hand-overs"]) is (number in (0, 3))  # after `p.data`
+            assert_equal(kept, list(plain.parameters()))
+            assert_equal(list(model.parameters()), list(plain.parameters()))
+            assert torch.equal(loss_of(model, TOKENS), loss_of(plain, TOKENS))
+            if number == 2:
+                for one in (plain, model):
+                    for parameter in one.parameters():
+                        parameter.data.mul_(0.5)
+        for index, state in ours.state_dict()["state"].items():
+            for key, value in state.items():
+                assert torch.equal(value, theirs.state_dict()["state"][index][key])
+
+
+def test_who_else_trains_a_part_of_a_block_keeps_it_in_memory(tmp_path: Path, counted: Counter[str]) -> None:
+    """Two optimizers of one block would write the same bytes of the file."""
+    plain, model = models(torch.float32)
+    with millrace.offload(model, device="cpu", disk=tmp_path, blocks=[model.layers], **BUDGETS) as handle:
+        for one in (plain, model):
+            halves = [[p for p in one.parameters() if (p.dim() == 1) is flat] for flat in (False, True)]
+            both = [millrace.optim.AdamW(half, lr=0.01) for half in halves]
+            for _ in range(3):
+                loss_of(one, TOKENS).backward()
+                for optimizer in both:
+                    optimizer.step()
+                for optimizer in both:
+                    optimizer.zero_grad()
+        with_flat = {id(p) for block in fetched(handle) for p in (s.home for s in block.slots) if p.dim() == 1}
+        assert len(with_flat) > 6
+        assert_equal(list(model.parameters()), list(plain.parameters()))
+        alone = [block for block in fetched(handle) if not any(s.home.dim() == 1 for s in block.slots)]
+        assert counted["parameters"] == 3 * sum(len(block.slots) for block in alone)
+
+
+def test_what_a_step_wrote_is_checked(tmp_path: Path, counted: Counter[str]) -> None:
+    """A byte that changes on disk after it is found by the next pass, as it is before."""
+    _, model = models(torch.float32)
+    with millrace.offload(model, device="cpu", disk=tmp_path, blocks=[model.layers], **BUDGETS) as handle:
+        optimizer = millrace.optim.SGD(model.parameters(), lr=0.1)
+        train(model, optimizer, 2)
+        assert counted["parameters"] > 0
+        handle._fetching.withdraw_all()  # type: ignore[union-attr]
+        away = [block.rest.extent for block in fetched(handle) if block.buffer is None]
+        assert away
+        with open(spill_file(tmp_path), "r+b") as file:
+            for extent in away:
+                at = extent.offset + extent.nbytes // 2
+                byte = os.pread(file.fileno(), 1, at)[0]
+                os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
+        with pytest.raises(DiskError, match="are not those that were written"):
+            loss_of(model, TOKENS)
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+@pytest.mark.parametrize("pieces", [0, 3, 20])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_drive_that_fails_in_a_step(
+    kind: str, pieces: int, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing has changed, or an error says so until weights and state are loaded; then all is as it would be."""
+    plain, model = models(torch.float32)
+    where = {} if tier == "host" else {"tier": "disk", "disk": tmp_path / "state"}
+    with millrace.offload(model, device="cpu", disk=tmp_path / "spill", blocks=[model.layers], **BUDGETS) as handle:
+        theirs = millrace.optim.AdamW(plain.parameters(), lr=0.01)
+        ours = millrace.optim.AdamW(model.parameters(), lr=0.01, **where)
+        train(plain, theirs, 2)
+        train(model, ours, 2)
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+        state = copy.deepcopy(ours.state_dict())
+        ours.zero_grad()
+        loss_of(model, TOKENS).backward()
+        handle.synchronize()
+        with monkeypatch.context() as patch:
+            fail_after(patch, kind, pieces, errno.EIO)
+            with pytest.raises((DiskError, StateError)):
+                ours.step()
+        with contextlib.suppress(DiskError):
+            handle.synchronize()
+        model.load_state_dict(saved)
+        ours.load_state_dict(state)
+        train(plain, theirs, 2)
+        train(model, ours, 2)
+        assert_equal(list(model.parameters()), list(plain.parameters()))
+        assert torch.equal(loss_of(model, TOKENS), loss_of(plain, TOKENS))
