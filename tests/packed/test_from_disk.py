@@ -70,14 +70,16 @@ def passes(model: nn.Module, handle: millrace.Offloaded, want: torch.Tensor, cou
 
 
 def test_three_quarters_of_the_bytes_are_read(compute_device: torch.device, tmp_path: Path) -> None:
-    model, read = frozen(), {}
+    model = frozen()
     with torch.no_grad():
         want = model(inputs())
     for packed in (False, True):
         with millrace.offload(model, device=compute_device, disk=tmp_path, packed=packed, **BUDGETS) as handle:
-            stats = passes(model, handle, want)
-            read[packed] = stats.fetch_bytes / max(1, stats.onload_bytes)
+            stats = passes(model, handle, want, PASSES + 4)
+            without = stats.fetch_bytes - stats.packed_bytes + stats.unpacked_bytes  # that would be read
+            assert without >= 0.99 * LAYER_BYTES * (LAYERS - 3)
             if packed:
+                assert stats.fetch_bytes < 0.9 * without
                 assert stats.unpacked_bytes > 0.9 * LAYER_BYTES * (LAYERS - 3)
                 assert 0.74 < stats.packed_bytes / stats.unpacked_bytes < 0.8
                 assert "packed on disk" in handle.report().to_text()
@@ -89,7 +91,6 @@ def test_three_quarters_of_the_bytes_are_read(compute_device: torch.device, tmp_
             assert all(
                 torch.equal(bits(a), bits(b)) for a, b in zip(model.parameters(), frozen().parameters(), strict=True)
             )
-    assert read[True] < 0.85 * read[False]
 
 
 def test_packing_is_written_once(tmp_path: Path) -> None:
@@ -102,7 +103,7 @@ def test_packing_is_written_once(tmp_path: Path) -> None:
         assert passes(model, handle, want, 2).spill_bytes == 0  # as often as that it may never come again
         before = handle.stats().disk_bytes
         written = 0
-        for _ in range(PASSES):
+        for _ in range(2 * PASSES):
             written += passes(model, handle, want, 1).spill_bytes
         assert 0.6 * LAYER_BYTES * (LAYERS - 3) < written < 0.8 * LAYER_BYTES * LAYERS
         assert handle.stats().disk_bytes - before == written
