@@ -48,25 +48,25 @@ class Accumulating:
         """Gradients of `sum(loss_function(batch) for batch in micro_batches)`: the losses, detached, one for each.
 
         `loss_function` calls the model and returns a tensor with one element, such as
-        `lambda batch: model(**batch).loss / len(batches)`. What comes of it has the bits of
+        `lambda batch: model(**batch).loss / len(batches)`. Losses and gradients have the same bits as after
 
             for batch in micro_batches:
                 loss_function(batch).backward()
 
-        but each block computes all micro-batches before the next block comes, forward and backward, so weights cross
-        each link once for all of them, and a block's gradient leaves once. What autograd saves is kept for all
+        but in forward and in backward, each block computes all micro-batches before the next block comes. So weights
+        cross each link once for all of them, and a block's gradient leaves once. What autograd saves is kept for all
         micro-batches at once: use gradient checkpointing, `activations`, or both; or give `together`: how many go
-        through a block at once, such as `millrace.plan(...).method.together`. The next so many follow when those are
-        done.
+        through a block at once, such as `millrace.plan(...).method.together`. The next group follows when one is done.
 
-        Each `loss_function(batch)` runs on a thread of its own, one at a time. Random numbers (dropout, of PyTorch's
-        default generators) of the first micro-batch are those of the loop; the others draw from states of their own,
-        of the same distribution. A model that cannot be cut between blocks, or notes something that other micro-batches
-        would see, goes in the loop, as a warning says: then `loss_function` is called anew for what it was called for
-        before. What it shares among micro-batches by variables of its own is not noticed.
+        Each `loss_function(batch)` runs on a thread of its own, one at a time. The first micro-batch draws the same
+        random numbers (dropout, from PyTorch's default generators) as in the loop; the others draw different ones, from
+        the same distribution. If a model cannot be cut between blocks, or keeps something that other micro-batches
+        would see, the loop is used instead, and a warning says so: then `loss_function` is called again for
+        micro-batches that it was called for before. Variables of its own, through which it shares something among
+        micro-batches, are not noticed.
 
-        Raises ValueError where there is no micro-batch, or no loss, StateError within a pass, and what `loss_function`
-        raises; then gradients are those of the micro-batches that were done before, `together` at a time.
+        Raises ValueError if there is no micro-batch or no loss, StateError within a pass, and whatever `loss_function`
+        raises; gradients are then those of the groups of `together` micro-batches that were done before.
         """
         self._check_between_passes("forward_backward()")
         attachment = self._attachment
@@ -113,10 +113,10 @@ class Accumulating:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """With `mesh`: a backward inside of it averages nothing over the ranks; the next one outside does, of all.
+        """With `mesh`: a backward inside it averages nothing over the ranks; the next one outside averages all.
 
-        As DistributedDataParallel's. `grad` of parameters stays what it was; each rank keeps sums of its own on its
-        host. Raises StateError without `mesh`.
+        Like DistributedDataParallel's `no_sync`. Parameters' `grad` does not change; each rank keeps its own sums on
+        its host. Raises StateError without `mesh`.
         """
         gradients = self._gradients
         if not isinstance(gradients, AveragedGradients):

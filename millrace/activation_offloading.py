@@ -49,24 +49,26 @@ def offload_activations(
     most_in_flight: int | None = None,
     all_leave: bool = False,
 ) -> "ActivationOffloading":
-    """Lets what autograd saves in forward wait in host memory until backward. For a model that is on its device.
+    """Keeps what autograd saves in forward in host memory until backward. For a model that is on its device.
 
     Results stay the same bit for bit. Copies begin when a tensor is saved, and the first step is recorded; from then on
-    a plan says what leaves and when it comes back, so that compute waits as little as can be. Inputs of other shapes
-    keep to its ceiling, and have a plan when they come again. Gradient checkpointing may be on: then what the
-    checkpoints keep is what leaves. Parameters and buffers never do.
+    a plan says what leaves and when it comes back, so that compute waits as little as possible. Inputs of other shapes
+    keep to that plan's limit, and get a plan of their own when they recur. Gradient checkpointing may be on: then what
+    the checkpoints keep is what leaves. Parameters and buffers never leave.
 
-    - `layers`: only what these layers save: the first so many (an int) of the model's lists of layers, or modules and
+    - `layers`: only what these layers save: an int N for the first N of the model's lists of layers, or modules and
       name patterns (fnmatch, such as "model.layers.*"). Default: whatever the model saves.
     - `fraction`: at most this share of the bytes leaves, those saved first. 0 to 1.
     - `min_bytes`: smaller tensors stay.
-    - `modules`: only what is saved inside of these modules or name patterns (such as "*.mlp"). Calls inside of
-      compiled code are not seen: name the module that was compiled.
-    - `tier`: "host", or "disk": they pass through a little host memory, and rest in a file in the directory `disk`.
-    - `device_memory`: ceiling in bytes for the saved tensors on the device, kept even if compute has to wait, from the
-      second step on; what is computed just now stays above it where it must. Default: as few as hide behind compute.
-    - `host_memory`: ceiling in bytes for the host memory. Default: what cgroup and machine leave, less 15%.
-    - `most_in_flight`: at most so many copies to the host at once. Default: as the plan says.
+    - `modules`: only what is saved inside these modules or name patterns (such as "*.mlp"). Calls inside compiled code
+      are not seen: name the module that was compiled.
+    - `tier`: "host"; or "disk": tensors pass through a little host memory and rest in a file in the directory `disk`.
+    - `device_memory`: ceiling in bytes for the saved tensors on the device, from the second step on, kept even if
+      compute has to wait; only what is being computed may have to exceed it. Default: as few bytes as possible without
+      making compute wait.
+    - `host_memory`: ceiling in bytes for the host memory. Default: what the machine and the cgroup leave free, less
+      15%.
+    - `most_in_flight`: at most this many copies to the host at once. Default: as the plan says.
     - `all_leave`: everything that may leave does, however slow the link is; instead of `device_memory`.
 
     Returns the handle; as a context manager it calls `remove()` at the end. Weights and activations are offloaded
@@ -174,7 +176,7 @@ class ActivationOffloading:
         )
 
     def stall_seconds(self) -> float:
-        """Of the stats, those in which compute waited. Waits for what is under way."""
+        """For how long compute waited, as in the stats. Waits for what is under way."""
         self._stash.guard(self._stash.synchronize)
         return self._meter.stall_seconds()
 
@@ -215,7 +217,7 @@ class ActivationOffloading:
 
     # control ----------------------------------------------------------------------------------------------------------
     def remove(self) -> None:
-        """The model is as it was. What a forward has saved already can still be used by its backward."""
+        """Makes the model as it was before. What a forward has saved already can still be used by its backward."""
         model = self._model()
         for module in [] if model is None else model.modules():
             if watcher_of(module) is self:
@@ -244,12 +246,12 @@ class ActivationOffloading:
 
     # calls ------------------------------------------------------------------------------------------------------------
     def forward(self) -> AbstractContextManager[None]:
-        """A block of code that is one forward: what a loss function behind the model saves counts, and may leave.
+        """A block of code that counts as one forward: what a loss function outside the model saves may leave, too.
 
         `with handle.forward(): loss = loss_function(model(inputs), targets)`, then `loss.backward()`. It begins with
-        the first call of the model inside, and ends with the block, or where backward begins inside of it; a call of
-        the model after that begins the next one. With `layers` or `modules`, only what is saved there leaves. Raises
-        StateError inside of another block or of a call of the model.
+        the first call of the model inside, and ends with the block, or where backward begins inside it; a call of the
+        model after that begins the next forward. With `layers` or `modules`, only what is saved there leaves. Raises
+        StateError inside another such block or inside a call of the model.
         """
         return self._calls.block()
 

@@ -43,7 +43,7 @@ Choice = TypeVar("Choice", bound=Enum)
 
 
 class HardwareNotFound(MillraceError, ValueError):  # noqa: N818 - the name says what is wrong
-    """A machine is named that is neither in the catalogue nor measured."""
+    """The machine that was named is neither in the catalogue nor measured."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ def probe(
 ) -> Probe:
     """Measures this machine: links (page-locked and not, both directions at once), disk, host memory, update, products.
 
-    `disk`: the directory whose disk is measured; default the one for temporary files. Takes some seconds, under a
+    `disk`: the directory whose disk is measured; default the one for temporary files. Takes some seconds, less than a
     minute. With `cache` the result is kept in the user's cache directory, where `plan(hardware="measured")` finds it.
     Raises ValueError for a device that does not exist, OSError when nothing can be written to `disk`.
     """
@@ -196,34 +196,34 @@ def plan(
     method: str | None = None,
     optimizer_fraction: float | None = None,
 ) -> RunPlan:
-    """What a run of `model` will hold in each tier, how long a step takes and why, before anything is allocated.
+    """What a run of `model` will hold in each tier, how long a step will take and why, before anything is allocated.
 
     - `model`: a module (on meta is enough), a transformers config, its dictionary, or a path to a config.json.
-    - `hardware`: a `Hardware`, a name of the catalogue ("4090", "8xh100"), or "measured": what `probe()` found.
-      Default: measured when there is a measurement, otherwise "4090".
+    - `hardware`: a `Hardware`, a name from the catalogue ("4090", "8xh100"), or "measured": what `probe()` found.
+      Default: "measured" if there is a measurement, otherwise "4090".
     - `batch_size`, `sequence_length`, `micro_batches`: one optimizer step of one replica.
     - `device_memory`, `host_memory`, `disk`: bytes or text such as "24GiB", instead of the machine's own; `disk=False`:
-      without one. `drive`: "nvme-gen4", "nvme-gen5", "sata" or "hdd" in its place, `drives` of them.
+      no disk. `drive`: "nvme-gen4", "nvme-gen5", "sata" or "hdd" instead of the machine's, `drives` of them.
     - `link_bytes_per_second` (each way), `disk_bytes_per_second` (reading and writing), `host_bytes_per_second` (of
       host memory), `device_bytes_per_second` (of device memory), `flops_per_second`, `update_bytes_per_second` (of host
-      memory that the optimizer's update moves, all devices' together), `peer_bytes_per_second` (of each device, to the
-      others of its node), `network_bytes_per_second` (of each node, each way): as they are reached, instead of the
-      machine's own. `peer`: how devices of a node reach each other: "fabric" (NVLink, Infinity Fabric), "pcie" (peer
-      access over each one's link to the host) or "none" (through host memory).
-    - `devices`: how many of each of `nodes` work together; by default `tensor` times `pipeline`, or all of the machine
-      where there are several nodes. What `tensor` and `pipeline` leave are replicas: those of a node share one copy on
-      the host, or all have a `zero_stage` of 1 to 3; `expert_parallel` of them share the experts of a layer. What
-      millrace does not run yet of this is simulated: `RunPlan.not_run`.
+      memory that the optimizer's updates of all devices move together), `peer_bytes_per_second` (from each device to
+      the others of its node), `network_bytes_per_second` (of each node, each way): rates as reached in practice,
+      instead of the machine's own. `peer`: how devices of a node reach each other: "fabric" (NVLink, Infinity Fabric),
+      "pcie" (peer access over each one's link to the host) or "none" (through host memory).
+    - `devices`: how many devices of each of the `nodes` are used; by default `tensor` times `pipeline`, or, with
+      several nodes, all of the machine. After division by `tensor` and `pipeline`, the rest are data-parallel replicas:
+      those of a node share one copy on the host, or all are sharded by a `zero_stage` of 1 to 3; `expert_parallel` of
+      them share the experts of a layer. What millrace does not run yet is simulated: see `RunPlan.not_run`.
     - `method`: instead of the fastest, one by name ("none", "offload-optimizer", "offload-optimizer-to-disk",
-      "stream-weights", "stream-weights-from-disk"), by its parts ("weights=host,state=disk,activations=recomputed"),
-      or both. `optimizer_fraction`: the share of the optimizer's state and update that the host has, 0 to 1; the
-      device has the rest, as with `device_fraction` of `millrace.optim`.
+      "stream-weights", "stream-weights-from-disk"), by its parts ("weights=host,state=disk,activations=recomputed"), or
+      both. `optimizer_fraction`: the share of the optimizer's state and update that is on the host, 0 to 1; the rest is
+      on the device, as with `device_fraction` of `millrace.optim`.
     - `training`: "full", "adapter" (LoRA of `adapter_rank`, default 16) or "inference". `weight_bits`: of the layers'
       weights, 4.5 for NF4. `overlap` and `state_dtype`: those of `millrace.optim.AdamW`: "none", "forward" or
       "backward"; torch.float32, torch.bfloat16 or "8bit".
 
     Raises ValueError for settings that make no sense, and HardwareNotFound for a machine that is not known. A model
-    that does not fit is an answer and no error: see `RunPlan.fits`.
+    that does not fit is not an error: see `RunPlan.fits`.
     """
     machine = _machine(hardware)
     if drive is not None:

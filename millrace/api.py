@@ -74,54 +74,55 @@ def offload(
     onload: Literal["own", "gather", "auto"] = "own",
     packed: bool = True,
 ) -> "Offloaded":
-    """Lets the weights of `model` visit `device` block by block while it computes. In place; training and inference.
+    """Makes the weights of `model` visit `device` block by block as it computes. In place; training and inference.
 
     The parameters stay the model's own `nn.Parameter` objects, on the host, so optimizers, `state_dict`, clipping and
     saving work as on a CPU model. Inputs are moved to the device, outputs stay there. Results equal those of the plain
-    model bit for bit. Quantised weights travel packed, and frozen.
+    model bit for bit. Quantised weights travel packed, and are not trained.
 
     - `device`: where to compute; default the current accelerator, or the CPU where there is none.
     - `device_memory`: ceiling in bytes for weights on the device (resident, visiting and arriving together) and for
-      buffers of modules. Gradients on their way out (of two blocks at most) and activations come on top. Default:
+      buffers of modules. Gradients on their way out (those of two blocks at most) and activations come on top. Default:
       what is free now, less a tenth.
     - `host_memory`: ceiling in bytes for weights, gradients, activations and staging in host memory; what optimizers
-      hold (`optimizer.held_bytes()`) comes on top. Default: what cgroup and machine leave, less 15%.
+      hold (`optimizer.held_bytes()`) comes on top. Default: what the machine and the cgroup leave free, less 15%.
     - `disk`: a directory, on a local drive, for blocks (and gradients) that do not fit in `host_memory`. It belongs to
-      this model alone while it is offloaded. Their parameters are then tensors over mapped files: they read and write
-      as ever, and the operating system brings and takes their pages.
+      this model alone while the model is offloaded. Parameters on disk are tensors over memory-mapped files: code reads
+      and writes them as usual.
     - `checkpoint`: safetensors files (one, an index of shards, or their directory) from which parameters on the meta
       device take their values, under the names of `state_dict()` and in the files' dtypes. Those that do not fit in
       `host_memory` are read in place, and move to `disk` when they change.
     - `blocks`: what travels together: "auto" (repeated layers, then by size), a size such as "256MiB", or a list of
       modules, ModuleLists and name patterns (fnmatch, such as "model.layers.*").
-    - `resident`: modules and name patterns that stay on the device. Adapters and small weights beside the blocks stay
+    - `resident`: modules and name patterns that stay on the device. Adapters and small weights outside the blocks stay
       anyway.
-    - `prefetch`: how many visits ahead a block is loaded at most; "auto": as the plan says.
-    - `param_dtype`: dtype in which floating-point weights travel and compute; homes keep theirs.
-    - `grad_dtype`: dtype of `home.grad`, in which micro-batches are summed up; default the parameter's own.
+    - `prefetch`: at most how many visits ahead a block is loaded; "auto": as the plan says.
+    - `param_dtype`: dtype in which floating-point weights travel and compute; the parameters on the host keep theirs.
+    - `grad_dtype`: dtype of `parameter.grad`, in which micro-batches are summed; default the parameter's own.
     - `activations`: True, or settings of `offload_activations` as a dict such as `{"device_memory": "2GiB"}`: what
-      autograd saves waits on the host, too. The plans of both know of each other's copies. `host_memory` among them
-      is a part of the one here, and kept for activations; default where blocks rest on disk: a quarter,
-      and what finds no room there stays on the device.
+      autograd saves waits on the host, too. The plans for weights and for activations take each other's copies into
+      account. A `host_memory` among these settings is a part of the `host_memory` here, reserved for activations;
+      default where blocks rest on disk: a quarter. Activations that do not fit in it stay on the device.
 
-    - `mesh`: a DeviceMesh (of one dimension, or of all ranks) whose ranks train one model with a batch each. All ranks
-      call this with the same model. Those of a node keep one copy of it, of its gradients and of what millrace's
-      optimizers keep; `host_memory` is for the node, the staging of each rank included, and `disk` has one file
-      for it. Gradients are averaged over all ranks. Linux.
-    - `onload`: with `mesh`, how blocks come and gradients leave in training. "own": whole, over each device's own link.
-      "gather": a range of 1/N over each link, the rest from the other devices of the node, by the mesh's process group;
-      for devices that reach each other faster than the host (NVLink). Of three ranks and more the sum of gradients has
-      the order of that group's collective. "auto": what is quicker here; both are tried, and the report says it.
+    - `mesh`: a DeviceMesh (of one dimension, or of all ranks) whose ranks train one model, each with its own batches.
+      All ranks call this with the same model. The ranks of a node share one copy of it, of its gradients and of what
+      millrace's optimizers keep; `host_memory` is for the whole node, the staging of each rank included, and `disk` has
+      one file per node. Gradients are averaged over all ranks. Linux only.
+    - `onload`: with `mesh`, how blocks arrive and gradients leave in training. "own": whole, over each device's own
+      link. "gather": each device loads 1/N of a block over its link and gets the rest from the other devices of the
+      node, through the mesh's process group; for devices that reach each other faster than the host (NVLink). With
+      three or more ranks, gradients are then summed in the order of that group's collective. "auto": both are tried,
+      the faster one is used, and the report says which.
     - `packed`: frozen bfloat16 weights that come from disk again and again are kept in `disk` packed as well, without
       loss, where that is quicker: three quarters of the bytes are read then, after writing them once. False: not.
 
-    Raises BudgetError when a budget is too small, LayoutError for parameters that cannot travel (meta, sparse, trained
-    ones of a class of their own), StateError for a model that is offloaded already, wrapped for data parallel training,
-    or carries accelerate or diffusers hooks, and ValueError or TypeError for settings that make no sense. Nothing is
-    changed then. Host memory for gradients is made by the first pass with gradients, which raises BudgetError when
-    `host_memory` has no room for them.
+    Raises BudgetError when a budget is too small, LayoutError for parameters that cannot travel (on meta, sparse, or
+    trained tensor subclasses), StateError for a model that is offloaded already, is wrapped for data-parallel training,
+    or carries hooks of accelerate or diffusers, and ValueError or TypeError for settings that make no sense. In all
+    these cases nothing has been changed. Host memory for gradients is allocated by the first pass with gradients, which
+    raises BudgetError when `host_memory` has no room for them.
 
-    Gradients of parameters come from `backward()` alone: `torch.autograd.grad` and `backward(inputs=...)` do not find
+    Gradients of parameters come only from `backward()`: `torch.autograd.grad` and `backward(inputs=...)` do not find
     them, because the graph holds the copies on the device.
     """
     config = OffloadConfig(
@@ -289,9 +290,9 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
         return self._executor.plan
 
     def synchronize(self) -> None:
-        """The host waits until every copy, write and update for this model is done, and what else the device was given.
+        """The host waits until every copy, write and update for this model is done, and all other work of the device.
 
-        Raises DiskError for a write that failed and was not made good since.
+        Raises DiskError for a write that failed and has not succeeded since.
         """
         self._engine.updates.wait()
         for block in self._blocks():
@@ -304,9 +305,9 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
     def remove(self) -> None:
         """Makes the model an ordinary CPU model again. Parameters keep their identity, values and gradients.
 
-        Those that rest on disk stay tensors over its files, which have no name and are gone with the last of them.
-        Raises StateError within a forward or backward; and what failed in an update that an optimizer had under way,
-        or in a write to disk, when the model is let go of all the same.
+        Parameters that rest on disk stay tensors over its files, which have no name and disappear with the last of
+        these tensors. Raises StateError within a forward or backward. If an update that was under way or a write to
+        disk failed, raises that error, but removes the handle all the same.
         """
         if self._attachment is not None:
             self._check_between_passes("remove()")

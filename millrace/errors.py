@@ -39,7 +39,7 @@ class DiskError(MillraceError, OSError):
 
 
 class LayoutError(MillraceError, TypeError):
-    """A tensor is not plain bytes, to be part of a block or updated (meta, sparse, quantised, a subclass, lazy)."""
+    """A tensor is not plain bytes, so it cannot travel or be updated (meta, sparse, quantised, a subclass, lazy)."""
 
 
 class OutOfMemoryError(MillraceError, RuntimeError):
@@ -47,7 +47,7 @@ class OutOfMemoryError(MillraceError, RuntimeError):
 
 
 class RankError(MillraceError, RuntimeError):
-    """Another rank ended, raised, or did not come where this one waits for it. Names the rank, and what it said."""
+    """Another rank ended, raised, or did not arrive where this one waits for it. Names the rank and its last error."""
 
 
 class StateError(MillraceError, RuntimeError):

@@ -43,17 +43,16 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     """Loads what `millrace.save` saved as `path` into `model` and `optimizer`, in place; returns `extra`.
 
     Checkpoints of other programs load as well: of transformers' Trainer and accelerate (their directories), PEFT
-    (adapters), Lightning
-    (`.ckpt`), torch.distributed.checkpoint, files of torch.save and of safetensors. What is in them besides is returned
-    (`scheduler`, ...). Nothing in any of them is run.
+    (adapters), Lightning (`.ckpt`), torch.distributed.checkpoint, files of torch.save and of safetensors. Whatever else
+    they hold is returned (`scheduler`, ...). No code in any of them is run.
 
-    Whatever the tiers, budgets and blocks were, and are now; a run goes on bit for bit when dtypes agree. Others are
-    converted: weights that were float32 become a narrow model's with exact masters, where the optimizer keeps these,
-    and back; moments in 8 bits, float32 ones, and back. With `optimizer`, random states are restored as well.
+    Tiers, budgets and blocks may differ from those at saving; if the dtypes agree, the run continues bit for bit. Other
+    dtypes are converted: float32 weights to low-precision ones, with exact masters if the optimizer keeps these, and
+    back; moments in 8 bits to float32 ones, and back. With `optimizer`, random states are restored as well.
 
-    Of checkpoints that millrace wrote every byte is checked as it is read. Before the first tensor is written, names,
-    shapes and sizes have been compared, and nothing has changed if these do not fit. It takes 64 MiB of host memory, 96
-    where weights rest on disk, and what a tensor takes that has to be converted.
+    In checkpoints that millrace wrote, every byte is checked as it is read. Names, shapes and sizes are compared before
+    the first tensor is written, so nothing has changed if they do not fit. Loading takes 64 MiB of host memory, or 96
+    MiB if weights rest on disk, and room for a tensor that has to be converted.
 
     Raises CheckpointError when the checkpoint is damaged, naming file and tensor, or does not fit the model or the
     optimizer; StateError within a forward or backward; DiskError when a drive fails.

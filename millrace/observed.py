@@ -63,7 +63,7 @@ class Observed:
         )
 
     def reset_stats(self) -> None:
-        """Counters and peaks start anew."""
+        """Resets counters and peaks."""
         self._meter.reset()
         self._steps.reset()
         self._ledger.reset_peaks()

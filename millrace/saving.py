@@ -58,11 +58,11 @@ class Saving:
 
     @property
     def waited_seconds(self) -> float:
-        """How long optimizers waited with their updates until what they change had been read."""
+        """How long optimizers' updates waited for the parameters to be read."""
         return self._writing.waited_seconds
 
     def wait(self) -> None:
-        """Waits until the checkpoint is whole and safe from a loss of power. Raises what failed in saving it."""
+        """Waits until the checkpoint is complete and safe from a loss of power. Raises what failed in saving it."""
         self._told = True
         self._writing.wait()
 
@@ -88,30 +88,30 @@ def save(
     wait: bool = True,
     host_memory: Size | None = None,
 ) -> Saving:
-    """Saves a training run as the directory `path`, from whatever tiers it is on. It is whole, or not there.
+    """Saves a training run as the directory `path`, whatever tiers it uses. The checkpoint is complete, or not there.
 
-    The directory is a checkpoint of Hugging Face's libraries: `from_pretrained(path)` reads the weights (of a PEFT
-    model its adapters, and what else trains). `optimizer.pt` is what `torch.save(optimizer.state_dict(), ...)` writes:
-    `optimizer.load_state_dict(torch.load("optimizer.pt", mmap=True))` reads it without millrace. Random states of
-    Python, NumPy and PyTorch are saved, too. `millrace.load` checks every byte.
+    The directory is a checkpoint that Hugging Face's libraries can read: `from_pretrained(path)` reads the weights (of
+    a PEFT model, its adapters and whatever else is trained). `optimizer.pt` is what `torch.save(optimizer.state_dict(),
+    ...)` writes: `optimizer.load_state_dict(torch.load("optimizer.pt", mmap=True))` reads it without millrace. Random
+    states of Python, NumPy and PyTorch are saved, too. `millrace.load` checks every byte.
 
     - `optimizer`: one, or several; of millrace or of PyTorch.
-    - `extra`: plain values, tensors, and lists and dicts of these; what has a `state_dict()` (a scheduler, a
-      GradScaler, a data loader) is saved as that. `load` returns it.
-    - `keep`: of the checkpoints beside `path` that are named alike but for the number at the end (`step-300`), so many
-      stay; older ones go when this one is whole.
-    - `wait`: False returns while the checkpoint is being written. Optimizers wait with the update of a parameter until
-      it has been read; who writes to parameters otherwise calls `wait()` on the result before that. One checkpoint is
-      written at a time: the next call waits for it, and raises what failed in it, if `wait()` has not. At the end of
-      the process it is waited for.
-    - `host_memory`: bytes that it passes through, 24 MiB at least; default 32 MiB, or with `wait=False` 256 MiB, by so
-      much the drive may lag behind.
+    - `extra`: plain values, tensors, and lists and dicts of these; of an object with a `state_dict()` (a scheduler, a
+      GradScaler, a data loader) that is saved. `load` returns it.
+    - `keep`: how many checkpoints stay, of those next to `path` whose names differ only in the number at the end
+      (`step-300`); older ones are deleted once this one is complete.
+    - `wait`: False returns while the checkpoint is being written. Optimizers update a parameter only after it has been
+      read; before you write to parameters in any other way, call `wait()` on the result. One checkpoint is written at a
+      time: the next call waits for it, and raises what failed in it, if `wait()` has not. The process does not end
+      before it is written.
+    - `host_memory`: bytes of the buffers that it passes through, 24 MiB at least; default 32 MiB, or 256 MiB with
+      `wait=False`, by which the drive may lag behind.
 
     Gradients are not saved: save after `optimizer.step()`.
 
     Raises StateError within a forward or backward, DiskError when the drive fails or is full, CheckpointError for what
     cannot be saved (tensors on meta, sparse or lazy; objects in `extra`), ValueError and TypeError for arguments that
-    make no sense. Nothing has changed then: a checkpoint that was there is there still.
+    make no sense. In all these cases nothing has been changed: a checkpoint that was there is still there.
     """
     path = Path(path).expanduser().absolute()
     path = path.resolve() if path.is_symlink() else path

@@ -25,11 +25,11 @@ _parts: "weakref.WeakKeyDictionary[Any, nn.ModuleDict]" = weakref.WeakKeyDiction
 
 
 def offload_pipeline(pipeline: "DiffusionPipeline", **settings: Any) -> Offloaded:
-    """The weights of all models of a diffusers pipeline visit the device, under one budget: the one that runs has it.
+    """Offloads all models of a diffusers pipeline under one budget, all of which goes to the model that is running.
 
     `settings` are those of `millrace.offload`, for all of them together; names begin with a component's, such as
-    "unet.mid_block". The handle is that of one model, and `remove()` is for all. The pipeline stays the user's: LoRAs
-    may be loaded, chosen and deleted later, and come along at the next call.
+    "unet.mid_block". The handle is like that of one model, and its `remove()` applies to all. LoRAs may be loaded,
+    selected and deleted later; this takes effect at the next call.
 
     Raises what `millrace.offload` raises, ValueError for a pipeline without models, TypeError for anything else.
     """

@@ -34,13 +34,14 @@ _BY_NAME: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def optimizer_cls_and_kwargs(arguments: TrainingArguments, **settings: Any) -> tuple[type, dict[str, Any]]:
-    """The optimizer of `millrace.optim` that `arguments.optim` names: for `Trainer(optimizer_cls_and_kwargs=...)`.
+    """The `millrace.optim` optimizer that `arguments.optim` names, for `Trainer(optimizer_cls_and_kwargs=...)`.
 
-    Its learning rate, betas and eps are those of `arguments`, and weight decay is as the Trainer groups parameters;
-    `arguments.optim_args` and then `settings` (`overlap="forward"`, `tier="disk"`, ...) go before them. Not
-    `overlap="backward"`: the Trainer scales gradients after backward, by 1 where it does not clip them.
+    Its learning rate, betas and eps are those of `arguments`, and weight decay follows the Trainer's parameter groups;
+    `arguments.optim_args` override these, and `settings` (`overlap="forward"`, `tier="disk"`, ...) override both.
+    `overlap="backward"` does not work, because the Trainer scales gradients after backward (by 1 if it does not clip).
 
-    Raises ValueError for a name that no optimizer of millrace stands for, and for `optim_args` that cannot be read.
+    Raises ValueError for a name to which no optimizer of millrace corresponds, and for `optim_args` that cannot be
+    read.
     """
     name = str(getattr(arguments.optim, "value", arguments.optim))
     if name not in _BY_NAME:
@@ -82,16 +83,17 @@ class _Mark:
 
 
 class MillraceCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
-    """Puts what the handle measured into the Trainer's logs, and saves checkpoints by `millrace.save` beside its own.
+    """Adds what the handle measured to the Trainer's logs, and saves checkpoints with `millrace.save` next to its own.
 
-    - `save`: whether each checkpoint of the Trainer has one of millrace beside it, `<output_dir>/millrace/step-<n>`.
-      Training goes on while it is written. `millrace.load` reads it, with the states of the scheduler and the Trainer
-      as `extra`. As many stay as `save_total_limit` says. With `save_only_model` the Trainer's own are smaller.
+    - `save`: whether to write a checkpoint of millrace for each one of the Trainer, to
+      `<output_dir>/millrace/step-<n>`. Training continues while it is written. `millrace.load` reads it, with the
+      states of the scheduler and the Trainer as `extra`. `save_total_limit` says how many are kept. With
+      `save_only_model`, the Trainer's own are smaller.
 
-    Given as `callbacks=[...]` it is after the callbacks that report to TensorBoard and others, which so do not see its
-    numbers; `attach(trainer)` puts it before them. Numbers are of the time since the log before, and in the last log
-    of all of training: bytes that were moved, `millrace_stall_share` of the time of compute and stalls, and tokens
-    (`input_ids`, with padding) per second.
+    Given as `callbacks=[...]`, it comes after the callbacks that report to TensorBoard and others, so these do not see
+    its numbers; `attach(trainer)` puts it before them. The numbers cover the time since the previous log, or, in the
+    last log, all of training: bytes that were moved, `millrace_stall_share` (stalls as a share of compute and stalls),
+    and tokens (`input_ids`, with padding) per second.
     """
 
     def __init__(self, handle: Offloaded, *, save: bool = False) -> None:
@@ -169,14 +171,14 @@ class MillraceCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
 
 
 def micro_batches_together(trainer: Trainer, handle: Offloaded, together: int | None = None) -> None:
-    """The trainer takes the micro-batches of a step (`gradient_accumulation_steps`) by `handle.forward_backward`.
+    """Makes the trainer take a step's micro-batches (`gradient_accumulation_steps`) by `handle.forward_backward`.
 
-    Losses, gradients and weights are those of the trainer's own loop, but for dropout, as `forward_backward` says.
-    `together`: how many go through a block at once; None: all of a step. All of a step is computed where the loop comes
-    to its first micro-batch, so `on_substep_end` sees gradients of it all.
+    Losses, gradients and weights are those of the trainer's own loop, except for dropout, as `forward_backward` says.
+    `together`: how many go through a block at once; None: all of a step. The whole step is computed when the loop
+    reaches its first micro-batch, so `on_substep_end` sees the gradients of the whole step.
 
     Raises TypeError for a trainer whose steps do more than the Trainer's (TRL's GRPO), and ValueError for fp16, whose
-    loss is scaled on its way to backward, and for TRL's own offloading of activations.
+    loss is scaled before backward, and for TRL's own offloading of activations.
     """
     own = type(trainer).training_step is Trainer.training_step
     around = getattr(trainer, "maybe_activation_offload_context", None)  # all that TRL's SFT, DPO... add to a step

@@ -45,23 +45,24 @@ def __getattr__(name: str) -> Any:
 def from_pretrained(
     path_or_config: "str | os.PathLike[str] | PreTrainedConfig", *, trainable: bool = True, **settings: Any
 ) -> "tuple[PreTrainedModel, Offloaded]":
-    """The model that `save_pretrained` wrote to the directory `path_or_config`, and the handle of its offloading.
+    """Loads the model that `save_pretrained` wrote to the directory `path_or_config`, offloaded: model and handle.
 
-    Its weights are never held in host memory beside what `settings`, those of `millrace.offload`, allow: until blocks
-    take their places they are mapped files. (Those that torchao quantised are: transformers loads them whole.) They
-    have the dtype that they were saved in; where files mix several, one of those, the config's before others. The model
-    is in evaluation mode.
+    Its weights never take more host memory than `settings`, those of `millrace.offload`, allow: until they are placed
+    in blocks they are memory-mapped files. (Weights that torchao quantised are an exception: transformers loads them
+    whole.) They have the dtype in which they were saved; if the files mix several, one of these, preferably the
+    config's. The model is in evaluation mode.
 
-    The directory of a model of diffusers (a pipeline's "unet") is taken, too; that of a whole pipeline is loaded by
-    diffusers and given to `millrace.offload_pipeline`.
+    The directory of a diffusers model (a pipeline's "unet") works, too; load a whole pipeline with diffusers and give
+    it to `millrace.offload_pipeline`.
 
-    For a config of transformers, the model has random weights, the ones that `torch.manual_seed` gives it without
-    millrace too. With `disk`, they are drawn into files there, which need as much space as the weights for a while.
+    Given a transformers config instead, the model has random weights: the same as without millrace after the same
+    `torch.manual_seed`. With `disk`, they are written to files there, which temporarily need as much space as the
+    weights.
 
-    A quantised model (bitsandbytes, torchao and others of transformers' quantisers) stays packed, on every tier.
+    A quantised model (by bitsandbytes, torchao and other quantisers of transformers) stays packed on every tier.
 
-    - `trainable`: whether parameters want gradients. False, for inference and adapters: no room is kept for them.
-      Quantised weights never do.
+    - `trainable`: whether parameters require gradients. With False, for inference and adapters, no memory is kept for
+      gradients. Quantised weights never require them.
 
     Raises CheckpointError when there is no sound config.json or safetensors file, TypeError for what is neither
     directory nor config, and what `millrace.offload` raises. Needs transformers.

@@ -34,7 +34,7 @@ class AdamW(_AdamSteps, torch.optim.AdamW):
     """torch.optim.AdamW with state and update in host memory, in one pass over it on every core.
 
     float32 parameters change bit for bit as with `torch.optim.AdamW(fused=True)` on the CPU. For bfloat16 and float16
-    ones the update is that of their float32 master; the weight is its rounding.
+    parameters, their float32 masters are updated, and the weight is the rounded master.
 
     Parameters may be those of a model given to `millrace.offload`, of a plain model on an accelerator (weights stay
     there; gradients come to the host and updated weights go back), or of a model on the CPU.
@@ -43,41 +43,42 @@ class AdamW(_AdamSteps, torch.optim.AdamW):
     - `master_form`: "split" keeps the 16 bits that a bfloat16 weight lacks (2 bytes per parameter; ties round up);
       "full" keeps a float32 tensor beside it (4 bytes, ties round to even). float16 weights are always "full".
     - `state_dtype`: dtype of the moments: torch.float32, or torch.bfloat16 with stochastic rounding, or "8bit": codes
-      relative to the largest of each 128 elements, 1.03 bytes for each moment of an element, rounded so too. In the
-      state these are "exp_avg_8bit" and so on, of shape (runs, 132) and dtype torch.uint8. Tensors of fewer than 4096
-      elements and those that are not contiguous keep float32. A state dict may be loaded into optimizers of millrace
-      with any `state_dtype`; into `torch.optim` by way of one with float32.
-    - `tier`: where the state rests: "host", or "disk", in a directory of its own inside of `disk`; its files are gone
-      with the process, so checkpoints are what lasts. Host memory then holds a ring of 192 MiB. `state_dict()` shows
-      it as memory that is read as it is touched. With a `device_fraction` the rest of the state is on disk.
+      relative to the largest of each 128 elements, also rounded stochastically, 1.03 bytes per moment and element. In
+      the state these are "exp_avg_8bit" and so on, of shape (runs, 132) and dtype torch.uint8. Tensors of fewer than
+      4096 elements and those that are not contiguous keep float32. A state dict can be loaded into optimizers of
+      millrace with any `state_dtype`, and from one with float32 into `torch.optim`.
+    - `tier`: where the state rests: "host", or "disk", in a directory of its own inside `disk`; its files disappear
+      with the process, so save checkpoints. Host memory then holds only a ring buffer of 192 MiB. `state_dict()`
+      returns tensors that are read from disk when they are accessed. With a `device_fraction`, the rest of the state is
+      on disk.
     - `device_fraction`: share of the state that lives and is updated on the accelerator of parameters that live there,
       in [0, 1], exact to 128 elements (with `tier="disk"` to a parameter); "auto" takes what is free after the first
       backward, less a tenth.
-    - `pin`, `overlap_d2h_h2d`: host memory of such parameters is page-locked (or only that of their "weights", or of
-      their "gradients"); gradients and weights travel while others are updated.
-    - `overlap`: what the updates of an offloaded model's parameters run beside. "none": `step()` returns when all is
-      done. "forward": `step()` returns at once; each block's next onload, and whoever else looks at its parameters,
-      waits for that block's update. Exact with everything, clipping included. "backward": a block's update begins when
-      its last gradient has come home; `step()` raises StateError where something happened to gradients since (clipping,
-      GradScaler, accumulation). See docs/design/optimizers.md for what is waited for. A plain model on an accelerator
-      is refused at the first `step()`; on the CPU its updates are done when that returns.
+    - `pin`: host memory for such parameters is page-locked (or only that for their "weights", or for their
+      "gradients"). `overlap_d2h_h2d`: their gradients and weights travel while others are updated.
+    - `overlap`: what the updates of an offloaded model's parameters overlap with. "none": `step()` returns when all is
+      done. "forward": `step()` returns at once; each block's next onload, and any code that reads its parameters, waits
+      for that block's update. Always exact, clipping included. "backward": a block's update begins when its last
+      gradient has reached the host; `step()` raises StateError if gradients were changed since (clipping, GradScaler,
+      accumulation). See docs/design/optimizers.md for what is waited for. A plain model on an accelerator is refused at
+      the first `step()`; on the CPU its updates are done when that returns.
     - `max_grad_norm`: gradients are scaled so that their global norm is at most this, with the arithmetic of
-      `torch.nn.utils.clip_grad_norm_` but without writing them; where the norm is not finite the step is skipped,
-      nothing changes and `skipped_steps` counts one more (in the stats of an offloaded model, too). `math.inf` only
-      looks for that.
+      `torch.nn.utils.clip_grad_norm_` but without writing them; if the norm is not finite, the step is skipped, nothing
+      changes, and `skipped_steps` goes up by one (in the stats of an offloaded model, too). With `math.inf` nothing is
+      clipped, and only such steps are skipped.
     - `mesh`: a `DeviceMesh` of one dimension, over whose ranks gradients are averaged before `step()`, as by
-      DistributedDataParallel (ZeRO-1). Whole parameters are dealt out to its ranks; each rank keeps the state of its
-      own, and updates them, and all get the updated weights. `step()`, `consolidate_state_dict()` are collectives;
-      `state_dict()` has the state of this rank's alone: save it by torch.distributed.checkpoint, or consolidate it
-      first, as one does with torch.distributed.optim.ZeroRedundancyOptimizer. `load_state_dict()` takes the state of
-      all and keeps its part. Without `overlap`.
+      DistributedDataParallel (ZeRO-1). Whole parameters are dealt out to its ranks; each rank updates its own and keeps
+      only their state, and all ranks get the updated weights. `step()` and `consolidate_state_dict()` are collectives;
+      `state_dict()` has only this rank's state: save it with torch.distributed.checkpoint, or consolidate it first, as
+      with torch.distributed.optim.ZeroRedundancyOptimizer. `load_state_dict()` takes the state of all ranks and keeps
+      its own part. Not together with `overlap`.
 
     Raises ValueError for settings that are not available and for parameters of two offloaded models, LayoutError for
-    parameters that are not plain bytes (of a class of its own, sparse, on meta), RuntimeError at `step()` for sparse or
+    parameters that are not plain bytes (tensor subclasses, sparse, on meta), RuntimeError at `step()` for sparse or
     complex gradients.
 
-    DTensors (FSDP2's `fully_shard`, tensor parallel) are taken, without `mesh`: each rank updates its shards, state is
-    sharded alike and saved by torch.distributed.checkpoint; `max_grad_norm` is the norm over all ranks.
+    DTensors (FSDP2's `fully_shard`, tensor parallel) are accepted, without `mesh`: each rank updates its shards, state
+    is sharded in the same way and saved with torch.distributed.checkpoint; `max_grad_norm` is the norm over all ranks.
     """
 
     DECOUPLED = True

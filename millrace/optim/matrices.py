@@ -150,8 +150,8 @@ def _lying_as(flat: torch.Tensor, shape: torch.Size, weights: torch.Tensor) -> t
 class Adafactor(MatrixOptimizer, torch.optim.Adafactor):
     """torch.optim.Adafactor with state and update in host memory; other settings as in `millrace.optim.AdamW`.
 
-    The float32 state is a row and a column per matrix. `state_dtype` stays torch.float32. On disk rests what takes
-    16 KiB or more: of matrices the masters of narrow weights.
+    The float32 state is a row and a column per matrix. `state_dtype` stays torch.float32. With `tier="disk"`, only
+    state of 16 KiB or more rests on disk: for matrices, the masters of low-precision weights.
     """
 
     def __init__(
@@ -207,16 +207,16 @@ class Adafactor(MatrixOptimizer, torch.optim.Adafactor):
 
 
 class Muon(MatrixOptimizer, torch.optim.Muon):
-    """torch.optim.Muon with state and update in host memory, and AdamW for what is no matrix, in one optimizer.
+    """torch.optim.Muon with state and update in host memory, and AdamW for all other parameters, in one optimizer.
 
-    Give it all parameters of a model, or `model.named_parameters()`. A group becomes two where it has both kinds: by
-    Muon go its parameters of two dimensions, except tables (embeddings and output heads) as far as names tell: a
+    Give it all parameters of a model, or `model.named_parameters()`. A group with both kinds of parameters is split in
+    two. Muon gets those of two dimensions, except embeddings and output heads, which are recognised by name: the
     parameter's last module is named embed*, *embedding(s), wte, wpe, shared, relative_attention_bias, *lm_head, head,
-    output, classifier or score. Offloaded models know their names; of others named_parameters() has them, and without
-    names every matrix goes by Muon. `use_muon` in a group, True or False, is taken as it is. The groups of AdamW
-    have "use_muon": False, and come after those of Muon.
+    output, classifier or score. Names are known for offloaded models, and from named_parameters(); without names, Muon
+    gets every matrix. `use_muon` in a group, True or False, decides for the whole group. The groups of AdamW have
+    "use_muon": False, and come after those of Muon.
 
-    State: a float32 momentum, 4 bytes per parameter; of AdamW 8 bytes. `state_dtype` stays torch.float32. The other
+    State: a float32 momentum, 4 bytes per parameter; for AdamW 8 bytes. `state_dtype` stays torch.float32. The other
     settings are as in `millrace.optim.AdamW`, and its own are `adamw_lr` and `adamw_weight_decay` (None: the group's),
     `adamw_betas` and `adamw_eps`.
     """

@@ -13,15 +13,15 @@ __all__ = ["ActivationStats"]
 class ActivationStats:
     """Measured since activations were offloaded or since `reset_stats()`; bytes and seconds.
 
-    `host_held_bytes` wait on the host now; `host_bytes` is the memory made for them, `host_peak_bytes` the most of it,
-    `host_locked_bytes` what is page-locked of it.
-    `device_peak_bytes` were on their way out or back, at most. `offload_bytes` left in `offloads` copies,
-    `onload_bytes` came back in `onloads`. Of the uses in backward, `hits` found their tensor on the device or on its
-    way there, `demand_onloads` did not. `spill_bytes` went to disk, `fetch_bytes` came
-    from there. `stall_seconds` is how long compute waited for copies. `skipped` tensors were
-    of kinds that cannot be offloaded (subclasses, sparse, quantised, parts of memory that others may write to).
-    `pool_growths`: how often host memory was made. `planned_forwards` went as their plan says; `similar_forwards` had
-    other sizes than any plan and kept to the ceiling of one; `recorded_forwards` were the first of their kind.
+    `host_held_bytes` wait on the host now; `host_bytes` is the memory allocated for them, `host_peak_bytes` its peak,
+    `host_locked_bytes` the page-locked part of it. `device_peak_bytes` were on their way out or back, at most.
+    `offload_bytes` left in `offloads` copies, `onload_bytes` came back in `onloads`. Of the uses in backward, `hits`
+    found their tensor on the device or on its way there, `demand_onloads` did not. `spill_bytes` went to disk,
+    `fetch_bytes` came from there. `stall_seconds` is how long compute waited for copies. `skipped` tensors were of
+    kinds that cannot be offloaded (subclasses, sparse, quantised, parts of memory that others may write to).
+    `pool_growths`: how often host memory was allocated. `planned_forwards` followed a plan; `similar_forwards` had
+    sizes for which there was no plan, and kept to the ceiling of another one; `recorded_forwards` were the first of
+    their kind.
     """
 
     host_held_bytes: int

@@ -13,24 +13,21 @@ class Stats:
     """Measured since the model was offloaded or since `reset_stats()`; bytes and seconds.
 
     `device_peak_bytes` counts what `device_budget_bytes` caps: the buffers of managed weights (resident, visiting and
-    arriving) and managed buffers. `device_gradient_peak_bytes` are gradients on their way out, `host_bytes` all that
-    the model's handle holds in host memory: not what optimizers do (`optimizer.held_bytes()`). Of these,
+    arriving) and managed buffers. `device_gradient_peak_bytes` are gradients on their way out, `host_bytes` is all that
+    the model's handle holds in host memory, without what optimizers hold (`optimizer.held_bytes()`). Of these,
     `host_locked_bytes` are page-locked now, and `host_refused_bytes` should be, but the system refused: compute waits
-    for their copies. `demand_onloads` came
-    too late to be hidden: nobody had foreseen them. `stall_seconds` is how long compute waited for blocks and
-    activations, `compute_seconds` the rest of the visits' time. `onload_bytes` went to the device in `onloads`
-    transfers, `row_bytes` of them by rows, of embedding tables that do not travel whole, and `expert_bytes` as
-    `expert_loads` single experts, which forward and backward wanted `expert_uses` times: the others were there.
-    `offload_bytes` are gradients
-    that left it, `fetch_bytes` were read from disk and `spill_bytes` written there. `packed_bytes` of those that were
-    read were packed, and became `unpacked_bytes` of weights.
-    `steps` counts optimizer steps over managed parameters, `skipped_steps` those of them that changed nothing because
-    gradients were not finite (with `max_grad_norm` of an optimizer of millrace), `not_finite_steps` those in which such
-    an optimizer updated weights with gradients that were not (`stats(wait_for_updates=False)` knows of updates that are
-    over). Of `forward_backward()`, `micro_batches_together` went through the model together, and
-    `micro_batches_in_turn` one after the other, as a warning says. Checkpoints have
-    `saved_bytes`; writing them took `save_seconds`, most of it beside training with `wait=False`, which waited
-    `save_wait_seconds` for it.
+    for their copies. `demand_onloads` were not foreseen, and came too late to be hidden. `stall_seconds` is how long
+    compute waited for blocks and activations, `compute_seconds` the rest of the visits' time. `onload_bytes` went to
+    the device in `onloads` transfers, `row_bytes` of them as single rows of embedding tables, and `expert_bytes` as
+    single experts: forward and backward used experts `expert_uses` times, of which `expert_loads` had to load one.
+    `offload_bytes` are gradients that left it, `fetch_bytes` were read from disk and `spill_bytes` written there.
+    `packed_bytes` of those that were read were packed, and became `unpacked_bytes` of weights. `steps` counts optimizer
+    steps over managed parameters, `skipped_steps` those of them that changed nothing because gradients were not finite
+    (with `max_grad_norm` of an optimizer of millrace), `not_finite_steps` those in which such an optimizer updated
+    weights although gradients were not finite (`stats(wait_for_updates=False)` counts only updates that are over). In
+    `forward_backward()`, `micro_batches_together` went through the model together, and `micro_batches_in_turn` one
+    after the other, as a warning says. Checkpoints of `saved_bytes` were written in `save_seconds`; with `wait=False`
+    most of that time overlaps with training, which waited `save_wait_seconds` for it.
     """
 
     device_peak_bytes: int
@@ -66,7 +63,7 @@ class Stats:
 
     @property
     def stall_share(self) -> float:
-        """Stall over stall and compute; 0 when nothing was measured."""
+        """Stall time as a share of stall and compute time; 0 when nothing was measured."""
         total = self.stall_seconds + self.compute_seconds
         return self.stall_seconds / total if total else 0.0
 
@@ -98,7 +95,7 @@ class Stats:
 
     @property
     def expert_hit_share(self) -> float:
-        """Experts that were there when a call wanted them, over all that were wanted; 0 when none was."""
+        """The share of expert uses for which the expert was on the device already; 0 when there were none."""
         return 1 - self.expert_loads / self.expert_uses if self.expert_uses else 0.0
 
     def _expert_rows(self) -> list[Row]:

@@ -21,16 +21,16 @@ PEERS = (FABRIC, OVER_LINK, NO_PEERS)
 class Hardware:
     """One machine (node) of `devices` equal accelerators. Bytes, bytes per second, operations per second.
 
-    - `flops_per_second`: of matrix products in 16 bits, as they are reached, not as they are sold.
+    - `flops_per_second`: of matrix products in 16 bits, as reached in practice, not as advertised.
     - `onload_bytes_per_second`, `offload_bytes_per_second`: from and to page-locked host memory, of each device;
       both directions at once unless `duplex_share` is below 1 (the part of each that is left when both run).
     - `dram_bytes_per_second`: of the host, which copies, optimizer and disk share; `host_memory_bytes` of RAM.
     - `update_bytes_per_second`: DRAM traffic of the optimizer's update alone, on all its threads; 0: all of DRAM's.
-    - `dram_latency_seconds`, `link_latency_seconds`, `disk_latency_seconds`: that each transfer takes besides its bytes
-      over the rate; 0 when not known. Large blocks do not notice, small ones on hard disks do.
+    - `dram_latency_seconds`, `link_latency_seconds`, `disk_latency_seconds`: added to each transfer's bytes over the
+      rate; 0 when not known. They hardly matter for large blocks, but do for small ones on hard disks.
     - `disk_duplex_share`: of the drives' rates, what is left of each while they are read and written at once.
-    - `disk_...`: of all drives together; 0: no disk. `disk_endurance_bytes`: what may be written in their lives; 0 when
-      not known.
+    - `disk_...`: of all drives together; 0: no disk. `disk_endurance_bytes`: the bytes that they are rated to write in
+      their lifetime; 0 when not known.
     - `peer`: how devices reach each other: "fabric", "pcie" or "none"; `collective_bytes_per_second`: each device's, to
       the others of the node; `node_bytes_per_second`: of the whole node to other nodes, each way.
     - `sources`: field -> where the figure comes from.

@@ -24,14 +24,14 @@ __all__ = ["RunPlan", "plan_run"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """A run planned before it starts, by `millrace.plan`. Bytes and seconds; per device where nothing else is said.
+    """A run planned before it starts, by `millrace.plan`. Bytes and seconds, per device unless stated otherwise.
 
-    - `fits`: whether any method does. If not, `shortfall` says by how much and what would help, and `run` is None.
+    - `fits`: whether any method fits. If not, `shortfall` says by how much and what would help, and `run` is None.
     - `run`: the recommended method with its bytes by tier, floors, lanes and step time; `run.visits` is the plan of its
       visits, of the class that `handle.plan` has.
     - `options`: all methods that were considered, the simplest first; `helps`: what would speed it up most.
-    - `orders`: micro-batches that go through a block together (`handle.forward_backward(..., together=N)`) -> seconds
-      of the step, as far as they fit.
+    - `orders`: how many micro-batches go through a block together (`handle.forward_backward(..., together=N)`) ->
+      seconds of the step; only numbers that fit.
     """
 
     model: ModelShape
@@ -51,7 +51,7 @@ class RunPlan:
 
     @property
     def tiers(self) -> Tiers:
-        """Of the recommended method, or of the one that lacks least."""
+        """Bytes by tier of the recommended method, or of the one that lacks least."""
         if self.run is not None:
             return self.run.tiers
         if self.shortfall is None:
@@ -68,7 +68,7 @@ class RunPlan:
 
     @property
     def not_run(self) -> tuple[str, ...]:
-        """What of the plan millrace simulates and cannot run yet; empty: it runs."""
+        """The parts of the plan that millrace simulates but cannot run yet; empty if it can run all of it."""
         spread = self.spread
         parts = [
             f"{name} {degree}"
@@ -95,7 +95,7 @@ class RunPlan:
 
     @property
     def latency_share(self) -> dict[str, float]:
-        """Lane of copies -> the share of its time that is latency and not bytes; small blocks make it large."""
+        """Lane of copies -> the share of its time that is latency; large when blocks are small."""
         if self.run is None:
             return {}
         step, hardware = self.run.step, self.hardware

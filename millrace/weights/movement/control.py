@@ -29,12 +29,12 @@ class CopyControl:
 
     @contextlib.contextmanager
     def copies_paused(self) -> Iterator[None]:
-        """Inside of it the link is free for others: weights are loaded when a pass needs them, and none ahead.
+        """A context in which the link is left to others: weights are loaded when a pass needs them, and none ahead.
 
-        Entering waits until copies that are under way have arrived. Outside of a pass nothing is copied then; within
-        one its computation has what it needs: weights on demand, and gradients and activations of its own. Loads that
-        were put off go when it is left. To be entered in the thread that calls the model, as often as one likes. Raises
-        StateError after `remove()`.
+        Entering it waits until copies that are under way have arrived. Outside a pass, nothing is copied then; within
+        one, only what its computation needs: weights on demand, and its own gradients and activations. Loads that were
+        put off start when the context is left. Enter it in the thread that calls the model, as often as you like.
+        Raises StateError after `remove()`.
         """
         self._check_offloaded("copies_paused()")
         self._executor.pause()
@@ -45,12 +45,12 @@ class CopyControl:
             self._executor.resume(loads=self._attachment is not None)
 
     def limit_copies(self, bytes_per_second: Size | None, *, window_seconds: float = 0.1) -> None:
-        """From now on weights come to the device at no more than this rate, averaged over any `window_seconds`.
+        """Limits the rate at which weights come to the device from now on, averaged over any `window_seconds`.
 
-        That is a ceiling on what is measured, in memory and from disk alike: any window of that length carries at most
+        The ceiling holds for weights from host memory and from disk alike: any window of that length carries at most
         `bytes_per_second * window_seconds` bytes, if no tensor with gaps between its elements is larger. Passes wait
-        longer, and give the same results. Gradients and activations are not held back. None lifts the limit. Raises
-        TypeError and ValueError for what is no rate, and no window, StateError after `remove()`.
+        longer, and give the same results. Gradients and activations are not limited. None removes the limit. Raises
+        TypeError or ValueError for an invalid rate or window, StateError after `remove()`.
         """
         self._check_offloaded("limit_copies()")
         rate = None if bytes_per_second is None else parse_bytes(bytes_per_second, name="bytes_per_second")
@@ -66,7 +66,7 @@ class CopyControl:
         self._pace.limit(rate, window_seconds)
 
     def refresh(self) -> None:
-        """Device copies are made anew of the homes: after writes that nobody could notice (through a kept `p.data`)."""
+        """Renews the device's copies of parameters, after writes that cannot be noticed (through a kept `p.data`)."""
         for block in self._blocks():
             for slot in block.slots:
                 slot.touch()
