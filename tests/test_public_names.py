@@ -33,6 +33,7 @@ PUBLIC_NAMES = [
     "Stats",
     "WeightChangedError",
     "__version__",
+    "experts",
     "from_pretrained",
     "load",
     "mark_not_offload",

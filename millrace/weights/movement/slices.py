@@ -256,7 +256,7 @@ class Slices:
     def view(self, block: Block, bank: Bank, slot: int, place: int) -> torch.Tensor:
         """One of the block's weights, the one at that place, as one slot has it."""
         with plain_tensors(), torch.no_grad():
-            return self._parts[block][place].view(bank.buffer, self.slot_bytes, slot, 1)[0]
+            return self._parts[block][place].view_of_one(bank.buffer, self.slot_bytes, slot)
 
     def _load(self, block: Block, expert: int, bank: Bank, slot: int) -> None:
         self._settle(bank, slot)

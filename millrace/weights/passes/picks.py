@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from millrace.runtime.autograd import in_transform, make_subclass, overrides_are_on, without_overrides
-from millrace.weights.model.experts import Taking, routing_of, taking_of
+from millrace.weights.model.experts import Taking, is_marked, named_index_of, routing_of, taking_of
 from millrace.weights.model.slot import Slot
 from millrace.weights.movement.block import Block, Presence
 from millrace.weights.movement.executor import Executor
 from millrace.weights.movement.slices import Bank, Slices
+from millrace.weights.passes.by_number import Asked, ByNumber, standing_in
 from millrace.weights.passes.lending import Lending
 from millrace.weights.passes.site import Site
 
@@ -35,12 +36,15 @@ class Picks:
         self._executor = executor
         self._lending = lending
         self._call = call
+        self._whole: set[Block] = set()  # those of users' own modules that were seen to use more than single experts
 
     def compute(
         self, site: Site, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A call of the module's `forward`; `own` is its own, and `site` that of a call that needs all experts."""
         block = site.blocks[-1]
+        if is_marked(module):
+            return self._by_number(site, block, module, own, args, kwargs)
         is_of_class = getattr(own, "func", None) is type(module).forward  # nobody gave the instance another one
         names = self._names(block, module) if is_of_class else None
         routing = routing_of(module, args, kwargs)
@@ -54,6 +58,25 @@ class Picks:
                 with without_overrides():
                     self._executor.travels_whole(block)
         return self._call(site, own, args, kwargs)
+
+    def _by_number(
+        self, site: Site, block: Block, module: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call of a user's own module, which goes on counting experts as it does."""
+        names = None if block in self._whole else self._names(block, module)
+        index = named_index_of(module, own, args, kwargs)
+        if names is None or index is None or not self._goes_by_slices(block, ()):
+            return self._call(site, own, args, kwargs)
+        with without_overrides():
+            used = torch.unique(index.detach().to("cpu", torch.int64)).tolist()
+            asked = Asked(self._executor.slices, block, used)
+            stand_ins = [ByNumber.of(asked, place, slot) for place, slot in enumerate(block.slots)]
+        try:
+            with standing_in(module, names, stand_ins):
+                return own(*args, **kwargs)
+        finally:
+            if asked.whole:
+                self._whole.add(block)
 
     def _names(self, block: Block, module: nn.Module) -> list[str] | None:
         """The module's names for the block's parameters, in order; None where they are not all there."""
@@ -180,16 +203,12 @@ class _Pick:
     def _standing_in(self, stand_ins: Sequence[torch.Tensor], count: int) -> Iterator[None]:
         """The module has these in the place of its weights, with so many experts."""
         attributes: dict[str, Any] = self._module.__dict__
-        held = attributes["_parameters"]
-        before = {name: dict.__getitem__(held, name) for name in self._names}
         all_experts = attributes["num_experts"]
         try:
             attributes["num_experts"] = count
-            for name, stand_in in zip(self._names, stand_ins, strict=True):
-                dict.__setitem__(held, name, stand_in)
-            yield
+            with standing_in(self._module, self._names, stand_ins):
+                yield
         finally:
-            dict.update(held, before)  # at once: Ctrl-C may come
             attributes["num_experts"] = all_experts
 
 
