@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -233,7 +233,7 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
         streamed = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.streamed]
         residents = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.resident]
         for index, (part, block) in enumerate(zip(parts.streamed, streamed, strict=True)):
-            block.index, block.row_bytes, block.experts = index, part.row_bytes, part.experts
+            block.index, block.row_bytes, block.experts, block.called = index, part.row_bytes, part.experts, part.called
         self._gathers: Gathers | None = None
         if self._common is not None and self._way is not None and self._way.gathers:
             self._gathers = Gathers(self._common, lambda: self._made, self._pace, self._meter, self._ledger)
@@ -368,7 +368,7 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
                 steps.callback(block.wait_for_reads)
             steps.callback(self._engine.updates.wait)
 
-    def _block(self, name: str, members: Iterable[Member]) -> Block:
+    def _block(self, name: str, members: Sequence[Member]) -> Block:
         block = Block(name, members, self._config.device, self._shelf, self._config.param_dtype)
         self._made.append(block)
         if self._common is not None:

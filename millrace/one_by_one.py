@@ -14,7 +14,7 @@ __all__ = ["experts"]
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-def experts(module: _Module, *, argument: str) -> _Module:
+def experts(module: _Module, *, argument: str | None = None) -> _Module:
     """The experts of a module of your own travel one by one when its model is offloaded. Gives the module back.
 
     All parameters of the module have the experts as first dimension: shape (experts, ...). `argument` names the
@@ -25,6 +25,9 @@ def experts(module: _Module, *, argument: str) -> _Module:
     (`self.weight[expert]`), several at once (`self.weight[index]`), in any order; others that it takes come as well.
     What uses a weight otherwise (`torch.bmm` with all of it) brings all experts, as do calls that train them.
     Results equal those of the plain module bit for bit.
+
+    For a ModuleList or ModuleDict of modules that are experts there is no argument: each comes when it is called. Lists
+    whose name ends with "experts" need no mark.
 
     Call it before `offload()`. Copies of the module are marked, too. Models behind transformers' experts interface
     need no such mark.
@@ -41,6 +44,15 @@ def experts(module: _Module, *, argument: str) -> _Module:
     kind = type(module).__name__
     if picks_experts(module):
         raise ValueError(f"experts of {kind} travel one by one as it is: it has transformers' experts interface")
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        if argument is not None or len({type(child) for child in module.children()}) != 1 or len(module) < 2:
+            raise ValueError(
+                f"experts of a {kind} come when they are called: give two or more of one class, and no argument"
+            )
+        mark_experts(module, None)
+        return module
+    if argument is None:
+        raise ValueError(f"which argument of {kind}.forward says which experts a call uses? Pass argument=")
     found = inspect.signature(module.forward).parameters
     if argument not in found or found[argument].kind in (
         inspect.Parameter.VAR_POSITIONAL,

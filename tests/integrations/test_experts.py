@@ -562,3 +562,50 @@ def test_bfloat16(compute_device: torch.device, tmp_path: Path, implementation: 
         assert stats.expert_bytes == stats.expert_loads * expert_bytes(plain) > 0
         assert stats.device_peak_bytes <= limit
         assert (stats.fetch_bytes > 0) == disk
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # which PEFT asks for
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["saved", "checkpointed"])
+@pytest.mark.parametrize("targets", [["gate_up_proj", "down_proj"], ["down_proj"]], ids=["both", "one"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_adapters_on_experts(
+    compute_device: torch.device, implementation: str, targets: list[str], checkpointed: bool
+) -> None:
+    """PEFT's target_parameters: three steps, and no slice of an expert that is not wanted."""
+
+    def adapted() -> Any:
+        torch.manual_seed(0)
+        weights = [f"mlp.experts.{target}" for target in targets]
+        config = peft.LoraConfig(r=1, target_modules=["q_proj"], target_parameters=weights, init_lora_weights=False)
+        return peft.get_peft_model(model_of("Qwen3Moe", implementation), config)
+
+    model, plain = adapted(), adapted().to(compute_device)
+    ids = PROMPT[:1, :2].to(compute_device)  # with which most experts are not wanted
+    hit: list[int] = []
+    for module in experts_in(plain):
+        module.register_forward_pre_hook(lambda _module, args: hit.append(len(args[1].unique())))
+    wanted = train(plain, ids, checkpointed=checkpointed)
+    uses = sum(hit)
+    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    for slots in (2, 4, 23):
+        offloaded = adapted()
+        limit = budget(model_of("Qwen3Moe"), slots) + 2 * trained
+        limit = min(limit, weight_bytes(model) - 1)
+        with millrace.offload(offloaded, device=compute_device, device_memory=limit) as handle:
+            assert all(map(same, train(offloaded, ids, checkpointed=checkpointed), wanted)), slots
+            stats = handle.stats()
+            assert stats.expert_uses == uses < 3 * len(experts_in(model)) * 8 * (2 if checkpointed else 1)
+            assert stats.expert_bytes == stats.expert_loads * expert_bytes(model) > 0
+            assert stats.expert_loads <= uses
+            assert stats.device_peak_bytes <= limit
+            with offloaded.disable_adapter(), torch.no_grad():
+                given = offloaded(ids).logits.cpu()
+            offloaded.eval()
+            with torch.no_grad():
+                also = offloaded(ids).logits.cpu()
+        plain.eval()
+        with torch.no_grad():
+            assert same(also, plain(ids).logits.cpu())
+            with plain.disable_adapter():
+                assert same(given, plain(ids).logits.cpu())
+        plain.train()

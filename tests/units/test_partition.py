@@ -179,6 +179,8 @@ def test_adapters_that_would_take_the_budget_travel() -> None:
 
 def test_the_dtype_of_travel_decides_what_fits() -> None:
     model = Experts()
+    for layer in model.layers:
+        layer.branches = layer._modules.pop("experts")  # under another name they travel as other layers do
     inventory = take_inventory(model)
     budget_bytes = inventory.nbytes(inventory.below(model.layers[0])) + 2048
     assert names(cut(model, budget_bytes=budget_bytes, dtype=torch.bfloat16)) == ["layers.0", "layers.1", "layers.2"]
@@ -299,3 +301,12 @@ def test_blocks_of_another_type_are_refused(blocks: Any) -> None:
 def test_a_size_that_is_none_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="blocks='layers' is not a size"):
         cut(Decoder(), "layers")
+
+
+def test_experts_that_are_modules_are_called_one_by_one() -> None:
+    model = Experts(layers=2, experts=3)
+    model.layers[0].shared_experts = nn.ModuleList(Layer(16) for _ in range(2))  # always called
+    parts = cut(model, budget_bytes=take_inventory(model).nbytes(list(take_inventory(model).members)) - 1)
+    called = {part.name: part.called for part in parts.streamed if part.called is not None}
+    assert called == {f"layers.{layer}.experts.{one}": (layer, one) for layer in range(2) for one in range(3)}
+    assert not any(part.called for part in cut(model).streamed)  # all weights have room

@@ -26,6 +26,7 @@ __all__ = [
     "Taking",
     "experts_of",
     "is_marked",
+    "lists_experts",
     "mark_experts",
     "named_index_of",
     "picks_experts",
@@ -34,6 +35,7 @@ __all__ = [
     "taking_of",
 ]
 
+_LISTS = "experts"  # what lists of experts are called, or end with
 _ARGUMENT = "_millrace_experts_argument"  # of a user's own module, whose copies have it, too
 _LEAST_SLOTS = 2  # for a user's own: one expert comes while another computes
 
@@ -131,14 +133,28 @@ def experts_of(module: nn.Module, inventory: Inventory) -> Experts | None:
     return Experts(count=count, slice_bytes=slice_bytes, routed=min(count, _LEAST_SLOTS if marked else _routed(module)))
 
 
-def mark_experts(module: nn.Module, argument: str) -> None:
-    """The user's own module has experts as first dimension of its weights; the argument says which ones a call uses."""
+def mark_experts(module: nn.Module, argument: str | None) -> None:
+    """The user's own module has experts as first dimension of its weights; the argument says which ones a call uses.
+
+    None: it is a list of modules that are experts.
+    """
     module.__dict__[_ARGUMENT] = argument
 
 
 def is_marked(module: nn.Module) -> bool:
     """Whether that is so."""
     return _ARGUMENT in module.__dict__
+
+
+def lists_experts(module: nn.Module, name: str) -> bool:
+    """Whether it is a list or dict of experts: modules of which a call of the layer calls some."""
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return False
+    own_name = name.rpartition(".")[2]
+    called_so = own_name.endswith(_LISTS) and not own_name.startswith("shared")
+    children = list(module.children())
+    kinds = {(type(child), isinstance(child, nn.ModuleList | nn.ModuleDict)) for child in children}
+    return (called_so or is_marked(module)) and len(children) > 1 and len(kinds) == 1 and not kinds.pop()[1]
 
 
 def named_index_of(module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

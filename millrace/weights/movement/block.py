@@ -1,7 +1,7 @@
 """What is a block? The parameters that travel together: one byte range in host memory, one buffer on the device."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum, auto
 from functools import partial
 
@@ -9,6 +9,7 @@ import torch
 
 from millrace.errors import StateError
 from millrace.memory.buffers import references_beside
+from millrace.planning import Key
 from millrace.runtime.autograd import without_overrides
 from millrace.runtime.capture import before_write
 from millrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
@@ -48,7 +49,7 @@ class Block:
     def __init__(
         self,
         name: str,
-        members: Iterable[Member],
+        members: Sequence[Member],
         device: torch.device,
         shelf: Shelf,
         param_dtype: torch.dtype | None = None,
@@ -57,6 +58,7 @@ class Block:
         self.index = -1  # among the blocks that stream; -1 for a resident one
         self.row_bytes = 0  # of a table whose rows alone travel, see movement/rows.py; 0: it travels whole
         self.experts: Experts | None = None  # that travel one by one, see movement/slices.py; None: it travels whole
+        self.called: Key | None = None  # an expert that is a module, see movement/called.py: of which layer, and which
         self.buffer: torch.Tensor | None = None
         self.allocated: Event | None = None  # when whoever had the buffer's memory before is done with it
         self.arrival: Transfer | LateTransfer | None = None  # the last copy into the buffer
@@ -71,12 +73,10 @@ class Block:
         self._flushed: object = None  # the contents that the files have
         self._changes = 0  # of homes, that left no trace in them
         self._homes: list[Home] | None = None
-        # The signature with which the device copy was found to be what the homes hold.
-        self._not_stale: tuple[int, list[int], list[int]] | None = None
+        self._not_stale: tuple[int, list[int], list[int]] | None = None  # signature when the copy was what homes hold
         # The signature with which a copy of all was made last, and what the slots noted then.
         self._loaded: tuple[object, list[object]] | None = None
         self._current_at = -1  # when the device copy was last found to be what the homes hold, see `is_current`
-        members = list(members)
         parameters = [member.parameter for member in members]
         layouts, self.nbytes = lay_out(parameters, param_dtype)
         self.rest = shelf.rest_for(name, parameters, layouts, self.nbytes)

@@ -16,6 +16,7 @@ from millrace.runtime.lanes import Lanes
 from millrace.weights.meter import Meter, VisitRecord
 from millrace.weights.model.tables import FEWEST_ROWS
 from millrace.weights.movement.block import Block, Presence
+from millrace.weights.movement.called import CalledExperts
 from millrace.weights.movement.gathering import Gathers
 from millrace.weights.movement.planner import Planner
 from millrace.weights.movement.residency import Residency
@@ -57,6 +58,7 @@ class Executor:
         self._planner = Planner(self._blocks, residency, meter, max_ahead)
         self._rows_bytes = max((FEWEST_ROWS * block.row_bytes for block in self._blocks), default=0)  # asked for so far
         self.rows = Rows(self._blocks, self, residency, lanes, meter)
+        self.called = CalledExperts(self._blocks, self, residency, meter)
         self.slices = Slices(self._blocks, self, residency, lanes, meter)
         self.everything_is_here = False  # with what the homes hold, and nothing has to go: a cycle without visits
 
@@ -93,11 +95,11 @@ class Executor:
             step = self._course.end()
             loads = [self._blocks[index] for index in step.loads]
             for index in step.evictions:
-                self._evict(self._blocks[index])
+                self.evict(self._blocks[index])
             self._at_boundary = [block for block in loads if followed or block.index in self._changed]
             for block in loads:
                 if block not in self._at_boundary:
-                    self._prefetch(block)
+                    self.prefetch(block)
             self._fetch_ahead(but_not=self._changed)
 
     def abandon_cycle(self) -> None:
@@ -125,7 +127,7 @@ class Executor:
         between_passes = self._entry is None
         for block in list(self._residency.present()):
             if block.index >= 0 and block.presence is not Presence.RESERVED and not block.is_current(self._moment):
-                self._evict(block)
+                self.evict(block)
         gathers = self._gathers
         if gathers is not None and between_passes:
             return  # what a pass with gradients begins with is gathered by all ranks
@@ -134,7 +136,7 @@ class Executor:
                 self._residency.renew(block)  # every pass begins with the residents: not behind what is loaded ahead
         waiting, self._at_boundary = self._at_boundary, []
         for block in waiting:
-            self._prefetch(block)
+            self.prefetch(block)
 
     def _old_residents(self) -> list[Block]:
         return [one for one in self._residency.present() if one.index < 0 and not one.is_current(self._moment)]
@@ -164,7 +166,7 @@ class Executor:
     @property
     def bytes_beside_experts(self) -> int:
         """What all other blocks take, and rows of tables."""
-        whole_bytes = sum(block.nbytes for block in self._blocks if not block.travels_in_parts)
+        whole_bytes = sum(block.nbytes for block in self._blocks if not (block.travels_in_parts or block.called))
         return whole_bytes + (self._rows_bytes if any(block.row_bytes for block in self._blocks) else 0)
 
     def clear_for_rows(self, nbytes: int) -> int:
@@ -180,7 +182,11 @@ class Executor:
 
     # visits -----------------------------------------------------------------------------------------------------------
     def visit(self, blocks: Sequence[Block], phase: Phase, name: str) -> None:
-        """Makes the blocks present, and does what the plan has for this visit."""
+        """Makes the blocks present, and does what the plan has for this visit; experts that are called are in none."""
+        if any(block.called for block in blocks):
+            self._clock += 1
+            self.called.visit(blocks, phase, name)
+            return
         key: VisitKey = (tuple([block.index for block in blocks if block.index >= 0]), phase)
         asked = self._lanes.tick()
         again = bool(self._records) and (self._records[-1].blocks, self._records[-1].phase) == key
@@ -188,7 +194,7 @@ class Executor:
         if step is not None:
             for index in step.evictions:
                 if index not in key[0]:
-                    self._evict(self._blocks[index])
+                    self.evict(self._blocks[index])
         for block in blocks:
             self.bring(block, keep=blocks)
         if self._put_off:
@@ -197,7 +203,7 @@ class Executor:
             self._take_part()
         elif step is not None:
             for index in step.loads:
-                self._prefetch(self._blocks[index])
+                self.prefetch(self._blocks[index])
         self._fetch_ahead(but_not=self._changed)
         for block in blocks:  # last: where this makes the host wait, the lanes and the drive have what comes next
             self._residency.arrive(block)
@@ -215,20 +221,24 @@ class Executor:
             self._take_part(until=block)
         if block.updates:
             block.wait_for_updates()
-        if self._put_off:
-            self._put_off.pop(block, None)
+        self._put_off.pop(block, None)
+        late = block.index >= 0 and block.called is None
         if block.buffer is None:
-            comes_to_stay = block.index < 0
-            if (block.experts is not None or comes_to_stay) and not self._residency.fits(block):
+            if (block.experts is not None or block.index < 0) and not self._residency.fits(block):
                 self.slices.give_way()
+            if block.called is not None:
+                self.called.make_room(block, keep)
             self._residency.make_room(block, keep, self._next_use)
             self._residency.onload(block)
-            self._meter.demand_onloads += block.index >= 0
+            self._meter.demand_onloads += late
         elif not (block.is_current(self._moment) and block.is_known_current):
-            self._meter.demand_onloads += block.index >= 0 and block.presence is not Presence.RESERVED
+            self._meter.demand_onloads += (
+                block.index >= 0 and not block.called and block.presence is not Presence.RESERVED
+            )
             self._residency.renew(block)
 
-    def _prefetch(self, block: Block) -> None:
+    def prefetch(self, block: Block) -> None:
+        """The block comes before it is needed, if there is room for it."""
         if block.buffer is None and self._residency.fits(block):
             self._residency.reserve(block)
         if block.buffer is not None and not block.is_current(self._moment):
@@ -263,7 +273,7 @@ class Executor:
         """Loads that were put off are submitted, up to the first whose update is not done yet."""
         waiting, self._put_off = self._put_off, {}
         for block in waiting:
-            self._prefetch(block)
+            self.prefetch(block)
 
     def _fetch_ahead(self, *, but_not: frozenset[int]) -> None:
         """Blocks on disk that the plan loads next begin their way, as far as the staging ring goes.
@@ -276,12 +286,15 @@ class Executor:
             if not self._residency.fetch_ahead(self._blocks[index]):
                 return
 
-    def _evict(self, block: Block) -> None:
+    def evict(self, block: Block) -> None:
+        """The block goes, unless it is in use."""
         if block.is_free:
             self._put_off.pop(block, None)
             self._residency.evict(block)
 
     def _next_use(self, block: Block) -> float:
+        if block.called is not None:
+            return 0  # it has made room among its like
         if self._course is not None:
             return self._course.next_use(block.index)
         return self._clock - self._last_used.get(block, 0)  # unknown: what was used last is needed first
@@ -289,6 +302,7 @@ class Executor:
     # learning ---------------------------------------------------------------------------------------------------------
     def _open(self, entry: Entry) -> None:
         self._meter.cycle_begins()
+        self.called.begin_cycle()
         last, self._course = self._course, None
         self._entry = entry
         self._records = []
@@ -379,7 +393,7 @@ class Executor:
             plan = self._planner.make(
                 trace,
                 self._changed,
-                in_parts_bytes=None if self._needs_whole(trace) else self.slices.bytes_wanted,
+                in_parts_bytes=self.called.bytes_wanted + (0 if self._needs_whole(trace) else self.slices.bytes_wanted),
                 rows_bytes=self._rows_bytes,
             )
         trace.keep_plan(self._changed, plan)

@@ -115,7 +115,8 @@ class Slices:
         if not experts:
             return 0, 0
         count = max(one.count for one in experts)
-        room = max(0, self._residency.streaming_budget_bytes - self._executor.bytes_beside_experts) // self.slot_bytes
+        beside_bytes = self._executor.bytes_beside_experts + self._executor.called.least_bytes
+        room = max(0, self._residency.streaming_budget_bytes - beside_bytes) // self.slot_bytes
         slots = max(min(room, sum(one.count for one in experts)), max(one.routed for one in experts))
         banks = max(1, slots // count)
         return banks, slots // banks

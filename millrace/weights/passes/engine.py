@@ -27,6 +27,7 @@ from millrace.weights.passes.binding import Standing, release
 from millrace.weights.passes.call import Call
 from millrace.weights.passes.handles import SavedTensors, pop_left_over, saving_is_left_to_autograd
 from millrace.weights.passes.handover import Handover
+from millrace.weights.passes.idle import is_idle
 from millrace.weights.passes.lending import Lending
 from millrace.weights.passes.lookup import Lookups
 from millrace.weights.passes.picks import Picks
@@ -140,6 +141,9 @@ class Engine:
                 outermost = not self.calls and self.together is None
             if not outermost and not self._is_visit(site):
                 return forward(*args, **kwargs)
+            if self.calls and is_idle(site.blocks, args, kwargs):
+                with self.lending.idle(site.blocks[0]):
+                    return forward(*args, **kwargs)
             if outermost:
                 args, kwargs = call.begin_pass(args, kwargs)
             elif not self.calls:  # a hook of backward may call the model, too; so may micro-batches that take turns
@@ -188,6 +192,8 @@ class Engine:
             # recomputes with no hooks on top, so its calls push ours.
             return site.encloses or (not self.calls and self.progress.in_backward and saving_is_left_to_autograd())
         if not site.main and all(block.users for block in site.blocks):  # as Site.is_inside, on whatever thread
+            return False
+        if self.lending.is_idle(site.blocks):
             return False
         called = {block for call in self.calls for block in call.blocks}
         return not called.issuperset(site.blocks)

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from millrace.errors import StateError
 from millrace.runtime.autograd import in_transform, make_subclass, overrides_are_on, without_overrides
 from millrace.weights.model.experts import Taking, is_marked, named_index_of, routing_of, taking_of
 from millrace.weights.model.slot import Slot
 from millrace.weights.movement.block import Block, Presence
 from millrace.weights.movement.executor import Executor
 from millrace.weights.movement.slices import Bank, Slices
+from millrace.weights.passes.adapted import AdaptedCall, AdaptedCalls, compute_adapted, wrappers_of
 from millrace.weights.passes.by_number import Asked, ByNumber, standing_in
 from millrace.weights.passes.lending import Lending
 from millrace.weights.passes.site import Site
@@ -32,10 +34,12 @@ class Picks:
     """Calls of modules that pick experts, of one model. `call` is the engine's, for a visit to a whole block."""
 
     def __init__(self, device: torch.device, executor: Executor, lending: Lending, call: Callable[..., Any]) -> None:
+        self.block_of: Callable[[nn.Module], Block | None] = lambda _module: None  # of a module that picks experts
         self._device = device
         self._executor = executor
         self._lending = lending
         self._call = call
+        self._adapted = AdaptedCalls()
         self._whole: set[Block] = set()  # those of users' own modules that were seen to use more than single experts
 
     def compute(
@@ -45,6 +49,9 @@ class Picks:
         block = site.blocks[-1]
         if is_marked(module):
             return self._by_number(site, block, module, own, args, kwargs)
+        adapted = self._adapted.of.get(module)
+        if adapted is not None:
+            return self._with_adapters(adapted, block, module, own, args, kwargs)
         is_of_class = getattr(own, "func", None) is type(module).forward  # nobody gave the instance another one
         names = self._names(block, module) if is_of_class else None
         routing = routing_of(module, args, kwargs)
@@ -58,6 +65,36 @@ class Picks:
                 with without_overrides():
                     self._executor.travels_whole(block)
         return self._call(site, own, args, kwargs)
+
+    def adapt(self, wrapper: Any, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of the `forward` of what adapts a weight of experts; `own` is its own, which needs all of them."""
+        module = wrapper.get_base_layer()
+        if module in self._adapted.of:
+            return wrapper.base_layer(*args, **kwargs)
+        call = self._adapted_call(wrapper, module, args, kwargs)
+        if call is None:
+            return own(*args, **kwargs)
+        self._adapted.of[module] = call
+        try:
+            return wrapper.base_layer(*args, **kwargs)
+        finally:
+            del self._adapted.of[module]
+
+    def _adapted_call(
+        self, wrapper: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AdaptedCall | None:
+        block = self.block_of(module)
+        if block is None or block.experts is None or is_marked(module) or "parametrizations" in module._modules:
+            return None
+        wrappers = wrappers_of(wrapper)
+        routing = routing_of(module, args, kwargs)
+        if wrappers is None or routing is None or taking_of(module) is None or self._names(block, module) is None:
+            return None
+        if not self._goes_by_slices(block, routing):
+            return None
+        with without_overrides():
+            used, where = torch.unique(routing[1].detach().to("cpu", torch.int64), return_inverse=True)
+        return AdaptedCall(wrappers, used, where) if 0 <= int(used[0]) <= int(used[-1]) < block.experts.count else None
 
     def _by_number(
         self, site: Site, block: Block, module: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -77,6 +114,23 @@ class Picks:
         finally:
             if asked.whole:
                 self._whole.add(block)
+
+    def _with_adapters(
+        self, call: AdaptedCall, block: Block, module: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        names, routing = self._names(block, module), routing_of(module, args, kwargs)
+        if names is None or routing is None:
+            raise StateError(f"experts {block.name!r} were replaced within a call of what adapts them")
+        hidden, index, weights = routing
+        numbers = call.where.to(self._device, index.dtype)
+        all_experts = module.num_experts
+        try:
+            module.num_experts = len(call.used)
+            return compute_adapted(
+                self._executor.slices, block, module, names, call, lambda: own(hidden, numbers, weights)
+            )
+        finally:
+            module.num_experts = all_experts
 
     def _names(self, block: Block, module: nn.Module) -> list[str] | None:
         """The module's names for the block's parameters, in order; None where they are not all there."""
