@@ -19,6 +19,8 @@ import millrace
 from millrace.planning import Keeping
 from millrace.runtime.autograd import without_overrides
 from millrace.weights.model.experts import slice_parts
+from millrace.weights.passes import picks
+from millrace.weights.passes.by_number import standing_in
 from tests.matrix.compare import same, weight_bytes
 
 SIZES = {
@@ -609,3 +611,33 @@ def test_adapters_on_experts(
             with plain.disable_adapter():
                 assert same(given, plain(ids).logits.cpu())
         plain.train()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_an_interrupt_amid_giving_weights_back(
+    compute_device: torch.device, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C where a module's weights are about to take the place of their stand-ins again."""
+    model = model_of("Qwen3Moe", implementation)
+    wanted = answer(copy.deepcopy(model).to(compute_device), PROMPT.to(compute_device), tokens=3)
+
+    begun = []
+
+    @contextlib.contextmanager
+    def struck(*args: Any) -> Iterator[None]:
+        begun.append(standing_in(*args))  # and not ended when it is let go of
+        begun[-1].__enter__()
+        yield
+        raise KeyboardInterrupt
+
+    with millrace.offload(model, device=compute_device, device_memory=budget(model, 9)):
+        with monkeypatch.context() as patch:
+            patch.setattr(picks, "standing_in", struck)
+            with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+                model(PROMPT.to(compute_device))
+        for module in experts_in(model):
+            assert module.num_experts == 8
+            assert type(module.gate_up_proj) is type(module.down_proj) is type(model.lm_head.weight)
+        with pytest.raises(ValueError, match="not in list"):
+            begun[0].__exit__(None, None, None)  # it was ended already
+        assert all(map(same, answer(model, PROMPT.to(compute_device), tokens=3), wanted))

@@ -5,7 +5,7 @@ that has as many experts as the bank has slots.
 """
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -95,6 +95,7 @@ class Slices:
         self._parts = {block: parts for block, (parts, _) in layouts.items()}
         self.slot_bytes = max((nbytes for _, nbytes in layouts.values()), default=0)
         self._banks: list[Bank] = []
+        self.unfinished: list[Callable[[], object]] = []  # give modules back what they had before stand-ins for weights
         residency.beside = self
 
     # the budget -------------------------------------------------------------------------------------------------------
@@ -172,6 +173,12 @@ class Slices:
     def parts_of(self, block: Block) -> list[SlicePart]:
         """Where the parts of its experts' slices lie, in the order of its slots."""
         return self._parts[block]
+
+    def put_back_weights(self) -> None:
+        """Modules have what they had before calls that were broken off, also where Ctrl-C kept these from ending."""
+        while self.unfinished:
+            self.unfinished[-1]()
+            self.unfinished.pop()
 
     # loads ------------------------------------------------------------------------------------------------------------
     def bring(self, block: Block, bank: Bank, experts: Sequence[int], *, keep: Iterable[int] = ()) -> list[int]:

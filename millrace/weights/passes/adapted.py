@@ -57,10 +57,10 @@ def compute_adapted(
     """What `own` gives with the experts that are used, adapters folded in, in the place of all."""
     weights = dict(zip(names, _copies(slices, block, call.used.tolist()), strict=True))
     numbers = call.used.to(next(iter(weights.values())).device)
-    with standing_in(module, names, list(weights.values())):
+    with standing_in(slices, module, names, list(weights.values())):
         for wrapper in call.wrappers:
             weights[wrapper.parameter_name] = _folded(wrapper, weights[wrapper.parameter_name], numbers)
-    with standing_in(module, names, list(weights.values())):
+    with standing_in(slices, module, names, list(weights.values()), len(call.used)):
         weights.clear()
         return own()
 

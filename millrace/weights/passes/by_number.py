@@ -23,15 +23,29 @@ __all__ = ["Asked", "ByNumber", "standing_in"]
 
 
 @contextlib.contextmanager
-def standing_in(module: nn.Module, names: Sequence[str], stand_ins: Sequence[torch.Tensor]) -> Iterator[None]:
-    """The module has these in the place of its parameters of those names."""
+def standing_in(
+    slices: Slices, module: nn.Module, names: Sequence[str], stand_ins: Sequence[torch.Tensor], count: int | None = None
+) -> Iterator[None]:
+    """The module has these in the place of its parameters of those names, and `count` experts where that is given."""
     held: Any = module._parameters
+    attributes = module.__dict__
     before = {name: dict.__getitem__(held, name) for name in names}
+    all_experts = None if count is None else attributes["num_experts"]
+
+    def put_back() -> None:
+        dict.update(held, before)
+        if count is not None:
+            attributes["num_experts"] = all_experts
+
+    slices.unfinished.append(put_back)  # first: Ctrl-C may come at any time
     try:
+        if count is not None:
+            attributes["num_experts"] = count
         dict.update(held, zip(names, stand_ins, strict=True))
         yield
     finally:
-        dict.update(held, before)  # at once: Ctrl-C may come
+        put_back()
+        slices.unfinished.remove(put_back)
 
 
 class Asked:

@@ -296,6 +296,7 @@ class Engine:
         with self._backward.settling:
             self.progress.state = PassState.BETWEEN
             self.calls.clear()
+            self._executor.slices.put_back_weights()
             pop_left_over(self._residency)
             stop_lending(self.lending)
             self.lending.forget()

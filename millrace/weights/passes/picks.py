@@ -4,8 +4,7 @@ from zero.
 The host reads which ones are wanted: it waits once for what the device computes before. See docs/design/experts.md.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -109,7 +108,7 @@ class Picks:
             asked = Asked(self._executor.slices, block, used)
             stand_ins = [ByNumber.of(asked, place, slot) for place, slot in enumerate(block.slots)]
         try:
-            with standing_in(module, names, stand_ins):
+            with standing_in(self._executor.slices, module, names, stand_ins):
                 return own(*args, **kwargs)
         finally:
             if asked.whole:
@@ -123,14 +122,7 @@ class Picks:
             raise StateError(f"experts {block.name!r} were replaced within a call of what adapts them")
         hidden, index, weights = routing
         numbers = call.where.to(self._device, index.dtype)
-        all_experts = module.num_experts
-        try:
-            module.num_experts = len(call.used)
-            return compute_adapted(
-                self._executor.slices, block, module, names, call, lambda: own(hidden, numbers, weights)
-            )
-        finally:
-            module.num_experts = all_experts
+        return compute_adapted(self._executor.slices, block, module, names, call, lambda: own(hidden, numbers, weights))
 
     def _names(self, block: Block, module: nn.Module) -> list[str] | None:
         """The module's names for the block's parameters, in order; None where they are not all there."""
@@ -205,7 +197,7 @@ class _Pick:
             loop = _Loop(self._slices, self._block, bank, used.tolist())
             stand_ins = [_OneByOne.of(loop, number, slot, len(used)) for number, slot in enumerate(self._block.slots)]
         try:
-            with self._standing_in(stand_ins, len(used)):
+            with standing_in(self._slices, self._module, self._names, stand_ins, len(used)):
                 return own(hidden, where.to(self._device, index.dtype), weights)
         except _NeedsAllError:
             self.failed = True
@@ -223,7 +215,7 @@ class _Pick:
             stand_ins = self._slices.views(self._block, bank, 0, bank.slots)
             bank.called = self._block, tuple(slots)
         numbers = torch.tensor(slots, device="cpu")[routing.where].to(self._device, routing.dtype)
-        with self._standing_in(stand_ins, bank.slots):
+        with standing_in(self._slices, self._module, self._names, stand_ins, bank.slots):
             return own(routing.hidden, numbers, routing.weights)
 
     def _in_rounds(self, own: Callable[..., Any], bank: Bank, routing: _Routing, used: torch.Tensor) -> Any:
@@ -252,18 +244,6 @@ class _Pick:
                 found = given.new_empty(len(flat), *given.shape[1:])
             found.index_copy_(0, pairs, given)
         return None if found is None else found.view(*routing.where.shape, -1).sum(dim=1).to(routing.hidden.dtype)
-
-    @contextlib.contextmanager
-    def _standing_in(self, stand_ins: Sequence[torch.Tensor], count: int) -> Iterator[None]:
-        """The module has these in the place of its weights, with so many experts."""
-        attributes: dict[str, Any] = self._module.__dict__
-        all_experts = attributes["num_experts"]
-        try:
-            attributes["num_experts"] = count
-            with standing_in(self._module, self._names, stand_ins):
-                yield
-        finally:
-            attributes["num_experts"] = all_experts
 
 
 class _Loop:
