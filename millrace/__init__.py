@@ -17,6 +17,7 @@ from millrace.errors import (
 from millrace.integrations.diffusers import offload_pipeline
 from millrace.integrations.transformers import from_pretrained
 from millrace.loading import load
+from millrace.one_by_one import experts
 from millrace.planning.cost import Hardware, RunPlan
 from millrace.report import ActivationStats, Stats
 from millrace.saving import Saving, save
@@ -42,6 +43,7 @@ __all__ = [
     "Stats",
     "WeightChangedError",
     "__version__",
+    "experts",
     "from_pretrained",
     "load",
     "mark_not_offload",

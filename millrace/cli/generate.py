@@ -1,6 +1,7 @@
 """How does the command line write text with a model that does not fit? The arguments of `millrace generate`."""
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
@@ -10,13 +11,15 @@ from millrace.config import counted, format_bytes, parse_bytes
 from millrace.errors import MillraceError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
     from millrace import Offloaded
 
 EPILOG = """\
 Sizes are bytes or text such as 8GiB. Without --prompt, the prompt is read from standard input.
-The text goes to standard output as it comes, and what was measured to standard error.
+The text goes to standard output as it comes, and what was measured to standard error. Several prompts are written on
+together, and their texts come when all are done.
 """
 
 
@@ -34,7 +37,16 @@ def add_generate_command(commands: "argparse._SubParsersAction[Any]") -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="a transformers model, tokenizer too")
-    parser.add_argument("--prompt", metavar="TEXT", help="what the text begins with (default: standard input)")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="what the text begins with (default: standard input); may be given several times",
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="prompts are a user's messages, in the model's chat template"
+    )
+    parser.add_argument("--json", action="store_true", help="write texts and what was measured as JSON")
     parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="to write at most (default: 100)")
     parser.add_argument("--sample", action="store_true", help="draw tokens at random (default: the likeliest)")
     parser.add_argument("--temperature", type=float, metavar="X", help="of --sample (default: as the model says)")
@@ -54,8 +66,8 @@ def run_generate(arguments: argparse.Namespace) -> int:
         raise GenerateInputError(f"--temperature {arguments.temperature} needs --sample, and to be above 0")
     if not arguments.model.is_dir():
         raise GenerateInputError(f"model directory {arguments.model} does not exist; models are not downloaded")
-    prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
-    if not prompt:
+    prompts = [sys.stdin.read()] if arguments.prompt is None else arguments.prompt
+    if not all(prompts):
         raise GenerateInputError("the prompt is empty; give some text to go on from")
     try:
         # Here and not above: transformers takes seconds to import, and `millrace --help` does not need it.
@@ -67,6 +79,8 @@ def run_generate(arguments: argparse.Namespace) -> int:
         raise GenerateInputError(f"{error.name} is not installed; run: pip install 'millrace[transformers]'") from error
     disable_progress_bar()
     tokenizer = _tokenizer(arguments.model)
+    if arguments.chat:
+        prompts = [_in_template(tokenizer, prompt) for prompt in prompts]
     try:
         settings = {
             "device": resolve_device(arguments.device),
@@ -78,43 +92,119 @@ def run_generate(arguments: argparse.Namespace) -> int:
         raise GenerateInputError(str(error)) from error
     model, handle = from_pretrained(arguments.model, trainable=False, **settings)
     with handle:
-        _write(arguments, prompt, tokenizer, model, handle)
+        _write(arguments, prompts, tokenizer, model, handle)
     return 0
 
 
 def _write(
     arguments: argparse.Namespace,
-    prompt: str,
+    prompts: list[str],
     tokenizer: "PreTrainedTokenizerBase",
     model: "PreTrainedModel",
     handle: "Offloaded",
 ) -> None:
-    """Writes the text as it comes, and then what was measured."""
+    """Writes the text as it comes, or those of several prompts at the end, and then what was measured."""
     import torch
     from transformers import TextStreamer
 
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None and len(prompts) > 1:
+        raise GenerateInputError("the tokenizer has no token to pad with; give one prompt at a time")
+    tokenizer.padding_side = "left"  # so that all texts go on at the end
+    # A chat template has its own token for the beginning.
+    inputs = tokenizer(
+        prompts, return_tensors="pt", padding=len(prompts) > 1, add_special_tokens=not arguments.chat
+    ).to(model.device)
+    text = None if arguments.json or len(prompts) > 1 else TextStreamer(tokenizer, skip_special_tokens=True)
+    clock = _Clock(text)
     torch.manual_seed(arguments.seed)
-    begin = time.perf_counter()
     written = model.generate(
         **inputs,
         max_new_tokens=arguments.max_new_tokens,
         do_sample=arguments.sample,
         temperature=arguments.temperature,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        streamer=TextStreamer(tokenizer, skip_special_tokens=True),
+        pad_token_id=tokenizer.pad_token_id,
+        streamer=clock,
     )
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - clock.began
+    new = written[:, inputs["input_ids"].shape[1] :]
+    lengths = [_length(row, model.generation_config.eos_token_id) for row in new.tolist()]
     stats = handle.stats()
-    tokens = written.shape[1] - inputs["input_ids"].shape[1]
+    if arguments.json:
+        measured = {name: getattr(stats, name) for name in _MEASURED}
+        texts = [
+            tokenizer.decode(row[:length], skip_special_tokens=True)
+            for row, length in zip(new.tolist(), lengths, strict=True)
+        ]
+        speed = {
+            "tokens": lengths,
+            "seconds": seconds,
+            "first_token_seconds": clock.first - clock.began,
+            "tokens_per_second": sum(lengths) / seconds,
+        }
+        print(json.dumps({"texts": texts, **speed, **measured}, indent=2))
+        return
+    if text is None:
+        print("\n\n".join(tokenizer.batch_decode(written, skip_special_tokens=True)))
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     from_disk = f"; {format_bytes(stats.fetch_bytes / seconds)}/s came from disk" if stats.fetch_bytes else ""
     print(
-        f"{counted(tokens, 'token')} in {seconds:.1f} s; of {format_bytes(weight_bytes)} of weights at most"
-        f" {format_bytes(stats.device_peak_bytes)} were on the device and {format_bytes(stats.host_peak_bytes)} in"
-        f" host memory{from_disk}",
+        f"{counted(sum(lengths), 'token')} in {seconds:.1f} s, the first after {clock.first - clock.began:.1f} s; of"
+        f" {format_bytes(weight_bytes)} of weights at most {format_bytes(stats.device_peak_bytes)} were on the device"
+        f" and {format_bytes(stats.host_peak_bytes)} in host memory{from_disk}",
         file=sys.stderr,
     )
+
+
+# Of the stats, in bytes, and counts of experts.
+_MEASURED = (
+    "device_peak_bytes",
+    "host_peak_bytes",
+    "disk_bytes",
+    "onload_bytes",
+    "fetch_bytes",
+    "expert_bytes",
+    "expert_loads",
+    "expert_uses",
+)
+
+
+class _Clock:
+    """Takes tokens as `generate` has them, hands them on to who writes them, and notes when the first one came."""
+
+    def __init__(self, text: "TextStreamer | None") -> None:
+        self.began = self.first = time.perf_counter()
+        self._text = text
+        self._steps = 0  # the prompt is one
+
+    def put(self, tokens: "Tensor") -> None:
+        """The prompt, or the next token of each text."""
+        self._steps += 1
+        if self._steps == 2:
+            self.first = time.perf_counter()
+        if self._text is not None:
+            self._text.put(tokens)
+
+    def end(self) -> None:
+        """There are no more."""
+        if self._text is not None:
+            self._text.end()
+
+
+def _length(tokens: list[int], ends: int | list[int] | None) -> int:
+    """Up to the token that ends the text, and with it."""
+    last = {ends} if isinstance(ends, int) else set(ends or ())
+    return next((number for number, token in enumerate(tokens, 1) if token in last), len(tokens))
+
+
+def _in_template(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> str:
+    if not tokenizer.chat_template:
+        raise GenerateInputError("the tokenizer has no chat template; leave --chat out")
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+    )
+    return str(text)
 
 
 def _size(text: str | None, option: str) -> int | None:

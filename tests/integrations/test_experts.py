@@ -19,6 +19,8 @@ import millrace
 from millrace.planning import Keeping
 from millrace.runtime.autograd import without_overrides
 from millrace.weights.model.experts import slice_parts
+from millrace.weights.passes import picks
+from millrace.weights.passes.by_number import standing_in
 from tests.matrix.compare import same, weight_bytes
 
 SIZES = {
@@ -562,3 +564,80 @@ def test_bfloat16(compute_device: torch.device, tmp_path: Path, implementation: 
         assert stats.expert_bytes == stats.expert_loads * expert_bytes(plain) > 0
         assert stats.device_peak_bytes <= limit
         assert (stats.fetch_bytes > 0) == disk
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # which PEFT asks for
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["saved", "checkpointed"])
+@pytest.mark.parametrize("targets", [["gate_up_proj", "down_proj"], ["down_proj"]], ids=["both", "one"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_adapters_on_experts(
+    compute_device: torch.device, implementation: str, targets: list[str], checkpointed: bool
+) -> None:
+    """PEFT's target_parameters: three steps, and no slice of an expert that is not wanted."""
+
+    def adapted() -> Any:
+        torch.manual_seed(0)
+        weights = [f"mlp.experts.{target}" for target in targets]
+        config = peft.LoraConfig(r=1, target_modules=["q_proj"], target_parameters=weights, init_lora_weights=False)
+        return peft.get_peft_model(model_of("Qwen3Moe", implementation), config)
+
+    model, plain = adapted(), adapted().to(compute_device)
+    ids = PROMPT[:1, :2].to(compute_device)  # with which most experts are not wanted
+    hit: list[int] = []
+    for module in experts_in(plain):
+        module.register_forward_pre_hook(lambda _module, args: hit.append(len(args[1].unique())))
+    wanted = train(plain, ids, checkpointed=checkpointed)
+    uses = sum(hit)
+    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    for slots in (2, 4, 23):
+        offloaded = adapted()
+        limit = budget(model_of("Qwen3Moe"), slots) + 2 * trained
+        limit = min(limit, weight_bytes(model) - 1)
+        with millrace.offload(offloaded, device=compute_device, device_memory=limit) as handle:
+            assert all(map(same, train(offloaded, ids, checkpointed=checkpointed), wanted)), slots
+            stats = handle.stats()
+            assert stats.expert_uses == uses < 3 * len(experts_in(model)) * 8 * (2 if checkpointed else 1)
+            assert stats.expert_bytes == stats.expert_loads * expert_bytes(model) > 0
+            assert stats.expert_loads <= uses
+            assert stats.device_peak_bytes <= limit
+            with offloaded.disable_adapter(), torch.no_grad():
+                given = offloaded(ids).logits.cpu()
+            offloaded.eval()
+            with torch.no_grad():
+                also = offloaded(ids).logits.cpu()
+        plain.eval()
+        with torch.no_grad():
+            assert same(also, plain(ids).logits.cpu())
+            with plain.disable_adapter():
+                assert same(given, plain(ids).logits.cpu())
+        plain.train()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_an_interrupt_amid_giving_weights_back(
+    compute_device: torch.device, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C where a module's weights are about to take the place of their stand-ins again."""
+    model = model_of("Qwen3Moe", implementation)
+    wanted = answer(copy.deepcopy(model).to(compute_device), PROMPT.to(compute_device), tokens=3)
+
+    begun = []
+
+    @contextlib.contextmanager
+    def struck(*args: Any) -> Iterator[None]:
+        begun.append(standing_in(*args))  # and not ended when it is let go of
+        begun[-1].__enter__()
+        yield
+        raise KeyboardInterrupt
+
+    with millrace.offload(model, device=compute_device, device_memory=budget(model, 9)):
+        with monkeypatch.context() as patch:
+            patch.setattr(picks, "standing_in", struck)
+            with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+                model(PROMPT.to(compute_device))
+        for module in experts_in(model):
+            assert module.num_experts == 8
+            assert type(module.gate_up_proj) is type(module.down_proj) is type(model.lm_head.weight)
+        with pytest.raises(ValueError, match="not in list"):
+            begun[0].__exit__(None, None, None)  # it was ended already
+        assert all(map(same, answer(model, PROMPT.to(compute_device), tokens=3), wanted))

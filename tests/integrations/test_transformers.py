@@ -1,12 +1,13 @@
 """Does a model that fits in no memory come from its directory, and write the text that the plain model writes?"""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import millrace
 from millrace.cli.main import main
@@ -120,6 +121,43 @@ def test_without_a_disk_none_is_spoken_of(directory: Path, capsys: pytest.Captur
     told = capsys.readouterr().err
     assert "host_memory leaves 0 B for that; raise it by" in told
     assert "disk" not in told
+
+
+def test_several_prompts_are_written_on_together(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = budgets(directory)
+    line = ["generate", "--model", str(directory), "--max-new-tokens", "6", "--device", "cpu"]
+    line += [f"--{name.replace('_', '-')}={value}" for name, value in limits.items()]
+    line += ["--prompt", "one two", "--prompt", "three"]
+    tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    inputs = tokenizer(["one two", "three"], return_tensors="pt", padding=True)
+    plain = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+    expected = plain.generate(**inputs, **settings)
+    assert main(line) == 0
+    wanted = tokenizer.batch_decode(expected, skip_special_tokens=True)
+    assert capsys.readouterr().out.strip() == "\n\n".join(wanted).strip()
+    assert main([*line, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    new = expected[:, inputs["input_ids"].shape[1] :]
+    assert told["texts"] == tokenizer.batch_decode(new, skip_special_tokens=True)
+    assert sum(told["tokens"]) == pytest.approx(told["tokens_per_second"] * told["seconds"])
+    assert 0 < told["first_token_seconds"] < told["seconds"]
+    assert told["fetch_bytes"] > 0
+    assert told["onload_bytes"] > told["device_peak_bytes"] > 0
+
+
+def test_a_chat_has_the_models_template(tmp_path: Path, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copied = tmp_path / "chat"
+    shutil.copytree(directory, copied)
+    line = ["generate", "--model", str(copied), "--prompt", "one", "--max-new-tokens", "1", "--device", "cpu"]
+    assert main([*line, "--chat"]) == 2
+    assert "no chat template; leave --chat out" in capsys.readouterr().err
+    tokenizer = AutoTokenizer.from_pretrained(copied)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} says {{ m.content }}.{% endfor %} answer:"
+    tokenizer.save_pretrained(copied)
+    assert main([*line, "--chat"]) == 0
+    assert capsys.readouterr().out.startswith("user says one. answer:")
 
 
 def test_sampling_follows_the_seed(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

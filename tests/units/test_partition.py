@@ -299,3 +299,14 @@ def test_blocks_of_another_type_are_refused(blocks: Any) -> None:
 def test_a_size_that_is_none_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="blocks='layers' is not a size"):
         cut(Decoder(), "layers")
+
+
+def test_experts_that_are_modules_are_called_one_by_one() -> None:
+    model = Experts(layers=2, experts=3)
+    model.layers[0].shared_experts = nn.ModuleList(Layer(16) for _ in range(2))  # always called
+    budget_bytes = take_inventory(model).nbytes(list(take_inventory(model).members)) - 1
+    assert not any(part.called for part in cut(model, budget_bytes=budget_bytes).streamed)  # it is about to be trained
+    parts = cut(model.eval(), budget_bytes=budget_bytes)
+    called = {part.name: part.called for part in parts.streamed if part.called is not None}
+    assert called == {f"layers.{layer}.experts.{one}": (layer, one) for layer in range(2) for one in range(3)}
+    assert not any(part.called for part in cut(model).streamed)  # all weights have room

@@ -1,7 +1,8 @@
 """Which weights may travel expert by expert? Those of modules that pick experts by their numbers, and do nothing else.
 
 See docs/design/experts.md. Such modules are behind the experts interface of transformers: their weights have the
-experts as first dimension, and `experts(hidden_states, top_k_index, top_k_weights)` says which ones a call wants.
+experts as first dimension, and `experts(hidden_states, top_k_index, top_k_weights)` says which ones a call wants. Or
+they are the user's own, who named the argument that says so (`millrace.experts`).
 """
 
 import functools
@@ -19,7 +20,24 @@ from millrace.weights.model.inventory import Inventory
 from millrace.weights.model.layout import travel_dtype
 from millrace.weights.model.slot import Layout
 
-__all__ = ["Experts", "SlicePart", "Taking", "experts_of", "routing_of", "slice_parts", "taking_of"]
+__all__ = [
+    "Experts",
+    "SlicePart",
+    "Taking",
+    "experts_of",
+    "is_marked",
+    "lists_experts",
+    "mark_experts",
+    "named_index_of",
+    "picks_experts",
+    "routing_of",
+    "slice_parts",
+    "taking_of",
+]
+
+_LISTS = "experts"  # what lists of experts are called, or end with
+_ARGUMENT = "_millrace_experts_argument"  # of a user's own module, whose copies have it, too
+_LEAST_SLOTS = 2  # for a user's own: one expert comes while another computes
 
 # What transformers' `use_experts_implementation` gives each instance.
 _MARKS = ("num_experts", "config", "has_gate", "has_bias", "is_transposed", "is_concatenated", "_is_expert_parallel")
@@ -66,11 +84,17 @@ class SlicePart:
 
         It counts its own versions: what is written to other slots is no write to it.
         """
-        size = self.layout.dtype.itemsize
-        strides = (slot_bytes // size, *self.layout.stride[1:])
+        strides = (slot_bytes // self.layout.dtype.itemsize, *self.layout.stride[1:])
+        return self._view(memory, slot_bytes, first, (count, *self.layout.shape[1:]), strides)
+
+    def view_of_one(self, memory: torch.Tensor, slot_bytes: int, slot: int) -> torch.Tensor:
+        """This part of the slice in one slot: a view of nothing else, so that it alone refers to the memory."""
+        return self._view(memory, slot_bytes, slot, self.layout.shape[1:], self.layout.stride[1:])
+
+    def _view(self, memory: torch.Tensor, slot_bytes: int, slot: int, shape: Any, strides: Any) -> torch.Tensor:
         view = torch.empty(0, dtype=self.layout.dtype, device=memory.device)
-        begin = (first * slot_bytes + self.offset) // size
-        return view.set_(memory.untyped_storage(), begin, (count, *self.layout.shape[1:]), strides)
+        begin = (slot * slot_bytes + self.offset) // self.layout.dtype.itemsize
+        return view.set_(memory.untyped_storage(), begin, shape, strides)
 
 
 def slice_parts(layouts: Sequence[Layout]) -> tuple[list[SlicePart], int]:
@@ -86,9 +110,10 @@ def slice_parts(layouts: Sequence[Layout]) -> tuple[list[SlicePart], int]:
 def experts_of(module: nn.Module, inventory: Inventory) -> Experts | None:
     """What the module's weights are, if they can travel expert by expert."""
     keys = inventory.owned.get(module, ())
-    if not keys or not _picks_experts(module) or list(keys) != inventory.below(module):
+    marked = is_marked(module)
+    if not keys or not (marked or picks_experts(module)) or list(keys) != inventory.below(module):
         return None
-    count: Any = module.__dict__["num_experts"]
+    count: Any = inventory.members[keys[0]].parameter.shape[0] if marked else module.__dict__["num_experts"]
     slice_bytes = 0
     for key in keys:
         member = inventory.members[key]
@@ -98,17 +123,57 @@ def experts_of(module: nn.Module, inventory: Inventory) -> Experts | None:
             and member.compound is None
             and not inventory.shares_storage(key)
             and not parameter._backward_hooks
-            and parameter.dim() >= 2
+            and parameter.dim() >= (1 if marked else 2)
             and parameter.shape[0] == count
             and parameter.is_contiguous()
         )
         if not alone:
             return None
         slice_bytes += aligned(parameter[0].numel() * travel_dtype(parameter, inventory.param_dtype).itemsize)
-    return Experts(count=count, slice_bytes=slice_bytes, routed=min(count, _routed(module)))
+    return Experts(count=count, slice_bytes=slice_bytes, routed=min(count, _LEAST_SLOTS if marked else _routed(module)))
 
 
-def _picks_experts(module: nn.Module) -> bool:
+def mark_experts(module: nn.Module, argument: str | None) -> None:
+    """The user's own module has experts as first dimension of its weights; the argument says which ones a call uses.
+
+    None: it is a list of modules that are experts.
+    """
+    module.__dict__[_ARGUMENT] = argument
+
+
+def is_marked(module: nn.Module) -> bool:
+    """Whether that is so."""
+    return _ARGUMENT in module.__dict__
+
+
+def lists_experts(module: nn.Module, name: str, *, by_name: bool) -> bool:
+    """Whether it is a list or dict of experts: modules of which a call of the layer calls some.
+
+    Not `by_name`: only if that was said.
+    """
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return False
+    own_name = name.rpartition(".")[2]
+    called_so = own_name.endswith(_LISTS) and not own_name.startswith("shared")
+    children = list(module.children())
+    kinds = {(type(child), isinstance(child, nn.ModuleList | nn.ModuleDict)) for child in children}
+    return (
+        ((by_name and called_so) or is_marked(module)) and len(children) > 1 and len(kinds) == 1 and not kinds.pop()[1]
+    )
+
+
+def named_index_of(module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The argument that says which experts a call of a marked module uses; None where it is no tensor of integers."""
+    try:
+        found = inspect.signature(own).bind(*args, **kwargs).arguments.get(module.__dict__[_ARGUMENT])
+    except TypeError:  # which the call itself raises
+        return None
+    if not isinstance(found, torch.Tensor) or found.is_floating_point() or found.is_complex():
+        return None
+    return None if found.dtype is torch.bool else found
+
+
+def picks_experts(module: nn.Module) -> bool:
     """Whether its forward is the one that chooses an implementation, and numbers of experts go nowhere else."""
     return (
         all(mark in module.__dict__ for mark in _MARKS)

@@ -12,7 +12,8 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from millrace.config import BlocksSpec, parse_bytes
-from millrace.weights.model.experts import Experts, experts_of
+from millrace.planning import Key
+from millrace.weights.model.experts import Experts, experts_of, lists_experts
 from millrace.weights.model.inventory import USE_WEIGHTS_OF_CHILDREN, Inventory
 from millrace.weights.model.tables import FEWEST_ROWS, row_bytes_of
 
@@ -31,6 +32,7 @@ class Part:
     sites: list[nn.Module]
     row_bytes: int = 0  # of an embedding table whose rows alone travel: bytes of one; 0: it travels whole
     experts: Experts | None = None  # that travel one by one; None: it travels whole
+    called: Key | None = None  # an expert that is a module: it comes when it is called. Of which layer, and which
 
     def least_bytes(self, inventory: Inventory) -> int:
         """Device memory that it needs at the least while it computes."""
@@ -129,11 +131,22 @@ class _Cutter:
         """Experts travel one by one, unless all weights stay on the device."""
         if self._nbytes(list(self._inventory.members)) <= self._budget_bytes:
             return
-        for module in self._inventory.names:
+        layers = 0
+        for module, name in self._inventory.names.items():
+            if lists_experts(module, name, by_name=not self._model.training):  # training calls most of them
+                self._cut_listed(module, layers)
+                layers += 1
             experts = experts_of(module, self._inventory)
             if experts is not None and self._untaken(self._inventory.below(module)) == self._inventory.below(module):
                 self._add_part(module)
                 self._parts[-1].experts = experts
+
+    def _cut_listed(self, experts: nn.Module, layer: int) -> None:
+        """Each of these modules comes when it is called."""
+        for number, expert in enumerate(experts.children()):
+            if self._untaken(self._inventory.below(expert)):
+                self._add_part(expert)
+                self._parts[-1].called = layer, number
 
     def _cut_tables_by_rows(self, kept_bytes: int) -> None:
         """Embedding tables larger than every other block travel by rows, unless all weights stay on the device."""
@@ -257,7 +270,7 @@ def _merged(parts: list[Part], nbytes: Callable[[list[int]], int], limit_bytes: 
     merged: list[Part] = []
     for part in parts:
         last = merged[-1] if merged else None
-        alone = last is None or last.row_bytes or part.row_bytes or last.experts or part.experts
+        alone = any(one.row_bytes or one.experts or one.called for one in (last, part) if one is not None)
         if last is not None and not alone and nbytes(last.keys) + nbytes(part.keys) <= limit_bytes:
             merged[-1] = Part(
                 f"{last.name.split(' to ')[0]} to {part.name}", last.keys + part.keys, last.sites + part.sites

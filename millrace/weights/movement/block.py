@@ -9,6 +9,7 @@ import torch
 
 from millrace.errors import StateError
 from millrace.memory.buffers import references_beside
+from millrace.planning import Key
 from millrace.runtime.autograd import without_overrides
 from millrace.runtime.capture import before_write
 from millrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
@@ -59,6 +60,7 @@ class Block(HomesInFiles):
         self.index = -1  # among the blocks that stream; -1 for a resident one
         self.row_bytes = 0  # of a table whose rows alone travel, see movement/rows.py; 0: it travels whole
         self.experts: Experts | None = None  # that travel one by one, see movement/slices.py; None: it travels whole
+        self.called: Key | None = None  # an expert that is a module, see movement/called.py: of which layer, and which
         self.buffer: torch.Tensor | None = None
         self.allocated: Event | None = None  # when whoever had the buffer's memory before is done with it
         self.arrival: Transfer | LateTransfer | None = None  # the last copy into the buffer
@@ -73,10 +75,9 @@ class Block(HomesInFiles):
         self._last_read: Event | None = None  # the end of the last copy that reads the homes
         self._changes = 0  # of homes, that left no trace in them
         self._homes: list[Home] | None = None
-        self._not_stale: tuple[int, list[int], list[int]] | None = None  # the signature with which the copy was current
-        self._loaded: tuple[object, list[object]] | None = (
-            None  # that of the last copy of all, and the slots' marks then
-        )
+        self._not_stale: tuple[int, list[int], list[int]] | None = None  # signature when the copy was what homes hold
+        # The signature with which a copy of all was made last, and what the slots noted then.
+        self._loaded: tuple[object, list[object]] | None = None
         self._current_at = -1  # when the device copy was last found to be what the homes hold, see `is_current`
         parameters = [member.parameter for member in members]
         layouts, self.nbytes = lay_out(parameters, param_dtype)

@@ -16,6 +16,7 @@ from millrace.runtime.lanes import Lanes
 from millrace.weights.meter import Meter, VisitRecord
 from millrace.weights.model.tables import FEWEST_ROWS
 from millrace.weights.movement.block import Block, Presence
+from millrace.weights.movement.called import CalledExperts
 from millrace.weights.movement.gathering import Gathers
 from millrace.weights.movement.planner import Planner
 from millrace.weights.movement.residency import Residency
@@ -58,6 +59,7 @@ class Executor:
         self._planner = Planner(self._blocks, residency, meter, max_ahead)
         self._rows_bytes = max((FEWEST_ROWS * block.row_bytes for block in self._blocks), default=0)  # asked for so far
         self.rows = Rows(self._blocks, self, residency, lanes, meter)
+        self.called = CalledExperts(self._blocks, self, residency, meter)
         self.slices = Slices(self._blocks, self, residency, lanes, meter)
         self.everything_is_here = False  # with what the homes hold, and nothing has to go: a cycle without visits
 
@@ -94,11 +96,11 @@ class Executor:
             step = self._course.end()
             loads = [self._blocks[index] for index in step.loads]
             for index in step.evictions:
-                self._evict(self._blocks[index])
+                self.evict(self._blocks[index])
             self._at_boundary = [block for block in loads if followed or block.index in self._changed]
             for block in loads:
                 if block not in self._at_boundary:
-                    self._prefetch(block)
+                    self.prefetch(block)
             self._fetch_ahead(but_not=self._changed)
 
     def abandon_cycle(self) -> None:
@@ -123,19 +125,18 @@ class Executor:
                 self._changed_now.add(block.index)
 
     def _drop_old_copies(self, *, renew: bool = True) -> None:
-        between_passes = self._entry is None
         for block in list(self._residency.present()):
             if block.index >= 0 and block.presence is not Presence.RESERVED and not block.is_current(self._moment):
-                self._evict(block)
+                self.evict(block)
         gathers = self._gathers
-        if gathers is not None and between_passes:
+        if gathers is not None and self._entry is None:
             return  # what a pass with gradients begins with is gathered by all ranks
         for block in self._old_residents() if renew else ():
             if not (block.being_updated or (gathers is not None and gathers.is_due(block, -1))):
                 self._residency.renew(block)  # every pass begins with the residents: not behind what is loaded ahead
         waiting, self._at_boundary = self._at_boundary, []
         for block in waiting:
-            self._prefetch(block)
+            self.prefetch(block)
 
     def _old_residents(self) -> list[Block]:
         return [one for one in self._residency.present() if one.index < 0 and not one.is_current(self._moment)]
@@ -165,7 +166,7 @@ class Executor:
     @property
     def bytes_beside_experts(self) -> int:
         """What all other blocks take, and rows of tables."""
-        whole_bytes = sum(block.nbytes for block in self._blocks if not block.travels_in_parts)
+        whole_bytes = sum(block.nbytes for block in self._blocks if not (block.travels_in_parts or block.called))
         return whole_bytes + (self._rows_bytes if any(block.row_bytes for block in self._blocks) else 0)
 
     def clear_for_rows(self, nbytes: int) -> int:
@@ -181,7 +182,11 @@ class Executor:
 
     # visits -----------------------------------------------------------------------------------------------------------
     def visit(self, blocks: Sequence[Block], phase: Phase, name: str) -> None:
-        """Makes the blocks present, and does what the plan has for this visit."""
+        """Makes the blocks present, and does what the plan has for this visit; experts that are called are in none."""
+        if any(block.called for block in blocks):
+            self._clock += 1
+            self.called.visit(blocks, phase, name)
+            return
         key: VisitKey = (tuple([block.index for block in blocks if block.index >= 0]), phase)
         asked = self._lanes.tick()
         again = bool(self._records) and (self._records[-1].blocks, self._records[-1].phase) == key
@@ -190,7 +195,7 @@ class Executor:
         if step is not None:
             for index in step.evictions:
                 if index not in key[0]:
-                    self._evict(self._blocks[index])
+                    self.evict(self._blocks[index])
         for block in blocks:
             self.bring(block, keep=blocks)
         if self._put_off:
@@ -199,7 +204,7 @@ class Executor:
             self._take_part()
         elif step is not None:
             for index in step.loads:
-                self._prefetch(self._blocks[index])
+                self.prefetch(self._blocks[index])
         self._fetch_ahead(but_not=self._changed)
         for block in blocks:  # last: where this makes the host wait, the lanes and the drive have what comes next
             self._residency.arrive(block)
@@ -209,7 +214,7 @@ class Executor:
         self._clock += 1
         if not again and not self.everything_is_here and len(self._records) < _MOST_RECORDED_VISITS:
             began, held = self._lanes.tick(), self._meter.sample()
-            self._records.append(VisitRecord(*key, name, asked, began, self._other_bytes(), held))
+            self._records.append(VisitRecord(*key, name, asked, began, self._meter.lane_use.activations_bytes, held))
 
     def bring(self, block: Block, keep: Sequence[Block] = ()) -> None:
         """Submits what it takes to make one block present and current; compute has yet to wait for its arrival."""
@@ -217,20 +222,22 @@ class Executor:
             self._take_part(until=block)
         if block.updates:
             block.wait_for_updates()
-        if self._put_off:
-            self._put_off.pop(block, None)
+        self._put_off.pop(block, None)
+        late = block.index >= 0 and block.called is None
         if block.buffer is None:
-            comes_to_stay = block.index < 0
-            if (block.experts is not None or comes_to_stay) and not self._residency.fits(block):
+            if (block.experts is not None or block.index < 0) and not self._residency.fits(block):
                 self.slices.give_way()
+            if block.called is not None:
+                self.called.make_room(block, keep)
             self._residency.make_room(block, keep, self._next_use)
             self._residency.onload(block)
-            self._meter.demand_onloads += block.index >= 0
+            self._meter.demand_onloads += late
         elif not (block.is_current(self._moment) and block.is_known_current):
-            self._meter.demand_onloads += block.index >= 0 and block.presence is not Presence.RESERVED
+            self._meter.demand_onloads += late and block.presence is not Presence.RESERVED
             self._residency.renew(block)
 
-    def _prefetch(self, block: Block) -> None:
+    def prefetch(self, block: Block) -> None:
+        """The block comes before it is needed, if there is room for it."""
         if block.buffer is None and self._residency.fits(block):
             self._residency.reserve(block)
         if block.buffer is not None and not block.is_current(self._moment):
@@ -265,7 +272,7 @@ class Executor:
         """Loads that were put off are submitted, up to the first whose update is not done yet."""
         waiting, self._put_off = self._put_off, {}
         for block in waiting:
-            self._prefetch(block)
+            self.prefetch(block)
 
     def _fetch_ahead(self, *, but_not: frozenset[int]) -> None:
         """Blocks on disk that the plan loads next begin their way, as far as the staging ring goes.
@@ -278,12 +285,15 @@ class Executor:
             if not self._residency.fetch_ahead(self._blocks[index]):
                 return
 
-    def _evict(self, block: Block) -> None:
+    def evict(self, block: Block) -> None:
+        """The block goes, unless it is in use."""
         if block.is_free:
             self._put_off.pop(block, None)
             self._residency.evict(block)
 
     def _next_use(self, block: Block) -> float:
+        if block.called is not None:
+            return 0  # it has made room among its like
         if self._course is not None:
             return self._course.next_use(block.index)
         return self._clock - self._last_used.get(block, 0)  # unknown: what was used last is needed first
@@ -291,6 +301,7 @@ class Executor:
     # learning ---------------------------------------------------------------------------------------------------------
     def _open(self, entry: Entry) -> None:
         self._meter.cycle_begins()
+        self.called.begin_cycle()
         last, self._course = self._course, None
         self._entry = entry
         self.turn = Turn()
@@ -319,7 +330,9 @@ class Executor:
         if self.everything_is_here:  # one record for all of it
             now = self._lanes.tick()
             self._records.append(
-                VisitRecord((), entry.phase, entry.site, now, now, self._other_bytes(), self._meter.sample())
+                VisitRecord(
+                    (), entry.phase, entry.site, now, now, self._meter.lane_use.activations_bytes, self._meter.sample()
+                )
             )
 
     def _follow_first_rank(self, gathers: Gathers, entry: Entry) -> None:
@@ -363,12 +376,9 @@ class Executor:
         visits = [(record.blocks, record.phase) for record in records]
         self._book.enter(entry, visits, self._compute_seconds(records, end), self._others(records))
 
-    def _other_bytes(self) -> int:
-        return self._meter.lane_use.activations_bytes
-
     def _others(self, records: list[VisitRecord]) -> tuple[int, ...]:
         """Bytes that each visit sent for besides weights."""
-        counts = [*(record.other_bytes for record in records), self._other_bytes()]
+        counts = [*(record.other_bytes for record in records), self._meter.lane_use.activations_bytes]
         return tuple(after - before for before, after in itertools.pairwise(counts)) if counts[0] < counts[-1] else ()
 
     def _compute_seconds(self, records: list[VisitRecord], end: object) -> tuple[float, ...]:
@@ -383,7 +393,7 @@ class Executor:
             plan = self._planner.make(
                 trace,
                 self._changed,
-                in_parts_bytes=None if self._needs_whole(trace) else self.slices.bytes_wanted,
+                in_parts_bytes=self.called.bytes_wanted + (0 if self._needs_whole(trace) else self.slices.bytes_wanted),
                 rows_bytes=self._rows_bytes,
             )
         trace.keep_plan(key, plan)

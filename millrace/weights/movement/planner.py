@@ -25,12 +25,10 @@ class Planner:
         self._max_ahead = max_ahead
         self._has_failed = False  # once it has, nobody is told again
 
-    def make(
-        self, trace: Trace, changed: frozenset[int], *, in_parts_bytes: int | None, rows_bytes: int
-    ) -> Plan | None:
+    def make(self, trace: Trace, changed: frozenset[int], *, in_parts_bytes: int, rows_bytes: int) -> Plan | None:
         """For the blocks that change now. None: the planner failed, and blocks come on demand.
 
-        `in_parts_bytes`, `rows_bytes`: what experts (None: they come whole) and rows of tables want of the budget.
+        `in_parts_bytes`, `rows_bytes`: what experts that come one by one, and rows of tables want of the budget.
         """
         try:
             return make_plan(self._problem(trace, changed, in_parts_bytes, rows_bytes))
@@ -46,14 +44,13 @@ class Planner:
                 )
             return None
 
-    def _problem(self, trace: Trace, changed: frozenset[int], in_parts_bytes: int | None, rows_bytes: int) -> Problem:
+    def _problem(self, trace: Trace, changed: frozenset[int], in_parts_bytes: int, rows_bytes: int) -> Problem:
         link, among = self._meter.link(), None
         if self._residency.gathers is not None and any(phase is Phase.BACKWARD for _, phase in trace.visits):
             among = self._meter.link(Among.GATHER)
         budget_bytes = self._residency.streaming_budget_bytes
         largest = max(sum(self._blocks[index].nbytes for index in blocks) for blocks, _ in trace.visits)
-        if in_parts_bytes is not None:
-            budget_bytes -= min(in_parts_bytes, budget_bytes - largest)
+        budget_bytes -= min(in_parts_bytes, budget_bytes - largest)
         if any(block.row_bytes for block in self._blocks):
             budget_bytes -= max(0, min(rows_bytes, int(budget_bytes * _MOST_ROWS_SHARE), budget_bytes - largest))
         return Problem(
@@ -69,5 +66,5 @@ class Planner:
             changing=changed,
             cyclic=trace.repeats,
             max_ahead=self._max_ahead,
-            by_rows=frozenset(block.index for block in self._blocks if block.travels_in_parts),
+            by_rows=frozenset(block.index for block in self._blocks if block.travels_in_parts or block.called),
         )

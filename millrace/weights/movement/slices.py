@@ -5,7 +5,7 @@ that has as many experts as the bank has slots.
 """
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -96,6 +96,7 @@ class Slices:
         self._parts = {block: parts for block, (parts, _) in layouts.items()}
         self.slot_bytes = max((nbytes for _, nbytes in layouts.values()), default=0)
         self._banks: list[Bank] = []
+        self.unfinished: list[Callable[[], object]] = []  # give modules back what they had before stand-ins for weights
         residency.beside = self
 
     # the budget -------------------------------------------------------------------------------------------------------
@@ -116,7 +117,8 @@ class Slices:
         if not experts:
             return 0, 0
         count = max(one.count for one in experts)
-        room = max(0, self._residency.streaming_budget_bytes - self._executor.bytes_beside_experts) // self.slot_bytes
+        beside_bytes = self._executor.bytes_beside_experts + self._executor.called.least_bytes
+        room = max(0, self._residency.streaming_budget_bytes - beside_bytes) // self.slot_bytes
         slots = max(min(room, sum(one.count for one in experts)), max(one.routed for one in experts))
         banks = max(1, slots // count)
         return banks, slots // banks
@@ -172,6 +174,12 @@ class Slices:
     def parts_of(self, block: Block) -> list[SlicePart]:
         """Where the parts of its experts' slices lie, in the order of its slots."""
         return self._parts[block]
+
+    def put_back_weights(self) -> None:
+        """Modules have what they had before calls that were broken off, also where Ctrl-C kept these from ending."""
+        while self.unfinished:
+            self.unfinished[-1]()
+            self.unfinished.pop()
 
     # loads ------------------------------------------------------------------------------------------------------------
     def bring(self, block: Block, bank: Bank, experts: Sequence[int], *, keep: Iterable[int] = ()) -> list[int]:
@@ -257,7 +265,7 @@ class Slices:
     def view(self, block: Block, bank: Bank, slot: int, place: int) -> torch.Tensor:
         """One of the block's weights, the one at that place, as one slot has it."""
         with plain_tensors(), torch.no_grad():
-            return self._parts[block][place].view(bank.buffer, self.slot_bytes, slot, 1)[0]
+            return self._parts[block][place].view_of_one(bank.buffer, self.slot_bytes, slot)
 
     def _load(self, block: Block, expert: int, bank: Bank, slot: int) -> None:
         self._settle(bank, slot)

@@ -21,6 +21,7 @@ from millrace.weights.model.places import Member, Place
 from millrace.weights.model.tables import looks_rows_up
 from millrace.weights.movement.block import Block
 from millrace.weights.movement.residency import plain_tensors
+from millrace.weights.passes.adapted import adapts_experts
 from millrace.weights.passes.engine import Engine
 from millrace.weights.passes.managed import lend_parameters, make_managed, make_plain, site_of
 from millrace.weights.passes.refusals import refuse_call, refuse_script
@@ -71,6 +72,12 @@ def _note_compiled(parent: nn.Module, name: str, module: nn.Module | None) -> No
 _registrations = _Registrations()
 
 
+def _block_of_picks(module: nn.Module) -> Block | None:
+    """The block of a module that picks experts."""
+    site = site_of(module)
+    return None if site is None or site.picks is None else site.picks.blocks[-1]
+
+
 class Attachment:
     """The modules of one offloaded model."""
 
@@ -93,6 +100,7 @@ class Attachment:
         self._link(self._inventory(model))
         engine.buffers_are_budgeted()
         engine.before_call = self.follow
+        engine.picks.block_of = _block_of_picks
 
     def modules(self) -> list[tuple[str, nn.Module]]:
         """All of the model by name; none, where it is gone."""
@@ -205,6 +213,7 @@ class Attachment:
             encloses=encloses,
             table=table,
             picks=picks,
+            adapts=adapts_experts(module),
         )
 
     def _site_of_all(self, module: nn.Module, name: str, block: Block, inventory: Inventory) -> Site | None:

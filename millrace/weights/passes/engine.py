@@ -28,6 +28,7 @@ from millrace.weights.passes.binding import Standing, release
 from millrace.weights.passes.call import Call
 from millrace.weights.passes.handles import SavedTensors, pop_left_over, saving_is_left_to_autograd
 from millrace.weights.passes.handover import Handover
+from millrace.weights.passes.idle import is_idle
 from millrace.weights.passes.lending import Lending
 from millrace.weights.passes.lookup import Lookups
 from millrace.weights.passes.picks import Picks
@@ -139,6 +140,9 @@ class Engine:
                 outermost = not self.calls and self.together is None
             if not outermost and not self._is_visit(site):
                 return forward(*args, **kwargs)
+            if self.calls and is_idle(site.blocks, args, kwargs):
+                with self.lending.idle(site.blocks[0]):
+                    return forward(*args, **kwargs)
             if outermost:
                 args, kwargs = call.begin_pass(args, kwargs)
             elif not self.calls:  # a hook of backward may call the model, too; so may micro-batches that take turns
@@ -187,6 +191,8 @@ class Engine:
             # recomputes with no hooks on top, so its calls push ours.
             return site.encloses or (not self.calls and self.progress.in_backward and saving_is_left_to_autograd())
         if not site.main and all(block.users for block in site.blocks):  # as Site.is_inside, on whatever thread
+            return False
+        if self.lending.is_idle(site.blocks):
             return False
         called = {block for call in self.calls for block in call.blocks}
         return not called.issuperset(site.blocks)
@@ -293,6 +299,7 @@ class Engine:
         with self._backward.settling:
             self.progress.state = PassState.BETWEEN
             self.calls.clear()
+            self._executor.slices.put_back_weights()
             pop_left_over(self._residency)
             stop_lending(self.lending)
             self.lending.forget()

@@ -3,8 +3,9 @@
 See weights/passes/stray.py for how such uses come here.
 """
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from millrace.weights.movement.executor import Executor
 from millrace.weights.movement.residency import Residency
 from millrace.weights.passes.binding import bind, release
 from millrace.weights.passes.call import Call
+from millrace.weights.passes.idle import IdleWeight
 from millrace.weights.passes.state import Progress
 from millrace.weights.passes.stray import Use
 
@@ -33,6 +35,7 @@ class Lending:
         self._calls = calls
         self._blocks: dict[Slot, Block] = {}
         self._lent_in_backward: list[Block] = []  # to what is computed again
+        self._idle: list[Block] = []  # experts that are called with no tokens
 
     def add(self, block: Block) -> None:
         """From now on the block's leaves are lent, too."""
@@ -69,12 +72,35 @@ class Lending:
         block = self._blocks.get(slot)
         if block is None or not self.computes:
             return None
+        if block in self._idle:
+            return IdleWeight.of(slot, self._lent_after_all)
+        return self._leaf_for_call(slot)
+
+    def _lent_after_all(self, slot: Slot) -> torch.Tensor:
+        self._idle = [block for block in self._idle if block is not self._blocks[slot]]
+        return self._leaf_for_call(slot)
+
+    def _leaf_for_call(self, slot: Slot) -> torch.Tensor:
+        block = self._blocks[slot]
         lent = not block.users
         self._bring(block)
         if lent:
             bind((block,))
             self._lend_on(block)
         return slot.leaf
+
+    @contextlib.contextmanager
+    def idle(self, block: Block) -> Iterator[None]:
+        """Inside, an expert is called with no tokens."""
+        self._idle.append(block)
+        try:
+            yield
+        finally:
+            self._idle = [one for one in self._idle if one is not block]
+
+    def is_idle(self, blocks: Sequence[Block]) -> bool:
+        """Whether they are of such a call."""
+        return bool(self._idle) and all(block in self._idle for block in blocks)
 
     def end_of_visit(self) -> None:
         """Backward goes on to another block, or ends: what was lent in between comes back."""
@@ -85,6 +111,7 @@ class Lending:
     def forget(self) -> None:
         """Nothing is lent any more: all blocks were unbound."""
         self._lent_in_backward.clear()
+        self._idle.clear()
 
     @property
     def computes(self) -> bool:

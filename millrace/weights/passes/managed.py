@@ -69,6 +69,7 @@ class Managed:
         """What takes the place of methods of the instance."""
         forward = {} if self.site.table is None else {"forward": self._look_up}
         forward |= {} if self.site.picks is None else {"forward": self._pick}
+        forward |= {"forward": self._adapt} if self.site.adapts else {}
         return {
             **forward,
             "_apply": self._apply,
@@ -101,6 +102,9 @@ class Managed:
             return own(*args, **kwargs)
         return self.site.engine.picks.compute(whole, module, own, args, kwargs)
 
+    def _adapt(self, module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.site.engine.picks.adapt(module, own, args, kwargs)
+
     def compiling(self, module: nn.Module) -> bool:
         """A compiled block may be compiled through, because its visit is under way; a model around blocks may not."""
         return self.site.encloses or self._takes_parts or not self.site.engine.progress.computes
@@ -126,7 +130,7 @@ class Managed:
     @property
     def _takes_parts(self) -> bool:
         """Whether the module's `forward` is ours, as rows of its weight, or experts, come when they are used."""
-        return self.site.table is not None or self.site.picks is not None
+        return self.site.table is not None or self.site.picks is not None or self.site.adapts
 
     @contextlib.contextmanager
     def plain(self, module: nn.Module) -> Iterator[None]:

@@ -4,19 +4,21 @@ from zero.
 The host reads which ones are wanted: it waits once for what the device computes before. See docs/design/experts.md.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from millrace.errors import StateError
 from millrace.runtime.autograd import in_transform, make_subclass, overrides_are_on, without_overrides
-from millrace.weights.model.experts import Taking, routing_of, taking_of
+from millrace.weights.model.experts import Taking, is_marked, named_index_of, routing_of, taking_of
 from millrace.weights.model.slot import Slot
 from millrace.weights.movement.block import Block, Presence
 from millrace.weights.movement.executor import Executor
 from millrace.weights.movement.slices import Bank, Slices
+from millrace.weights.passes.adapted import AdaptedCall, AdaptedCalls, compute_adapted, wrappers_of
+from millrace.weights.passes.by_number import Asked, ByNumber, standing_in
 from millrace.weights.passes.lending import Lending
 from millrace.weights.passes.site import Site
 
@@ -31,16 +33,24 @@ class Picks:
     """Calls of modules that pick experts, of one model. `call` is the engine's, for a visit to a whole block."""
 
     def __init__(self, device: torch.device, executor: Executor, lending: Lending, call: Callable[..., Any]) -> None:
+        self.block_of: Callable[[nn.Module], Block | None] = lambda _module: None  # of a module that picks experts
         self._device = device
         self._executor = executor
         self._lending = lending
         self._call = call
+        self._adapted = AdaptedCalls()
+        self._whole: set[Block] = set()  # those of users' own modules that were seen to use more than single experts
 
     def compute(
         self, site: Site, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A call of the module's `forward`; `own` is its own, and `site` that of a call that needs all experts."""
         block = site.blocks[-1]
+        if is_marked(module):
+            return self._by_number(site, block, module, own, args, kwargs)
+        adapted = self._adapted.of.get(module)
+        if adapted is not None:
+            return self._with_adapters(adapted, block, module, own, args, kwargs)
         is_of_class = getattr(own, "func", None) is type(module).forward  # nobody gave the instance another one
         names = self._names(block, module) if is_of_class else None
         routing = routing_of(module, args, kwargs)
@@ -54,6 +64,65 @@ class Picks:
                 with without_overrides():
                     self._executor.travels_whole(block)
         return self._call(site, own, args, kwargs)
+
+    def adapt(self, wrapper: Any, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of the `forward` of what adapts a weight of experts; `own` is its own, which needs all of them."""
+        module = wrapper.get_base_layer()
+        if module in self._adapted.of:
+            return wrapper.base_layer(*args, **kwargs)
+        call = self._adapted_call(wrapper, module, args, kwargs)
+        if call is None:
+            return own(*args, **kwargs)
+        self._adapted.of[module] = call
+        try:
+            return wrapper.base_layer(*args, **kwargs)
+        finally:
+            del self._adapted.of[module]
+
+    def _adapted_call(
+        self, wrapper: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AdaptedCall | None:
+        block = self.block_of(module)
+        if block is None or block.experts is None or is_marked(module) or "parametrizations" in module._modules:
+            return None
+        wrappers = wrappers_of(wrapper)
+        routing = routing_of(module, args, kwargs)
+        if wrappers is None or routing is None or taking_of(module) is None or self._names(block, module) is None:
+            return None
+        if not self._goes_by_slices(block, routing):
+            return None
+        with without_overrides():
+            used, where = torch.unique(routing[1].detach().to("cpu", torch.int64), return_inverse=True)
+        return AdaptedCall(wrappers, used, where) if 0 <= int(used[0]) <= int(used[-1]) < block.experts.count else None
+
+    def _by_number(
+        self, site: Site, block: Block, module: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call of a user's own module, which goes on counting experts as it does."""
+        names = None if block in self._whole else self._names(block, module)
+        index = named_index_of(module, own, args, kwargs)
+        if names is None or index is None or not self._goes_by_slices(block, ()):
+            return self._call(site, own, args, kwargs)
+        with without_overrides():
+            used = torch.unique(index.detach().to("cpu", torch.int64)).tolist()
+            asked = Asked(self._executor.slices, block, used)
+            stand_ins = [ByNumber.of(asked, place, slot) for place, slot in enumerate(block.slots)]
+        try:
+            with standing_in(self._executor.slices, module, names, stand_ins):
+                return own(*args, **kwargs)
+        finally:
+            if asked.whole:
+                self._whole.add(block)
+
+    def _with_adapters(
+        self, call: AdaptedCall, block: Block, module: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        names, routing = self._names(block, module), routing_of(module, args, kwargs)
+        if names is None or routing is None:
+            raise StateError(f"experts {block.name!r} were replaced within a call of what adapts them")
+        hidden, index, weights = routing
+        numbers = call.where.to(self._device, index.dtype)
+        return compute_adapted(self._executor.slices, block, module, names, call, lambda: own(hidden, numbers, weights))
 
     def _names(self, block: Block, module: nn.Module) -> list[str] | None:
         """The module's names for the block's parameters, in order; None where they are not all there."""
@@ -128,7 +197,7 @@ class _Pick:
             loop = _Loop(self._slices, self._block, bank, used.tolist())
             stand_ins = [_OneByOne.of(loop, number, slot, len(used)) for number, slot in enumerate(self._block.slots)]
         try:
-            with self._standing_in(stand_ins, len(used)):
+            with standing_in(self._slices, self._module, self._names, stand_ins, len(used)):
                 return own(hidden, where.to(self._device, index.dtype), weights)
         except _NeedsAllError:
             self.failed = True
@@ -146,7 +215,7 @@ class _Pick:
             stand_ins = self._slices.views(self._block, bank, 0, bank.slots)
             bank.called = self._block, tuple(slots)
         numbers = torch.tensor(slots, device="cpu")[routing.where].to(self._device, routing.dtype)
-        with self._standing_in(stand_ins, bank.slots):
+        with standing_in(self._slices, self._module, self._names, stand_ins, bank.slots):
             return own(routing.hidden, numbers, routing.weights)
 
     def _in_rounds(self, own: Callable[..., Any], bank: Bank, routing: _Routing, used: torch.Tensor) -> Any:
@@ -175,22 +244,6 @@ class _Pick:
                 found = given.new_empty(len(flat), *given.shape[1:])
             found.index_copy_(0, pairs, given)
         return None if found is None else found.view(*routing.where.shape, -1).sum(dim=1).to(routing.hidden.dtype)
-
-    @contextlib.contextmanager
-    def _standing_in(self, stand_ins: Sequence[torch.Tensor], count: int) -> Iterator[None]:
-        """The module has these in the place of its weights, with so many experts."""
-        attributes: dict[str, Any] = self._module.__dict__
-        held = attributes["_parameters"]
-        before = {name: dict.__getitem__(held, name) for name in self._names}
-        all_experts = attributes["num_experts"]
-        try:
-            attributes["num_experts"] = count
-            for name, stand_in in zip(self._names, stand_ins, strict=True):
-                dict.__setitem__(held, name, stand_in)
-            yield
-        finally:
-            dict.update(held, before)  # at once: Ctrl-C may come
-            attributes["num_experts"] = all_experts
 
 
 class _Loop:

@@ -41,6 +41,7 @@ class Site:
         encloses: bool,
         table: Block | None = None,
         picks: "Site | None" = None,
+        adapts: bool = False,
     ) -> None:
         self.engine = engine
         self.name = name
@@ -50,6 +51,7 @@ class Site:
         self.encloses = encloses
         self.table = table  # that the module looks rows up in, of which those alone travel
         self.picks = picks  # the module picks experts, which alone travel; the site of a call that needs them all
+        self.adapts = adapts  # weights of such a module, see passes/adapted.py
         self.device = engine.device
         self.companion: Companion | None = None  # of a whole model: what lives as long as it does
         self.compiled_by: weakref.ref[nn.Module] | None = None  # what torch.compile made around it, until it is called

@@ -1,0 +1,225 @@
+"""Do experts of a user's own module come one by one, bit for bit, once millrace.experts() was told of it?"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import millrace
+from tests.matrix.compare import same, weight_bytes
+
+EXPERTS, FEATURES, HIDDEN = 8, 16, 24
+
+
+class Experts(nn.Module):
+    """Stacked weights, taken in ways that people write."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.up = nn.Parameter(torch.randn(EXPERTS, FEATURES, HIDDEN) / 4)
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, FEATURES) / 4)
+        self.bias = nn.Parameter(torch.randn(EXPERTS, FEATURES))
+        self.scale = nn.Parameter(torch.rand(EXPERTS))
+
+    def forward(self, tokens: torch.Tensor, *, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros_like(tokens)
+        if self.way == "gather":
+            hidden = torch.einsum("tf,tkfh->tkh", tokens, self.up[chosen]).relu()
+            given = torch.einsum("tkh,tkhf->tkf", hidden, self.down[chosen]) + self.bias[chosen]
+            return (given * (shares * self.scale[chosen])[:, :, None]).sum(1)
+        if self.way == "all at once":
+            every = torch.einsum("eth,ehf->etf", torch.einsum("tf,efh->eth", tokens, self.up).relu(), self.down)
+            for expert in range(EXPERTS):
+                share = (shares * (chosen == expert)).sum(1, keepdim=True) * self.scale[expert]
+                found = found + (every[expert] + self.bias[expert]) * share
+            return found
+        order: dict[str, Any] = {"loop": chosen.unique().tolist(), "downwards": chosen.unique().tolist()[::-1]}
+        if self.way == "one ahead":
+            hit = order["loop"]
+            ahead = [(self.up[hit[0]], self.down[hit[0]])]
+            order[self.way] = hit
+        for number, expert in enumerate(order.get(self.way, range(len(self.up)))):
+            if self.way == "one ahead":  # the next one's weights are taken before it computes with these
+                up = down = None
+                following = hit[min(number + 1, len(hit) - 1)]
+                ahead.append((self.up[following], self.down[following]))
+                up, down = ahead.pop(0)
+            else:
+                up, down = self.up[expert], self.down[expert]
+            at, place = torch.where(chosen == expert)
+            given = (tokens[at] @ up).relu() @ down + self.bias[expert, :]
+            found = found.index_add(0, at, given * (shares[at, place] * self.scale[expert])[:, None])
+        return found
+
+
+class Layer(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.router = nn.Linear(FEATURES, EXPERTS)
+        self.experts = millrace.experts(Experts(way), argument="chosen")
+        self.last = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        shares, chosen = F.softmax(self.router(tokens), -1).topk(2)
+        return self.last(tokens + self.experts(tokens, shares=shares, chosen=chosen))
+
+
+def model_of(way: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(way) for _ in range(3)))
+
+
+def one_bytes() -> int:
+    return sum(parameter[0].nbytes for parameter in Experts("loop").parameters())
+
+
+def budget(model: nn.Sequential, slots: int) -> int:
+    experts = nn.ModuleList(layer.experts for layer in model)
+    one = 4 * (2 * FEATURES * HIDDEN + FEATURES) + 64
+    return weight_bytes(model) - weight_bytes(experts) + slots * one + 2**10
+
+
+def forwards(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        return [model(torch.randn(count, FEATURES).to(device)).cpu() for count in (7, 1, 1, 3, 1, 9)]
+
+
+WAYS = ["loop", "downwards", "every expert", "gather", "one ahead"]
+
+
+@pytest.mark.parametrize("slots", [2, 3, 5, 12])
+@pytest.mark.parametrize("way", WAYS)
+def test_forwards_have_the_bits_of_a_plain_run(compute_device: torch.device, way: str, slots: int) -> None:
+    model = model_of(way)
+    wanted = forwards(copy.deepcopy(model).to(compute_device), compute_device)
+    limit = budget(model, slots)
+    with millrace.offload(model, device=compute_device, device_memory=limit) as handle:
+        for _ in range(2):
+            assert all(map(same, forwards(model, compute_device), wanted))
+        stats = handle.stats()
+        assert stats.expert_bytes == stats.expert_loads * one_bytes() > 0
+        assert stats.device_peak_bytes <= limit
+        assert all(block.presence.name == "ABSENT" for block in handle._blocks() if block.experts is not None)
+
+
+@pytest.mark.parametrize("way", ["loop", "gather"])
+def test_what_crosses_the_link_are_the_chosen_experts(way: str) -> None:
+    model = model_of(way)
+    chosen: list[int] = []
+    for layer in model:
+        layer.experts.register_forward_pre_hook(
+            lambda _module, _args, kwargs: chosen.append(len(kwargs["chosen"].unique())), with_kwargs=True
+        )
+    with millrace.offload(model, device="cpu", device_memory=budget(model, 8)) as handle, torch.no_grad():
+        model(torch.randn(1, FEATURES))
+        assert handle.stats().expert_bytes == sum(chosen) * one_bytes() == 6 * one_bytes()
+        assert handle.stats().onload_bytes == 6 * one_bytes() + sum(
+            block.nbytes for block in handle._blocks() if block.experts is None and block.index >= 0
+        )
+
+
+def train(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
+    torch.manual_seed(2)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.randn(4, FEATURES).to(device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().cpu())
+    return [*losses, *(parameter.detach().cpu() for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_training(compute_device: torch.device, way: str, frozen: bool) -> None:
+    model = model_of(way)
+    for layer in model:
+        layer.experts.requires_grad_(not frozen)
+    wanted = train(copy.deepcopy(model).to(compute_device), compute_device)
+    limit = budget(model, 9)
+    with millrace.offload(model, device=compute_device, device_memory=limit) as handle:
+        assert all(map(same, train(model, compute_device), wanted))
+        assert (handle.stats().expert_loads > 0) == frozen
+        assert handle.stats().expert_bytes == handle.stats().expert_loads * one_bytes()
+        assert handle.stats().device_peak_bytes <= limit
+
+
+@pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
+@pytest.mark.parametrize("way", WAYS)
+def test_from_disk(compute_device: torch.device, tmp_path: Path, way: str) -> None:
+    model = model_of(way)
+    wanted = forwards(copy.deepcopy(model).to(compute_device), compute_device)
+    host = weight_bytes(model) // 2
+    with millrace.offload(
+        model, device=compute_device, device_memory=budget(model, 5), host_memory=host, disk=tmp_path
+    ) as handle:
+        assert any(block.experts is not None and block.is_fetched for block in handle._blocks())
+        assert all(map(same, forwards(model, compute_device), wanted))
+        assert handle.stats().expert_bytes == handle.stats().expert_loads * one_bytes() > 0
+
+
+def test_other_uses_bring_all_experts_and_run_once(compute_device: torch.device) -> None:
+    model = model_of("all at once")
+    wanted = forwards(copy.deepcopy(model).to(compute_device), compute_device)
+    calls: list[int] = []
+    model[1].experts.register_forward_hook(lambda *_: calls.append(1))
+    limit = budget(model, 9)
+    with millrace.offload(model, device=compute_device, device_memory=limit) as handle:
+        assert all(map(same, forwards(model, compute_device), wanted))
+        assert len(calls) == len(wanted)
+        assert handle.stats().device_peak_bytes <= limit
+
+
+def test_numbers_of_no_expert_are_left_out(compute_device: torch.device) -> None:
+    model = nn.Sequential(*(millrace.experts(Experts("loop"), argument="chosen") for _ in range(3)))
+    plain = copy.deepcopy(model).to(compute_device)
+    tokens, shares = torch.randn(2, FEATURES).to(compute_device), torch.rand(2, 2).to(compute_device)
+    chosen = torch.tensor([[3, -1], [6, 3]])
+    for module in (*model, *plain):
+        module.up.requires_grad_(False)
+    with millrace.offload(model, device=compute_device, device_memory=4 * 2**12) as handle, torch.no_grad():
+        for one, other in zip(model, plain, strict=True):
+            ours = chosen.to(compute_device)
+            assert same(
+                one(tokens, chosen=ours.clamp(min=3), shares=shares).cpu(),
+                other(tokens, chosen=ours.clamp(min=3), shares=shares).cpu(),
+            )
+        assert handle.stats().expert_loads == 6
+        with pytest.raises(IndexError, match=r"out of bounds|out of range"):
+            model[0](tokens, chosen=chosen.clamp(min=3) + EXPERTS, shares=shares)
+
+
+def test_what_cannot_be() -> None:
+    with pytest.raises(TypeError, match="is a int"):
+        millrace.experts(3, argument="chosen")  # type: ignore[type-var]
+    with pytest.raises(ValueError, match="has no argument 'index'; it has 'tokens', 'chosen', 'shares'"):
+        millrace.experts(Experts("loop"), argument="index")
+    odd = nn.Linear(4, 3)
+    odd.bias = nn.Parameter(torch.zeros(4))
+    with pytest.raises(ValueError, match=r"do not all have the experts as first dimension: 'weight' \(3, 4\), 'bias'"):
+        millrace.experts(odd, argument="input")
+    with pytest.raises(ValueError, match="no parameters"):
+        millrace.experts(nn.ReLU(), argument="input")
+    model = model_of("loop")
+    with (
+        millrace.offload(model, device="cpu", device_memory="1MiB"),
+        pytest.raises(millrace.StateError, match=r"before millrace\.offload"),
+    ):
+        millrace.experts(model[0].experts, argument="chosen")
+
+
+def test_a_copy_is_marked_too() -> None:
+    model = copy.deepcopy(model_of("loop"))
+    with millrace.offload(model, device="cpu", device_memory=budget(model, 4)) as handle:
+        forwards(model, torch.device("cpu"))
+        assert handle.stats().expert_loads > 0
+    assert same(forwards(model, torch.device("cpu"))[0], forwards(model_of("loop"), torch.device("cpu"))[0])
