@@ -113,6 +113,7 @@ def main() -> None:
             device_memory=budget,
             host_memory=budget,
             disk=directory / "spill",
+            packed=False,  # every pass reads the same bytes: packed.py has the other
         )
         plain, _ = open_in_ram(directory, total)
         print(f"{format_bytes(total)} of weights; budgets of {format_bytes(budget)}; load {os.getloadavg()[0]:.1f}")
