@@ -9,12 +9,11 @@ import functools
 import warnings
 from collections.abc import Sequence
 from enum import IntEnum
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
 
 import torch
 
 from millrace.optim import threads
+from millrace.runtime.native import load_native
 
 __all__ = [
     "CHUNK_ELEMENTS",
@@ -127,18 +126,9 @@ _LEVELS = {"AVX2": 1, "AVX512": 2}
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    places = [Path(__file__).with_name(f"_kernel{suffix}") for suffix in EXTENSION_SUFFIXES]
-    built = [path for path in places if path.exists()]
-    if not built:
+    library = load_native(__file__, "millrace_optim_layout", _LAYOUT)
+    if library is None:
         return None
-    # An editable install leaves what was built before under another name: it is older.
-    path = max(built, key=lambda path: path.stat().st_mtime)
-    library = ctypes.CDLL(str(path))
-    if library.millrace_optim_layout() != _LAYOUT:
-        raise ImportError(
-            f"{path.name} was built for another version of millrace; build it again with"
-            " `python -m pip install --editable .` (or reinstall the package)"
-        )
     library.millrace_optim_work.argtypes = [ctypes.c_void_p]
     library.millrace_optim_work.restype = None
     library.millrace_optim_checksum.argtypes = [ctypes.c_void_p, ctypes.c_int64]

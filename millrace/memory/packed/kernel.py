@@ -2,10 +2,10 @@
 
 import ctypes
 import functools
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
 
 import torch
+
+from millrace.runtime.native import load_native
 
 __all__ = ["available", "choose", "level", "pack", "unpack"]
 
@@ -14,17 +14,9 @@ _VERSION = 1
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    places = [Path(__file__).with_name(f"_kernel{suffix}") for suffix in EXTENSION_SUFFIXES]
-    built = [path for path in places if path.exists()]
-    if not built:
+    library = load_native(__file__, "millrace_packed_version", _VERSION)
+    if library is None:
         return None
-    path = max(built, key=lambda path: path.stat().st_mtime)
-    library = ctypes.CDLL(str(path))
-    if library.millrace_packed_version() != _VERSION:
-        raise ImportError(
-            f"{path.name} was built for another version of millrace; build it again with"
-            " `python -m pip install --editable .` (or reinstall the package)"
-        )
     pointer, count = ctypes.c_void_p, ctypes.c_int64
     library.millrace_packed_choose.argtypes = [pointer, count, pointer]
     library.millrace_packed_choose.restype = None
