@@ -610,19 +610,25 @@ def fail(how: str, model: nn.Module) -> None:
 
 
 def trains_until_a_rank_is_gone() -> None:
-    """Says when it has begun; ends with the error that tells of the rank."""
+    """With weights and state in memory."""
     model = Model(recomputes=True)
     with offloaded(model):
-        optimizer = optim.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.05, overlap="forward")
-        number = 0
-        try:
-            while True:
-                model(batch(distributed.get_rank(), number)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                number += 1
-                if number == 2:
-                    print("trains", flush=True)
-        except (RankError, StateError) as error:
-            print(type(error).__name__, error, flush=True)
-            os._exit(0)
+        steps_until_a_rank_is_gone(
+            model, optim.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.05, overlap="forward")
+        )
+
+
+def steps_until_a_rank_is_gone(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Says when it has begun; ends with the error that tells of the rank."""
+    number = 0
+    try:
+        while True:
+            model(batch(distributed.get_rank(), number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            number += 1
+            if number == 2:
+                print("trains", flush=True)
+    except (RankError, StateError) as error:
+        print(type(error).__name__, error, flush=True)
+        os._exit(0)

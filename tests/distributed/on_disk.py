@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import distributed, nn
 
 import millrace
-from millrace import DiskError, Offloaded, RankError, StateError, optim
+from millrace import DiskError, Offloaded, StateError, optim
 from tests.distributed.meshed import (
     Model,
     batch,
@@ -19,6 +19,7 @@ from tests.distributed.meshed import (
     same_gradients,
     same_weights,
     same_weights_as,
+    steps_until_a_rank_is_gone,
     train_by,
 )
 
@@ -237,24 +238,13 @@ def frozen_weights_stay_in_their_checkpoint(directory: str) -> None:
 
 
 def trains_until_a_rank_is_gone(directory: str) -> None:
-    """Says when it has begun; ends with the error that tells of the rank."""
+    """With weights and state on disk."""
     model = Model()
     with offloaded(model, **on_disk(directory)):
         optimizer = optim.AdamW(
             model.parameters(), max_grad_norm=0.05, overlap="forward", tier="disk", disk=f"{directory}/state"
         )
-        number = 0
-        try:
-            while True:
-                model(batch(distributed.get_rank(), number)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                number += 1
-                if number == 2:
-                    print("trains", flush=True)
-        except (RankError, StateError) as error:
-            print(type(error).__name__, error, flush=True)
-            os._exit(0)
+        steps_until_a_rank_is_gone(model, optimizer)
 
 
 def refusals(directory: str) -> None:
