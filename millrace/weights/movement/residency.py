@@ -4,8 +4,7 @@ The order of these operations across lanes is the subject of docs/design/orderin
 """
 
 import contextlib
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -14,11 +13,12 @@ from millrace.config import format_bytes
 from millrace.errors import BudgetError, DiskError, RankError, StateError
 from millrace.memory.buffers import DeviceBuffers
 from millrace.memory.ledger import Ledger
-from millrace.runtime.autograd import address_of, has_storage, in_transform, without_transforms
+from millrace.runtime.autograd import in_transform, without_transforms
 from millrace.runtime.lanes import Event, Lane, LateTransfer
 from millrace.runtime.link import LinkSpeed
 from millrace.runtime.pace import Pace
 from millrace.weights.meter import Meter
+from millrace.weights.movement.addresses import Addresses
 from millrace.weights.movement.block import Block, Presence
 from millrace.weights.movement.gathering import Gathered, Gathers
 from millrace.weights.rest.fetching import Fetching, Target
@@ -68,9 +68,8 @@ class Residency:
         self._submitted: dict[Block, int] = {}  # the numbers of copies under way
         self._submissions = 0
         self.intact = True  # otherwise an interrupt has struck amid an onload or an eviction, see `mend`
-        self._by_storage: dict[int, Block] = {}
-        self._addresses: list[int] = []  # where buffers begin, ascending, and whose they are
-        self._in_order: list[Block] = []
+        self._addresses = Addresses(device)
+        self.block_of = self._addresses.block_of
 
     @property
     def streaming_budget_bytes(self) -> int:
@@ -86,22 +85,9 @@ class Residency:
         """From now on there are."""
         self.fetching = fetching
 
-    def block_of(self, tensor: torch.Tensor) -> Block | None:
-        """The block in whose buffer `tensor` lies; None for any other tensor."""
-        if not has_storage(tensor):  # sparse, or of a function transform
-            return None
-        address = tensor.data_ptr()
-        if address:  # quicker than to ask for its storage, and asked for all that autograd saves
-            index = bisect_right(self._addresses, address) - 1
-            if index < 0:
-                return None
-            block = self._in_order[index]
-            return block if address < self._addresses[index] + block.nbytes else None
-        return self._by_storage.get(address_of(tensor.untyped_storage()))
-
-    def present(self) -> Iterable[Block]:
+    def present(self) -> Collection[Block]:
         """The blocks that have a buffer."""
-        return self._by_storage.values()
+        return self._addresses.blocks()
 
     def fits(self, block: Block) -> bool:
         """Whether the block can be onloaded without an eviction."""
@@ -118,9 +104,8 @@ class Residency:
         with plain_tensors():
             buffer = self._buffers.allocate(block.nbytes)
             self.held_bytes += block.nbytes
-            self._by_storage[address_of(buffer.untyped_storage())] = block
             try:
-                self._note_address(buffer, block)
+                self._addresses.add(block, buffer)
                 block.buffer = buffer
                 block.point_leaves(buffer)
                 block.allocated = self._lanes.mark()  # what used this memory before is ordered before the copy
@@ -224,22 +209,10 @@ class Residency:
     def _let_go(self, block: Block, buffer: torch.Tensor) -> None:
         with plain_tensors():
             block.point_leaves(None)
-        self._by_storage.pop(address_of(buffer.untyped_storage()))
-        self._forget_address(block)
+        self._addresses.remove(block, buffer)
         self.held_bytes -= block.nbytes
         block.buffer = block.arrival = None  # only now: after Ctrl-C before, `mend` finds it
         self._buffers.release(buffer)
-
-    def _note_address(self, buffer: torch.Tensor | None, block: Block) -> None:
-        if buffer is not None and buffer.nbytes:
-            index = bisect_right(self._addresses, buffer.data_ptr())
-            self._in_order.insert(index, block)
-            self._addresses.insert(index, buffer.data_ptr())
-
-    def _forget_address(self, block: Block) -> None:
-        if block in self._in_order:
-            index = self._in_order.index(block)
-            del self._in_order[index], self._addresses[index]
 
     def _undo(self, block: Block, buffer: torch.Tensor) -> None:
         """After a changed shape or Ctrl-C in the middle: what the buffer holds is unknown, so it goes."""
@@ -280,7 +253,7 @@ class Residency:
         kept = {id(other) for other in keep}
         candidates = [
             other
-            for other in self._by_storage.values()
+            for other in self.present()
             if other.index >= 0 and (not other.users or other.may_be_taken_back) and id(other) not in kept
         ]
         for other in sorted(candidates, key=lambda other: (other.is_free, next_use(other)), reverse=True):
@@ -331,12 +304,11 @@ class Residency:
 
     def mend(self, blocks: Iterable[Block]) -> None:
         """After Ctrl-C in the middle of an eviction or an onload: blocks are wholly here or wholly away."""
-        held: dict[int, Block] = {}
+        held: list[Block] = []
         for block in blocks:
             buffer = block.buffer
-            key = -1 if buffer is None else address_of(buffer.untyped_storage())
-            if buffer is not None and block.presence is not Presence.ABSENT and self._by_storage.get(key) is block:
-                held[key] = block
+            if block.presence is not Presence.ABSENT and self._addresses.has(block):
+                held.append(block)
             elif buffer is not None or block.presence is not Presence.ABSENT:
                 self._finish_copies(block)
                 block.lost()
@@ -346,11 +318,8 @@ class Residency:
                 block.buffer = None
                 if buffer is not None:
                     self._buffers.release(buffer)
-        self._by_storage = held
-        self._addresses, self._in_order = [], []
-        for block in held.values():
-            self._note_address(block.buffer, block)
-        self.held_bytes = sum(block.nbytes for block in held.values())
+        self._addresses.reset(held)
+        self.held_bytes = sum(block.nbytes for block in held)
         self.held_bytes += 0 if self.beside is None else self.beside.held_bytes
         self._buffers.rebook(self.held_bytes)
         self.intact = True
@@ -359,7 +328,7 @@ class Residency:
         """Evicts everything, also what could not come from disk."""
         if self.beside is not None:
             self.beside.give_way()
-        for block in list(self._by_storage.values()):
+        for block in list(self.present()):
             self.evict(block)
         self._buffers.close()
 

@@ -92,6 +92,7 @@ class Slices:
         self._lanes = lanes
         self._meter = meter
         self._blocks = [block for block in blocks if block.experts is not None]
+        self.travel = bool(self._blocks)
         layouts = {block: slice_parts([slot.layout for slot in block.slots]) for block in self._blocks}
         self._parts = {block: parts for block, (parts, _) in layouts.items()}
         self.slot_bytes = max((nbytes for _, nbytes in layouts.values()), default=0)

@@ -5,6 +5,7 @@ What backward does with them: backward.py. See docs/design/engine.md.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -313,8 +314,7 @@ class Engine:
         return SavedTensors(
             self._residency,
             self._executor.slices,
-            self.device,
-            lambda: self._backward.reach(site),
+            partial(self._backward.reach, site),
             self._backward.require,
         )
 

@@ -19,6 +19,7 @@ import torch.utils.checkpoint
 from millrace.errors import WeightChangedError
 from millrace.runtime.autograd import (
     check_version,
+    has_storage,
     is_wrapper,
     neg_view,
     pop_hooks,
@@ -26,7 +27,6 @@ from millrace.runtime.autograd import (
     top_hooks,
     without_overrides,
 )
-from millrace.weights.model.home import Leaf
 from millrace.weights.model.slot import Slot, Token
 from millrace.weights.movement.block import Block
 from millrace.weights.movement.residency import Residency
@@ -83,17 +83,16 @@ class SavedTensors:
         self,
         residency: Residency,
         slices: Slices,
-        device: torch.device,
         on_unpack: Callable[[], object],
         require: Callable[[Block], None],
     ) -> None:
         self._residency = residency
         self._slices = slices
-        self._device = device
         self._on_unpack = on_unpack
         self._require = require
         self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # hooks that are not ours
         self._checkpoint: Callable[..., Any] | None = None  # of them, that of a checkpoint that counts
+        self._recompute: Callable[..., Any] | None = None  # ... and how it computes again
 
     def push(self) -> None:
         """From now on autograd saves through these hooks."""
@@ -103,8 +102,9 @@ class SavedTensors:
             enclosing = getattr(pack, "__self__", None)
             if isinstance(enclosing, SavedTensors):  # of the visit around this one: straight to the hooks outside it
                 self._outer, self._checkpoint = enclosing._outer, enclosing._checkpoint
+                self._recompute = enclosing._recompute
             elif getattr(pack, "__module__", "") == torch.utils.checkpoint.__name__:
-                self._checkpoint = pack
+                self._checkpoint, self._recompute = self._outer
         push_hooks(self._pack, self._unpack)
 
     @staticmethod
@@ -113,8 +113,11 @@ class SavedTensors:
         pop_hooks()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        wraps = type(tensor) not in (torch.Tensor, Leaf) and is_wrapper(tensor)
-        packed: Handle | Picked | _Wrapper | None = self._pack_wrapper(tensor) if wraps else self._pack_weight(tensor)
+        packed: Handle | Picked | _Wrapper | None
+        if type(tensor) is torch.Tensor or not is_wrapper(tensor):
+            packed = self._pack_weight(tensor)
+        else:
+            packed = self._pack_wrapper(tensor)
         if packed is not None:
             if self._checkpoint is not None:
                 self._checkpoint(tensor)
@@ -126,13 +129,11 @@ class SavedTensors:
 
     def _pack_weight(self, tensor: torch.Tensor) -> Handle | Picked | None:
         """The handle of what lies in a block, or in a bank of experts; None for any other."""
-        if tensor.layout != torch.strided or tensor.device != self._device:
-            return None
-        recompute = None if self._checkpoint is None or self._outer is None else self._outer[1]
         block = self._residency.block_of(tensor)
-        if block is None:
-            return picked_of(self._slices, tensor, recompute)
-        return _handle_of(block, tensor, recompute)
+        if block is not None:
+            return _handle_of(block, tensor, self._recompute)
+        picks = self._slices.travel and has_storage(tensor)
+        return picked_of(self._slices, tensor, self._recompute) if picks else None
 
     def _pack_wrapper(self, wrapper: Any) -> "_Wrapper | None":
         """A wrapper around tensors of which some lie in a block; None for any other."""
@@ -152,6 +153,9 @@ class SavedTensors:
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         self._on_unpack()
+        if isinstance(packed, _Saved):
+            check_version(packed.tensor, packed.version)
+            return packed.tensor
         if isinstance(packed, Handle | Picked):
             if packed.recompute is not None:
                 _compute_again(packed.recompute)
@@ -163,16 +167,12 @@ class SavedTensors:
             return _weight(packed)
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
-        if isinstance(packed, _Wrapper):
-            kinds = Handle | Picked | _Wrapper | _Saved
-            inner = {
-                name: self._unpack(part) if isinstance(part, kinds) else part for name, part in packed.inner.items()
-            }
-            wrapper: torch.Tensor = packed.kind.__tensor_unflatten__(inner, packed.context, packed.size, packed.stride)
-            return wrapper
-        saved: _Saved = packed
-        check_version(saved.tensor, saved.version)
-        return saved.tensor
+        wrapped: _Wrapper = packed
+        kinds = Handle | Picked | _Wrapper | _Saved
+        inner = {name: self._unpack(part) if isinstance(part, kinds) else part for name, part in wrapped.inner.items()}
+        wrapper: torch.Tensor
+        wrapper = wrapped.kind.__tensor_unflatten__(inner, wrapped.context, wrapped.size, wrapped.stride)
+        return wrapper
 
 
 def saving_is_left_to_autograd() -> bool:
@@ -248,16 +248,17 @@ def check_unchanged(slot: Slot, before: Token) -> None:
     """Raises WeightChangedError when the home has other contents now than it had then."""
     with without_overrides():  # a look at a home is our own
         now = slot.token
-    if now != before and now == before._replace(data_number=now.data_number):
+    if now == before:
+        return
+    if now == before._replace(data_number=now.data_number):
         raise WeightChangedError(
             f"parameter {slot.name!r} was given other data (p.data = t) after forward used it and before backward did,"
             " which needs the data of before; run backward before that"
         )
-    if now != before:
-        raise WeightChangedError(
-            f"parameter {slot.name!r} was modified in place after forward used it and before backward did (version"
-            f" {now.version}; expected version {before.version}); run backward before optimizer.step() and the like"
-        )
+    raise WeightChangedError(
+        f"parameter {slot.name!r} was modified in place after forward used it and before backward did (version"
+        f" {now.version}; expected version {before.version}); run backward before optimizer.step() and the like"
+    )
 
 
 def _weight(handle: Handle) -> torch.Tensor:
