@@ -66,8 +66,8 @@ def floors_of(
             loaded = max(loaded, weights)
         onload = loaded / hardware.onload_bytes_per_second
         if method.weights is Place.DISK:
-            fetch += held * loaded
-            spill += held * weights if changed else 0.0
+            updated_there = held * weights if changed else 0.0
+            fetch, spill = fetch + held * loaded + updated_there, spill + updated_there
     elif changed:
         onload = method.host_share * weights / hardware.onload_bytes_per_second
     if work.training is not Training.NONE and method.state is not Place.DEVICE:
@@ -176,6 +176,7 @@ def hiding_tokens(
         hidden["update"] = tokens(work.update_bytes * trained, hardware.update_rate / hardware.devices)
         if method.state is Place.DISK:
             state = (work.master_bytes + work.state_bytes) * trained
+            state += held * bits / 8 if method.weights is Place.DISK else 0.0
             slower = min(hardware.disk_read_bytes_per_second, hardware.disk_write_bytes_per_second)
             hidden["state on disk"] = tokens(state, slower / hardware.devices)
     return hidden

@@ -255,16 +255,16 @@ class StepGraph:
         own, hardware = self.traffic[block], self.hardware
         waits = list(after)
         moved = own.update_bytes
-        if own.state_bytes:
+        moved_on_disk = own.state_bytes + own.spill_bytes
+        if moved_on_disk:
             ring = [self.spilled[-_SLOTS]] if len(self.spilled) >= _SLOTS else []
-            waits.append(self._copy(CostLane.FETCH, "state", block, own.state_bytes, ring))
+            waits.append(self._copy(CostLane.FETCH, "state", block, moved_on_disk, ring))
         done = max(waits)
         if moved:
             seconds = hardware.dram_latency_seconds + moved / hardware.update_rate
             done = self._add(CostLane.UPDATE, f"update {block}", seconds, waits, dram_bytes=moved, block=block)
-        written = own.state_bytes + own.spill_bytes
-        if written:
-            spill = self._copy(CostLane.SPILL, "state", block, written, [done])
+        if moved_on_disk:
+            spill = self._copy(CostLane.SPILL, "state", block, moved_on_disk, [done])
             self.spilled.append(spill)
             if own.fetch_bytes:
                 return spill

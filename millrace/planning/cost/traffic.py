@@ -16,7 +16,7 @@ class BlockTraffic:
     norm_bytes: float = 0.0  # read for the norm of all gradients, as each arrives
     state_bytes: int = 0  # read before the update and written after it
     fetch_bytes: int = 0  # weights that rest on disk: read before each load
-    spill_bytes: int = 0  # and written after the update
+    spill_bytes: int = 0  # of those, what the update reads and writes
     activation_bytes: int = 0  # out after forward, back before backward
     activations_spill: bool = False  # from there to disk, and back
     load_bytes: int | None = None  # that cross the own link at a load: a shard; None: the whole block
