@@ -79,10 +79,6 @@ class Checksums:
         """Of so many bytes each checksum of an extent is."""
         return self._handed_over.get(extent, (PIECE_BYTES, []))[0]
 
-    def forget_all(self, extent: Extent) -> None:
-        """What `note_all` noted holds no more."""
-        self._handed_over.pop(extent, None)
-
     def _compare(self, known: int, extent: Extent, begin: int, end: int, address: int, file: str) -> None:
         found = checksum(address, end - begin)
         if found != known:

@@ -90,13 +90,12 @@ def forecast_step(
     seconds = (spans[ends[-1]].end - begin) / turns
     last = slice(ends[turns * _SETTLED - 1] + 1, ends[-1] + 1)  # not what is loaded already for the step after it
     rate = hardware.dram_bytes_per_second
-    return _summary(graph.tasks[last], spans[last], spans, graph.tasks, begin, seconds, turns, rate)
+    return _summary(graph.tasks[last], spans[last], graph.tasks, begin, seconds, turns, rate)
 
 
 def _summary(
     tasks: Sequence[Task],
     spans: Sequence[Span],
-    all_spans: Sequence[Span],
     all_tasks: Sequence[Task],
     begin: float,
     seconds: float,
