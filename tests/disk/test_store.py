@@ -1,9 +1,7 @@
 """Does the disk store give back what it was given, in order, at any size and offset, directly and as memory?"""
 
-import gc
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,11 @@ import pytest
 import torch
 
 from millrace.errors import StateError
+from millrace.memory.buffers import references_beside
 from millrace.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore
 from millrace.memory.disk.extent import PIECE_BYTES, pieces
 from millrace.memory.disk.file import DirectFile
+from millrace.memory.disk.requests import Request
 from millrace.memory.ledger import Ledger, Tier
 
 PAGE = DISK_ALIGNMENT_BYTES
@@ -201,14 +201,36 @@ def test_many_failed_requests_end_one_after_the_other(store: DiskStore, memory: 
             request.synchronize()
 
 
-def test_a_request_lets_go_of_its_memory(store: DiskStore, ledger: Ledger, memory: Memory) -> None:
-    extent = store.allocate("layers.0", PAGE, "weights")
-    request = store.write(extent, memory(PAGE))
-    request.synchronize()
-    deadline = time.monotonic() + 20
-    while ledger.held_bytes(Tier.HOST) and time.monotonic() < deadline:
-        gc.collect()  # the worker's frame ends a moment after the request
-    assert ledger.held_bytes(Tier.HOST) == 0
+@pytest.mark.parametrize("fails", [False, True])
+def test_nobody_refers_to_the_memory_of_a_request_that_has_ended(
+    store: DiskStore, memory: Memory, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Neither the threads, however long they take to go on, nor what failed."""
+    nbytes = 3 * PIECE_BYTES
+    extent = store.allocate("layers.0", nbytes, "weights")
+    store.write(extent, memory(nbytes)).synchronize()
+    if fails:
+
+        def read(file: DirectFile, address: int, nbytes: int, offset: int, what: str) -> None:
+            raise OSError("no")
+
+        monkeypatch.setattr(DirectFile, "read", read)
+    seen, end = memory(nbytes), Request.end
+    at_the_end: list[int] = []
+
+    def noted(request: Request) -> None:
+        at_the_end.append(references_beside(seen))
+        end(request)
+
+    monkeypatch.setattr(Request, "end", noted)
+    request = store.read(extent, seen)
+    if fails:
+        with pytest.raises(OSError, match="no"):
+            request.synchronize()
+    else:
+        request.synchronize()
+    assert at_the_end == [0]
+    assert references_beside(seen) == 0
 
 
 def resident_bytes(tensor: torch.Tensor) -> int:

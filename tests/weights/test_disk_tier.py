@@ -417,6 +417,37 @@ def test_gradients_with_less_room_than_whole_pages_rest_on_disk(tmp_path: Path):
     shelf.close()
 
 
+@pytest.mark.parametrize("kept", [None, "layers.0.", "layers.1."])
+def test_what_a_user_keeps_stays_in_host_memory(
+    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, kept: str | None
+):
+    """Gradients of weights that were frozen want room: other blocks move to disk, and what is kept is written to."""
+    plain, model = build().requires_grad_(False).to(compute_device), build().requires_grad_(False)
+    tokens, nbytes = tokens.to(compute_device), weight_bytes(model)
+    handle = millrace.offload(
+        model, device=compute_device, device_memory=nbytes // 3, host_memory=nbytes + (64 << 10), disk=tmp_path
+    )
+    for each in (plain, model):
+        loss_of(each, tokens)
+    own = {name: parameter.data for name, parameter in model.named_parameters() if kept and name.startswith(kept)}
+    assert handle.stats().disk_bytes == 0
+    for each in (plain, model):
+        each.layers.requires_grad_(True)
+        loss_of(each, tokens).backward()
+    assert handle.stats().disk_bytes > nbytes // 4
+    assert handle.stats().host_peak_bytes <= nbytes + (64 << 10)
+    for name, tensor in own.items():
+        assert tensor.data_ptr() == model.get_parameter(name).data_ptr()
+        tensor.mul_(0.5)
+        plain.get_parameter(name).data.mul_(0.5)
+    handle.refresh()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs.cpu())
+        assert (ours.grad is None) == (theirs.grad is None)
+        assert ours.grad is None or torch.equal(ours.grad, theirs.grad.cpu())
+    assert torch.equal(loss_of(model, tokens).cpu(), loss_of(plain, tokens).cpu())
+
+
 # weights straight from a checkpoint -----------------------------------------------------------------------------------
 def on_meta() -> Decoder:
     with torch.device("meta"):

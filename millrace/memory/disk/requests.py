@@ -12,6 +12,7 @@ import itertools
 import os
 import threading
 import time
+import traceback
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -65,7 +66,7 @@ class Request:
         self.kind = kind
         self.span = span  # bytes of the extent that it is about
         self.reach = reach or span  # those that nobody else may write meanwhile
-        self.jobs = tuple(jobs)
+        self.jobs: list[_Job | None] = list(jobs)  # None: done
         self.ended_jobs = itertools.count(1)  # next() of it is atomic
         self.waits_for = 0  # requests and events that must be done before this one begins
         self.followers: list[Request] = []
@@ -104,8 +105,8 @@ class Request:
         self._begin.open()
 
     def end(self) -> None:
-        """Notes the end, wakes those who wait, and lets go of the memory that was read into or written from."""
-        self.jobs = ()
+        """Notes the end, and wakes those who wait. Nobody here refers to the memory any more."""
+        self.jobs.clear()
         self._ended_at = time.perf_counter()
         self._ended = True
         self._end.open()
@@ -234,17 +235,21 @@ class _Turns:
             if request.error is not None or not request.jobs:
                 request.end()
                 advanced.extend(self._leave(request))
-            for job in request.jobs:
-                self._work.put(partial(self._do, request, job, len(request.jobs)))
+            count = len(request.jobs)
+            for number in range(count):
+                self._work.put(partial(self._do, request, number, count))
 
-    def _do(self, request: Request, job: _Job, jobs: int) -> None:
+    def _do(self, request: Request, number: int, count: int) -> None:
         """On a thread that moves bytes."""
+        job, request.jobs[number] = request.jobs[number], None
         try:
-            if request.error is None:
+            if request.error is None and job is not None:
                 job()
         except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # whose variables have the memory
             request.error = error
-        if next(request.ended_jobs) == jobs:
+        del job  # before the end is told: this thread may outlive that by a moment, and then holds no memory
+        if next(request.ended_jobs) == count:
             self.post(lambda: self._advance(*self._leave(request)))
             request.end()
 
@@ -296,7 +301,7 @@ def _start(target: Callable[..., None], argument: object) -> threading.Thread:
 def _work_off(queue: "SimpleQueue[_Job | None]") -> None:
     while (job := queue.get()) is not None:
         job()
-        del job  # and with it the memory that it held
+        del job  # and with it the request
 
 
 def _closed(request: Request) -> StateError:

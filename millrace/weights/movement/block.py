@@ -101,6 +101,7 @@ class Block(HomesInFiles):
         self.places = Places(
             [(place, slot) for member, slot in zip(members, self.slots, strict=True) for place in member.places]
         )
+        self._own_references = self._references()  # to the memory of homes, beside which nobody has any yet
         self._flushed: object = self.contents if self.rest.filled else None  # the contents that the files have
         self._flush(self.contents)
 
@@ -205,6 +206,15 @@ class Block(HomesInFiles):
         marks = [slot.mark for slot in self.slots]
         self._loaded = (self._signature(), marks) if all(slot.in_place for slot in self.slots) else None
         return copies
+
+    @property
+    def memory_is_kept(self) -> bool:
+        """Whether somebody refers to the memory in which homes lie (`kept = p.data`), which moving would not free."""
+        pairs = zip(self.slots, self._references(), self._own_references, strict=True)
+        return any(slot.in_place and now > own for slot, now, own in pairs)
+
+    def _references(self) -> list[int]:
+        return [references_beside(slot.data) for slot in self.slots]
 
     @property
     def travels_in_parts(self) -> bool:

@@ -103,7 +103,7 @@ class Gradients:
             largest_bytes = max(sum(sizes), block.nbytes)
             self._staging.grow(min(largest_bytes, _SEND_BYTES) if block.row_bytes else largest_bytes)
         short_bytes = self._shelf.short_staging_bytes
-        if wanted and short_bytes is not None and not self._ledger.has_room(self._staging.missing_bytes):
+        if short_bytes is not None and not self._ledger.has_room(self._staging.missing_bytes):
             self._staging.limit(short_bytes)
             self._shelf.make_room(self._staging.missing_bytes)
 

@@ -66,8 +66,12 @@ class Room:
         self._residency.fetch_from(self._open_fetching(chunk_bytes, chunks))
 
     def _movable(self) -> list[Block]:
-        """The largest first, those that stay on the device last: they are brought once more then."""
-        movable = [block for block in self._blocks() if not block.rest.on_disk and not block.users]
+        """The largest first, those that stay on the device last: they are brought once more then.
+
+        None whose memory a user refers to: it would not come free, and no longer be the parameters'.
+        """
+        here = (block for block in self._blocks() if not (block.rest.on_disk or block.users))
+        movable = [block for block in here if not block.memory_is_kept]
         return sorted(movable, key=lambda block: (block.index < 0, -block.nbytes))
 
     def _free(self, nbytes: int) -> bool:
