@@ -504,6 +504,14 @@ def test_what_is_no_loss_or_no_micro_batch_is_refused(trained: tuple[millrace.Of
         handle.forward_backward(batches(), lambda batch: None)  # type: ignore[arg-type,return-value]
     with pytest.raises(ValueError, match="computed with gradients on"):
         handle.forward_backward(batches(), lambda batch: square(model, batch).detach())
+    for count, together in ((1, None), (3, 1), (5, 2), (5, None)):
+
+        def last_is_a_tuple(batch: Tensor, of: list[Tensor]) -> Any:
+            return square(model, batch) if batch is not of[-1] else (square(model, batch),)
+
+        few = batches(count)
+        with pytest.raises(ValueError, match=f"'tuple'> for micro-batch {count - 1};"):
+            handle.forward_backward(few, lambda batch, few=few: last_is_a_tuple(batch, few), together=together)
     for together in (0, -1, 2.0, "all"):
         with pytest.raises(ValueError, match=f"together={together!r}; give how many"):
             handle.forward_backward(batches(), lambda batch: square(model, batch), together=together)  # type: ignore[arg-type]
