@@ -623,6 +623,73 @@ def test_what_would_be_shared_goes_in_the_loop(
     looped.remove()
 
 
+class Counting(Model):
+    """What is written before the first block is read after the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class CountingAnew(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return Model.forward(self, x) * self.calls
+
+
+class Centred(Counting):
+    """What is written and read between two blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Model.forward(self, x)
+        with torch.no_grad():
+            self.calls.mul_(0.5).add_(x.mean())
+        return x - self.calls
+
+
+class Normed(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.norm = nn.BatchNorm1d(4)  # type: ignore[assignment]
+
+
+def siamese(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch) - model(batch * 2)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss", "together"),
+    [
+        (Counting, square, False),
+        (CountingAnew, square, False),
+        (Normed, siamese, False),
+        (Normed, square, True),
+        (Centred, square, True),
+    ],
+)
+def test_buffers_that_forwards_write(
+    kind: type[Model], loss: Callable[[nn.Module, Tensor], Tensor], together: bool, compute_device: torch.device
+) -> None:
+    """Micro-batches go together where each buffer is used in one turn alone, and end with those of the loop."""
+    reference, model = built(kind), built(kind)
+    with offloaded(reference, device=compute_device), offloaded(model, device=compute_device) as handle:
+        for step in range(2):
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always", RuntimeWarning)
+                losses = handle.forward_backward(batches(), lambda batch: loss(model, batch))
+            assert [str(one.message).partition("buffer '")[2] != "" for one in warned] == [True] * (not together)
+            wanted = in_turn(reference, lambda batch: loss(reference, batch), batches())
+            assert all(torch.equal(one, other) for one, other in zip(losses, wanted, strict=True))
+            assert_same(model, reference)
+            assert all(torch.equal(*both) for both in zip(model.buffers(), reference.buffers(), strict=True))
+            assert handle.stats().micro_batches_together == (COUNT * (step + 1) if together else 0)
+
+
 def test_a_mode_of_the_users_own_goes_along() -> None:
     class Doubled(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
