@@ -137,6 +137,31 @@ def test_who_else_trains_a_part_of_a_block_keeps_it_in_memory(tmp_path: Path, co
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
+def test_parameters_over_the_same_memory(tier: str, tmp_path: Path, counted: Counter[str]) -> None:
+    """They are updated one after the other."""
+
+    def over_one_memory() -> Decoder:
+        torch.manual_seed(0)
+        model = Decoder(layers=6, width=64, vocabulary=128)
+        for layer in model.layers:
+            first = next(one for one in layer.parameters() if one.dim() == 2)
+            layer.register_parameter("other", nn.Parameter(first.data))
+            layer.register_forward_hook(lambda layer, _, output: output @ layer.other[:64, :64])
+        return model
+
+    plain, model = over_one_memory(), over_one_memory()
+    where = {} if tier == "host" else {"tier": "disk", "disk": tmp_path / "state"}
+    with millrace.offload(model, device="cpu", disk=tmp_path / "spill", blocks=[model.layers], **BUDGETS) as handle:
+        theirs = millrace.optim.AdamW(plain.parameters(), lr=0.01)
+        ours = millrace.optim.AdamW(model.parameters(), lr=0.01, **where)
+        for _ in range(3):
+            train(plain, theirs)
+            train(model, ours)
+        assert_equal(list(model.parameters()), list(plain.parameters()))
+        assert counted["parameters"] == 3 * sum(len(block.slots) for block in fetched(handle)) > 0
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
 def test_what_a_step_writes_is_reported(tier: str, tmp_path: Path) -> None:
     _, model = models(torch.float32)
     where = {} if tier == "host" else {"tier": "disk", "disk": tmp_path / "state"}
