@@ -1,6 +1,8 @@
 """What may go wrong, or otherwise, with several micro-batches that go through a model together?"""
 
 import _thread
+import dataclasses
+import functools
 import gc
 import threading
 import warnings
@@ -359,17 +361,58 @@ def test_hooks_on_what_lies_between_fire_as_ever() -> None:
 def test_others_go_in_the_loop_and_say_so(kind: type[Model]) -> None:
     plain, model = built(kind), built(kind)
     handle = offloaded(model)
+    called: list[int] = []
+
+    def loss(batch: Tensor) -> Tensor:
+        called.append(1)
+        return square(model, batch)
+
     with pytest.warns(RuntimeWarning, match="one after the other"):
-        losses = handle.forward_backward(batches(), lambda batch: square(model, batch))
+        losses = handle.forward_backward(batches(), loss)
     wanted = in_turn(plain, lambda batch: square(plain, batch), batches())
     assert all(torch.equal(one, other) for one, other in zip(losses, wanted, strict=True))
     assert_same(model, plain)
     assert handle.stats().micro_batches_in_turn == COUNT
     assert f"{COUNT} one after the other" in str(handle.report())
-    called: list[int] = []
+    called.clear()
     with pytest.warns(RuntimeWarning, match="one after the other"):  # it is known now
-        handle.forward_backward(batches(), lambda batch: called.append(1) or square(model, batch))  # type: ignore[func-returns-value]
+        handle.forward_backward(batches(), loss)
     assert len(called) == COUNT
+
+
+@dataclasses.dataclass
+class Loss:
+    """A callable that has no hash."""
+
+    model: nn.Module
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        return square(self.model, batch)
+
+
+def test_what_is_known_of_loss_functions() -> None:
+    """It is known of their code, keeps none of them alive, and says nothing about others."""
+    model = built()
+    handle = offloaded(model)
+
+    def together(loss: Callable[[Tensor], Tensor]) -> int:
+        handle.reset_stats()
+        handle.forward_backward(batches(), loss)
+        return handle.stats().micro_batches_together
+
+    with pytest.warns(RuntimeWarning, match="one after the other"):
+        assert together(lambda batch: penalised(model, batch)) == 0
+    kept = []
+    with warnings.catch_warnings(action="error"):
+        for _ in range(3):
+            loss = Loss(model)
+            kept.append(weakref.ref(loss))
+            assert together(functools.partial(loss)) == together(loss) == COUNT
+    del loss
+    gc.collect()
+    assert [reference() for reference in kept] == [None] * 3
+    with pytest.warns(RuntimeWarning, match="the loss uses a weight directly"):
+        assert together(lambda batch: penalised(model, batch)) == 0
 
 
 def test_hooks_of_parameters_see_the_gradient_of_each_micro_batch() -> None:
