@@ -36,8 +36,8 @@ class Accumulating:
     _lanes: Lanes
     _ledger: Ledger
     _meter: Meter
-    _why_in_a_loop: str | None = None  # for this model, as was found out
-    _goes_together: set[object]  # the code of loss functions for which modules note nothing
+    _goes_together: set[object]  # loss functions for which modules note nothing
+    _why_in_a_loop: dict[tuple[object, int], str]  # of loss functions and so many micro-batches, as was found out
 
     def _check_between_passes(self, what: str) -> None:
         raise NotImplementedError
@@ -80,21 +80,23 @@ class Accumulating:
                 f"together={together!r}; give how many micro-batches go through a block at once, at least 1"
             )
         count = together or len(batches)
-        groups = [batches[start : start + count] for start in range(0, len(batches), count)]
-        return [loss for group in groups for loss in self._group(attachment, group, loss_function)]
+        firsts = range(0, len(batches), count)
+        groups = [self._group(attachment, batches[first : first + count], first, loss_function) for first in firsts]
+        return [loss for group in groups for loss in group]
 
     def _group(
-        self, attachment: Attachment, batches: list[T], loss_function: Callable[[T], torch.Tensor]
+        self, attachment: Attachment, batches: list[T], first: int, loss_function: Callable[[T], torch.Tensor]
     ) -> list[torch.Tensor]:
-        computations = [partial(loss_function, batch) for batch in batches]
-        why = self._why_in_a_loop or self._why_not_now()
+        """`first`: the number of the first of them."""
+        computations = [partial(_loss_of, loss_function, batch, first + at) for at, batch in enumerate(batches)]
+        known = _code_of(loss_function)
+        why = self._why_in_a_loop.get((known, len(batches))) or self._why_not_now()
         if why is None and len(batches) > 1:
-            known = getattr(loss_function, "__code__", loss_function)
             states = None if known in self._goes_together else ModuleStates(attachment.modules())
             try:
                 losses = self._together(batches, computations, states)
             except CannotCutError as error:
-                self._why_in_a_loop = why = str(error)
+                self._why_in_a_loop[known, len(batches)] = why = str(error)
                 if states is not None:
                     states.restore()
             else:
@@ -145,6 +147,24 @@ class Accumulating:
             return "ranks average the gradients of each backward"
         watched = self._gradients.watched([*self._engine.blocks, *self._engine.residents])
         return None if watched is None else f"hooks of parameter {watched!r} see each gradient"
+
+
+def _code_of(loss_function: Any) -> object:
+    """The same for functions that are made anew with each step."""
+    while isinstance(loss_function, partial):
+        loss_function = loss_function.func
+    return getattr(loss_function, "__code__", type(loss_function))
+
+
+def _loss_of(loss_function: Callable[[T], torch.Tensor], batch: T, number: int) -> torch.Tensor:
+    loss = loss_function(batch)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        is_what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(type(loss))
+        raise ValueError(
+            f"loss_function returned {is_what} for micro-batch {number}; it has to return the loss: a tensor with one"
+            " element, computed with gradients on"
+        )
+    return loss
 
 
 def _in_turn(compute: Callable[[], torch.Tensor]) -> torch.Tensor:

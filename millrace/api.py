@@ -157,7 +157,7 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
 
     def __init__(self, model: nn.Module, config: OffloadConfig) -> None:
         self._given = config
-        self._goes_together = set()
+        self._goes_together, self._why_in_a_loop = set(), {}
         self._start(model)
 
     def _start(self, model: nn.Module) -> None:

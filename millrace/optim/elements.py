@@ -11,14 +11,13 @@ from millrace.memory.disk import TensorAtRest
 from millrace.optim import eight_bit, kernel, update
 from millrace.optim.devices import Member
 from millrace.optim.disk_state import DiskState, Part, Wanted
-from millrace.optim.in_files import Grains, Run, in_files
+from millrace.optim.in_files import Grains, Run, are_in_files, in_files
 from millrace.optim.kernel import Master
 from millrace.optim.optimizer import HostOptimizer
 from millrace.optim.options import Options
 from millrace.optim.rules import ElementRule
 from millrace.optim.update import Update
 from millrace.optim.weights import FULL, REMAINDER, Weights
-from millrace.runtime.pending import unit_of
 from millrace.runtime.torch_rules import foreach_add
 
 __all__ = ["ElementOptimizer"]
@@ -59,7 +58,7 @@ class ElementOptimizer(HostOptimizer):
         rules: dict[tuple[int, float], ElementRule] = {}
         updates = []
         states = []
-        members = [*members, *on_disk]
+        members = [*on_disk, *members]
         for member in members:
             state, fresh = self._state_of(member)
             states.append(state)
@@ -68,10 +67,11 @@ class ElementOptimizer(HostOptimizer):
             if key not in rules:
                 rules[key] = self._rule(member.group, step)
             updates.append(self._update_of(member, state, rules[key], fresh))
-        in_memory = len(members) - len(on_disk)
-        update.perform(updates[:in_memory], scale)
-        if on_disk:
-            self._perform_in_files(on_disk, updates[in_memory:], scale)
+        if on_disk:  # first: a drive that fails at once has changed nothing
+            self._perform_in_files(on_disk, updates[: len(on_disk)], scale)
+        for member in members[len(on_disk) :]:
+            member.begun = self._disk is not None
+        update.perform(updates[len(on_disk) :], scale)
         for member, item, state in zip(members, updates, states, strict=True):
             member.weights.performed(item.checksum)
             member.updated = True
@@ -81,8 +81,6 @@ class ElementOptimizer(HostOptimizer):
         self._count_steps([member.state for member in members])
 
     def _perform_in_files(self, members: Sequence[Member], updates: Sequence[Update], scale: float) -> None:
-        begun: set[int]
-
         def update_of(run: Run) -> Update:
             whole, elements = updates[run.index], slice(run.start, run.stop)
 
@@ -102,17 +100,18 @@ class ElementOptimizer(HostOptimizer):
             )
 
         grains = Grains(members)
-        with self._interruption.told(len(members)) as begun, contextlib.closing(grains):
+        with contextlib.closing(grains):
             for runs in grains.all():
-                begun.update(run.index for run in runs)
+                for run in runs:
+                    members[run.index].begun = True
                 parts = [update_of(run) for run in runs]
                 update.perform(parts, scale)
                 for run, done in zip(runs, parts, strict=True):
                     updates[run.index].not_finite |= done.not_finite
             grains.finish()
-        for member, item, checksum in zip(members, updates, grains.checksums, strict=True):
+        for item, checksum in zip(updates, grains.checksums, strict=True):
             item.checksum = checksum
-            member.weights.in_files = unit_of(member.parameter)
+        are_in_files(members)
 
     def _update_of(self, member: Member, state: dict[str, Any], rule: ElementRule, fresh: bool) -> Update:
         weights = member.weights
@@ -238,10 +237,9 @@ class ElementOptimizer(HostOptimizer):
                 place=run.start,
             )
 
-        begun: set[int]
-
         def update_parts(parts: list[Part]) -> None:
-            begun.update(part.index for part in parts)
+            for part in parts:
+                members[part.index].begun = True
             updates = [(part.index, update_of(part, run)) for part in parts for run in runs_of(part)]
             update.perform([item for _, item in updates], scale)
             for index, item in updates:
@@ -249,7 +247,7 @@ class ElementOptimizer(HostOptimizer):
             if grains is not None:
                 grains.updated()
 
-        with self._interruption.told(len(members)) as begun, contextlib.closing(grains or contextlib.ExitStack()):
+        with contextlib.closing(grains or contextlib.ExitStack()):
             disk.stream(wanted, update_parts)
             if grains is not None:
                 grains.finish()
@@ -259,9 +257,9 @@ class ElementOptimizer(HostOptimizer):
             else:
                 found = kernel.checksum(weights[index]) if grains is None else grains.checksums[index]
                 member.weights.performed(found)
-            if grains is not None:
-                member.weights.in_files = unit_of(member.parameter)
             member.updated = True
+        if grains is not None:
+            are_in_files(members)
         self._count_steps([member.state for member in members])
 
     def _to_disk(

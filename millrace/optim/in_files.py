@@ -17,8 +17,9 @@ from millrace.optim import kernel
 from millrace.optim.devices import Member
 from millrace.optim.overlap import by_unit
 from millrace.optim.weights import Weights
+from millrace.runtime.pending import unit_of
 
-__all__ = ["Grains", "Run", "in_files"]
+__all__ = ["Grains", "Run", "are_in_files", "in_files"]
 
 _AHEAD = 3  # grains that are read, or written, while one is updated
 
@@ -60,6 +61,12 @@ def in_files(members: Sequence[Member]) -> tuple[list[Member], list[Member]]:
         else:
             others += travelling
     return found, others
+
+
+def are_in_files(members: Sequence[Member]) -> None:
+    """That was done: as soon as they count as written, one of each unit says so."""
+    for member in {id(unit_of(member.parameter)): member for member in members}.values():
+        member.weights.in_files = unit_of(member.parameter)
 
 
 class Grains:

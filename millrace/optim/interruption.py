@@ -1,9 +1,12 @@
 """What if a drive fails in the middle of a step? The step says how far it came, and no other one follows."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import torch
 
 from millrace.errors import StateError
+from millrace.optim.devices import Member
 
 __all__ = ["Interruption"]
 
@@ -24,21 +27,25 @@ class Interruption:
         self._reason = None
 
     @contextlib.contextmanager
-    def told(self, parameters: int) -> Iterator[set[int]]:
-        """For the length of an update of so many parameters; those that were written to go into the set.
+    def told(self, members: Sequence[Member]) -> Iterator[None]:
+        """For the length of an update of these, which says of each when it has `begun`.
 
         What fails before the first one changed nothing and is raised as it is; later it is raised as a StateError.
         """
-        begun: set[int] = set()
         try:
-            yield begun
+            yield
         except BaseException as error:
+            # Ctrl-C may have struck after they were written: copies of them are made anew.
+            torch.autograd.graph.increment_version([member.parameter for member in members])
+            for member in members:
+                member.weights.broken_off()
+            begun = sum(member.begun for member in members)
             if not begun:
                 raise
             self._reason = (
-                f"a step was cut short ({type(error).__name__}: {error}): {len(begun)} of {parameters} parameters on"
-                " this tier had been updated, wholly or in part, and their state on disk may lack that update; load"
-                " the weights and the optimizer's state from a checkpoint before the next step()"
+                f"a step was cut short ({type(error).__name__}: {error}): {begun} of {len(members)} parameters had been"
+                " updated, wholly or in part; load the weights and the optimizer's state from a checkpoint before the"
+                " next step()"
             )
             if isinstance(error, Exception):
                 raise StateError(self._reason) from error

@@ -53,16 +53,14 @@ class MatrixOptimizer(HostOptimizer):
         raise NotImplementedError
 
     def _perform(self, members: Sequence[Member], scale: float) -> None:
-        if self._disk is None or members[0].weights.host.device.type != "cpu":
-            for member in members:
-                self._update_one(member, scale)
-            return
-        with self._interruption.told(len(members)) as begun:
-            for index, member in enumerate(members):
-                self._fetch(self._disk, member)
-                begun.add(index)
-                self._update_one(member, scale)
-                self._spill(self._disk, member.parameter, member.weights, member.state)
+        disk = None if members[0].weights.host.device.type != "cpu" else self._disk
+        for member in members:
+            if disk is not None:
+                self._fetch(disk, member)
+            member.begun = self._disk is not None
+            self._update_one(member, scale)
+            if disk is not None:
+                self._spill(disk, member.parameter, member.weights, member.state)
 
     def _update_one(self, member: Member, scale: float) -> None:
         weights = member.weights

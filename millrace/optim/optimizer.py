@@ -1,6 +1,5 @@
 """What do all optimizers of millrace share? State and update in host memory, and the conventions of torch.optim."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -227,7 +226,8 @@ class HostOptimizer(StateAtRest):
 
         def perform(batch: Sequence[Member]) -> None:
             before_write([member.parameter for member in batch])
-            perform_own(batch, scale)
+            with self._interruption.told(batch):
+                perform_own(batch, scale)
             if self._early is not None:
                 self._early.performed(member.parameter for member in batch)
 
@@ -247,15 +247,14 @@ class HostOptimizer(StateAtRest):
 
     def _update_now(self, members: list[Member], scale: float) -> None:
         before_write([member.parameter for member in members])
-        places: dict[torch.device, list[Member]] = defaultdict(list)
-        for member in members:
-            places[member.parameter.device].append(member)
-        for device, present in places.items():
-            if device.type == "cpu":
-                self._perform(present, scale)
-                self._written(present)
-            else:
-                self._update_beside(device, present, scale)
+        with self._interruption.told(members):
+            for device in dict.fromkeys(member.parameter.device for member in members):
+                present = [member for member in members if member.parameter.device == device]
+                if device.type == "cpu":
+                    self._perform(present, scale)
+                    self._written(present)
+                else:
+                    self._update_beside(device, present, scale)
 
     def _update_beside(self, device: torch.device, members: list[Member], scale: float) -> None:
         """Parameters on an accelerator: what is updated there runs beside the transfers of what is updated here."""

@@ -1,6 +1,7 @@
 """What is one parameter's update, and who performs it? The native kernel where it can, PyTorch in chunks where not."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,6 +46,10 @@ def perform(updates: Sequence[Update], gradient_scale: float, *, native: bool | 
 
     `native` chooses the kernel or PyTorch; None takes the kernel wherever it was built and knows the dtypes.
     """
+    if not _are_apart(updates):  # one after the other, as in a loop over parameters
+        for update in updates:
+            perform([update], gradient_scale, native=native)
+        return
     use_kernel = kernel.available() if native is None else native
     known: list[Update] = []
     others: list[Update] = []
@@ -67,6 +72,13 @@ def scaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
         return gradient
     dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
     return gradient * torch.tensor(scale, dtype=dtype, device="cpu")
+
+
+def _are_apart(updates: Sequence[Update]) -> bool:
+    """Whether no two of them write the same memory."""
+    weights = [update.weight for update in updates if update.weight.numel()]
+    spans = sorted((weight.data_ptr(), weight.nbytes) for weight in weights)
+    return all(begin + nbytes <= following for (begin, nbytes), (following, _) in itertools.pairwise(spans))
 
 
 def _fits_kernel(update: Update) -> bool:

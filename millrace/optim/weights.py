@@ -49,7 +49,7 @@ class Weights:
         self._checksum: int | torch.Tensor | None = None
         self._mark: tuple[int, ...] | None = None
         self.changed = True  # whether somebody may have written the parameter since our last update
-        self.in_files: Unit | None = None  # whose files this step has written, past the memory that shows them
+        self.in_files: Unit | None = None  # whose files this step has written, past their memory; of one member of it
         self._dense: torch.Tensor | None = None  # stands in for weights that have gaps between their elements
 
     def suspect(self) -> None:
@@ -130,6 +130,11 @@ class Weights:
         if self.in_files is not None:
             self.in_files.updated_in_files()
             self.in_files = None
+
+    def broken_off(self) -> None:
+        """This step may have written the parameter; what somebody had written before it is still to be noticed."""
+        if not self.changed:
+            self.written()
 
     def _now(self) -> tuple[int, ...]:
         return *(tensor._version for tensor in self._written_as), self.parameter.data_ptr()

@@ -129,6 +129,22 @@ def test_masters_hold_the_exact_value(form: str) -> None:
             assert torch.equal(bits.view(torch.float32), wanted.detach())
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd_momentum", "lion"])
+def test_parameters_over_the_same_memory(name: str, path: str) -> None:
+    """They are updated one after the other, however many threads there are."""
+    ours, theirs = [], []
+    for made in (ours, theirs):
+        memory = torch.linspace(-1, 1, 3 << 18)
+        made += [torch.nn.Parameter(memory[begin:]) for begin in (0, 0, 1 << 18)]
+    optimizer, reference = make(name, ours, theirs)
+    for step in range(5):
+        for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            one.grad = other.grad = torch.sin(torch.arange(one.numel()) * (index + 1.0) + step)
+        optimizer.step()
+        reference.step()
+        assert_equal(ours, theirs)
+
+
 @pytest.mark.parametrize("number", [1, 2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_thread_count_changes_nothing(number: int, dtype: torch.dtype, path: str) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 import millrace
 from millrace.errors import DiskError, StateError
 from millrace.memory.disk import DiskStore
-from millrace.optim import disk_state, elements
+from millrace.optim import disk_state, elements, update
 from millrace.optim.in_files import Grains
 from tests.disk.test_faults import spill_file
 from tests.optim.references import assert_equal
@@ -136,6 +136,89 @@ def test_who_else_trains_a_part_of_a_block_keeps_it_in_memory(tmp_path: Path, co
         assert counted["parameters"] == 3 * sum(len(block.slots) for block in alone)
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_parameters_over_the_same_memory(tier: str, tmp_path: Path, counted: Counter[str]) -> None:
+    """They are updated one after the other."""
+
+    def over_one_memory() -> Decoder:
+        torch.manual_seed(0)
+        model = Decoder(layers=6, width=64, vocabulary=128)
+        for layer in model.layers:
+            first = next(one for one in layer.parameters() if one.dim() == 2)
+            layer.register_parameter("other", nn.Parameter(first.data))
+            layer.register_forward_hook(lambda layer, _, output: output @ layer.other[:64, :64])
+        return model
+
+    plain, model = over_one_memory(), over_one_memory()
+    where = {} if tier == "host" else {"tier": "disk", "disk": tmp_path / "state"}
+    with millrace.offload(model, device="cpu", disk=tmp_path / "spill", blocks=[model.layers], **BUDGETS) as handle:
+        theirs = millrace.optim.AdamW(plain.parameters(), lr=0.01)
+        ours = millrace.optim.AdamW(model.parameters(), lr=0.01, **where)
+        for _ in range(3):
+            train(plain, theirs)
+            train(model, ours)
+        assert_equal(list(model.parameters()), list(plain.parameters()))
+        assert counted["parameters"] == 3 * sum(len(block.slots) for block in fetched(handle)) > 0
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_what_a_step_writes_is_reported(tier: str, tmp_path: Path) -> None:
+    _, model = models(torch.float32)
+    where = {} if tier == "host" else {"tier": "disk", "disk": tmp_path / "state"}
+    with millrace.offload(model, device="cpu", disk=tmp_path / "spill", blocks=[model.layers], **BUDGETS) as handle:
+        optimizer = millrace.optim.AdamW(model.parameters(), **where)
+        train(model, optimizer)
+        loss_of(model, TOKENS).backward()
+        handle.synchronize()
+        handle.reset_stats()
+        optimizer.step()
+        assert handle.stats().spill_bytes == sum(block.nbytes for block in fetched(handle)) > 0
+
+
+@pytest.mark.parametrize("kind", ["memory", "files", "fused", "foreach"])
+def test_ctrl_c_in_a_step(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes compute with what the homes hold then, also where their copies were there before."""
+    plain, model = models(torch.float32)
+    where = {"device_memory": "2MiB"} if kind == "memory" else {"disk": tmp_path, **BUDGETS}
+    with millrace.offload(model, device="cpu", blocks=[model.layers], **where) as handle:
+        if kind in ("memory", "files"):
+            optimizer: torch.optim.Optimizer = millrace.optim.SGD(model.parameters(), lr=0.1)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **{kind: True})
+        train(model, optimizer, 2)
+        loss_of(model, TOKENS).backward()
+        with torch.no_grad():
+            before = loss_of(model, TOKENS)
+        place, name = {
+            "memory": (update, "perform"),
+            "files": (update, "perform"),
+            "fused": (torch, "_fused_adamw_"),
+            "foreach": (torch, "_foreach_addcdiv_"),
+        }[kind]
+        does = getattr(place, name)
+
+        def struck(*arguments: Any, **named: Any) -> None:
+            does(*arguments, **named)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, struck)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        with torch.no_grad():
+            after = loss_of(model, TOKENS)
+            plain.load_state_dict(model.state_dict())
+            assert torch.equal(after, loss_of(plain, TOKENS))
+        if kind == "files":
+            with pytest.raises(
+                StateError, match=r"\): 1 of \d+ parameters had been updated, wholly or in part; load the"
+            ):
+                optimizer.step()
+        else:
+            assert not torch.equal(after, before)
+        handle.synchronize()
+
+
 def test_what_a_step_wrote_is_checked(tmp_path: Path, counted: Counter[str]) -> None:
     """A byte that changes on disk after it is found by the next pass, as it is before."""
     _, model = models(torch.float32)
@@ -155,9 +238,13 @@ def test_what_a_step_wrote_is_checked(tmp_path: Path, counted: Counter[str]) -> 
             loss_of(model, TOKENS)
 
 
-@pytest.mark.parametrize("kind", ["read", "write"])
-@pytest.mark.parametrize("pieces", [0, 3, 20])
-@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize(
+    ("tier", "kind", "pieces"),
+    [
+        *((tier, kind, pieces) for tier in ("host", "disk") for kind in ("read", "write") for pieces in (0, 3, 20)),
+        ("disk", "read", 168),  # the state of what rests in memory, after all that was updated in files
+    ],
+)
 def test_a_drive_that_fails_in_a_step(
     kind: str, pieces: int, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,12 +263,17 @@ def test_a_drive_that_fails_in_a_step(
         handle.synchronize()
         with monkeypatch.context() as patch:
             fail_after(patch, kind, pieces, errno.EIO)
-            with pytest.raises((DiskError, StateError)):
+            with pytest.raises((DiskError, StateError)) as raised:
                 ours.step()
-        with contextlib.suppress(DiskError):
-            handle.synchronize()
-        model.load_state_dict(saved)
-        ours.load_state_dict(state)
+        if isinstance(raised.value, DiskError):
+            assert_equal(list(model.parameters()), list(plain.parameters()))
+            ours.step()  # the drive is back
+            train(plain, theirs)
+        else:
+            with contextlib.suppress(DiskError):
+                handle.synchronize()
+            model.load_state_dict(saved)
+            ours.load_state_dict(state)
         train(plain, theirs, 2)
         train(model, ours, 2)
         assert_equal(list(model.parameters()), list(plain.parameters()))

@@ -165,6 +165,43 @@ def test_what_is_written_to_homes_is_what_computes(compute_device: torch.device,
         assert handle.stats().disk_bytes == on_disk  # where the old one was
 
 
+class Drifting(nn.Linear):
+    """The model itself writes its weights, as codebooks do."""
+
+    drifts = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if self.drifts:
+            self.weight.mul_(0.5)
+        return y
+
+
+def test_what_the_model_writes_is_what_computes(compute_device: torch.device, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, plain = (
+        nn.Sequential(*(Drifting(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(LAYERS))) for _ in range(2)
+    )
+    plain.load_state_dict(frozen().state_dict())
+    model.load_state_dict(plain.state_dict())
+    model.requires_grad_(False)
+    with millrace.offload(model, device=compute_device, disk=tmp_path, **BUDGETS) as handle:
+        with torch.no_grad():
+            want = plain(inputs())
+        assert passes(model, handle, want).packed_bytes > 0
+        for layer in (*model, *plain):
+            layer.drifts = True
+        with torch.no_grad():
+            assert torch.equal(bits(model(inputs())), bits(want))
+            plain(inputs())
+            for layer in (*model, *plain):
+                layer.drifts = False
+            want = plain(inputs())
+        assert passes(model, handle, want, 1).packed_bytes == 0
+        assert passes(model, handle, want).packed_bytes > 0
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
 def test_adapters_on_frozen_weights(compute_device: torch.device, tmp_path: Path) -> None:
     """Frozen layers come packed in forward and backward; what is trained never is."""
     torch.manual_seed(0)

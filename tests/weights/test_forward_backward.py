@@ -1,6 +1,8 @@
 """What may go wrong, or otherwise, with several micro-batches that go through a model together?"""
 
 import _thread
+import dataclasses
+import functools
 import gc
 import threading
 import warnings
@@ -359,17 +361,58 @@ def test_hooks_on_what_lies_between_fire_as_ever() -> None:
 def test_others_go_in_the_loop_and_say_so(kind: type[Model]) -> None:
     plain, model = built(kind), built(kind)
     handle = offloaded(model)
+    called: list[int] = []
+
+    def loss(batch: Tensor) -> Tensor:
+        called.append(1)
+        return square(model, batch)
+
     with pytest.warns(RuntimeWarning, match="one after the other"):
-        losses = handle.forward_backward(batches(), lambda batch: square(model, batch))
+        losses = handle.forward_backward(batches(), loss)
     wanted = in_turn(plain, lambda batch: square(plain, batch), batches())
     assert all(torch.equal(one, other) for one, other in zip(losses, wanted, strict=True))
     assert_same(model, plain)
     assert handle.stats().micro_batches_in_turn == COUNT
     assert f"{COUNT} one after the other" in str(handle.report())
-    called: list[int] = []
+    called.clear()
     with pytest.warns(RuntimeWarning, match="one after the other"):  # it is known now
-        handle.forward_backward(batches(), lambda batch: called.append(1) or square(model, batch))  # type: ignore[func-returns-value]
+        handle.forward_backward(batches(), loss)
     assert len(called) == COUNT
+
+
+@dataclasses.dataclass
+class Loss:
+    """A callable that has no hash."""
+
+    model: nn.Module
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        return square(self.model, batch)
+
+
+def test_what_is_known_of_loss_functions() -> None:
+    """It is known of their code, keeps none of them alive, and says nothing about others."""
+    model = built()
+    handle = offloaded(model)
+
+    def together(loss: Callable[[Tensor], Tensor]) -> int:
+        handle.reset_stats()
+        handle.forward_backward(batches(), loss)
+        return handle.stats().micro_batches_together
+
+    with pytest.warns(RuntimeWarning, match="one after the other"):
+        assert together(lambda batch: penalised(model, batch)) == 0
+    kept = []
+    with warnings.catch_warnings(action="error"):
+        for _ in range(3):
+            loss = Loss(model)
+            kept.append(weakref.ref(loss))
+            assert together(functools.partial(loss)) == together(loss) == COUNT
+    del loss
+    gc.collect()
+    assert [reference() for reference in kept] == [None] * 3
+    with pytest.warns(RuntimeWarning, match="the loss uses a weight directly"):
+        assert together(lambda batch: penalised(model, batch)) == 0
 
 
 def test_hooks_of_parameters_see_the_gradient_of_each_micro_batch() -> None:
@@ -504,6 +547,14 @@ def test_what_is_no_loss_or_no_micro_batch_is_refused(trained: tuple[millrace.Of
         handle.forward_backward(batches(), lambda batch: None)  # type: ignore[arg-type,return-value]
     with pytest.raises(ValueError, match="computed with gradients on"):
         handle.forward_backward(batches(), lambda batch: square(model, batch).detach())
+    for count, together in ((1, None), (3, 1), (5, 2), (5, None)):
+
+        def last_is_a_tuple(batch: Tensor, of: list[Tensor]) -> Any:
+            return square(model, batch) if batch is not of[-1] else (square(model, batch),)
+
+        few = batches(count)
+        with pytest.raises(ValueError, match=f"'tuple'> for micro-batch {count - 1};"):
+            handle.forward_backward(few, lambda batch, few=few: last_is_a_tuple(batch, few), together=together)
     for together in (0, -1, 2.0, "all"):
         with pytest.raises(ValueError, match=f"together={together!r}; give how many"):
             handle.forward_backward(batches(), lambda batch: square(model, batch), together=together)  # type: ignore[arg-type]
@@ -613,6 +664,73 @@ def test_what_would_be_shared_goes_in_the_loop(
     assert all(torch.equal(one, other) for one, other in zip(losses, wanted, strict=True))
     assert_same(model, reference)
     looped.remove()
+
+
+class Counting(Model):
+    """What is written before the first block is read after the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class CountingAnew(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return Model.forward(self, x) * self.calls
+
+
+class Centred(Counting):
+    """What is written and read between two blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Model.forward(self, x)
+        with torch.no_grad():
+            self.calls.mul_(0.5).add_(x.mean())
+        return x - self.calls
+
+
+class Normed(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.norm = nn.BatchNorm1d(4)  # type: ignore[assignment]
+
+
+def siamese(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch) - model(batch * 2)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss", "together"),
+    [
+        (Counting, square, False),
+        (CountingAnew, square, False),
+        (Normed, siamese, False),
+        (Normed, square, True),
+        (Centred, square, True),
+    ],
+)
+def test_buffers_that_forwards_write(
+    kind: type[Model], loss: Callable[[nn.Module, Tensor], Tensor], together: bool, compute_device: torch.device
+) -> None:
+    """Micro-batches go together where each buffer is used in one turn alone, and end with those of the loop."""
+    reference, model = built(kind), built(kind)
+    with offloaded(reference, device=compute_device), offloaded(model, device=compute_device) as handle:
+        for step in range(2):
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always", RuntimeWarning)
+                losses = handle.forward_backward(batches(), lambda batch: loss(model, batch))
+            assert [str(one.message).partition("buffer '")[2] != "" for one in warned] == [True] * (not together)
+            wanted = in_turn(reference, lambda batch: loss(reference, batch), batches())
+            assert all(torch.equal(one, other) for one, other in zip(losses, wanted, strict=True))
+            assert_same(model, reference)
+            assert all(torch.equal(*both) for both in zip(model.buffers(), reference.buffers(), strict=True))
+            assert handle.stats().micro_batches_together == (COUNT * (step + 1) if together else 0)
 
 
 def test_a_mode_of_the_users_own_goes_along() -> None:

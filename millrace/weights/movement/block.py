@@ -292,8 +292,7 @@ class Block(HomesInFiles):
                 self.wait_until_free()
                 before_write(slot.home for slot in self.slots)
                 for slot in self.slots:
-                    if slot.keep_leaf_writes(self.buffer):
-                        self._flushed = self.agreed = None
+                    self._kept_leaf_writes += slot.keep_leaf_writes(self.buffer)
             self._leaves.writes_are_kept()
         return True
 

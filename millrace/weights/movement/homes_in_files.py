@@ -22,6 +22,7 @@ class HomesInFiles:
     rest: Rest
     _shelf: Shelf
     _flushed: object  # the contents that the files have
+    _kept_leaf_writes = 0  # how often homes got what the model had written to leaves: no fingerprint tells
 
     @property
     def is_fetched(self) -> bool:
@@ -32,7 +33,7 @@ class HomesInFiles:
     def contents(self) -> object:
         """Differs when what the homes hold may do."""
         self._notice_writes()
-        return tuple(slot.fingerprint for slot in self.slots)
+        return self._kept_leaf_writes, *(slot.fingerprint for slot in self.slots)
 
     def flush(self) -> None:
         """Begins to bring to the files what was written to the homes, as the next fetch would."""

@@ -39,9 +39,15 @@ __all__ = ["LayerMajor"]
 class _Member:
     """One micro-batch. `at`: the site whose call it waits for. `calls`: of it, that are under way."""
 
-    def __init__(self, number: int, compute: Callable[[], torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self,
+        number: int,
+        compute: Callable[[], torch.Tensor],
+        device: torch.device,
+        on_use: Callable[[Any], None] | None,
+    ) -> None:
         self.number = number
-        self.stretches = Stretches()
+        self.stretches = Stretches(on_use)
         self.fiber = Fiber(partial(self._compute, compute), number, device)
         self.at: Site | None = None
         self.calls: list[Call] = []
@@ -55,12 +61,6 @@ class _Member:
     def _compute(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         with self.stretches.watching():
             loss = compute()
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            is_what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(type(loss))
-            raise ValueError(
-                f"loss_function returned {is_what} for micro-batch {self.number}; it has to return the loss: a tensor"
-                " with one element, computed with gradients on"
-            )
         self.stretches.end(loss)
         return loss.detach()
 
@@ -95,6 +95,7 @@ class LayerMajor:
         self._computes_again = False  # blocks in backward
         self._groups: list[list[_Turn]] = []  # those that are computed while one block is there, in order
         self._running: _Member | None = None
+        self._turn = 0  # counts them
 
     def run(
         self,
@@ -114,8 +115,9 @@ class LayerMajor:
 
         def forward() -> None:
             try:
+                on_use = None if self._states is None else self._states.note_use
                 for number, compute in enumerate(computations):
-                    members.append(_Member(number, compute, engine.device))
+                    members.append(_Member(number, compute, engine.device, on_use))
                 self._forward(members)
             except BaseException:
                 for member in members:
@@ -131,6 +133,9 @@ class LayerMajor:
         try:
             if self._computes_again and self._states is not None and self._states.buffers_changed():
                 raise CannotCutError("modules write buffers, in forward and once more where checkpoints compute again")
+            shared = None if self._states is None else self._states.shared_buffer()
+            if shared is not None:
+                raise CannotCutError(f"buffer {shared!r} is written and used with another block's turn in between")
             apart = self._apart(len(members))
             among = self._gradients, self._lanes, self._ledger, self._meter
             batch_sums = BatchSums(*among, len(members), *apart)
@@ -163,19 +168,25 @@ class LayerMajor:
 
     def _go_on(self, members: Sequence[_Member]) -> None:
         """One after the other, to where each stops next."""
+        self._turn += 1
         for member in members:
             self._engine.take_turn(first=member is members[0], last=member is members[-1])
             self._resume(member)
 
     def _resume(self, member: _Member) -> None:
         calls = self._engine.calls
+        if self._states is not None:
+            self._states.look_at_buffers(self._turn)
         calls[:], self._running = member.calls, member
         try:
             member.fiber.resume()
         finally:
             member.calls, self._running = list(calls), None
             calls.clear()
-        changed = None if self._states is None else self._states.changed_attribute()
+        if self._states is None:
+            return
+        self._states.look_at_buffers(self._turn)
+        changed = self._states.changed_attribute()
         if changed is not None:
             raise CannotCutError(f"{changed!r} is written while micro-batches are computed, which others would see")
 

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from millrace.runtime.tensors import tensors_in
+
 __all__ = ["ModuleStates"]
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -34,6 +36,10 @@ class ModuleStates:
             for name, buffer in module._buffers.items()
             if buffer is not None and buffer.nbytes <= _MOST_BUFFER_BYTES
         ]
+        self._turn = 0
+        self._used_in: list[set[int]] = [set() for _ in self._buffers]  # turns in which anything was done to each
+        self._here: list[torch.Tensor | None] = []  # what modules compute with, in the place of each
+        self._numbers: dict[int, int] = {}  # of these, by id
 
     def changed_attribute(self) -> str | None:
         """The name of an attribute that is another one now than when this was asked first, or holds others; None: none.
@@ -55,12 +61,37 @@ class ModuleStates:
                     return f"{name}.{key}" if name else key
         return None
 
+    def look_at_buffers(self, turn: int) -> None:
+        """A micro-batch goes on, or has stopped, in this turn: modules may have other buffers than at the last look."""
+        before, self._turn = self._here, turn
+        self._here = [container.get(name) for container, name, _, _ in self._buffers]
+        self._numbers = {id(held): number for number, held in enumerate(self._here) if held is not None}
+        for used_in, held, was in zip(self._used_in, self._here, before or self._here, strict=True):
+            if held is not was:
+                used_in.add(turn)
+
+    def note_use(self, value: Any) -> None:
+        """A torch function is given `value`."""
+        for tensor in tensors_in(value):
+            number = self._numbers.get(id(tensor))
+            if number is not None:
+                self._used_in[number].add(self._turn)
+
     def buffers_changed(self) -> bool:
         """Whether a buffer holds something else than before."""
-        return any(
-            container.get(name) is not buffer or not torch.equal(buffer, before)
-            for container, name, buffer, before in self._buffers
-        )
+        return any(map(self._has_changed, range(len(self._buffers))))
+
+    def shared_buffer(self) -> str | None:
+        """The name of a buffer that was written, and used in several turns: others came between. None: there is none.
+
+        Not during a pass.
+        """
+        numbers = (number for number, turns in enumerate(self._used_in) if len(turns) > 1)
+        return next((self._buffers[number][1] for number in numbers if self._has_changed(number)), None)
+
+    def _has_changed(self, number: int) -> bool:
+        container, name, buffer, before = self._buffers[number]
+        return container.get(name) is not buffer or not torch.equal(buffer, before)
 
     def restore(self) -> None:
         """As it was; what lists and dicts hold excepted."""

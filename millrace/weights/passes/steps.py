@@ -114,6 +114,9 @@ class OptimizerSteps:
             for block in (*self._engine.blocks, *self._engine.residents):
                 if any(id(slot) in written for slot in block.slots):
                     block.make_writable()  # with what all have agreed on
+        if not self._takes_turns(optimizer):  # it may be broken off, when nobody is told after it
+            for slot in slots:
+                slot.changed_untraced()
 
     def _after(self, optimizer: Optimizer) -> None:
         """Fused optimizers leave no trace of their writes."""

@@ -101,6 +101,8 @@ class _Between(TorchFunctionMode):
         stretches = self._stretches
         if torch.compiler.is_compiling():  # what is compiled comes by `apply` when it runs
             return func(*args, **kwargs)
+        if stretches.on_use is not None:
+            stretches.on_use((args, kwargs))
         if not stretches.in_visit and torch.is_grad_enabled():
             if func in _DIFFERENTIATES:
                 raise CannotCutError(f"{func.__name__}() is called while the loss is computed")
@@ -142,7 +144,9 @@ _DIFFERENTIATES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.ba
 class Stretches:
     """The graph of one micro-batch, while forward makes it and until backward has gone through it."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_use: Callable[[Any], None] | None = None) -> None:
+        """`on_use` is told what torch functions are given, within visits, too."""
+        self.on_use = on_use
         self.in_visit = 0  # how many calls of visits are under way: what they are given is replaced, nothing inside
         self.function = 0  # number of the last function between visits: visits without gradients are within it
         self._begins = [-1]  # the first number that autograd gives nodes of each stretch
