@@ -202,6 +202,7 @@ class AveragedGradients:
         """Waits for what is under way, and ends the threads."""
         self._meeting.shutdown(wait=True)
         self._summing.shutdown(wait=True)
+        self._sums.close()
 
     def _discard(self, parameters: Iterable[Any]) -> None:
         wanted = set(map(id, parameters))

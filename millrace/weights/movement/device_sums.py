@@ -43,6 +43,10 @@ class DeviceSums:
         self._dtype_of: Callable[[Slot], torch.dtype] = lambda slot: given_dtype(slot, dtype_of(slot))
         self._group = DeviceGroup(node, lanes.device)
 
+    def close(self) -> None:
+        """No round follows."""
+        self._group.close()
+
     def part(self, count: int) -> slice:
         """As rows have it: each of the first ranks as many, and the last what is left."""
         length = -(-count // self._node.size)

@@ -26,6 +26,9 @@ class HostSums:
         self._node, self._lanes, self._meter, self._dtype_of = node, lanes, meter, dtype_of
         self.part = node.part
 
+    def close(self) -> None:
+        """Nothing is to be ended."""
+
     def given_bytes(self, slots: Sequence[Slot]) -> int:
         """All gradients of a block."""
         return self._offsets_of(slots)[-1]

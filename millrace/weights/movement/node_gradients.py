@@ -141,6 +141,9 @@ class Sums(Protocol):
     on_host: bool  # each rank reads what all give, and adds one after the other to what there is; otherwise the sum
     in_flight: int  # of so many rounds at most gradients are leaving the device
 
+    def close(self) -> None:
+        """No round follows, on this rank."""
+
     def part(self, count: int) -> slice:
         """Which of a parameter's elements this rank adds up."""
 
