@@ -8,9 +8,10 @@ over what the planner predicted, over the step with all weights on the device, a
 crossed a rank's link to the device in a step; of the ranks the slowest counts.
 
 What is modelled: each rank has an emulated accelerator with a clock and two copy engines of its own. A collective is
-work on a stream of its own, as long as what comes from other ranks takes at 8 times the link's rate; ranks enter it
-together, and wait for each other in no virtual time, as they do the same. Not modelled: that ranks share the host's
-memory, what their sums of gradients and their meetings cost the host, and that a collective slows down what computes.
+an exchange on a stream of its own, as long as what comes from other ranks takes at 8 times the link's rate; ranks enter
+it together, and wait for each other in no virtual time, as they do the same. Not modelled: that ranks share the host's
+memory, what their sums of gradients and their meetings cost the host, and that a collective slows down what computes,
+or another collective.
 """
 
 import argparse
@@ -54,11 +55,7 @@ class Collectives:
         self._take(ranges)
 
     def _take(self, ranges: torch.Tensor) -> None:
-        """A product of square matrices on the current stream that takes as long."""
-        seconds = ranges.nbytes * (1 - 1 / len(ranges)) / self.bytes_per_second
-        size = max(1, round((seconds * overlap.FLOPS_PER_SECOND / 2) ** (1 / 3)))
-        one = torch.empty(size, size, device="emu")
-        torch.mm(one, one)
+        emu.exchange_with_peers(ranges, ranges.nbytes * (1 - 1 / len(ranges)) / self.bytes_per_second)
 
 
 def cases() -> list[tuple[str, float, int]]:

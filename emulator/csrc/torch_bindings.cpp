@@ -1,6 +1,7 @@
 // The Python module: registers the device when it is imported, then settings, counters and reports.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/extension.h>
 
 #include "torch_common.h"
 #include "torch_fallback.h"
@@ -139,9 +140,20 @@ void host_access(uintptr_t address, size_t bytes, bool is_write, const std::stri
   runtime().scheduler.host_access({address, address + bytes, is_write}, what);
 }
 
+// The current stream reads and writes the tensor for so long, beside all that others do.
+void exchange_with_peers(const at::Tensor& tensor, double seconds) {
+  check_live(tensor, "an exchange with peers");
+  Operation exchange;
+  exchange.label = "peers";
+  exchange.engine = Engine::peers;
+  exchange.seconds = seconds;
+  exchange.accesses = {access_of(tensor, false), access_of(tensor, true)};
+  runtime().scheduler.enqueue(current_stream(), std::move(exchange));
+}
+
 // (name, tag, stream or -1 for the host, engine, start, end)
 py::list take_trace() {
-  constexpr const char* kEngines[] = {"", "compute", "h2d", "d2h"};
+  constexpr const char* kEngines[] = {"", "compute", "h2d", "d2h", "peers"};
   py::list entries;
   for (const TraceEntry& entry : runtime().scheduler.take_trace())
     entries.append(py::make_tuple(entry.name, entry.tag, entry.stream,
@@ -174,6 +186,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_own_clock", [](std::optional<double> now) {
     return runtime().scheduler.set_own_clock(now);
   });
+  m.def("exchange_with_peers", &exchange_with_peers);
   m.def("start_trace", [] { runtime().scheduler.start_trace(); });
   m.def("take_trace", &take_trace);
   m.def("set_tag", [](std::string tag) { runtime().scheduler.set_tag(std::move(tag)); });

@@ -17,6 +17,7 @@ from ._host_watch import host_access, watch_host
 from ._native import native
 from ._virtual_time import (
     event_seconds,
+    exchange_with_peers,
     forget_stream_names,
     host_waits_until,
     host_works,
@@ -32,6 +33,7 @@ __all__ = [
     "configure",
     "configured",
     "event_seconds",
+    "exchange_with_peers",
     "host_access",
     "host_waits_until",
     "host_works",

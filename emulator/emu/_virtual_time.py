@@ -30,6 +30,12 @@ def host_works(seconds: float, what: str) -> None:
     native.host_works(seconds, what)
 
 
+def exchange_with_peers(tensor: torch.Tensor, seconds: float) -> None:
+    """The current stream reads and writes a tensor for so long, as in a collective with other devices; it keeps no
+    engine busy. The values stay."""
+    native.exchange_with_peers(tensor, seconds)
+
+
 def host_waits_until(seconds: float) -> None:
     """The calling thread has waited for something besides the device: another thread, which was ready at `seconds`."""
     native.host_waits_until(seconds)

@@ -19,7 +19,7 @@ from millrace.memory.ledger import Ledger
 from millrace.memory.locking import lock
 from millrace.runtime.node import Node
 
-__all__ = ["Common", "OwnView", "SharedArena", "SharedExtent"]
+__all__ = ["Common", "OwnView", "SharedArena", "SharedExtent", "close_descriptors"]
 
 _SLAB_BYTES = 64 << 20
 _SMALL_BYTES = 4 << 20  # of an arena that is part of a slab: a process may have some thousand descriptors only
@@ -116,13 +116,19 @@ class OwnView:
 
 
 class _Descriptor:
-    """Closed with its last user."""
+    """Closed with its last user, or when nothing of the node's memory is mapped any more."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, node: Node, number: int) -> None:
         self.number = number
+        self.close = weakref.finalize(self, os.close, number)
+        _descriptors.setdefault(node, weakref.WeakSet()).add(self)
 
-    def __del__(self) -> None:
-        os.close(self.number)
+
+def close_descriptors(node: Node) -> None:
+    """No arena of the node's memory is made any more on this rank, and no view of one; those that there are stay."""
+    _slabs.pop(node, None)
+    for descriptor in _descriptors.pop(node, ()):
+        descriptor.close()
 
 
 @dataclass
@@ -134,15 +140,16 @@ class _Slab:
 
 
 _slabs: "weakref.WeakKeyDictionary[Node, _Slab]" = weakref.WeakKeyDictionary()  # that have room
+_descriptors: "weakref.WeakKeyDictionary[Node, weakref.WeakSet[_Descriptor]]" = weakref.WeakKeyDictionary()
 
 
 def _place(node: Node, nbytes: int) -> tuple[_Descriptor, int]:
     """Where an arena lies: on all ranks the same, as they make the same ones in the same order."""
     slab = _slabs.get(node)
     if nbytes > _SMALL_BYTES:
-        return _Descriptor(node.share(nbytes)), 0
+        return _Descriptor(node, node.share(nbytes)), 0
     if slab is None or slab.used_bytes + nbytes > _SLAB_BYTES:
-        _slabs[node] = slab = _Slab(_Descriptor(node.share(nbytes)), 0)
+        _slabs[node] = slab = _Slab(_Descriptor(node, node.share(nbytes)), 0)
     else:
         node.grow(slab.descriptor.number, slab.used_bytes, nbytes)
     offset = slab.used_bytes

@@ -72,6 +72,12 @@ class AdamW(_AdamSteps, torch.optim.AdamW):
       `state_dict()` has only this rank's state: save it with torch.distributed.checkpoint, or consolidate it first, as
       with torch.distributed.optim.ZeroRedundancyOptimizer. `load_state_dict()` takes the state of all ranks and keeps
       its own part. Not together with `overlap`.
+    - `zero_stage`: 1, or 2: this optimizer averages gradients itself, without DistributedDataParallel, into those of
+      their owners as backward goes on; the other ranks let go of theirs, whose `.grad` is one NaN in the parameter's
+      shape then (ZeRO-2). Each backward averages, on all ranks; micro-batches are added up after that. All ranks get
+      the first one's weights when the optimizer is made. Clip with `max_grad_norm`, and set gradients to None. Raises
+      ValueError without `mesh` and for offloaded models, StateError for models in DistributedDataParallel, at `step()`
+      for gradients that no backward has averaged, and for good after a backward that raised.
 
     Raises ValueError for settings that are not available and for parameters of two offloaded models, LayoutError for
     parameters that are not plain bytes (tensor subclasses, sparse, on meta), RuntimeError at `step()` for sparse or

@@ -17,7 +17,7 @@ from millrace.optim.disk_state import DiskState
 from millrace.optim.loading import values_from
 from millrace.optim.local_shards import LocalShards
 from millrace.optim.options import Options
-from millrace.optim.replicas import replicas_over
+from millrace.optim.reduced import dealt_over
 from millrace.optim.shares import Shares
 from millrace.runtime.capture import before_write
 from millrace.runtime.tensors import parameters_of
@@ -168,8 +168,8 @@ class StateAtRest(Optimizer):
             self._forget_weights()
             self._begin_anew(state["_options"])
             self._local_shards = LocalShards()
-            mesh, owners = state["_options"].mesh, state.pop("_owners")
-            self._dealt = None if mesh is None else replicas_over(mesh, owners)
+            owners = state.pop("_owners")
+            self._dealt = dealt_over(state["_options"], owners)
             every = [one for group in state["param_groups"] for one in group["params"]]
             self._deal_out(every, owners)
             self._local_shards.take(every)

@@ -21,7 +21,7 @@ from millrace.optim.not_finite import NotFiniteSteps
 from millrace.optim.on_node import OnNode, node_of
 from millrace.optim.options import Options, comparable, snapshot
 from millrace.optim.overlap import Updater, by_unit
-from millrace.optim.replicas import replicas_over
+from millrace.optim.reduced import dealt_over
 from millrace.optim.shares import Shares
 from millrace.optim.weights import FULL, REMAINDER, Weights
 from millrace.runtime.autograd import without_overrides
@@ -52,7 +52,7 @@ class HostOptimizer(StateAtRest):
     def __init__(self, params: Any, *, options: Options, **stock: Any) -> None:
         self._options = options
         self._local_shards = LocalShards()
-        self._dealt: Dealt | None = None if options.mesh is None else replicas_over(options.mesh, ())
+        self._dealt: Dealt | None = dealt_over(options)
         self._not_finite = NotFiniteSteps()
         self.skipped_steps = 0
         self.last_step_skipped = False

@@ -19,6 +19,7 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "state_dtype": (torch.float32, torch.bfloat16, "8bit"),
     "tier": get_args(_Tier),
     "overlap": get_args(_Overlap),
+    "zero_stage": (1, 2),
     "pin": (True, False, "weights", "gradients"),
 }
 
@@ -37,6 +38,7 @@ class Given(TypedDict, total=False):
     overlap: _Overlap
     max_grad_norm: float | None
     mesh: Any
+    zero_stage: Literal[1, 2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ class Options:
     overlap: _Overlap = "none"
     max_grad_norm: float | None = None
     mesh: Any = None  # a DeviceMesh
+    zero_stage: Literal[1, 2] = 1
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():
@@ -79,6 +82,11 @@ class Options:
             raise ValueError(
                 f"overlap={self.overlap!r} with mesh: an update that runs beside a pass would send weights to the other"
                 ' ranks beside the collectives of that pass, in an order that no rank knows; leave overlap at "none"'
+            )
+        if self.zero_stage == 2 and self.mesh is None:
+            raise ValueError(
+                "zero_stage=2 averages gradients over ranks: give their mesh, such as"
+                " torch.distributed.init_device_mesh('cuda', (world_size,))"
             )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm={self.max_grad_norm!r} is not a positive number; None clips nothing")

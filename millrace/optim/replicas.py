@@ -45,7 +45,7 @@ class Replicas(Dealt):
         self.tell(error)
 
 
-def replicas_over(mesh: Any, owners: Sequence[int]) -> Replicas:
+def replicas_over(mesh: Any, owners: Sequence[int], kind: type[Replicas]) -> Replicas:
     """The ranks of a mesh, of one dimension. `owners`: see Deal. Raises TypeError and ValueError for other meshes."""
     from torch.distributed.device_mesh import DeviceMesh  # here: not every build of PyTorch has it
 
@@ -66,4 +66,4 @@ def replicas_over(mesh: Any, owners: Sequence[int]) -> Replicas:
             " optimizer on these ranks alone, or give a mesh that has all"
         )
     ranks = Ranks(mesh.get_group(0), mesh.device_type)
-    return Replicas(ranks, Deal(ranks.count, owners))
+    return kind(ranks, Deal(ranks.count, owners))

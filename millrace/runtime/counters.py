@@ -1,12 +1,12 @@
 """How does a rank of a node tell others how far it has come, and wait for them? By numbers in memory that all see."""
 
-import mmap
 import os
 import time
 import weakref
 from typing import TYPE_CHECKING
 
 from millrace.errors import StateError
+from millrace.runtime.descriptors import mapped
 
 if TYPE_CHECKING:
     from millrace.runtime.node import Node
@@ -24,12 +24,8 @@ class Counters:
         self._node = weakref.ref(node)
         self._count, self._rank, self._size = count, node.rank, node.size
         self._owner = os.getpid()
-        descriptor = node.share(8 * count * node.size)
-        try:
-            memory = mmap.mmap(descriptor, 8 * count * node.size)
-        finally:
-            os.close(descriptor)
-        self._cells = memoryview(memory).cast("q")
+        nbytes = 8 * count * node.size
+        self._cells = mapped(node.share(nbytes), nbytes).cast("q")
         self._broken: BaseException | None = None
 
     def post(self, index: int, value: int) -> None:

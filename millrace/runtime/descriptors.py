@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
+
 from millrace.errors import RankError, StateError
 
-__all__ = ["Descriptors", "has_ended", "listen", "started"]
+__all__ = ["Descriptors", "has_ended", "listen", "mapped", "started"]
 
 _LOOK_SECONDS = 0.2  # between two looks whether the first rank is still there
 
@@ -42,7 +44,11 @@ class Descriptors:
         self._ranks, self._rank, self._processes = ranks, rank, processes
         self._timeout_seconds = timeout_seconds
         self._sockets = self._connect(listening, first)
-        weakref.finalize(self, _close, self._sockets)
+        self._finalizer = weakref.finalize(self, _close, self._sockets)
+
+    def close(self) -> None:
+        """Nothing is shared any more; each rank does so when it likes."""
+        self._finalizer()
 
     def share(self, nbytes: int) -> int:
         """The descriptor of so many zeros in memory. A collective; to be closed when mapped.
@@ -144,6 +150,15 @@ class Descriptors:
             f"rank {self._ranks[self._rank]} wants {what} where rank {self._ranks[0]} wants {found:,}: the models, the"
             " settings, or the parameters that are trained, differ between ranks"
         )
+
+
+def mapped(descriptor: int, nbytes: int) -> memoryview:
+    """The memory of a descriptor, which is closed: Python's own mmap would keep one as long as the memory."""
+    try:
+        file = f"/proc/self/fd/{descriptor}"
+        return torch.from_file(file, shared=True, size=nbytes, dtype=torch.uint8, device="cpu").numpy().data
+    finally:
+        os.close(descriptor)
 
 
 def listen() -> socket.socket:

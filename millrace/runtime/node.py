@@ -6,13 +6,13 @@ nothing is left behind, however a rank ends. Ranks of other nodes are reached by
 
 import contextlib
 import datetime
-import mmap
 import os
 import struct
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from torch import distributed
 
 from millrace.errors import RankError, StateError
 from millrace.runtime.counters import Counters
-from millrace.runtime.descriptors import Descriptors, has_ended, listen, started
+from millrace.runtime.descriptors import Descriptors, has_ended, listen, mapped, started
 from millrace.runtime.sharded import timeout_seconds
 
-__all__ = ["Node"]
+__all__ = ["BorrowedGroup", "Node"]
 
 _PASS = 0  # counters that every node has: the pass that a rank has begun,
 _MET = 1  # how often it has been at a meeting,
@@ -32,6 +32,23 @@ _SAID = 3  # what it has said to questions, in two that take turns
 _NOTE_BYTES = 2048  # what a rank says of its last error
 _ENDS_SECONDS = 1.0  # a connection is closed before the process counts as ended
 _SAYS_SECONDS = 5.0  # a backward is broken off before the process tells of its error
+
+
+@dataclass(eq=False)
+class BorrowedGroup:
+    """A process group that one user after the other has."""
+
+    group: Any
+    user: "weakref.ref[object] | None"
+    intact: bool = True  # otherwise a collective has failed
+
+    @property
+    def is_free(self) -> bool:
+        return self.intact and (self.user is None or self.user() is None)
+
+
+_Borrowed = dict[str, list[BorrowedGroup]]  # by backend
+_borrowed: "weakref.WeakKeyDictionary[Any, _Borrowed]" = weakref.WeakKeyDictionary()  # by the process group of the mesh
 
 
 class Node:
@@ -72,11 +89,13 @@ class Node:
         )
         self._asked = 0
         self._meetings = Counters(self, 5)
-        descriptor = self.share(_NOTE_BYTES * self.size)
-        self._notes = mmap.mmap(descriptor, _NOTE_BYTES * self.size)
-        os.close(descriptor)
+        self._notes = mapped(self.share(_NOTE_BYTES * self.size), _NOTE_BYTES * self.size)
         _watch_uncaught()
         _nodes.add(self)
+
+    def close(self) -> None:
+        """Nothing more is shared. Not a collective: each rank may do so as soon as it needs nothing more."""
+        self._descriptors.close()
 
     def _group_of(self, ranks: Sequence[int], backend: str = "gloo") -> Any:
         timeout = datetime.timedelta(seconds=self._timeout_seconds)
@@ -86,9 +105,22 @@ class Node:
         """What the mesh's process group sends such a device's memory with; "gloo", from host memory, where nothing."""
         return self._backends.get(device.type, "gloo")
 
-    def new_group(self, device: torch.device) -> Any:
-        """One more process group of the ranks of this node, whose collectives have an order of their own."""
-        return self._group_of(self.ranks, self.backend_of(device))
+    def borrow_group(self, device: torch.device, user: object) -> "BorrowedGroup":
+        """A process group of the ranks of this node, which nobody else has while `user` is there.
+
+        A collective of the mesh. One that nobody uses any more is taken again: which one it is that is free, and whole,
+        on all ranks, they agree on, as each lets go of it at its own time.
+        """
+        backend = self.backend_of(device)
+        known = _borrowed.setdefault(self._mesh_group, {}).setdefault(backend, [])
+        free = self.least([group.is_free for group in known]) if known else []  # on all ranks as many
+        if 1 in free:
+            found = known[free.index(1)]
+            found.user = weakref.ref(user)
+        else:
+            found = BorrowedGroup(self._group_of(self.ranks, backend), weakref.ref(user))
+            known.append(found)
+        return found
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -216,7 +248,7 @@ class Node:
     def _said(self, rank: int) -> str:
         begin = _NOTE_BYTES * rank
         (length,) = struct.unpack("i", self._notes[begin : begin + 4])
-        text = self._notes[begin + 4 : begin + 4 + length].decode(errors="replace")
+        text = bytes(self._notes[begin + 4 : begin + 4 + length]).decode(errors="replace")
         return f" Its last error: {text}." if text else " It left no word of an error."
 
 

@@ -4,12 +4,14 @@ Nothing here decides whether to call one. PyTorch's module is not imported befor
 """
 
 import contextlib
+import datetime
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from millrace.errors import RankError
+from millrace.runtime.sharded import timeout_seconds
 
 __all__ = ["Ranks"]
 
@@ -103,6 +105,24 @@ class Ranks:
         every = [tensor for tensors in incoming for tensor in tensors]
         for place, tensor in zip(_places(come, every), every, strict=True):
             tensor.copy_(place)
+
+    def apart(self) -> "Ranks":
+        """The same ranks, with a process group whose collectives have an order of their own. A collective."""
+        ranks = torch.distributed.get_process_group_ranks(self._group)
+        timeout = datetime.timedelta(seconds=timeout_seconds(self._group))
+        config = str(torch.distributed.get_backend_config(self._group))
+        group = torch.distributed.new_group(ranks, timeout=timeout, backend=config, use_local_synchronization=True)
+        return Ranks(group, self._device.type, self._look)
+
+    def reduce(self, tensor: torch.Tensor, to: int) -> Any:
+        """Begins to add up every rank's into that of one rank; what the others' hold then is nobody's. For `wait`."""
+        with self._together():
+            return torch.distributed.reduce(tensor, group=self._group, group_dst=to, async_op=True)
+
+    def wait(self, work: Any) -> None:
+        """What was begun has come, as far as the device's stream is concerned."""
+        with self._together():
+            work.wait()
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """A tensor to one rank, which calls `receive`."""

@@ -66,5 +66,6 @@ def _seconds_of_both(node: Node, device: torch.device) -> tuple[float, float]:
     try:
         return seconds(lambda: there.copy_(host, non_blocking=True)), seconds(gather)
     finally:
+        group.close()
         if locked is not None:
             locked[1]()

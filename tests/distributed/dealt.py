@@ -5,8 +5,10 @@ import io
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint as checkpoint_again
 
 import millrace
 from millrace import RankError, StateError, optim
+from millrace.optim.reduced import Reduced
 from tests.distributed.programs import LIMIT, _mesh, ranks, run, same, sharded
 from tests.distributed.programs import Model as Sharded
 from tests.optim.references import ReferenceLion
@@ -224,6 +228,185 @@ def writes_are_noticed() -> None:
                 one.mul_(1.37)
     assert torch.equal(parameters[0], plain)
     assert torch.equal(parameters[1], plain)
+
+
+# gradients that only their owners have --------------------------------------------------------------------------------
+def gradient_bytes(model: nn.Module) -> int:
+    """Of this rank."""
+    return sum(one.grad.untyped_storage().nbytes() for one in model.parameters() if one.grad is not None)
+
+
+def averages(model: nn.Module) -> list[torch.Tensor | None]:
+    """All gradients, on all ranks, from those who have them: what others show is NaN."""
+    every = []
+    for one in model.parameters():
+        if one.grad is None:
+            every.append(None)
+            continue
+        shown = torch.zeros(one.shape).copy_(one.grad.nan_to_num(0.0))  # they may lie differently
+        distributed.all_reduce(shown)
+        every.append(shown)
+    return every
+
+
+def same_averages(model: nn.Module, other: DistributedDataParallel) -> None:
+    """Of 2 ranks bit for bit; more are added up in another order."""
+    for mine, one in zip(averages(model), other.module.parameters(), strict=True):
+        if mine is None or one.grad is None:
+            assert mine is None
+            assert one.grad is None or not one.grad.any()  # of a parameter that nobody uses
+        elif distributed.get_world_size() == 2:
+            assert torch.equal(mine, one.grad)
+        else:
+            torch.testing.assert_close(mine, one.grad, rtol=1e-5, atol=1e-7)
+
+
+def gradients_are_at_their_owners(name: str) -> None:
+    """Steps are those of DistributedDataParallel and the stock optimizer, with clip_grad_norm_; gradients leave while
+    backward goes on, and of them each rank has 1/N."""
+    world = distributed.get_world_size()
+    theirs = parallel(Model(all_used=True))
+    torch.manual_seed(distributed.get_rank())
+    ours = Model(all_used=True)
+    with torch.no_grad():
+        for one in ours.parameters():
+            one.mul_(1 + distributed.get_rank())  # the first rank's count
+    make, settings = STOCK[name]
+    own = {key: value for key, value in settings.items() if key not in ("fused", "foreach")}
+    mine = getattr(optim, name)(ours.parameters(), **own, max_grad_norm=LIMIT, mesh=mesh(), zero_stage=2)
+    stock = make([one for one in theirs.parameters() if one.requires_grad], **settings)
+    trained = [one for one in ours.parameters() if one.requires_grad]
+    finish, left = Reduced._finish, []
+
+    def finishes(dealt: Reduced) -> None:
+        left.append(len(trained) - dealt._next)  # whose averages have not begun when backward ends
+        finish(dealt)
+
+    for step in range(STEPS):
+        with mock.patch.object(Reduced, "_finish", finishes):
+            backward(ours, step)
+        assert left == [0] * (step + 1)
+        whole = sum(one.nbytes for one in trained)
+        held = torch.tensor([gradient_bytes(ours)])
+        assert held <= whole / world + max(one.nbytes for one in trained) + 4 * len(trained)
+        distributed.all_reduce(held)
+        assert whole < int(held) == whole + 4 * len(trained) * (world - 1)
+        backward(theirs, step)
+        same_averages(ours, theirs)
+        norm = nn.utils.clip_grad_norm_(theirs.parameters(), LIMIT)
+        mine.step()
+        stock.step()
+        if world == 2:
+            assert mine.last_grad_norm == float(norm) > LIMIT
+            assert same(ours, theirs.module)
+        mine.zero_grad()
+        theirs.zero_grad()
+    assert alike(ours)
+    if world > 2:
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def micro_batches_are_added_up() -> None:
+    """Averages of micro-batches, in their order; some use parameters that others do not, on one rank or on all."""
+    ours, theirs = Model(), parallel(Model())
+    mine = optim.SGD(ours.parameters(), lr=0.1, mesh=mesh(), zero_stage=2)
+    rank = distributed.get_rank()
+    for step in range(3):
+        total: dict[nn.Parameter, torch.Tensor] = {}
+        for number in range(3):
+            for model in (ours, theirs.module):
+                for place, layer in enumerate(model.layers):  # type: ignore[arg-type,union-attr]
+                    used = place != number and (place, rank) != (3, step % 2)
+                    layer.forward = (lambda x: x) if not used else partial(nn.Linear.forward, layer)
+            backward(ours, 3 * step + number)
+            theirs.zero_grad()
+            backward(theirs, 3 * step + number)
+            for one in theirs.module.parameters():
+                if one.grad is not None:
+                    total[one] = total[one] + one.grad if one in total else one.grad.clone()
+        for one in theirs.module.parameters():
+            one.grad = total.get(one)
+        same_averages(ours, theirs)
+        mine.step()
+        ours.zero_grad()
+        with torch.no_grad():
+            for one, other in zip(ours.parameters(), theirs.module.parameters(), strict=True):
+                other.copy_(one)
+    assert alike(ours)
+
+
+def parameters_that_are_used_again() -> None:
+    """In parts of the graph that are computed again each gives a gradient of its own, also past its turn."""
+    torch.manual_seed(0)
+    ours, plain = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in "ab")
+    plain.load_state_dict(ours.state_dict())
+    optim.SGD(ours.parameters(), lr=0.1, mesh=mesh(), zero_stage=2)  # nobody's, so it does nothing
+    mine = optim.SGD(ours.parameters(), lr=0.1, mesh=mesh(), zero_stage=2)
+    distributed.broadcast(flat := torch.cat([one.detach().flatten() for one in ours.parameters()]), 0)
+    nn.utils.vector_to_parameters(flat, plain.parameters())
+    for model in (ours, plain):
+        x = torch.full((2, 8), 1.0 + distributed.get_rank(), requires_grad=True)
+        for _ in range(3):
+            x = checkpoint_again(model, x, use_reentrant=True)
+        model(x).square().sum().backward()
+    for one in plain.parameters():
+        one.grad /= 2  # type: ignore[operator]
+        distributed.all_reduce(one.grad)  # type: ignore[arg-type]
+    for one, other in zip(averages(ours), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other.grad)
+    mine.step()
+    assert alike(ours)
+
+
+def zero_stage_two_is_misused() -> None:
+    with pytest.raises(ValueError, match="zero_stage=2 averages gradients over ranks: give their mesh"):
+        optim.AdamW(Model().parameters(), zero_stage=2)
+    with pytest.raises(ValueError, match="zero_stage=3 is not available; allowed: 1 or 2"):
+        optim.AdamW(Model().parameters(), zero_stage=3, mesh=mesh())  # type: ignore[arg-type]
+    wrapped = parallel(Model())
+    with pytest.raises(StateError, match="are in a DistributedDataParallel, which averages gradients into all ranks'"):
+        optim.AdamW(wrapped.parameters(), mesh=mesh(), zero_stage=2)
+    del wrapped
+    model = Model()
+    optimizer = optim.AdamW(model.parameters(), mesh=mesh(), zero_stage=2)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(StateError, match=r"gradient of parameter 0, of shape \(40, 3\), was not averaged by backward"):
+        optimizer.step()
+    model.zero_grad()
+    backward(model, 0)
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    around = parallel(model := Model())
+    with pytest.raises(StateError, match="are in a DistributedDataParallel"):
+        optim.AdamW(model.parameters(), mesh=mesh(), zero_stage=2)
+    del around
+    optimizer = optim.AdamW(model.parameters(), mesh=mesh(), zero_stage=2)
+    around = parallel(model)
+    with pytest.raises(StateError, match="are in a DistributedDataParallel"):
+        backward(around, 0)
+    with pytest.raises(StateError, match="was not averaged by backward"):
+        optimizer.step()
+    del around
+    model = Model()
+    optimizer = optim.AdamW(model.parameters(), mesh=mesh(), zero_stage=2)
+
+    def raises(_gradient: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    hook = model.layers[1].register_forward_hook(lambda _module, _args, output: output.register_hook(raises) and None)  # type: ignore[operator,union-attr]
+    with pytest.raises(ZeroDivisionError):
+        backward(model, 0)
+    hook.remove()
+    for call in (optimizer.step, lambda: backward(model, 0)):
+        with pytest.raises(StateError, match="a backward has raised, in which gradients were being averaged"):
+            call()
+    offloaded = Model()
+    with millrace.offload(offloaded, device="cpu", device_memory=20_000):
+        refused = pytest.raises(ValueError, match="is of an offloaded model, whose gradients leave the device")
+        with refused:
+            optim.AdamW(offloaded.parameters(), mesh=mesh(), zero_stage=2)
 
 
 # state ----------------------------------------------------------------------------------------------------------------

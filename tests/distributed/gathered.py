@@ -1,6 +1,9 @@
 """What the ranks of the tests of `millrace.offload(model, mesh=mesh, onload="gather")` run; see meshed.py."""
 
 import contextlib
+import itertools
+import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -12,6 +15,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import millrace
 from millrace import optim
+from millrace.weights.model.slot import Slot
+from millrace.weights.movement.device_sums import DeviceSums
+from millrace.weights.movement.node_gradients import Round
 from tests.distributed.meshed import Model, batch, cpu_mesh, expert_of, offloaded, same_gradients, same_weights
 
 
@@ -163,3 +169,58 @@ def ranks_that_go_their_own_ways(device: str) -> None:
                 optimizer.zero_grad()
         same_weights(model, single)
         assert handle.stats().demand_onloads == 0
+
+
+def reductions_are_in_flight(device: str) -> None:
+    """Two at once: the thread that computes goes on while the others have come to neither, the next reduction while
+    the sums of the one before wait. Gradients of no more than two blocks are leaving, and results stay right."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    model, single = Model(), Model()
+    second_given, second_reduced = threading.Event(), threading.Event()
+    leaving: list[int] = []
+    rounds: Counter[str] = Counter()
+
+    def after(name: str, event: threading.Event) -> None:
+        rounds[name] += 1
+        if rounds[name] == 2:
+            event.set()
+
+    def gives(sums: DeviceSums, given: Round, gradients: dict[Slot, torch.Tensor]) -> int:
+        nbytes = give(sums, given, gradients)
+        leaving.append(1)
+        after("given", second_given)
+        return nbytes
+
+    def lets_go(sums: DeviceSums, given: Round) -> None:
+        leaving.append(-1)
+        let_go(sums, given)
+
+    def exchanges(sums: DeviceSums, given: Round, flags: torch.Tensor) -> None:
+        assert second_given.wait(20)
+        exchange(sums, given, flags)
+        after("reduced", second_reduced)
+
+    def collects(sums: DeviceSums, given: Round) -> None:
+        assert second_reduced.wait(20)
+        collect(sums, given)
+
+    give, let_go, exchange, collect = DeviceSums.give, DeviceSums.let_go, DeviceSums.exchange, DeviceSums.collect
+    with (
+        mock.patch.object(DeviceSums, "give", gives),
+        mock.patch.object(DeviceSums, "let_go", lets_go),
+        mock.patch.object(DeviceSums, "exchange", exchanges),
+        mock.patch.object(DeviceSums, "collect", collects),
+        offloaded(model, device),
+    ):
+        for number in range(4):
+            for event in (second_given, second_reduced):
+                event.clear()
+            rounds.clear()
+            model.zero_grad()
+            single.zero_grad()
+            model(batch(rank, number)).backward()
+            for one in range(world):
+                (single(batch(one, number)) / world).backward()
+            same_gradients(model, single)
+    under_way = list(itertools.accumulate(leaving))
+    assert (max(under_way), under_way[-1]) == (2, 0)

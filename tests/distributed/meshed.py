@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -450,6 +451,55 @@ def few_descriptors() -> None:
         model(torch.ones(1, 32)).sum().backward()
         assert len(handle.settled_blocks("a test")) >= 300
         assert len(os.listdir("/proc/self/fd")) < before + 20
+
+
+def descriptors_are_given_back(settings: dict[str, Any]) -> None:
+    """However often a model is offloaded, and though its handles are kept; process groups are used again."""
+    rank, mesh, kept, counts = distributed.get_rank(), cpu_mesh(), [], []
+    with mock.patch.object(distributed, "new_group", wraps=distributed.new_group) as new_group:
+        for number in range(20):
+            model = Model()
+            with millrace.offload(model, device="cpu", device_memory=BUDGET_BYTES, mesh=mesh, **settings) as handle:
+                optimizer = optim.AdamW(model.parameters(), lr=0.01)
+                for _ in range(2):
+                    model(batch(rank, number)).backward()
+                    optimizer.step()
+            kept.append((model, handle, optimizer))
+            counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts == counts[:1] * 20, counts
+    assert new_group.call_count == {"own": 0, "gather": 2}[settings.get("onload", "own")]
+
+
+def groups_have_one_user() -> None:
+    """Two models at once have process groups of their own, and so has one that comes when a rank alone has let go."""
+    rank, mesh = distributed.get_rank(), cpu_mesh()
+    models = [Model() for _ in range(4)]
+    with mock.patch.object(distributed, "new_group", wraps=distributed.new_group) as new_group:
+        handles = [gathered_by(model, mesh) for model in models[:2]]
+        assert new_group.call_count == 4
+        if rank == 0:
+            handles[0].remove()
+        handles.append(gathered_by(models[2], mesh))
+        assert new_group.call_count == 6  # rank 1 may still be using the first pair
+        if rank == 1:
+            handles[0].remove()
+        handles.append(gathered_by(models[3], mesh))
+        assert new_group.call_count == 6
+    single = Model()
+    for number in range(3):
+        single.zero_grad()
+        for one in range(distributed.get_world_size()):
+            (single(batch(one, number)) / distributed.get_world_size()).backward()
+        for model in models[1:]:
+            model.zero_grad()
+            model(batch(rank, number)).backward()
+            same_gradients(model, single)
+    for handle in handles[1:]:
+        handle.remove()
+
+
+def gathered_by(model: nn.Module, mesh: DeviceMesh) -> Offloaded:
+    return millrace.offload(model, device="cpu", device_memory=BUDGET_BYTES, mesh=mesh, onload="gather")
 
 
 def proportional_bytes() -> int:

@@ -44,6 +44,12 @@ def test_replicas_step_as_one_process(
     run(nursery, tmp_path, 2, f"p.as_in_one_process, {name!r}, torch.{dtype}, {settings}, {place}, 4")
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_gradients_are_at_their_owners(nursery: Nursery, tmp_path: Path, name: str, world_size: int) -> None:
+    run(nursery, tmp_path, world_size, f"p.gradients_are_at_their_owners, {name!r}")
+
+
 @pytest.mark.parametrize("program", ["more_ranks_than_parameters", "large_tensors"])
 def test_four_ranks(nursery: Nursery, tmp_path: Path, program: str) -> None:
     run(nursery, tmp_path, 4, f"p.{program}")
@@ -59,6 +65,9 @@ def test_four_ranks(nursery: Nursery, tmp_path: Path, program: str) -> None:
         "meshes_of_the_wrong_kind",
         "ranks_disagree",
         "a_rank_fails",
+        "micro_batches_are_added_up",
+        "parameters_that_are_used_again",
+        "zero_stage_two_is_misused",
     ],
 )
 def test_two_ranks(nursery: Nursery, tmp_path: Path, program: str) -> None:

@@ -61,6 +61,11 @@ def test_bytes(nursery: Nursery, tmp_path: Path, world_size: int, device: str) -
 
 
 @pytest.mark.parametrize("device", ["cpu", "emu"])
+def test_reductions_are_in_flight(nursery: Nursery, tmp_path: Path, device: str) -> None:
+    run(nursery, tmp_path, 2, f"g.reductions_are_in_flight, {device!r}")
+
+
+@pytest.mark.parametrize("device", ["cpu", "emu"])
 def test_ranks_that_go_their_own_ways(nursery: Nursery, tmp_path: Path, device: str) -> None:
     run(nursery, tmp_path, 2, f"g.ranks_that_go_their_own_ways, {device!r}")
 

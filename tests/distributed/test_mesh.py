@@ -101,6 +101,7 @@ def test_one_copy_for_a_node(nursery: Nursery, tmp_path: Path, world_size: int) 
         "models_that_differ",
         "refusals",
         "few_descriptors",
+        "groups_have_one_user",
         "what_hooks_and_closures_write_counts",
         "what_layers_write_counts",
         "no_sync_is_forgotten_with_its_gradients",
@@ -120,3 +121,9 @@ def test_a_rank_fails(nursery: Nursery, tmp_path: Path, how: str, world_size: in
         assert one.read_rest() == "done\n", one.errors
         assert one.wait() == 0, one.errors
     last.wait()
+
+
+@pytest.mark.parametrize("settings", [{}, {"onload": "gather"}, {"disk": True, "host_memory": "200KiB"}])
+def test_descriptors_are_given_back(nursery: Nursery, tmp_path: Path, settings: dict[str, Any]) -> None:
+    settings = settings | ({"disk": str(tmp_path / "weights")} if "disk" in settings else {})
+    run(nursery, tmp_path, 2, f"m.descriptors_are_given_back, {settings!r}")

@@ -8,6 +8,7 @@ Blocks come in one order on all ranks, whatever a rank's own backward does: one 
 what comes too late for its block is averaged at the end. See docs/design/nodes.md.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -70,8 +71,8 @@ class AveragedGradients:
         self._sums: Sums = (DeviceSums if on_devices else HostSums)(self._node, lanes, meter, self._dtype)
         self._half_bytes = 0  # of each rank
         self._halves: list[SharedArena] = []
-        self._last_of_half = [0, 0]  # the round that had it last
-        self._thread = OneThread("millrace-average")
+        self._last_of_half: list[tuple[int, Job[list[Slot]] | None]] = [(0, None)] * 2  # the round that had it last
+        self._meeting, self._summing = OneThread("millrace-average"), OneThread("millrace-sum")
         self._pass = self._rounds = 0
         self._places: dict[Block, int] = {}  # in the order
         self._open: dict[Block, dict[Slot, torch.Tensor]] = {}  # gradients on the device
@@ -82,13 +83,13 @@ class AveragedGradients:
         common.discards.append(self._discard)
         self._jobs: list[tuple[Round, Job[list[Slot]]]] = []
         self._averaged: set[Slot] = set()  # in this backward
-        self._leaving: list[tuple[Transfer | LateTransfer, int]] = []  # and the bytes on the device that it lets go of
+        self._leaving: deque[tuple[Round, Transfer | LateTransfer, int]] = deque()  # and its bytes on the device
         self.synchronises = True  # whether backward averages
 
     def prepare(self, blocks: Iterable[Block]) -> None:
         """Makes memory for gradients of trainable parameters that have none. All ranks do, for the same parameters."""
         if self._pass != self._common.passes:  # all ranks have begun it: nothing of the last one is under way
-            self._pass, self._rounds, self._last_of_half = self._common.passes, 0, [0, 0]
+            self._pass, self._rounds, self._last_of_half = self._common.passes, 0, [(0, None)] * 2
         streamed, staying = divided(blocks)
         order = [*reversed(streamed), *staying]  # as backward comes to them
         if len(order) != len(self._places):
@@ -152,8 +153,9 @@ class AveragedGradients:
         """Backward goes on to another block: what it had of those before it leaves. Compute waits for what left before.
 
         So the device holds the gradients of two blocks at most: those that leave, and those that are being computed.
+        Where devices add them up those of two leave, and the host waits for no rank that is less than two behind.
         """
-        self._let_go()
+        self._let_go(but=self._sums.in_flight - 1)
         streamed = [self._places[block] for block in self._open if block.index >= 0]
         if streamed:  # those that stay on the device come last
             self._average_up_to(max(streamed))
@@ -197,21 +199,25 @@ class AveragedGradients:
         self._next = 0
 
     def close(self) -> None:
-        """Waits for what is under way, and ends the thread."""
-        self._thread.shutdown(wait=True)
+        """Waits for what is under way, and ends the threads."""
+        self._meeting.shutdown(wait=True)
+        self._summing.shutdown(wait=True)
+        self._sums.close()
 
     def _discard(self, parameters: Iterable[Any]) -> None:
         wanted = set(map(id, parameters))
         for slot in [slot for slot in self._unsynchronised if id(slot.home) in wanted]:
             del self._unsynchronised[slot]
 
-    def _let_go(self, *, broken_off: bool = False) -> None:
-        """Compute waits for what has left; with `broken_off` rounds are over, and sums may have failed."""
-        for transfer, nbytes in self._leaving:
+    def _let_go(self, *, but: int = 0, broken_off: bool = False) -> None:
+        """Compute waits for what has left, `but` the last; with `broken_off` rounds are over, sums may have failed."""
+        while len(self._leaving) > but:
+            given, transfer, nbytes = self._leaving[0]
             if not (broken_off and isinstance(transfer, LateTransfer)):
                 self._lanes.wait(transfer.done)
+            self._leaving.popleft()
+            self._sums.let_go(given)
             self._ledger.add(Tier.DEVICE, _PURPOSE, -nbytes)
-        self._leaving.clear()
 
     # rounds ----------------------------------------------------------------------------------------------------------
     def _average_up_to(self, place: int) -> None:
@@ -228,7 +234,8 @@ class AveragedGradients:
         self, block: Block, slots: list[Slot], gradients: dict[Slot, torch.Tensor], late: dict[Slot, torch.Tensor]
     ) -> None:
         block.wait_for_updates()  # which read the gradients before
-        number, half = self._next_round(f"room for gradients of {block.name!r}")
+        self._let_go(but=self._sums.in_flight - 1)
+        number, half, before = self._next_round(f"room for gradients of {block.name!r}")
         from_host = late or {slot: self._unsynchronised[slot] for slot in slots if slot in self._unsynchronised}
         flags = []
         with without_overrides():
@@ -248,44 +255,57 @@ class AveragedGradients:
             slots=slots,
             flags=flags,
             from_host=from_host,
+            before=before,
         )
         held_bytes = sum(one.nbytes for one in gradients.values())
         leaving_bytes = self._sums.give(given, gradients)
         self._ledger.add(Tier.DEVICE, _PURPOSE, leaving_bytes - held_bytes)
         if given.transfer is not None:
-            self._leaving.append((given.transfer, leaving_bytes))
-        self._jobs.append((given, self._thread.submit(self._average, given)))
+            self._leaving.append((given, given.transfer, leaving_bytes))
+        met = self._meeting.submit(self._meet, given)
+        job = self._summing.submit(self._sum, given, met)
+        self._jobs.append((given, job))
+        self._last_of_half[self._rounds % 2] = number, job
 
-    def _average(self, given: Round) -> list[Slot]:
-        """On the thread: gives this rank's gradients, and sums up its part of all. Returns what has an average."""
+    def _meet(self, given: Round) -> torch.Tensor:
+        """On a thread: gives this rank's gradients, when all ranks do. Returns what each says of each parameter."""
+        node = self._node
         try:
             with torch.no_grad(), without_overrides():
                 self._sums.land(given)
-                said = [given.said(rank) for rank in range(self._node.size)]
-                said[self._node.rank].copy_(torch.tensor(given.flags, dtype=torch.uint8))
+                said = [given.said(rank) for rank in range(node.size)]
+                said[node.rank].copy_(torch.tensor(given.flags, dtype=torch.uint8))
                 self._counters.post(_ARRIVED, given.number)
                 self._counters.wait(_ARRIVED, given.number, f"its gradients of {given.block.name!r}")
-                averaged = self._add_up(given, torch.stack(said).clone())
+                flags = torch.stack(said)  # all ranks have read them when all have come to the next round
+                adds = flags & _ADDS
+                uneven = (adds.amin(0) != adds.amax(0)).nonzero().flatten().tolist()
+                if uneven:
+                    having = [node.ranks[rank] for rank in range(node.size) if adds[rank, uneven[0]]]
+                    raise StateError(
+                        f"parameter {given.slots[uneven[0]].name!r} has a gradient already on ranks {having} alone, of"
+                        f" {list(node.ranks)}: set gradients to None, or accumulate, on all ranks or on none"
+                    )
+                self._sums.exchange(given, flags & _GIVES)
         except BaseException as error:
             self._sums.fail(given, error)
             raise
+        return flags
+
+    def _sum(self, given: Round, met: Job[torch.Tensor]) -> list[Slot]:
+        """On another thread: sums up this rank's part of what all have given. Returns what has an average."""
+        flags = met.result()
+        with torch.no_grad(), without_overrides():
+            self._sums.collect(given)
+            averaged = self._add_up(given, flags & _GIVES, flags & _ADDS)
         self._counters.post(_SUMMED, given.number)
         return averaged
 
-    def _add_up(self, given: Round, flags: torch.Tensor) -> list[Slot]:
+    def _add_up(self, given: Round, gives: torch.Tensor, adds: torch.Tensor) -> list[Slot]:
         node, averaged = self._node, []
-        gives, adds = flags & _GIVES, flags & _ADDS
-        uneven = (adds.amin(0) != adds.amax(0)).nonzero().flatten().tolist()
-        if uneven:
-            having = [node.ranks[rank] for rank in range(node.size) if adds[rank, uneven[0]]]
-            raise StateError(
-                f"parameter {given.slots[uneven[0]].name!r} has a gradient already on ranks {having} alone, of"
-                f" {list(node.ranks)}: set gradients to None, or accumulate, on all ranks or on none"
-            )
         anywhere = gives.amax(0)
         if node.across is not None:
             distributed.all_reduce(anywhere, distributed.ReduceOp.MAX, group=node.across)
-        self._sums.add_up(given, gives)
         for index, slot in enumerate(given.slots):
             part = self._sums.part(slot.home.numel())
             if not anywhere[index] and not adds[0, index]:
@@ -293,7 +313,7 @@ class AveragedGradients:
             common = self._homes[slot].common(slot, self._dtype(slot))[part]
             before = common if slot in self._averaged else there_is(slot)[part] if adds[0, index] else None
             # As one process adds to what there is; of several nodes, what they have summed up is added to it.
-            continued = before is not None and node.across is None and self._sums.continues
+            continued = before is not None and node.across is None and self._sums.on_host
             total = self._sums.of(given, gives, index, before.clone() if before is not None and continued else None)
             total = None if total is None else total.to(common.dtype)
             if anywhere[index] and node.across is not None:
@@ -306,16 +326,20 @@ class AveragedGradients:
             averaged.append(slot)
         return averaged
 
-    def _next_round(self, what: str) -> tuple[int, SharedArena]:
-        """The number of a round, and the memory that it takes turns with: no rank needs what was there before."""
+    def _next_round(self, what: str) -> tuple[int, SharedArena, Job[list[Slot]] | None]:
+        """The number of a round, the memory that it takes turns with, and the sums of the round that had it last.
+
+        Where ranks read each other's gradients there, none needs those any more.
+        """
         self._rounds += 1
         number, turn = self._pass * _IN_A_PASS + self._rounds, self._rounds % 2
-        for given, job in self._jobs:
-            if given.number <= self._last_of_half[turn]:
+        last, job = self._last_of_half[turn]
+        if self._sums.on_host:
+            if job is not None:
                 job.result()  # raises what failed in it
-        self._counters.wait(_SUMMED, self._last_of_half[turn], what)
-        self._last_of_half[turn] = number
-        return number, self._halves[turn]
+            self._counters.wait(_SUMMED, last, what)
+        self._last_of_half[turn] = number, None
+        return number, self._halves[turn], job
 
     def _finish_rounds(self) -> None:
         """All rounds are over on all ranks."""
@@ -340,7 +364,7 @@ class AveragedGradients:
         """The largest of what the ranks say, on all of them."""
         if not self._halves:
             return mine
-        number, half = self._next_round("room for what came late")
+        number, half, _ = self._next_round("room for what came late")
         said = [half.tensor(rank * self._half_bytes, len(mine)) for rank in range(self._node.size)]
         said[self._node.rank].copy_(mine)
         self._counters.post(_ARRIVED, number)

@@ -29,18 +29,23 @@ class _Packed:
     rows: dict[torch.dtype, torch.Tensor]
     full: Event  # when they are
     left: Job[Transfer]  # the copy of the own row to the host, once it is submitted: compute may wait for it then
-    sums: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)  # the row on the host
+    sums: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)  # the row on the host,
+    landed: Event | None = None  # when it is there
 
 
 class DeviceSums:
     """The sums of one model's gradients. `dtype_of` the sums of a parameter's. To be made by all ranks."""
 
-    continues = False
+    on_host, in_flight = False, 2
 
     def __init__(self, node: Node, lanes: Lanes, meter: Meter, dtype_of: Callable[[Slot], torch.dtype]) -> None:
         self._node, self._lanes, self._meter = node, lanes, meter
         self._dtype_of: Callable[[Slot], torch.dtype] = lambda slot: given_dtype(slot, dtype_of(slot))
         self._group = DeviceGroup(node, lanes.device)
+
+    def close(self) -> None:
+        """No round follows."""
+        self._group.close()
 
     def part(self, count: int) -> slice:
         """As rows have it: each of the first ranks as many, and the last what is left."""
@@ -74,11 +79,15 @@ class DeviceSums:
         given.transfer = LateTransfer(Lane.OFFLOAD, nbytes, packed.left)
         return nbytes
 
+    def let_go(self, given: Round) -> None:
+        """The rows."""
+        given.landing.rows.clear()
+
     def land(self, given: Round) -> None:
         """Others need nothing of this rank but that it comes."""
 
-    def add_up(self, given: Round, gives: torch.Tensor) -> None:
-        """The devices do, and this rank's row of the sums leaves; nothing does where nobody gives anything."""
+    def exchange(self, given: Round, gives: torch.Tensor) -> None:
+        """The devices add up, and this rank's row of the sums leaves; nothing does where nobody gives anything."""
         packed: _Packed = given.landing
         copies: list[Copy] = []
         begin, done = 0, packed.full
@@ -89,11 +98,17 @@ class DeviceSums:
             packed.sums[dtype] = given.given(self._node.rank, begin, len(own), dtype)
             copies.append((packed.sums[dtype], own))
             begin, done = begin + aligned(own.nbytes), moved.done
+        if given.before is not None:
+            given.before.exception()  # only then its sums are not read any more from where these go
         transfer = self._lanes.copy(Lane.OFFLOAD, copies, done)
         self._meter.offloaded(transfer, given.block.name)
+        packed.landed = transfer.done
         packed.left.set_result(Transfer(transfer.lane, (), transfer.nbytes, transfer.begun, transfer.done))
-        transfer.done.synchronize()
-        packed.rows.clear()  # the device may have their memory
+
+    def collect(self, given: Round) -> None:
+        """The row has left."""
+        if given.landing.landed is not None:
+            given.landing.landed.synchronize()
 
     def of(self, given: Round, gives: torch.Tensor, index: int, _begin: torch.Tensor | None) -> torch.Tensor | None:
         """As it came to the host."""

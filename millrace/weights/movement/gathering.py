@@ -186,6 +186,7 @@ class Gathers:
     def close(self) -> None:
         """Waits for what is under way, and ends the thread."""
         self._thread.shutdown(wait=True)
+        self._group.close()
 
     def _begins(self, name: str) -> tuple[int, str]:
         """The number of a gather of that block, and what other ranks wait for."""

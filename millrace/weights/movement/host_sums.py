@@ -20,11 +20,14 @@ __all__ = ["HostSums"]
 class HostSums:
     """The sums of one model's gradients. `dtype_of` the sums of a parameter's."""
 
-    continues = True
+    on_host, in_flight = True, 1
 
     def __init__(self, node: Node, lanes: Lanes, meter: Meter, dtype_of: Callable[[Slot], torch.dtype]) -> None:
         self._node, self._lanes, self._meter, self._dtype_of = node, lanes, meter, dtype_of
         self.part = node.part
+
+    def close(self) -> None:
+        """Nothing is to be ended."""
 
     def given_bytes(self, slots: Sequence[Slot]) -> int:
         """All gradients of a block."""
@@ -41,6 +44,9 @@ class HostSums:
         self._meter.offloaded(transfer, given.block.name)
         return sum(one.nbytes for one in gradients.values())
 
+    def let_go(self, given: Round) -> None:
+        """The transfer has it."""
+
     def land(self, given: Round) -> None:
         """They have left, and those from the host are added."""
         if given.transfer is not None:
@@ -51,8 +57,11 @@ class HostSums:
         for slot, gradient in given.from_host.items():
             mine[slot].add_(gradient) if slot in transferred else mine[slot].copy_(gradient)
 
-    def add_up(self, given: Round, gives: torch.Tensor) -> None:
-        """One by one, see `of`."""
+    def exchange(self, given: Round, gives: torch.Tensor) -> None:
+        """Nothing: each reads what the others have given."""
+
+    def collect(self, given: Round) -> None:
+        """It is there."""
 
     def of(self, given: Round, gives: torch.Tensor, index: int, begin: torch.Tensor | None) -> torch.Tensor | None:
         """In the order of the ranks."""

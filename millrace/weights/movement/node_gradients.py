@@ -11,6 +11,7 @@ from millrace.errors import StateError
 from millrace.memory.arena import aligned
 from millrace.memory.shared import Common, OwnView, SharedArena
 from millrace.runtime.lanes import LateTransfer, Transfer
+from millrace.runtime.threads import Job
 from millrace.weights.model.slot import Slot
 from millrace.weights.movement.block import Block
 
@@ -118,6 +119,7 @@ class Round:
     slots: list[Slot]
     flags: list[int]
     from_host: dict[Slot, torch.Tensor]  # added to what comes from the device
+    before: Job[list[Slot]] | None  # the sums of the round that had `half` last
     transfer: Transfer | LateTransfer | None = None  # from the device; None: there is none, or it has landed
     landing: Any = None  # what the sums keep of the round
 
@@ -132,9 +134,15 @@ class Round:
 
 
 class Sums(Protocol):
-    """Who adds up what ranks give."""
+    """Who adds up what ranks give. On two threads, so that one round's sums wait for no other's: one meets the other
+    ranks, round after round, the other one adds up what has come to the host.
+    """
 
-    continues: bool  # one rank after the other is added to what there is; otherwise the sum of all
+    on_host: bool  # each rank reads what all give, and adds one after the other to what there is; otherwise the sum
+    in_flight: int  # of so many rounds at most gradients are leaving the device
+
+    def close(self) -> None:
+        """No round follows, on this rank."""
 
     def part(self, count: int) -> slice:
         """Which of a parameter's elements this rank adds up."""
@@ -145,20 +153,25 @@ class Sums(Protocol):
     def give(self, given: Round, gradients: dict[Slot, torch.Tensor]) -> int:
         """Submits the transfer of a round's gradients, and those from the host. The bytes on the device until then."""
 
-    def land(self, given: Round) -> None:
-        """On a thread: all that others need of this rank is there."""
+    def let_go(self, given: Round) -> None:
+        """Compute waits for the transfer, or the round is over: the device may have its memory."""
 
-    def add_up(self, given: Round, gives: torch.Tensor) -> None:
-        """On a thread, when all ranks have come. `gives`: which rank gives which parameter."""
+    def land(self, given: Round) -> None:
+        """On the first thread: all that others need of this rank is there."""
+
+    def exchange(self, given: Round, gives: torch.Tensor) -> None:
+        """On the first thread, when all ranks have come. `gives`: which rank gives which parameter."""
+
+    def collect(self, given: Round) -> None:
+        """On the second thread: waits until all of it is on the host."""
 
     def of(self, given: Round, gives: torch.Tensor, index: int, begin: torch.Tensor | None) -> torch.Tensor | None:
-        """On a thread: the average of this rank's part of a parameter, to be changed; None where nobody gives it.
-
-        Where it `continues`, `begin` is what one rank after the other is added to.
+        """On the second thread: the average of this rank's part of a parameter, to be changed; None where nobody gives
+        it. `on_host` one rank after the other is added to `begin`.
         """
 
     def fail(self, given: Round, error: BaseException) -> None:
-        """On a thread: the round is over."""
+        """On the first thread: the round is over."""
 
 
 def divided(blocks: Iterable[Block]) -> tuple[list[Block], list[Block]]:

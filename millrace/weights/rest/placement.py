@@ -14,7 +14,7 @@ from millrace.memory.arena import Arena, whole_pages
 from millrace.memory.disk import DiskStore, Request, copy_on_disk
 from millrace.memory.ledger import Ledger
 from millrace.memory.packed import available
-from millrace.memory.shared import Common, SharedArena, SharedExtent
+from millrace.memory.shared import Common, SharedArena, SharedExtent, close_descriptors
 from millrace.runtime.node import Node
 from millrace.weights.meter import Meter
 from millrace.weights.model.layout import lay_out
@@ -330,6 +330,9 @@ class Shelf:
             self._store = self._disk = None
         if self._materialized is not None:
             self._materialized.checkpoint.close()
+        if self._node is not None:
+            close_descriptors(self._node)
+            self._node.close()
 
     def _names(self, parameters: Sequence[nn.Parameter]) -> list[str | None]:
         """The parameters' tensors in the checkpoint; None for those that are not there."""
