@@ -23,8 +23,8 @@ def experts(module: _Module, *, argument: str | None = None) -> _Module:
 
     A call brings those experts, where they are not on the device. The module may take them by number
     (`self.weight[expert]`), several at once (`self.weight[index]`), in any order; others that it takes come as well.
-    What uses a weight otherwise (`torch.bmm` with all of it) brings all experts, as do calls that train them.
-    Results equal those of the plain module bit for bit.
+    What uses a weight otherwise (`torch.bmm` with all of it) brings all experts, as do calls that train more than half
+    of them. Results equal those of the plain module bit for bit.
 
     For a ModuleList or ModuleDict of modules that are experts there is no argument: each comes when it is called. Lists
     whose name ends with "experts" need no mark in a model that is in eval mode when it is offloaded. In training it

@@ -515,6 +515,21 @@ def test_gradients_beside_frozen_experts(
                 assert same(trained.detach(), other.detach().cpu())
 
 
+@pytest.mark.parametrize("slots", [5, 6, 7])
+def test_a_checkpoint_computes_again_with_experts_in_the_slots_of_forward(slots: int) -> None:
+    """Though others had been in them in between: its routing is drawn at random, and differs from step to step."""
+    model = model_of("Phimoe", "grouped_mm")
+    for module in experts_in(model):
+        module.requires_grad_(False)
+    plain = copy.deepcopy(model)
+    torch.manual_seed(5)
+    wanted = train(plain, PROMPT[:1, :2], checkpointed=True)
+    with millrace.offload(model, device="cpu", device_memory=budget(model, slots)) as handle:
+        torch.manual_seed(5)
+        assert all(map(same, train(model, PROMPT[:1, :2], checkpointed=True), wanted))
+        assert handle.stats().expert_loads > 0
+
+
 def test_backward_brings_what_is_not_there_any_more() -> None:
     model = model_of("Qwen3Moe", "grouped_mm")
     model.requires_grad_(False)

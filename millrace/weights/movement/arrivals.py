@@ -4,13 +4,15 @@ Autograd does not say that a parameter's gradient is the last one: a reentrant c
 """
 
 from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from millrace.errors import StateError
-from millrace.runtime.pending import Unit
+from millrace.runtime.pending import Unit, Watcher
 from millrace.weights.model.slot import Slot
 
-__all__ = ["Arrivals"]
+__all__ = ["Arrivals", "tell_of_failure", "tell_watchers"]
 
 _ALIKE = 2  # backwards that must have been alike before one is believed to be so too
 
@@ -55,3 +57,21 @@ class Arrivals:
                 count.last = count.now
             count.now = Counter()
             count.taken = False
+
+
+def tell_watchers(slots: Iterable[Slot], announced: Collection[Slot]) -> None:
+    """Those of the units: the gradients are in homes."""
+    watched: dict[Watcher, dict[Any, bool]] = {}
+    for slot in slots:
+        if slot.unit is None or not slot.unit.watchers:
+            continue
+        for watcher in slot.unit.watchers:
+            watched.setdefault(watcher, {})[slot.home] = slot in announced
+    for watcher, homes in watched.items():
+        watcher.delivered(homes)
+
+
+def tell_of_failure(announced: Iterable[Slot]) -> None:
+    """Who was told of complete gradients has begun updates that a plain run would not make."""
+    for watcher in {watcher for slot in announced if slot.unit is not None for watcher in slot.unit.watchers}:
+        watcher.abandoned()

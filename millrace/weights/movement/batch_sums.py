@@ -79,11 +79,11 @@ class BatchSums:
         parts = self._gradients.rows_of(slot)
         if not parts:
             return
-        rows, gradient = sum_of_rows(parts)
+        rows, gradients = sum_of_rows(parts)
         if slot in self._apart:
-            self._put_aside(slot, gradient, rows)
+            self._put_aside(slot, torch.cat(gradients), rows)
         else:
-            self._gradients.keep(slot, gradient, rows)
+            self._gradients.keep_rows(slot, gradients, rows)
 
     def leave_block(self) -> None:
         """All micro-batches have been at the block: sums go."""
@@ -114,8 +114,8 @@ class BatchSums:
                     self._gradients.keep(slot, other)
                 of_rows = [(part.rows, part.gradient) for part in parts if part.rows is not None]
                 if of_rows:
-                    rows, gradient = sum_of_rows(of_rows)
-                    self._gradients.add_on_host(slot, gradient, rows)
+                    rows, gradients = sum_of_rows(of_rows)
+                    self._gradients.add_on_host(slot, torch.cat(gradients), rows)
             waiting.clear()
 
     def _put_aside(self, slot: Slot, gradient: torch.Tensor, rows: torch.Tensor | None) -> None:

@@ -60,6 +60,7 @@ class Block(HomesInFiles):
         self.index = -1  # among the blocks that stream; -1 for a resident one
         self.row_bytes = 0  # of a table whose rows alone travel, see movement/rows.py; 0: it travels whole
         self.experts: Experts | None = None  # that travel one by one, see movement/slices.py; None: it travels whole
+        self.trains_whole = False  # they have been used otherwise than by their numbers while they were trained
         self.called: Key | None = None  # an expert that is a module, see movement/called.py: of which layer, and which
         self.buffer: torch.Tensor | None = None
         self.allocated: Event | None = None  # when whoever had the buffer's memory before is done with it

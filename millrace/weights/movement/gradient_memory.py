@@ -134,6 +134,7 @@ class Staging:
         self._half_bytes = 0
         self._halves: list[torch.Tensor] = []
         self._busy: list[Additions | None] = [None, None]
+        self._beside: list[Additions] = []  # that read neither half
         self._turn = 0
         self._used = 0
 
@@ -164,7 +165,7 @@ class Staging:
 
     def rows_at_once(self, gradient: torch.Tensor) -> int:
         """How many rows of the gradient fit into a half."""
-        return max(1, self._wanted_bytes // max(1, gradient.shape[1] * gradient.element_size()))
+        return max(1, self._wanted_bytes // max(1, gradient[0].nbytes))
 
     def fits(self, nbytes: int, page: int | None) -> bool:
         """Whether the present half has room for so much; `page` as in `carve`."""
@@ -191,20 +192,25 @@ class Staging:
         return self._used if page is None else self._used + (page - self._used) % mmap.PAGESIZE
 
     def turn(self, additions: Additions) -> None:
-        """The present half is full or sent: `additions` empties it, and the other one is next."""
+        """The present half is full or sent: `additions` empties it, and the other one is next; unless it is empty."""
+        if not self._used:
+            self._beside.append(additions)
+            return
         self._busy[self._turn] = additions
         self._turn = 1 - self._turn
         self._used = 0
 
     def under_way(self) -> list[Additions]:
         """Additions that were submitted and not waited for."""
-        return [busy for busy in self._busy if busy is not None]
+        return [*(busy for busy in self._busy if busy is not None), *self._beside]
 
     def wait(self) -> None:
         """The host waits for all additions; raises what failed in one."""
         self._used = 0
         self._wait_for(0)
         self._wait_for(1)
+        while self._beside:
+            self._beside.pop().synchronize()
 
     def _wait_for(self, half: int) -> None:
         busy, self._busy[half] = self._busy[half], None

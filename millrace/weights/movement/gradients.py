@@ -6,9 +6,8 @@ adds, casts or copies.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from millrace.memory.ledger import Ledger, Tier
 from millrace.runtime.autograd import without_overrides, without_transforms
 from millrace.runtime.holders import gradient_is_shared
 from millrace.runtime.lanes import Copy, Event, Lane, Lanes, Transfer
-from millrace.runtime.pending import Unit, Watcher
+from millrace.runtime.pending import Unit
 from millrace.weights.meter import Meter
 from millrace.weights.model.accumulation import (
     accumulate,
@@ -28,10 +27,10 @@ from millrace.weights.model.accumulation import (
     late_hooks,
 )
 from millrace.weights.model.slot import Slot
-from millrace.weights.movement.arrivals import Arrivals
+from millrace.weights.movement.arrivals import Arrivals, tell_of_failure, tell_watchers
 from millrace.weights.movement.block import Block
 from millrace.weights.movement.gradient_memory import Additions, HostGradient, Staging
-from millrace.weights.movement.staged import Staged, add_up, laid_out_like, sum_of_rows
+from millrace.weights.movement.staged import Rest, Staged, add_up, laid_out_like, rest_of, sum_of_rows
 from millrace.weights.rest.placement import GradientMemory, Shelf
 
 __all__ = ["Gradients", "refuse_graph"]
@@ -55,7 +54,7 @@ class Gradients:
         self._memory: dict[Slot, HostGradient] = {}
         self._staging = Staging(lanes.device, ledger, shelf.most_staged_bytes)
         # Complete on the device, not submitted yet; of a table, the gradient may be that of some rows.
-        self._ready: list[tuple[Slot, torch.Tensor, torch.Tensor | None]] = []
+        self._ready: list[tuple[Slot, list[torch.Tensor], torch.Tensor | None]] = []
         self._ready_bytes = 0
         self._of_rows: dict[Slot, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # not complete yet
         # Submitted, with the count of blocks before; they hold the device gradients until compute has waited for them.
@@ -112,7 +111,9 @@ class Gradients:
         self._submit_ready()
         self._staging.wait()
         target, adds = self._destination(slot)
-        add_up([Staged(gradient, gradient, target, adds, self._memory[slot].disk, rows)], self._writes)
+        disk = self._memory[slot].disk
+        rest = [] if rows is None else rest_of(target, rows, disk, adds=adds, large=_has_experts(slot))
+        add_up([*rest, Staged(gradient, gradient, target, adds, disk, rows)], self._writes)
 
     def watched(self, blocks: Iterable[Block]) -> str | None:
         """The name of a parameter of which somebody wants to see each gradient; None: of none."""
@@ -131,7 +132,7 @@ class Gradients:
             self.keep(slot, gradient)
 
     def take_rows(self, slot: Slot, rows: torch.Tensor, gradient: torch.Tensor) -> None:
-        """A lookup's gradient of some rows of a table, which are named once each; others may follow."""
+        """A gradient of some rows of a table, or of some experts, which are named once each; others may follow."""
         refuse_graph(slot, gradient)
         self._of_rows.setdefault(slot, []).append((rows, gradient))
 
@@ -139,8 +140,8 @@ class Gradients:
         """No others follow: they are one gradient, as if they had been added up as tables."""
         parts = self.rows_of(slot)
         if parts:
-            rows, gradient = sum_of_rows(parts)
-            self.keep(slot, gradient, rows)
+            rows, gradients = sum_of_rows(parts)
+            self.keep_rows(slot, gradients, rows)
 
     def rows_of(self, slot: Slot) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What `take_rows` was given, for who adds it up itself."""
@@ -157,13 +158,17 @@ class Gradients:
         self._replaced.add(slot)
         return there.to(self._lanes.device, copy=True)
 
-    def keep(self, slot: Slot, gradient: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-        """A complete gradient on the device, or that of some rows of a table, goes to its home with its block's."""
+    def keep(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """A complete gradient on the device goes to its home with its block's."""
+        self.keep_rows(slot, [gradient], None)
+
+    def keep_rows(self, slot: Slot, gradients: list[torch.Tensor], rows: torch.Tensor | None) -> None:
+        """As `keep`, with that of some rows of a table, or of some experts, in pieces; `rows` None: of all, in one."""
         if slot not in self._memory and isinstance(slot.unit, Block):  # of a forward within a backward
             self.prepare([slot.unit])
         self._announced.discard(slot)  # it was not complete
-        self._ready.append((slot, gradient, rows))
-        self._ready_bytes += gradient.nbytes if gradient.layout == torch.strided else 0
+        self._ready.append((slot, gradients, rows))
+        self._ready_bytes += sum(one.nbytes for one in gradients if one.layout == torch.strided)
         if slot.unit is not None and slot.unit.watchers:
             complete = self._arrivals.complete(slot, slot.unit)
             if complete:
@@ -233,21 +238,21 @@ class Gradients:
             for slot, gradient in arrived.items():
                 accumulate(slot.home, gradient)
             self._arrivals.end(completed=True)
-            _tell_watchers([slot for slot in slots if slot not in hooked], announced)
+            tell_watchers([slot for slot in slots if slot not in hooked], announced)
         try:
             accumulate_as_autograd([(slot.home, gradient) for slot, gradient in seen.items()], in_hooks)
             for slot in hooked:
                 for hook in () if slot in seen else late_hooks(slot.home):
                     hook(slot.home)
         except BaseException:
-            _tell_of_failure(announced)
+            tell_of_failure(announced)
             raise
         with without_overrides():
-            _tell_watchers(hooked, announced)  # of what hooks have left
+            tell_watchers(hooked, announced)  # of what hooks have left
 
     def abandon(self) -> None:
         """Backward raised: what it computed is dropped, once nothing is in flight any more."""
-        _tell_of_failure(self._announced)
+        tell_of_failure(self._announced)
         self._ready.clear()
         self._of_rows.clear()
         self._ready_bytes = 0
@@ -282,42 +287,50 @@ class Gradients:
     def _submit_ready(self) -> None:
         """Copies out the gradients that are complete, in several transfers where staging memory is short."""
         direct: list[Copy] = []
-        staged: list[Staged] = []
+        staged: list[Staged | Rest] = []
         self._ledger.add(Tier.DEVICE, _PURPOSE, self._ready_bytes)
         ready, self._ready, self._ready_bytes = self._ready, [], 0
         what = ready[0][0].name if ready else ""
-        for slot, gradient, rows in ready:
+        for slot, gradients, rows in ready:
+            gradient = gradients[0]
             if gradient.layout != torch.strided:
                 self._take_sparse(slot, gradient)
-            elif rows is None and self._goes_straight(slot, gradient):
+            elif (rows is None or _has_experts(slot)) and self._goes_straight(slot, gradient):
                 target = self._memory[slot].renewed()
                 self._arriving[slot] = target
-                direct.append((target, laid_out_like(gradient, target)))
+                if rows is None:
+                    direct.append((target, laid_out_like(gradient, target)))
+                else:
+                    each = (one for piece in gradients for one in piece.contiguous())
+                    direct += [(target[row], one) for row, one in zip(rows.tolist(), each, strict=True)]
+                    staged += rest_of(target, rows, None, adds=False, large=True)
             else:
                 target, adds = self._destination(slot)
                 disk = self._memory[slot].disk
-                for source, part, of in self._parts(gradient, target, rows):
+                if rows is not None:
+                    staged += rest_of(target, rows, disk, adds=adds, large=_has_experts(slot))
+                for source, part, of in self._parts(gradients, target, rows):
                     page = None if disk is None or of is not None else disk.offset_of(part)
                     if not self._staging.fits(source.nbytes, page):
                         self._send(direct, staged, what)
                         direct, staged = [], []
                     staged.append(Staged(self._staging.carve(source, page), source, part, adds, disk, of))
-                    adds = adds or of is not None  # to the rows before, in a table that has been cleared
         self._send(direct, staged, what)
 
     def _parts(
-        self, gradient: torch.Tensor, target: torch.Tensor, rows: torch.Tensor | None
+        self, gradients: list[torch.Tensor], target: torch.Tensor, rows: torch.Tensor | None
     ) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         """What fits into staging memory at once, where it goes, and which rows of that it is."""
         if rows is None:
-            dense = self._staging.cut(laid_out_like(gradient, target), target)
+            dense = self._staging.cut(laid_out_like(gradients[0], target), target)
             return ((source, part, None) for source, part in dense)
-        count = self._staging.rows_at_once(gradient)
-        pieces = zip(gradient.contiguous().split(count), rows.split(count), strict=True)
-        return ((source, target, of) for source, of in pieces)
+        count = self._staging.rows_at_once(gradients[0])
+        sources = [source for gradient in gradients for source in gradient.contiguous().split(count)]
+        of_each = rows.split([len(source) for source in sources])
+        return ((source, target, of) for source, of in zip(sources, of_each, strict=True))
 
-    def _send(self, direct: list[Copy], staged: list["Staged"], what: str) -> None:
-        copies = direct + [(one.piece, one.source) for one in staged]
+    def _send(self, direct: list[Copy], staged: list[Staged | Rest], what: str) -> None:
+        copies = direct + [(one.piece, one.source) for one in staged if isinstance(one, Staged)]
         if not copies:
             return
         self._sending = copies
@@ -367,6 +380,11 @@ class Gradients:
         return slot.dtype if self._grad_dtype is None else self._grad_dtype
 
 
+def _has_experts(slot: Slot) -> bool:
+    """Whether its rows are experts."""
+    return isinstance(slot.unit, Block) and slot.unit.experts is not None
+
+
 def refuse_graph(slot: Slot, gradient: torch.Tensor) -> None:
     if gradient.requires_grad:
         raise StateError(
@@ -378,21 +396,3 @@ def refuse_graph(slot: Slot, gradient: torch.Tensor) -> None:
 def _more_memory(shelf: Shelf, staging: Staging, name: str, nbytes: int) -> GradientMemory:
     """For a gradient beside others; a function, as a method would tie the memory to what has it."""
     return shelf.gradient_memory(name, nbytes, missing_bytes=staging.missing_bytes)
-
-
-def _tell_watchers(slots: Iterable[Slot], announced: Collection[Slot]) -> None:
-    """Those of the units: the gradients are in homes."""
-    watched: dict[Watcher, dict[Any, bool]] = {}
-    for slot in slots:
-        if slot.unit is None or not slot.unit.watchers:
-            continue
-        for watcher in slot.unit.watchers:
-            watched.setdefault(watcher, {})[slot.home] = slot in announced
-    for watcher, homes in watched.items():
-        watcher.delivered(homes)
-
-
-def _tell_of_failure(announced: Iterable[Slot]) -> None:
-    """Who was told of complete gradients has begun updates that a plain run would not make."""
-    for watcher in {watcher for slot in announced if slot.unit is not None for watcher in slot.unit.watchers}:
-        watcher.abandoned()

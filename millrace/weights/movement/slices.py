@@ -143,6 +143,11 @@ class Slices:
             bank = self._made_anew(bank)
         return bank
 
+    def has_room_for_all_of(self, block: Block) -> bool:
+        """Whether all of its experts fit beside the blocks in use."""
+        in_use = (one for one in self._residency.present() if one.users and one.index >= 0 and one is not block)
+        return block.nbytes + sum(one.nbytes for one in in_use) <= self._residency.streaming_budget_bytes
+
     def _make_banks(self) -> None:
         for block in self._blocks:
             if block.buffer is not None and block.is_free:
@@ -197,12 +202,13 @@ class Slices:
         bank.keeping.used(block.index, experts)
         return [bank.places[key] for key in wanted]
 
-    def bring_in_order(self, block: Block, bank: Bank, experts: Sequence[int]) -> list[int]:
-        """As `bring`: into slots that ascend as the numbers of the experts do."""
-        places = [bank.places.get((block.index, expert), -1) for expert in experts]
-        if -1 in places or places != sorted(places):
-            count = 0 if block.experts is None else block.experts.count
-            places = list(experts) if count <= bank.slots else list(range(len(experts)))
+    def bring_in_order(self, block: Block, bank: Bank, experts: Sequence[int], slots: int) -> list[int]:
+        """As `bring`: into slots that ascend as the numbers of the experts do, among so many first ones.
+
+        The same ones for the same experts: what a checkpoint computes again goes by what was saved in forward.
+        """
+        count = 0 if block.experts is None else block.experts.count
+        places = list(experts) if count <= slots else list(range(len(experts)))
         self.put_back(block, bank, dict(zip(places, experts, strict=True)))
         return places
 

@@ -18,6 +18,7 @@ from millrace.weights.model.slot import Slot
 from millrace.weights.movement.block import Block
 from millrace.weights.movement.slices import Bank, Slices
 from millrace.weights.passes.stray import lent_for_call
+from millrace.weights.passes.trained import Trained
 
 __all__ = ["Asked", "ByNumber", "standing_in"]
 
@@ -51,10 +52,11 @@ def standing_in(
 class Asked:
     """The experts of one call. `used`: those that it said it uses, ascending."""
 
-    def __init__(self, slices: Slices, block: Block, used: Sequence[int]) -> None:
+    def __init__(self, slices: Slices, block: Block, used: Sequence[int], trained: Trained) -> None:
         self.whole = False  # all of them were needed: what is asked for is taken from the lent weights
         self._slices = slices
         self._block = block
+        self._trained = trained
         self._banks = [slices.bank_of(block)]  # none any more where all of the weights are needed
         self.count = 0 if block.experts is None else block.experts.count
         self._used = [number for number in used if 0 <= number < self.count]
@@ -66,6 +68,9 @@ class Asked:
         """One expert's weight, of the parameter at that place of the block; None where there is no slot for it."""
         if number not in self._slots and not self._make_room(number):
             return None
+        return self._trained.one(self._block, self._block.slots[place], number, lambda: self._view(place, number))
+
+    def _view(self, place: int, number: int) -> torch.Tensor:
         slot = self._slots[number]
         self._slices.arrive(self._bank, slot)
         weight = self._slices.view(self._block, self._bank, slot, place)
@@ -78,9 +83,10 @@ class Asked:
         wanted = torch.where(wanted < 0, wanted + self.count, wanted)
         if not len(wanted) or not 0 <= int(wanted.min()) <= int(wanted.max()) < self.count:
             return None
+        used, where = torch.unique(wanted, return_inverse=True)
         gathered: torch.Tensor | None = None
         with torch.no_grad():
-            for number in wanted.unique().tolist():
+            for number in used.tolist():
                 weight = self.take(place, number)
                 if weight is None:
                     return None
@@ -88,7 +94,11 @@ class Asked:
                     gathered = weight.new_empty(len(wanted), *weight.shape)
                 gathered[(wanted == number).nonzero().squeeze(1).to(weight.device)] = weight
                 del weight
-        return None if gathered is None else gathered.view(*numbers.shape, *gathered.shape[1:])
+        if gathered is None:
+            return None
+        found = gathered.view(*numbers.shape, *gathered.shape[1:])
+        there = where.view(numbers.shape).to(found.device)
+        return self._trained.several(self._block, self._block.slots[place], used.tolist(), there, lambda: found)
 
     def lend(self, slot: Slot) -> torch.Tensor:
         """All of a weight, until the call ends."""

@@ -38,6 +38,7 @@ from millrace.weights.passes.site import Site
 from millrace.weights.passes.state import PassState, Progress
 from millrace.weights.passes.stray import lending_leaves, stop_lending
 from millrace.weights.passes.stretches import in_one_backward
+from millrace.weights.passes.trained import Trained
 from millrace.weights.passes.updates import Updates
 
 if TYPE_CHECKING:
@@ -89,7 +90,9 @@ class Engine:
             self._recover,
         )
         self.lookups = Lookups(device, executor, self._backward, self.lending)
-        self.picks = Picks(device, executor, self.lending, self.call)
+        one_by_one = isinstance(gradients, Gradients)  # ranks average whole ones
+        self.trained = Trained(self._backward, executor, device, one_by_one=one_by_one)
+        self.picks = Picks(device, executor, self.lending, self.trained, self.call)
         self.process = OwnProcess()
         self.together: LayerMajor | None = None  # several micro-batches, whose forwards are under way
         for block in (*blocks, *residents):

@@ -5,7 +5,6 @@ order, are a small table, and the positions in it are the ids. So the device's o
 gradients of a row up, in the same order as in the whole table. See docs/design/tables.md.
 """
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,14 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from millrace.errors import StateError
 from millrace.runtime.autograd import in_transform, without_overrides
-from millrace.weights.model.slot import REMOVED, Slot
 from millrace.weights.model.tables import looks_rows_up
 from millrace.weights.movement.block import Block, Presence
 from millrace.weights.movement.executor import Executor
 from millrace.weights.passes.backward import Backward
 from millrace.weights.passes.lending import Lending
+from millrace.weights.passes.parts import PartGradients
 
 __all__ = ["Lookups"]
 
@@ -33,7 +31,7 @@ class Lookups:
         self._executor = executor
         self._backward = backward
         self._lending = lending
-        self._tables: dict[Block, _Table] = {}  # that have been trained
+        self._gradients: dict[Block, PartGradients] = {}  # of tables that have been trained
 
     def look_up(self, block: Block, module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of the `forward` of an embedding; `own` is its own, which computes with the whole table."""
@@ -47,7 +45,7 @@ class Lookups:
 
     def is_sign(self, leaf: torch.Tensor) -> bool:
         """Whether it is no parameter, but tells of a table's gradients."""
-        return any(table.sign is leaf for table in self._tables.values())
+        return any(gradients.sign is leaf for gradients in self._gradients.values())
 
     def _goes_by_rows(self, block: Block, module: nn.Module, ids: Any) -> bool:
         return (
@@ -81,12 +79,20 @@ class Lookups:
         if not (torch.is_grad_enabled() and slot.leaf.requires_grad):
             with torch.no_grad():
                 return values()
-        table = self._tables.get(block) or self._tables.setdefault(block, _Table(self._backward, block, self._device))
-        look_up: Any = _Lookup.apply
-        found: torch.Tensor = look_up(
-            slot.leaf, table.sign, ids, values, table, used, _place(module.padding_idx, used, rows)
-        )
-        return found
+        gradients = self._gradients.get(block)
+        if gradients is None:
+            gradients = PartGradients(self._backward, slot, self._device, lambda: bool(block.row_bytes))
+            self._gradients[block] = gradients
+        padding = _place(module.padding_idx, used, rows)
+
+        def to_rows(gradient: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            where = torch.searchsorted(used.to(ids.device, ids.dtype), ids, out_int32=ids.dtype == torch.int32)
+            of_rows: torch.Tensor = torch.ops.aten.embedding_dense_backward(gradient, where, len(used), padding, False)
+            return of_rows
+
+        # What is saved is what an embedding saves: the very ids, as a checkpoint around it may compute the lookup
+        # again in the whole table, if that is here by then. Its gradient does not read the table.
+        return gradients.part(values, used, to_rows, ids)
 
 
 def _place(padding_idx: int | None, used: torch.Tensor, rows: int) -> int:
@@ -96,71 +102,3 @@ def _place(padding_idx: int | None, used: torch.Tensor, rows: int) -> int:
     padding_idx %= rows
     place = int(torch.searchsorted(used, padding_idx))
     return place if place < len(used) and used[place] == padding_idx else -1
-
-
-class _Table:
-    """Where the gradients of lookups go. Autograd adds up what several lookups give, and then gives it to a leaf: here
-    it is told so by a leaf of one element, `sign`, for which each lookup has a gradient as well.
-    """
-
-    def __init__(self, backward: Backward, block: Block, device: torch.device) -> None:
-        self._backward = backward
-        self._block = block
-        self.sign = torch.zeros((), device=device, requires_grad=True)
-        own = weakref.ref(self)  # a cycle through autograd's hooks is never collected
-        register: Any = self.sign.register_post_accumulate_grad_hook
-        register(lambda _: _complete(own()))
-
-    def take(self, used: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-        """What autograd itself adds up: nothing, unless the whole table has a gradient of other uses, too."""
-        slot: Slot = self._block.slots[0]
-        if slot.on_gradient is None:
-            raise StateError(REMOVED)
-        with without_overrides():
-            if not slot.home.requires_grad:  # frozen since: autograd asks the same of its leaves
-                return None
-        if self._block.row_bytes:
-            self._backward.rows_ready(slot, used, gradient)
-            return None
-        whole = torch.zeros(slot.layout.shape, dtype=gradient.dtype, device=gradient.device)
-        return whole.index_copy(0, used.to(gradient.device), gradient)
-
-    def complete(self) -> None:
-        """All lookups of a backward have given theirs."""
-        self.sign.grad = None
-        self._backward.rows_complete(self._block.slots[0])
-
-
-def _complete(table: _Table | None) -> None:
-    if table is not None:
-        table.complete()
-
-
-class _Lookup(torch.autograd.Function):
-    """What is saved is what an embedding saves: the ids. Its gradient does not read the table.
-
-    The very ids: a checkpoint around it may compute the lookup again in the whole table, if that is here by then.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        _leaf: torch.Tensor,
-        _sign: torch.Tensor,
-        ids: torch.Tensor,
-        values: Callable[[], torch.Tensor],
-        table: _Table,
-        used: torch.Tensor,
-        padding: int,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(ids)
-        ctx.table, ctx.used, ctx.padding = table, used, padding
-        return values()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        (ids,) = ctx.saved_tensors
-        where = torch.searchsorted(ctx.used.to(ids.device, ids.dtype), ids, out_int32=ids.dtype == torch.int32)
-        rows = torch.ops.aten.embedding_dense_backward(gradient, where, len(ctx.used), ctx.padding, False)
-        whole = ctx.table.take(ctx.used, rows)
-        return whole, torch.zeros((), device=gradient.device), None, None, None, None, None

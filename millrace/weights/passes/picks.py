@@ -21,6 +21,7 @@ from millrace.weights.passes.adapted import AdaptedCall, AdaptedCalls, compute_a
 from millrace.weights.passes.by_number import Asked, ByNumber, standing_in
 from millrace.weights.passes.lending import Lending
 from millrace.weights.passes.site import Site
+from millrace.weights.passes.trained import Trained
 
 __all__ = ["Picks"]
 
@@ -32,11 +33,19 @@ class _NeedsAllError(Exception):
 class Picks:
     """Calls of modules that pick experts, of one model. `call` is the engine's, for a visit to a whole block."""
 
-    def __init__(self, device: torch.device, executor: Executor, lending: Lending, call: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        executor: Executor,
+        lending: Lending,
+        trained: Trained,
+        call: Callable[..., Any],
+    ) -> None:
         self.block_of: Callable[[nn.Module], Block | None] = lambda _module: None  # of a module that picks experts
         self._device = device
         self._executor = executor
         self._lending = lending
+        self._trained = trained
         self._call = call
         self._adapted = AdaptedCalls()
         self._whole: set[Block] = set()  # those of users' own modules that were seen to use more than single experts
@@ -56,14 +65,20 @@ class Picks:
         routing = routing_of(module, args, kwargs)
         taking = taking_of(module)
         if names is not None and routing is not None and taking is not None and self._goes_by_slices(block, routing):
-            pick = _Pick(self._executor.slices, block, module, names, self._device)
+            pick = _Pick(self._executor.slices, block, module, names, self._device, self._trained)
             found = pick.compute(own, *routing, taking)
             if found is not None:
                 return found
             if pick.failed:
                 with without_overrides():
                     self._executor.travels_whole(block)
-        return self._call(site, own, args, kwargs)
+        return self._with_all(site, own, args, kwargs)
+
+    def _with_all(self, site: Site, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that computes with all experts of the block."""
+        found = self._call(site, own, args, kwargs)
+        self._trained.came_whole(site.blocks[-1], found)
+        return found
 
     def adapt(self, wrapper: Any, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the `forward` of what adapts a weight of experts; `own` is its own, which needs all of them."""
@@ -89,7 +104,7 @@ class Picks:
         routing = routing_of(module, args, kwargs)
         if wrappers is None or routing is None or taking_of(module) is None or self._names(block, module) is None:
             return None
-        if not self._goes_by_slices(block, routing):
+        if self._trained.trains(block) or not self._goes_by_slices(block, routing):
             return None
         with without_overrides():
             used, where = torch.unique(routing[1].detach().to("cpu", torch.int64), return_inverse=True)
@@ -102,10 +117,13 @@ class Picks:
         names = None if block in self._whole else self._names(block, module)
         index = named_index_of(module, own, args, kwargs)
         if names is None or index is None or not self._goes_by_slices(block, ()):
-            return self._call(site, own, args, kwargs)
+            return self._with_all(site, own, args, kwargs)
         with without_overrides():
             used = torch.unique(index.detach().to("cpu", torch.int64)).tolist()
-            asked = Asked(self._executor.slices, block, used)
+        if self._trained.trains(block) and self._trained.comes_whole(block, len(used)):
+            return self._with_all(site, own, args, kwargs)
+        with without_overrides():
+            asked = Asked(self._executor.slices, block, used, self._trained)
             stand_ins = [ByNumber.of(asked, place, slot) for place, slot in enumerate(block.slots)]
         try:
             with standing_in(self._executor.slices, module, names, stand_ins):
@@ -133,22 +151,14 @@ class Picks:
         return None if None in found else [name for name in found if name is not None]
 
     def _goes_by_slices(self, block: Block, routing: Sequence[torch.Tensor]) -> bool:
-        with_gradients = torch.is_grad_enabled() or self._executor.gradients_follow
-        trained = with_gradients and any(_is_trained(slot) for slot in block.slots)
         return (
-            block.presence is Presence.ABSENT
-            and not trained
+            (block.presence is Presence.ABSENT or self._trained.trains(block))
             and all(type(one) in (torch.Tensor, nn.Parameter) for one in routing)
             and all(one.device == self._device for one in routing)
             and self._lending.computes
             and overrides_are_on()  # by which stand-ins notice how they are used
             and not in_transform()
         )
-
-
-def _is_trained(slot: Slot) -> bool:
-    with without_overrides():
-        return slot.home.requires_grad
 
 
 class _Routing(NamedTuple):
@@ -164,13 +174,21 @@ class _Pick:
     """One call."""
 
     def __init__(
-        self, slices: Slices, block: Block, module: nn.Module, names: Sequence[str], device: torch.device
+        self,
+        slices: Slices,
+        block: Block,
+        module: nn.Module,
+        names: Sequence[str],
+        device: torch.device,
+        trained: Trained,
     ) -> None:
         self._slices = slices
         self._block = block
         self._module = module
         self._names = names
         self._device = device
+        self._trained = trained
+        self._trains = trained.trains(block)
         self.failed = False  # nor will others go by slices
 
     def compute(
@@ -187,6 +205,9 @@ class _Pick:
             used, where = torch.unique(index.detach().to("cpu", torch.int64), return_inverse=True)
             if experts is None or not 0 <= int(used[0]) <= int(used[-1]) < experts.count:
                 return None
+        if self._trains and self._trained.comes_whole(self._block, len(used)):
+            return None
+        with without_overrides():
             bank = self._slices.bank_of(self._block)
         routing = _Routing(hidden, weights, where, index.dtype)
         if taking is not Taking.ONE_BY_ONE and len(used) <= bank.slots:
@@ -194,7 +215,7 @@ class _Pick:
         if taking is Taking.GROUPED:
             return self._in_rounds(own, bank, routing, used)
         with without_overrides():
-            loop = _Loop(self._slices, self._block, bank, used.tolist())
+            loop = _Loop(self._slices, self._block, bank, used.tolist(), self._trained)
             stand_ins = [_OneByOne.of(loop, number, slot, len(used)) for number, slot in enumerate(self._block.slots)]
         try:
             with standing_in(self._slices, self._module, self._names, stand_ins, len(used)):
@@ -207,15 +228,22 @@ class _Pick:
         """They are counted by the slots that they are in: no result depends on which number an expert has."""
         with without_overrides():
             # Gradients of tokens are added up in the order in which these are grouped by expert.
-            in_order = torch.is_grad_enabled() and taking_of(self._module) is Taking.GROUPED
-            bring = self._slices.bring_in_order if in_order else self._slices.bring
-            slots = bring(self._block, bank, used.tolist())
+            in_order = self._trains or (torch.is_grad_enabled() and taking_of(self._module) is Taking.GROUPED)
+            # A gradient is as large as what it is of.
+            count = 0 if self._block.experts is None else self._block.experts.count
+            span = min(count, bank.slots) if self._trains else bank.slots
+            if in_order:
+                slots = self._slices.bring_in_order(self._block, bank, used.tolist(), span)
+            else:
+                slots = self._slices.bring(self._block, bank, used.tolist())
             for slot in slots:
                 self._slices.arrive(bank, slot)
-            stand_ins = self._slices.views(self._block, bank, 0, bank.slots)
+            stand_ins = self._slices.views(self._block, bank, 0, span)
             bank.called = self._block, tuple(slots)
+        for place, own_slot in enumerate(self._block.slots):
+            stand_ins[place] = self._trained.bank(self._block, own_slot, used.tolist(), slots, stand_ins[place])
         numbers = torch.tensor(slots, device="cpu")[routing.where].to(self._device, routing.dtype)
-        with standing_in(self._slices, self._module, self._names, stand_ins, bank.slots):
+        with standing_in(self._slices, self._module, self._names, stand_ins, span):
             return own(routing.hidden, numbers, routing.weights)
 
     def _in_rounds(self, own: Callable[..., Any], bank: Bank, routing: _Routing, used: torch.Tensor) -> Any:
@@ -252,19 +280,29 @@ class _Loop:
     A turn is half of the slots, so that the next one comes while the module computes with one; `used`: all in order.
     """
 
-    def __init__(self, slices: Slices, block: Block, bank: Bank, used: list[int]) -> None:
+    def __init__(self, slices: Slices, block: Block, bank: Bank, used: list[int], trained: Trained) -> None:
         self._slices = slices
         self._block = block
         self._bank = bank
         self._used = used
+        self._trained = trained
         self._turn_experts = len(used) if len(used) <= bank.slots else max(1, bank.slots // 2)
         self._slots: dict[int, list[int]] = {}  # of each turn that is there
         self._turn = -1
         self._gathered: list[torch.Tensor] = []  # by place
         self._begin(0)
 
-    def take(self, place: int, number: int) -> torch.Tensor:
-        """The weights of one of those that are used, of the parameter at that place of the block."""
+    def one(self, place: int, number: int) -> torch.Tensor:
+        """The weights of one of those that are used, of the parameter at that place of the block; maybe trained."""
+        slot = self._block.slots[place]
+        return self._trained.one(self._block, slot, self._used[number], lambda: self._take(place, number))
+
+    def several(self, place: int, numbers: torch.Tensor) -> torch.Tensor:
+        """A copy of those of each of these."""
+        slot = self._block.slots[place]
+        return self._trained.several(self._block, slot, self._used, numbers, lambda: self._gather(place, numbers))
+
+    def _take(self, place: int, number: int) -> torch.Tensor:
         turn, at = divmod(number, self._turn_experts)
         if turn == self._turn + 1:
             self._begin(turn)
@@ -274,8 +312,8 @@ class _Loop:
         self._slices.arrive(self._bank, slot)
         return self._slices.view(self._block, self._bank, slot, place)
 
-    def gather(self, place: int, numbers: torch.Tensor) -> torch.Tensor:
-        """The weights of several, a copy for each. Those of all parameters are made when the first is asked for: they
+    def _gather(self, place: int, numbers: torch.Tensor) -> torch.Tensor:
+        """Those of all parameters are made when the first is asked for: they
         have the same experts.
         """
         if not self._gathered:
@@ -283,7 +321,7 @@ class _Loop:
             with torch.no_grad():
                 for number in range(len(self._used)):
                     here = (wanted == number).nonzero().squeeze(1).to(numbers.device)
-                    weights = [self.take(at, number) for at in range(len(self._block.slots))]
+                    weights = [self._take(at, number) for at in range(len(self._block.slots))]
                     if not self._gathered:
                         self._gathered = [weight.new_empty(len(wanted), *weight.shape) for weight in weights]
                     for gathered, weight in zip(self._gathered, weights, strict=True):
@@ -333,9 +371,9 @@ class _OneByOne(torch.Tensor):
         name = getattr(func, "__name__", "")
         with without_overrides():
             if name == "__getitem__" and _is_one(args[1]):
-                return args[0].loop.take(args[0].place, int(args[1]))
+                return args[0].loop.one(args[0].place, int(args[1]))
             if name == "__getitem__" and _is_several(args[1]):
-                return args[0].loop.gather(args[0].place, args[1])
+                return args[0].loop.several(args[0].place, args[1])
             if name in _ASKS or (name == "__get__" and getattr(func.__self__, "__name__", "") in _ASKS):
                 return func(*args, **(kwargs or {}))
         raise _NeedsAllError

@@ -25,6 +25,7 @@ from millrace.runtime.process_wide import ProcessWide
 from millrace.runtime.tensors import containers_in, map_tensors
 from millrace.weights.model.home import Home, Leaf
 from millrace.weights.passes.backward import WATCHED
+from millrace.weights.passes.parts import TakenPart
 from millrace.weights.passes.stray import computes
 
 __all__ = ["CannotCutError", "Stretches", "in_one_backward"]
@@ -120,7 +121,7 @@ def _watch_functions() -> Callable[[], None]:
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         stretches = getattr(_watched, "stretches", None)
-        if stretches is not None and not stretches.in_visit:
+        if stretches is not None and not stretches.in_visit and not issubclass(cls, TakenPart):
             if torch.is_grad_enabled():
                 stretches.function += 1
             if cls is CheckpointFunction and torch.is_grad_enabled():

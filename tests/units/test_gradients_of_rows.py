@@ -1,0 +1,71 @@
+"""Do gradients of some rows add up as whole ones do that are zero elsewhere, to the sign of every zero?"""
+
+import itertools
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from millrace.memory.disk import Request
+from millrace.memory.ledger import Ledger
+from millrace.weights.movement.gradient_memory import Additions, Staging
+from millrace.weights.movement.staged import Rest, Staged, add_up, rest_of, sum_of_rows
+from tests.matrix.compare import same
+
+ROWS, WIDTH = 5, 3
+VALUES = torch.tensor([-0.0, 0.0, 1.5, -1.5])
+
+
+def gradient_of(rows: list[int], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.tensor(rows), VALUES[torch.randint(len(VALUES), (len(rows), WIDTH, 2), generator=generator)]
+
+
+def whole(rows: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.new_zeros(ROWS, *gradient.shape[1:]).index_copy_(0, rows, gradient)
+
+
+PARTS = [[[1, 3]], [[1], [3], [0]], [[0, 1], [1, 2]], [[2, 4], [2, 4]], [[1], [1, 2], [0, 1]]]
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("rows", PARTS)
+def test_parts_of_one_backward(rows: list[list[int]], seed: int) -> None:
+    parts = [gradient_of(own, 10 * seed + number) for number, own in enumerate(rows)]
+    wanted = whole(*parts[0])
+    for part in parts[1:]:
+        wanted = wanted + whole(*part)
+    own_rows, pieces = sum_of_rows([(own, gradient.clone()) for own, gradient in parts])
+    found = own_rows, torch.cat(pieces)
+    named = set(itertools.chain(*rows))
+    assert sorted(found[0].tolist()) == sorted(named)
+    assert same(whole(*found), wanted)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("rows", PARTS)
+def test_backwards_one_after_the_other(rows: list[list[int]], seed: int) -> None:
+    parts = [gradient_of(own, 10 * seed + number) for number, own in enumerate(rows)]
+    wanted = whole(*parts[0])
+    target = torch.full_like(wanted, 7)
+    for number, (own, gradient) in enumerate(parts):
+        if number:
+            wanted.add_(whole(own, gradient))
+        staged: list[Staged | Rest] = [*rest_of(target, own, None, adds=number > 0, large=True)]
+        staged.append(Staged(gradient, gradient, target, number > 0, None, own))
+        add_up(staged, [])
+        assert same(target, wanted)
+
+
+def test_zeros_that_need_no_staging_memory_are_waited_for() -> None:
+    staging = Staging(torch.device("cpu"), Ledger(), None)
+    jobs: list[Future[list[Request]]] = [Future() for _ in range(3)]
+    for job in jobs:
+        staging.turn(Additions(job))
+    assert len(staging.under_way()) == len(jobs)
+    for job in jobs[1:]:
+        job.set_result([])
+    jobs[0].set_exception(OSError("lost"))
+    with pytest.raises(OSError, match="lost"):
+        staging.wait()
+    staging.wait()
