@@ -97,6 +97,10 @@ def test_what_does_not_travel_alone() -> None:
         assert decoding.decoding is not None
         assert decoding.decoding.cut is None
         assert "experts" not in {held.purpose for held in decoding.tiers.held}
+    roomy = planned("qwen3-30b-a3b", device_memory=100 * GB, method="stream-weights").decoding
+    assert roomy is not None
+    assert roomy.cut is None
+    assert roomy.whole.onload_bytes == 0
     full = millrace.plan(CONFIGS["qwen3-30b-a3b"], hardware="4090")
     assert full.decoding is None
     assert "experts" not in {held.purpose for held in full.tiers.held}
