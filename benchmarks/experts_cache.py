@@ -13,7 +13,16 @@ experts that was there:
 - ours: what `millrace.planning.Keeping` says: lfu 64, within the layer's share of the room.
 - belady: the one that is used farthest in the future goes. No rule loads less.
 
-The second trace has no learning in it: for each layer a Zipf law of its own over experts, as flat or steep as
+A second table is of two tiers: beside a disk, host memory has room for so many experts as well. Reads from disk for
+each token, where the device keeps what `ours` says, and the host
+
+- layers: whole layers, as many as have room, spread evenly: what millrace does.
+- fixed: the experts that were used most in the first half of the trace and are not the device's own share of them.
+- passed: what passes through on its way to the device, by the same rule as the device's.
+- given up: what the device gives up, by the same rule, and nothing that the device has; it crosses the link back.
+- belady: one room as large as both, with the best rule: nothing reads less.
+
+The other traces have no learning in it: for each layer a Zipf law of its own over experts, as flat or steep as
 published counts are, where a part of a token's experts are those of the token before.
 """
 
@@ -197,6 +206,62 @@ def belady(trace: Trace, room: int) -> int:
     return walked(trace, room, victim, lambda _key, _call: None)
 
 
+def two_tiers(trace: Trace, room: int, host_room: int, host: str) -> int:
+    """Reads from disk, with a host tier of that kind."""
+    keeping, below = Keeping(room, LAYERS), Keeping(host_room, LAYERS)
+    stay: set[Key] = set()
+    if host == "layers":
+        layers = round(host_room / EXPERTS)
+        stay = {(round(i * LAYERS / layers), one) for i in range(layers) for one in range(EXPERTS)}
+    elif host == "fixed":
+        counts = Counter(key for wanted in trace[: len(trace) // 2] for key in wanted)
+        stay = {key for key, _ in counts.most_common(room // 2 + host_room)[room // 2 :]}
+    held: set[Key] = set()
+    kept: set[Key] = set(stay)
+    reads = 0
+
+    def keep(key: Key, wanted: list[Key]) -> None:
+        if host in ("layers", "fixed") or key in kept:
+            return
+        if len(kept) >= host_room:
+            kept.discard(below.victim(key[0], kept, wanted if host == "passed" else ()))
+        kept.add(key)
+
+    for wanted in trace:
+        for key in wanted:
+            if key in held:
+                continue
+            reads += key not in kept
+            if host == "given up":
+                kept.discard(key)
+            else:
+                keep(key, wanted)
+            if len(held) >= room:
+                gone = keeping.victim(key[0], held, wanted)
+                held.discard(gone)
+                if host == "given up":
+                    keep(gone, wanted)
+            held.add(key)
+        experts = [expert for _, expert in wanted]
+        keeping.used(wanted[0][0], experts)
+        below.used(wanted[0][0], experts)
+    return reads
+
+
+HOSTS = ("layers", "fixed", "passed", "given up")
+ROOMS = ((0.05, 0.25), (0.05, 0.5), (0.125, 0.25), (0.125, 0.5), (0.25, 0.25), (0.25, 0.5))
+
+
+def shown_two_tiers(trace: Trace) -> None:
+    tokens = len(trace) // LAYERS
+    print(f"\n{'device, host':>14}" + "".join(f"{host:>12}" for host in (*HOSTS, "belady")))
+    for shares in ROOMS:
+        room, host_room = (max(ROUTED, int(LAYERS * EXPERTS * share)) for share in shares)
+        reads = [two_tiers(trace, room, host_room, host) for host in HOSTS]
+        cells = [f"{one / tokens:12.1f}" for one in (*reads, belady(trace, room + host_room))]
+        print(f"{room:6} and {host_room:3} " + "".join(cells), flush=True)
+
+
 RULES: dict[str, Callable[[Trace, int], int]] = {
     "lru": lru,
     "lru by layer": lru_by_layer,
@@ -218,6 +283,7 @@ def shown(name: str, trace: Trace, shares: Iterable[float]) -> None:
         loads = [rule(trace, room) for rule in RULES.values()]
         cells = [f"{one / tokens:8.1f} ({1 - one / wanted:5.1%})" for one in loads]
         print(f"{room:6} ({share:4.0%}) " + "".join(f"{cell:>18}" for cell in cells), flush=True)
+    shown_two_tiers(trace)
 
 
 def main() -> None:

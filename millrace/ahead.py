@@ -195,6 +195,7 @@ def plan(
     expert_parallel: int = 1,
     method: str | None = None,
     optimizer_fraction: float | None = None,
+    expert_hit_rate: float | None = None,
 ) -> RunPlan:
     """What a run of `model` will hold in each tier, how long a step will take and why, before anything is allocated.
 
@@ -222,6 +223,9 @@ def plan(
       weights, 4.5 for NF4. `overlap` and `state_dtype`: those of `millrace.optim.AdamW`: "none", "forward" or
       "backward"; torch.float32, torch.bfloat16 or "8bit".
 
+    - `expert_hit_rate`: of the experts that decoding wants, the share that is on the device, 0 to 1, as a run's stats
+      have it (1 - `expert_loads` / `expert_uses`). `RunPlan.decoding` has a rate for it, and others beside.
+
     Raises ValueError for settings that make no sense, and HardwareNotFound for a machine that is not known. A model
     that does not fit is not an error: see `RunPlan.fits`.
     """
@@ -247,6 +251,8 @@ def plan(
     shape = shape_of(model, work, adapter_rank, weight_bits)
     if tensor < 1 or pipeline < 1:
         raise ValueError(f"tensor={tensor}, pipeline={pipeline}; give at least 1 of each")
+    if expert_hit_rate is not None and not 0 <= expert_hit_rate <= 1:
+        raise ValueError(f"expert_hit_rate={expert_hit_rate}; give the share of experts that is there, from 0 to 1")
     count = all_devices(machine, devices, nodes, tensor * pipeline)
     spread = Spread(
         data=count // (tensor * pipeline),
@@ -273,6 +279,7 @@ def plan(
         overlap=_one_of(Overlap, overlap, "overlap"),
         disk=disk is not False,
         wanted=wanted(method, optimizer_fraction),
+        expert_hit_rate=expert_hit_rate,
     )
 
 

@@ -73,6 +73,7 @@ def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
         ("expert-parallel", int, 1, "replicas that share the experts of a layer (default: 1)"),
         ("drives", int, 1, "how many of --drive (default: 1)"),
         ("optimizer-fraction", float, None, "the host's share of the optimizer's state and update, 0 to 1"),
+        ("expert-hit-rate", float, None, "of the experts that decoding wants, the share on the device, 0 to 1"),
         ("adapter-rank", int, None, "rank of LoRA adapters (default: 16)"),
         ("weight-bits", float, None, "bits of a stored weight of the layers, such as 4.5"),
     ):
@@ -134,6 +135,7 @@ def _planned(model: Any, hardware: str | None, arguments: argparse.Namespace) ->
             expert_parallel=arguments.expert_parallel,
             method=arguments.method,
             optimizer_fraction=arguments.optimizer_fraction,
+            expert_hit_rate=arguments.expert_hit_rate,
             drive=arguments.drive,
             drives=arguments.drives,
             link_bytes_per_second=_scaled(arguments.link_gbps, 1e9),

@@ -18,7 +18,7 @@ class Visit:
     """One use of blocks on the device: all of `blocks` must be present while it computes for `compute_seconds`.
 
     `other_load_seconds`: how long the onload lane is taken, from then on, by what else is sent for during the visit
-    (activations); these copies come behind the visit's own loads.
+    (activations, experts that come one by one); these copies come behind the visit's own loads.
     """
 
     blocks: tuple[int, ...]

@@ -8,10 +8,19 @@ __all__ = ["LaneUse", "LinkSpeed"]
 
 @dataclass
 class LaneUse:
-    """Bytes that were ever submitted to the onload lane of one model, by what they are."""
+    """Bytes that were ever submitted to the onload lane of one model, by what they are.
+
+    `experts_bytes`: of `weights_bytes`, those of experts that came one by one, within visits.
+    """
 
     weights_bytes: int = 0
+    experts_bytes: int = 0
     activations_bytes: int = 0
+
+    @property
+    def unplanned_bytes(self) -> int:
+        """All but those of blocks."""
+        return self.activations_bytes + self.experts_bytes
 
 
 class LinkSpeed:

@@ -25,7 +25,7 @@ class VisitRecord:
     name: str
     asked: Tick  # compute had done what came before
     began: Tick  # and the blocks had arrived
-    other_bytes: int = 0  # what had been sent for besides weights since the beginning
+    other_bytes: int = 0  # what had been sent for besides blocks since the beginning
     sample: Sample | None = None  # what was held when the host was here
 
 
@@ -108,6 +108,7 @@ class Meter:
     def expert_onloaded(self, nbytes: int) -> None:
         """As `onloaded`, of one expert."""
         self.onloaded(nbytes)
+        self.lane_use.experts_bytes += nbytes
         self.expert_bytes += nbytes
         self.expert_loads += 1
 

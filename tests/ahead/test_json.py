@@ -10,7 +10,7 @@ import pytest
 import millrace
 from millrace.cli.main import main
 from millrace.planning.cost import MACHINES
-from tests.cost.conftest import LLAMA_8B, LLAMA_70B
+from tests.cost.conftest import LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B
 
 PAGE = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
 NO_RUN = {
@@ -106,7 +106,7 @@ def test_a_plan_that_does_not_fit_has_the_same_keys(tmp_path: Path, capsys: pyte
     for plan in (one, other):
         check(plan, {"update"} if plan["method"]["weights"] == "device" else {"onload", "update"})
     assert not one["fits"]
-    assert {key for key, value in one.items() if value is None} == {*NO_RUN, "moved_bytes", "wear_steps"}
+    assert {key for key, value in one.items() if value is None} == {*NO_RUN, "moved_bytes", "wear_steps", "decoding"}
     assert one["fixes"]
     assert all(isinstance(fix, str) for fix in one["fixes"])
 
@@ -119,3 +119,15 @@ def test_state_in_8_bits_is_a_fraction_of_a_byte_more() -> None:
 def test_a_machine_has_the_documented_keys() -> None:
     for machine in MACHINES.values():
         check_machine(strict(machine.to_json()))
+
+
+def test_decoding_with_experts_has_the_documented_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+    arguments = ["--training", "inference", "--hardware", "4090", "--expert-hit-rate", "0.8"]
+    assert main(["plan", str(tmp_path), "--json", *arguments]) == 0
+    plan = strict(capsys.readouterr().out)
+    check(plan, {"onload"})
+    decoding = plan["decoding"]
+    rates = [decoding["whole"], decoding["even"], decoding["given"], *decoding["rates"]]
+    assert all({*decoding["experts"], *rate} == documented(-1) for rate in rates)
+    assert decoding["given"]["hit_rate"] == 0.8

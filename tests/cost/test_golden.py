@@ -1,6 +1,10 @@
-"""Did a plan change? Ten models on three machines, as text; `pytest tests/cost --update-golden` writes them anew."""
+"""Did a plan change? Ten models on three machines, and mixtures of experts on two, as text.
+
+`pytest tests/cost --update-golden` writes them anew.
+"""
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +32,25 @@ MACHINES: dict[str, dict[str, Any]] = {
     "h100": {},
     "8xh200": {"devices": 8, "zero_stage": 3},
 }
+INFERENCE = {"training": "inference"}
+MIXTURES: dict[str, dict[str, Any]] = {  # by file of configs/, and what for
+    "gpt-oss-120b": INFERENCE,
+    "qwen3-30b-a3b": INFERENCE | {"batch_size": 4, "expert_hit_rate": 0.85},
+    "qwen3-235b-a22b": INFERENCE,
+    "deepseek-v3": INFERENCE,
+    "mixtral-8x7b": INFERENCE,
+}
+ONE_BY_ONE = {
+    f"{name}-{how}": (json.loads((Path(__file__).parent / "configs" / f"{name}.json").read_text()), settings)
+    for name, inference in MIXTURES.items()
+    for how, settings in (("inference", inference), ("lora", {"training": "adapter", "batch_size": 4}))
+}
+CASES = [*itertools.product(MODELS, MACHINES), *itertools.product(ONE_BY_ONE, ("4090", "h100"))]
 
 
-@pytest.mark.parametrize(("model", "machine"), list(itertools.product(MODELS, MACHINES)))
+@pytest.mark.parametrize(("model", "machine"), CASES)
 def test_the_plan_is_the_golden_one(model: str, machine: str, request: pytest.FixtureRequest) -> None:
-    config, settings = MODELS[model]
+    config, settings = (MODELS | ONE_BY_ONE)[model]
     text = millrace.plan(config, hardware=machine, **settings, **MACHINES[machine]).to_text()
     path = GOLDEN / f"{model}-on-{machine}.txt"
     if request.config.getoption("--update-golden"):

@@ -9,7 +9,7 @@ from typing import Any
 
 from millrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 
-__all__ = ["active_expert_share", "is_counted", "read_config", "shape_of_config", "stored_bits"]
+__all__ = ["experts_of_config", "is_counted", "read_config", "shape_of_config", "stored_bits"]
 
 _NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "n_embed", "dim"),
@@ -59,11 +59,11 @@ def is_counted(config: Mapping[str, Any]) -> bool:
     return str(config.get("model_type", "")) in _COUNTED
 
 
-def active_expert_share(config: Mapping[str, Any]) -> float:
-    """The share of the experts that a token meets; 1 without experts."""
+def experts_of_config(config: Mapping[str, Any]) -> tuple[int, int]:
+    """How many experts a layer has, and how many of them a token goes to; 1 and 1 without experts."""
     numbers = _Numbers(config.get("text_config") or config)
     experts = numbers.find("experts") or 0
-    return min(1.0, (numbers.find("active_experts") or 1) / experts) if experts > 1 else 1.0
+    return (experts, min(experts, numbers.find("active_experts") or 1)) if experts > 1 else (1, 1)
 
 
 def read_config(source: str | Path | Mapping[str, Any] | Any) -> Mapping[str, Any]:
@@ -183,7 +183,7 @@ class _Numbers:
 
 def _layer(numbers: _Numbers, index: int, bits: float) -> BlockShape:
     hidden = numbers.need("hidden_size")
-    attention, width, adapters, context = _attention(numbers)
+    attention, width, adapters, context, cached = _attention(numbers)
     experts = numbers.find("experts") or 0
     dense_first = numbers.find("first_k_dense_replace") or 0
     every = numbers.find("decoder_sparse_step") or 1
@@ -203,13 +203,15 @@ def _layer(numbers: _Numbers, index: int, bits: float) -> BlockShape:
         input_elements=hidden,
         adapter_sizes=adapters + (_dense_adapters(numbers) if not sparse else 0),
         last_parameters=0 if sparse else hidden * active_width,
-        expert_parameters=experts * 3 * hidden * _expert_width(numbers) if sparse else 0,
+        expert_parameters=experts * _expert_parameters(numbers) if sparse else 0,
         experts_per_token=(numbers.find("active_experts") or 1) if sparse else 1,
+        experts=experts if sparse else 0,
+        cache_elements=cached,
     )
 
 
-def _attention(numbers: _Numbers) -> tuple[int, int, int, float]:
-    """Parameters, saved elements per token, adapter sizes, and operations per token and position."""
+def _attention(numbers: _Numbers) -> tuple[int, int, int, float, int]:
+    """Parameters, saved elements per token, adapter sizes, operations per token and position, keys and values."""
     hidden, heads, kind = numbers.need("hidden_size"), numbers.need("heads"), numbers.kind
     latent = numbers.find("kv_lora_rank")
     if latent:
@@ -230,11 +232,13 @@ def _attention(numbers: _Numbers) -> tuple[int, int, int, float]:
         parameters += 2 * size
     elif kind in _WIDE_NORMS:
         parameters += queries + keys
+    if kind == "gpt_oss":
+        parameters += (0 if "attention_bias" in numbers.config else queries + 2 * keys + hidden) + heads  # sinks
     adapters = 4 * hidden + 2 * queries + 2 * keys
-    return parameters, 2 * queries + 2 * keys, adapters, 4.0 * queries
+    return parameters, 2 * queries + 2 * keys, adapters, 4.0 * queries, 2 * keys
 
 
-def _latent_attention(numbers: _Numbers, hidden: int, heads: int, latent: int) -> tuple[int, int, int, float]:
+def _latent_attention(numbers: _Numbers, hidden: int, heads: int, latent: int) -> tuple[int, int, int, float, int]:
     rope = numbers.find("qk_rope_head_dim") or 0
     plain = numbers.find("qk_nope_head_dim") or 0
     value = numbers.find("v_head_dim") or plain
@@ -243,7 +247,8 @@ def _latent_attention(numbers: _Numbers, hidden: int, heads: int, latent: int) -
     parameters = hidden * (latent + rope) + latent + latent * heads * (plain + value) + heads * value * hidden
     parameters += hidden * low + low + low * queries if low else hidden * queries
     adapters = 2 * hidden + queries + latent + rope + heads * (plain + 2 * value) + latent + hidden
-    return parameters, 2 * queries + heads * (plain + 2 * value), adapters, 2.0 * (queries + heads * value)
+    saved = 2 * queries + heads * (plain + 2 * value)
+    return parameters, saved, adapters, 2.0 * (queries + heads * value), queries + heads * value
 
 
 def _gated(numbers: _Numbers) -> bool:
@@ -276,9 +281,17 @@ def _experts(numbers: _Numbers, experts: int) -> tuple[int, int, int]:
     router = hidden * experts
     if numbers.kind == "qwen2_moe":
         router += hidden  # the gate of the shared expert
-    one = 3 * hidden * wide
+    if numbers.kind == "gpt_oss":
+        router += experts
+    one = _expert_parameters(numbers)
     always = router + 3 * hidden * shared
     return experts * one + always, active * one + always, active * wide + shared
+
+
+def _expert_parameters(numbers: _Numbers) -> int:
+    """Of one expert."""
+    hidden, wide = numbers.need("hidden_size"), _expert_width(numbers)
+    return 3 * hidden * wide + (hidden + 2 * wide if numbers.kind == "gpt_oss" else 0)
 
 
 def _expert_width(numbers: _Numbers) -> int:

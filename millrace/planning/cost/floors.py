@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from millrace.planning.cost.collectives import changes, collective_seconds, reduce_seconds, summed_share
+from millrace.planning.cost.experts import cut_of, pass_loads
 from millrace.planning.cost.formulas import tokens_to_hide
 from millrace.planning.cost.hardware import OVER_LINK, Hardware
 from millrace.planning.cost.shape import ModelShape
@@ -59,7 +60,13 @@ def floors_of(
         spread.range_of(1.0, experts) if shares else 1.0 for experts in (shape.expert_share, shape.trained_experts)
     )
     changed = changes(work, method)
-    if method.streamed:
+    cut = cut_of(shape, work, spread, method, streaming_bytes)
+    if cut is not None:
+        loaded = sum(one.nbytes for one in pass_loads(shape, work, method, hardware, cut))
+        loaded = passes * work.micro_batches * (loaded + cut.other_bytes - cut.other_room_bytes)
+        onload = loaded / hardware.onload_bytes_per_second
+        fetch += loaded if method.weights is Place.DISK else 0.0
+    elif method.streamed:
         missing = spread.divided(max(0.0, shape.weight_bytes - streaming_bytes), 3, shape.expert_share)
         loaded = passes * missing * work.micro_batches
         if changed:

@@ -14,6 +14,7 @@ from millrace.planning.cost.collectives import (
     summed_share,
     visit_seconds,
 )
+from millrace.planning.cost.experts import cut_of, others_of, pass_loads
 from millrace.planning.cost.floors import Floors, device_update_seconds, floors_of
 from millrace.planning.cost.hardware import OVER_LINK, Hardware
 from millrace.planning.cost.lanes import CostLane
@@ -61,7 +62,7 @@ class Run:
 
     @property
     def resident_fraction(self) -> float:
-        """Of the weights' bytes, what stays on the device."""
+        """Of the weights' bytes, but for those of experts that come one by one, what stays on the device."""
         problem = self.visits.problem
         return sum(problem.block_bytes[b] for b in self.visits.kept) / max(1, sum(problem.block_bytes))
 
@@ -97,19 +98,25 @@ def run_of(
     talking = visit_seconds(shape, work, spread, method, hardware)
     leaving = leaving_layers(shape, work, method)
     crossings = [crossing_of(block, work, spread, method, hardware) for block in shape.blocks]
+    cut = cut_of(shape, work, spread, method, tiers.streaming_bytes)
+    visiting = shape.blocks if cut is None else tuple(map(others_of, shape.blocks))
+    experts = pass_loads(shape, work, method, share, cut)
     traffic = []
-    for index, (block, crossing) in enumerate(zip(shape.blocks, crossings, strict=True)):
+    for index, (block, crossing) in enumerate(zip(visiting, crossings, strict=True)):
         own = replace(
             _traffic(block, work, spread, method, leaves=index in leaving),
             load_bytes=round(method.crossing_share * spread.divided(block.weight_bytes, 3, block.expert_share)),
             gather_seconds=gather_seconds(block, spread, hardware),
             reduce_seconds=reduce_seconds(block, work, spread, hardware),
             pass_on_seconds=pass_on_seconds(block, work, spread, hardware),
+            experts=experts[index],
         )
         traffic.append(own if crossing is None else _shared(own, block, work, spread, method, hardware, crossing))
     loads = [_load_seconds(own, share) for own in traffic]
+    sizes = tuple(block.weight_bytes for block in visiting)
+    room = tiers.streaming_bytes if cut is None else cut.other_room_bytes
     for batches in sorted({1, count}):
-        plan = make_plan(_problem(shape, work, method, share, tiers.streaming_bytes, batches, talking, loads))
+        plan = make_plan(_problem(shape, sizes, work, method, share, room, batches, talking, loads))
         step = forecast_step(
             plan,
             traffic,
@@ -167,6 +174,7 @@ def _share_of(hardware: Hardware) -> Hardware:
 
 def _problem(
     shape: ModelShape,
+    sizes: tuple[int, ...],
     work: Work,
     method: Method,
     share: Hardware,
@@ -175,9 +183,11 @@ def _problem(
     talking: tuple[list[float], list[float]],
     loads: list[float],
 ) -> Problem:
-    """The visits of one step of `batches` micro-batches, and what the planner may hold of the blocks."""
+    """The visits of one step of `batches` micro-batches, and what the planner may hold of the blocks.
+
+    `sizes`: bytes of the blocks, without experts that come one by one.
+    """
     blocks = shape.blocks
-    sizes = tuple(block.weight_bytes for block in blocks)
     forward, backward = [], []
     for index, block in enumerate(blocks):
         ahead, back = block_seconds(block, work, share)

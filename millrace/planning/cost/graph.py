@@ -70,12 +70,17 @@ class StepGraph:
                 gone = -1 if block in problem.residents else self.arrival.pop(block, -1)
                 if gone >= 0:
                     waits.append(gone)
-            for block in (*visit.blocks, *plan_step.loads):
+            for block in visit.blocks:
+                if block not in self.arrival:
+                    self._load(block)
+            experts = [task for block in visit.blocks for task in self._experts(block)]
+            for block in plan_step.loads:
                 if block not in self.arrival:
                     self._load(block)
             if visit.phase is Phase.BACKWARD:
                 self._bring_back(index, kept, back)
             waits += [self.arrival[block] for block in visit.blocks if self.arrival[block] >= 0]
+            waits += experts
             waits += [back[block] for block in visit.blocks if block in back and visit.phase is Phase.BACKWARD]
             if len(self.leaving) >= _GRADIENT_BLOCKS and visit.phase is Phase.BACKWARD:
                 waits.append(self.leaving[-_GRADIENT_BLOCKS])
@@ -295,6 +300,24 @@ class StepGraph:
         self.arrival[block] = loaded if gathered < 0 else gathered
         if own.fetch_bytes:
             self.fetched.append(self.arrival[block])
+
+    def _experts(self, block: int) -> list[int]:
+        """Experts that a visit wants come once its router has computed: here as if that took no time."""
+        own = self.traffic[block].experts
+        if not own.seconds:
+            return []
+        nbytes = round(own.nbytes)
+        waits = self._now()
+        if self.arrival[block] >= 0:
+            waits.append(self.arrival[block])
+        name = f"experts {block}"
+        tasks = []
+        if own.disk_seconds:
+            tasks.append(self._add(CostLane.FETCH, name, own.disk_seconds, waits, nbytes=nbytes, block=block))
+        tasks.append(
+            self._add(CostLane.ONLOAD, name, own.link_seconds, waits, dram_bytes=nbytes, nbytes=nbytes, block=block)
+        )
+        return tasks
 
     def _now(self) -> list[int]:
         """What the host has given to compute so far: loads issued now start behind it."""

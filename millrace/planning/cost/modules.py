@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from millrace.planning.cost.configs import active_expert_share, read_config, shape_of_config
+from millrace.planning.cost.configs import experts_of_config, read_config, shape_of_config
 from millrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 
 __all__ = ["is_module", "shape_of_module"]
@@ -38,16 +38,16 @@ def shape_of_module(model: Module) -> ModelShape:
     """
     config = getattr(model, "config", None)
     told = read_config(config) if hasattr(config, "to_dict") else {}
-    experts_share = active_expert_share(told)
+    experts, routed = experts_of_config(told)
     counted: dict[str, list[_Counted]] = {}
     for name, parameter in model.named_parameters():
         found = _REPEATED.match(name)
         key = found[0] if found else "rest"
         size = tuple(int(length) for length in parameter.shape)
-        share = experts_share if _EXPERTS.search(name) else 1.0
+        share = routed / experts if _EXPERTS.search(name) else 1.0
         counted.setdefault(key, []).append((size, int(parameter.nbytes), bool(parameter.requires_grad), share))
     name = type(model).__name__
-    blocks = tuple(_block(key.rstrip("."), parameters) for key, parameters in counted.items())
+    blocks = tuple(_block(key.rstrip("."), parameters, experts, routed) for key, parameters in counted.items())
     shape = ModelShape(name=name, blocks=blocks)
     try:
         described = shape_of_config(told)
@@ -56,9 +56,11 @@ def shape_of_module(model: Module) -> ModelShape:
     return _guided(shape, described, is_packed=bool(told.get("quantization_config")))
 
 
-def _block(name: str, parameters: list[_Counted]) -> BlockShape:
+def _block(name: str, parameters: list[_Counted], experts: int, routed: int) -> BlockShape:
     total = sum(_count(size) for size, _, _, _ in parameters)
     matrices = [size for size, _, _, _ in parameters if len(size) >= 2]
+    own = [size for size, _, _, share in parameters if share < 1]
+    is_stacked = bool(own) and all(size[:1] == (experts,) for size in own)
     ends = [(_count(size[1:]), size[0]) for size in matrices]
     return BlockShape(
         name=name,
@@ -71,7 +73,9 @@ def _block(name: str, parameters: list[_Counted]) -> BlockShape:
         input_elements=ends[0][0] if ends else 0,
         adapter_sizes=sum(wide + high for wide, high in ends),
         last_parameters=_count(matrices[-1]) if matrices else 0,
-        expert_parameters=sum(_count(size) for size, _, _, share in parameters if share < 1),
+        expert_parameters=sum(map(_count, own)),
+        experts=experts if is_stacked else 0,
+        experts_per_token=routed if is_stacked else 1,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from millrace.planning.cost.choose import Help, Option, Shortfall, best_run, helps, options, orders, shortfall
+from millrace.planning.cost.decoding import Decoding, decoding_of
 from millrace.planning.cost.floors import Floors, hiding_tokens
 from millrace.planning.cost.forecast import Run
 from millrace.planning.cost.formulas import codec_cores, wear_steps
@@ -32,6 +33,7 @@ class RunPlan:
     - `options`: all methods that were considered, the simplest first; `helps`: what would speed it up most.
     - `orders`: how many micro-batches go through a block together (`handle.forward_backward(..., together=N)`) ->
       seconds of the step; only numbers that fit.
+    - `decoding`: of inference on one device, what a token takes once the prompt has been read; None for other runs.
     """
 
     model: ModelShape
@@ -44,6 +46,7 @@ class RunPlan:
     helps: tuple[Help, ...]
     orders: dict[int, float]
     shortfall: Shortfall | None
+    decoding: Decoding | None = None
 
     @property
     def fits(self) -> bool:
@@ -198,6 +201,7 @@ class RunPlan:
             "codec_cores": self.codec_cores,
             "helps": [dataclasses.asdict(help) for help in self.helps],
             "orders": {str(together): seconds for together, seconds in self.orders.items()},
+            "decoding": None if self.decoding is None else self.decoding.to_dict(),
             "options": [
                 {
                     "strategy": option.method.text(self.work.training),
@@ -219,10 +223,12 @@ def plan_run(
     overlap: Overlap = Overlap.NONE,
     disk: bool = True,
     wanted: Wanted | None = None,
+    expert_hit_rate: float | None = None,
 ) -> RunPlan:
     """The plan of `model` on `hardware`, by the fastest of all methods, or of those that are `wanted`.
 
-    Raises ValueError when the degrees do not go into the devices, layers or experts, or no method is as wanted.
+    `expert_hit_rate`: of the experts that decoding wants, the share that is there. Raises ValueError when the degrees
+    do not go into the devices, layers or experts, or no method is as wanted.
     """
     spread = spread or Spread()
     if spread.pipeline > model.layers:
@@ -235,6 +241,9 @@ def plan_run(
     part = model.divided(spread.tensor, spread.pipeline, spread.expert)
     considered = options(part, work, spread, hardware, overlap, disk, wanted)
     run = best_run(part, work, spread, hardware, considered)
+    decoding = None
+    if run is not None:
+        decoding = decoding_of(part, work, spread, run.method, hardware, run.tiers, expert_hit_rate)
     return RunPlan(
         model=model,
         part=part,
@@ -246,6 +255,7 @@ def plan_run(
         helps=() if run is None else tuple(helps(part, work, spread, hardware, run, overlap)),
         orders={} if run is None else orders(part, work, spread, hardware, run),
         shortfall=shortfall(hardware, work, spread, considered) if run is None else None,
+        decoding=decoding,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from millrace.planning.cost.choose import NOT_RUN
+from millrace.planning.cost.decoding import Decoding, DecodingRate
 from millrace.planning.cost.forecast import Run
 from millrace.planning.cost.formulas import WEIGHTS_RATIO
 from millrace.planning.cost.lanes import CostLane
@@ -37,6 +38,7 @@ def run_plan_text(plan: RunPlan) -> str:
         lines += ["", *_missing(plan)]
     else:
         lines += ["", *_lanes(plan.run), "", *_time_line(plan.run), "", *_closing(plan, plan.run)]
+        lines += [] if plan.decoding is None else ["", *_decoding(plan.decoding)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -184,7 +186,8 @@ def _time_line(run: Run) -> list[str]:
 def _closing(plan: RunPlan, run: Run) -> list[str]:
     lines = []
     if run.method.streamed:
-        lines.append(f"resident  {run.resident_fraction:.0%} of the weights stay on the device")
+        which = "other " if any(held.purpose == "experts" for held in run.tiers.held) else ""
+        lines.append(f"resident  {run.resident_fraction:.0%} of the {which}weights stay on the device")
     for stall in sorted(run.step.stalls, key=lambda stall: -stall.seconds)[:_SHOWN]:
         lines.append(
             f"stall     {seconds_text(stall.seconds)}: {stall.name} waits for {stall.waited_for} ({stall.lane.value})"
@@ -210,6 +213,44 @@ def _closing(plan: RunPlan, run: Run) -> list[str]:
     for help in plan.helps[:_SHOWN]:
         lines.append(f"helps     {help.change}: {help.gain:.2f} times the tokens/s")
     return lines
+
+
+def _decoding(decoding: Decoding) -> list[str]:
+    """A token of each sequence: what moves, and how fast."""
+    cut, cached = decoding.cut, ""
+    if decoding.cache_bytes:
+        cached = f", {size_text(decoding.cache_bytes)} of keys and values"
+    lines = [f"decoding  {decoding.sequences} x {decoding.context:,} tokens of context{cached}"]
+    if decoding.disk_share:
+        lines.append(f"on disk   {decoding.disk_share:.0%} of the weights; host memory has room for the others")
+    if cut is None:
+        whole = decoding.whole
+        moved = f", {size_text(whole.onload_bytes)} moved for each" if whole.onload_bytes else ""
+        return [*lines, f"writes    {whole.tokens_per_second:,.3g} tokens/s{moved}"]
+    lines.append(
+        f"experts   one by one: a token needs {cut.routed} of {cut.count} in each of {cut.layers} layers,"
+        f" {size_text(cut.expert_bytes)} each"
+    )
+    if decoding.sequences > 1:
+        lines.append(f"wanted    {decoding.wanted_experts:.3g} different ones of each layer, if routing is even")
+    lines.append(
+        f"room      for {cut.slots:,} of {cut.layers * cut.count:,} experts ({cut.held_share:.0%}) beside"
+        f" {size_text(cut.other_room_bytes)} of {size_text(cut.other_bytes)} of other weights"
+    )
+    rows: list[tuple[str, ...]] = [("experts there", "moved a token", "from disk", "tokens/s")]
+
+    def row(name: str, rate: DecodingRate) -> None:
+        moved = [size_text(nbytes) if nbytes else "" for nbytes in (rate.onload_bytes, rate.fetch_bytes)]
+        rows.append((name, *moved, f"{rate.tokens_per_second:,.3g}"))
+
+    for rate in decoding.rates:
+        row(f"{rate.hit_rate:.0%}", rate)
+    if decoding.even is not None:
+        row(f"even routing: {decoding.even.hit_rate:.0%}", decoding.even)
+    if decoding.given is not None:
+        row(f"as given: {decoding.given.hit_rate:.0%}", decoding.given)
+    row("whole layers", decoding.whole)
+    return [*lines, *("  " + line for line in _columns(rows, right=True))]
 
 
 def _missing(plan: RunPlan) -> list[str]:

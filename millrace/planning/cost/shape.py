@@ -29,7 +29,9 @@ class BlockShape:
       of the block's input, which is all that recomputation keeps.
     - `adapter_sizes`: inputs and outputs of all linear layers together: an adapter of rank r has r times as many
       parameters.
-    - `expert_parameters`: of its parameters, those of routed experts; `experts_per_token`: how many a token goes to.
+    - `expert_parameters`: of its parameters, those of routed experts; `experts`: how many there are (0: none, or none
+      that could travel one by one); `experts_per_token`: how many a token goes to.
+    - `cache_elements`: keys and values of a token, which decoding keeps.
     - `last_parameters`: of its last matrix, which recomputation leaves out: backward needs nothing behind it.
     """
 
@@ -46,6 +48,8 @@ class BlockShape:
     last_parameters: int = 0
     expert_parameters: int = 0
     experts_per_token: int = 1
+    experts: int = 0
+    cache_elements: int = 0
 
     @property
     def trained_experts(self) -> float:
@@ -59,6 +63,20 @@ class BlockShape:
     @property
     def weight_bytes(self) -> int:
         return round(self.parameters * self.weight_bits / 8)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert; 0 where there are none."""
+        return round(self.expert_parameters * self.weight_bits / 8 / self.experts) if self.experts else 0
+
+    def wanted_experts(self, tokens: int) -> float:
+        """How many different experts so many tokens go to, if each token's are drawn evenly."""
+        share = min(1.0, self.experts_per_token / max(1, self.experts))
+        return self.experts * (1.0 - (1.0 - share) ** tokens)
+
+    def read_bytes(self, tokens: int) -> float:
+        """Of the weights, what computing with so many tokens reads at least once."""
+        return self.weight_bytes - self.expert_bytes * (self.experts - self.wanted_experts(tokens))
 
     def activation_bytes(self, tokens: int) -> float:
         """What backward needs of one forward of `tokens` tokens, when nothing is recomputed."""
@@ -161,6 +179,7 @@ class ModelShape:
                 active_parameters=-(-block.active_parameters // tensor),
                 trainable=-(-trained // tensor),
                 expert_parameters=(block.expert_parameters - elsewhere) // tensor,
+                experts=-(-block.experts // expert),
                 context_flops=block.context_flops / tensor,
                 last_parameters=block.last_parameters // tensor,
                 saved_elements=block.saved_elements / tensor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from millrace.planning.cost.experts import can_cut, cut_of, least_cut_bytes
 from millrace.planning.cost.hardware import Hardware
 from millrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 from millrace.planning.cost.sharing import crossing_of
@@ -152,9 +153,15 @@ def tiers_of(
         held.append(Held(place=Place.HOST, purpose="staging", nbytes=staged))
     used = sum(item.nbytes for item in held if item.place is Place.DEVICE)
     least = _least(shape)
+    if work.training is Training.NONE and can_cut(shape, work, spread, method):
+        least = least_cut_bytes(shape)
     left = capacity[Place.DEVICE] - used if streaming_bytes is None else streaming_bytes
     room = max(least, min(shape.weight_bytes, left))
-    held.append(Held(place=Place.DEVICE, purpose="weights", nbytes=room))
+    cut = cut_of(shape, work, spread, method, room)
+    banks = 0 if cut is None else cut.bank_bytes
+    held.append(Held(place=Place.DEVICE, purpose="weights", nbytes=room - banks))
+    if banks:
+        held.append(Held(place=Place.DEVICE, purpose="experts", nbytes=banks))
     return Tiers(held=tuple(held), capacity=capacity, streaming_bytes=room)
 
 
@@ -241,13 +248,14 @@ def _largest(sizes: Iterable[int], count: int) -> int:
 def block_seconds(block: BlockShape, work: Work, hardware: Hardware) -> tuple[float, float]:
     """Compute of one forward and one backward of a micro-batch, without recomputation.
 
-    Operations over their rate, and no less than the weights over the device's memory rate. Backward is twice the
-    forward where weights are trained, once where only the gradient passes through.
+    Operations over their rate, and no less than the weights that are used over the device's memory rate. Backward is
+    twice the forward where weights are trained, once where only the gradient passes through.
     """
     flops = block.forward_flops(work.tokens, work.sequence_length)
     if block.kind is BlockKind.EMBEDDING:
         return 0.0, work.gradient_bytes * block.trainable / hardware.device_bytes_per_second
-    forward = max(flops / hardware.flops_per_second, block.weight_bytes / hardware.device_bytes_per_second)
+    read_bytes = block.read_bytes(work.tokens)
+    forward = max(flops / hardware.flops_per_second, read_bytes / hardware.device_bytes_per_second)
     share = 2.0 if work.training is Training.FULL and block.trainable else 1.0
     return forward, share * forward
 

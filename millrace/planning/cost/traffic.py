@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from millrace.planning.cost.experts import NO_EXPERTS, ExpertLoads
+
 __all__ = ["BlockTraffic"]
 
 
@@ -30,3 +32,4 @@ class BlockTraffic:
     network_bytes: int = 0
     network_dram_bytes: float = 0.0
     pass_on_seconds: float = 0.0  # of updated weights to other devices
+    experts: ExpertLoads = NO_EXPERTS  # that come one by one within each visit

@@ -214,7 +214,7 @@ class Executor:
         self._clock += 1
         if not again and not self.everything_is_here and len(self._records) < _MOST_RECORDED_VISITS:
             began, held = self._lanes.tick(), self._meter.sample()
-            self._records.append(VisitRecord(*key, name, asked, began, self._meter.lane_use.activations_bytes, held))
+            self._records.append(VisitRecord(*key, name, asked, began, self._meter.lane_use.unplanned_bytes, held))
 
     def bring(self, block: Block, keep: Sequence[Block] = ()) -> None:
         """Submits what it takes to make one block present and current; compute has yet to wait for its arrival."""
@@ -331,7 +331,7 @@ class Executor:
             now = self._lanes.tick()
             self._records.append(
                 VisitRecord(
-                    (), entry.phase, entry.site, now, now, self._meter.lane_use.activations_bytes, self._meter.sample()
+                    (), entry.phase, entry.site, now, now, self._meter.lane_use.unplanned_bytes, self._meter.sample()
                 )
             )
 
@@ -377,8 +377,8 @@ class Executor:
         self._book.enter(entry, visits, self._compute_seconds(records, end), self._others(records))
 
     def _others(self, records: list[VisitRecord]) -> tuple[int, ...]:
-        """Bytes that each visit sent for besides weights."""
-        counts = [*(record.other_bytes for record in records), self._meter.lane_use.activations_bytes]
+        """Bytes that each visit sent for besides blocks."""
+        counts = [*(record.other_bytes for record in records), self._meter.lane_use.unplanned_bytes]
         return tuple(after - before for before, after in itertools.pairwise(counts)) if counts[0] < counts[-1] else ()
 
     def _compute_seconds(self, records: list[VisitRecord], end: object) -> tuple[float, ...]:

@@ -41,7 +41,7 @@ class Trace:
     compute_seconds: tuple[float, ...]
     plans: OrderedDict[PlanKey, Plan | None] = field(default_factory=OrderedDict)
     repeats: bool = True  # as far as is known, the next cycle is like it
-    other_bytes: tuple[int, ...] = ()  # what each visit sends for besides weights; empty: nothing
+    other_bytes: tuple[int, ...] = ()  # what each visit sends for besides blocks; empty: nothing
     refined: bool = False  # timed while a plan was followed, not while everything was loaded on demand
 
     def keep_plan(self, key: PlanKey, plan: Plan | None) -> None:

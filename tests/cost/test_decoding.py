@@ -1,0 +1,158 @@
+"""What does a plan say of decoding, and of experts that come one by one? Against counts and sums made by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import millrace
+from millrace.planning.cost import MACHINES, RunPlan, shape_of_config
+from tests.cost.conftest import LLAMA_8B, LLAMA_70B
+
+CONFIGS = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "configs").glob("*.json")}
+GB = 10**9
+
+
+def planned(model: str, **settings: Any) -> RunPlan:
+    return millrace.plan(CONFIGS[model], hardware="4090", training="inference", **settings)
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters", "experts", "routed", "expert_bytes"),
+    [
+        ("gpt-oss-120b", 116_829_156_672, 128, 4, 2 * (3 * 2880 * 2880 + 3 * 2880)),
+        ("qwen3-30b-a3b", 30_532_122_624, 128, 8, 2 * 3 * 2048 * 768),
+        ("qwen3-235b-a22b", 235_093_634_560, 128, 8, 2 * 3 * 4096 * 1536),
+        ("deepseek-v3", 671_026_404_352, 256, 8, 2 * 3 * 7168 * 2048),
+        ("mixtral-8x7b", 46_702_792_704, 8, 2, 2 * 3 * 4096 * 14336),
+    ],
+)
+def test_published_models(model: str, parameters: int, experts: int, routed: int, expert_bytes: int) -> None:
+    plan = planned(model)
+    assert plan.model.parameters == parameters  # as transformers counts them
+    assert plan.decoding is not None
+    cut = plan.decoding.cut
+    assert cut is not None
+    assert (cut.count, cut.routed, cut.expert_bytes) == (experts, routed, expert_bytes)
+    dense = 3 if model == "deepseek-v3" else 0
+    assert cut.layers == CONFIGS[model]["num_hidden_layers"] - dense
+    assert plan.decoding.wanted_experts == pytest.approx(routed)
+    assert cut.slots * cut.expert_bytes + cut.other_room_bytes <= cut.budget_bytes
+    assert cut.budget_bytes <= plan.tiers.capacity[millrace.planning.cost.Place.DEVICE]
+
+
+def test_bytes_and_seconds_of_a_token_by_the_share_that_is_there() -> None:
+    """Of 48 layers with 8 experts each for a token, a quarter is missing: 96 experts over the link, one at a time."""
+    plan = planned("qwen3-30b-a3b", expert_hit_rate=0.75, host_memory=GB * 1000)
+    machine, decoding = MACHINES["4090"], plan.decoding
+    assert decoding is not None
+    assert decoding.given is not None
+    missing = 48 * 8 * 0.25
+    nbytes = 2 * 3 * 2048 * 768
+    assert decoding.given.onload_bytes == pytest.approx(missing * nbytes)
+    assert decoding.given.fetch_bytes == 0
+    waits = (48 + missing) * machine.link_latency_seconds  # one for each layer's router, and of each load
+    loads = missing * nbytes / machine.onload_bytes_per_second
+    seconds = waits + loads + decoding.compute_seconds
+    assert decoding.given.tokens_per_second == pytest.approx(1 / seconds)
+    speeds = [rate.tokens_per_second for rate in decoding.rates]
+    assert speeds == sorted(speeds)
+    assert decoding.whole.tokens_per_second < speeds[0] / 5
+    # Each token reads what it uses, and all keys and values.
+    used = plan.model.active_parameters - 151936 * 2048
+    read = 2 * used + 2048 * 48 * 2 * 4 * 128 * 2
+    assert decoding.compute_seconds == pytest.approx(read / machine.device_bytes_per_second, rel=0.01)
+
+
+def test_a_batch_wants_fewer_experts_than_its_tokens_together() -> None:
+    """Of 128 experts 8 for each of 8 tokens: 128 (1 - (1 - 1/16)^8) = 51.6."""
+    one, several = (planned("qwen3-30b-a3b", batch_size=size, sequence_length=64).decoding for size in (1, 8))
+    assert one is not None
+    assert several is not None
+    assert several.wanted_experts == pytest.approx(128 * (1 - (15 / 16) ** 8))
+    assert several.rates[0].onload_bytes == pytest.approx(
+        one.rates[0].onload_bytes * several.wanted_experts / 8 / 8
+    )  # for a token
+    assert several.rates[0].tokens_per_second > one.rates[0].tokens_per_second
+
+
+def test_more_device_memory_holds_more_experts() -> None:
+    plans = [planned("qwen3-30b-a3b", device_memory=size * GB) for size in (12, 24, 48)]
+    cuts = [plan.decoding.cut for plan in plans if plan.decoding is not None]
+    assert [cut.slots for cut in cuts if cut is not None] == sorted({cut.slots for cut in cuts if cut is not None})
+    for plan, cut in zip(plans, cuts, strict=True):
+        assert cut is not None
+        assert plan.decoding is not None
+        # Each expert more takes its bytes from what is left beside the other weights.
+        assert 0 <= cut.budget_bytes - cut.other_bytes - cut.bank_bytes < cut.banks[0] * cut.expert_bytes
+        assert plan.decoding.even is not None
+        assert plan.decoding.even.hit_rate == pytest.approx(cut.held_share, rel=0.05)
+
+
+def test_what_does_not_travel_alone() -> None:
+    """Experts that are trained, that are stored in fewer bits, that all have room, or that several devices share."""
+    for settings in ({"weight_bits": 4.5, "device_memory": 12 * GB}, {"device_memory": 100 * GB}, {"hardware": "h100"}):
+        decoding = millrace.plan(CONFIGS["qwen3-30b-a3b"], **{"hardware": "4090", "training": "inference"} | settings)
+        assert decoding.decoding is not None
+        assert decoding.decoding.cut is None
+        assert "experts" not in {held.purpose for held in decoding.tiers.held}
+    roomy = planned("qwen3-30b-a3b", device_memory=100 * GB, method="stream-weights").decoding
+    assert roomy is not None
+    assert roomy.cut is None
+    assert roomy.whole.onload_bytes == 0
+    full = millrace.plan(CONFIGS["qwen3-30b-a3b"], hardware="4090")
+    assert full.decoding is None
+    assert "experts" not in {held.purpose for held in full.tiers.held}
+    assert planned("qwen3-30b-a3b", devices=2).decoding is None
+    dense = millrace.plan(LLAMA_70B, hardware="4090", training="inference").decoding
+    assert dense is not None
+    assert dense.cut is None
+    assert dense.whole.onload_bytes > 100 * GB
+    assert "tokens/s" in millrace.plan(LLAMA_8B, hardware="4090", training="inference").to_text().splitlines()[-1]
+
+
+def test_a_prompt_loads_each_expert_and_waits_for_it() -> None:
+    """2,048 tokens want all experts, which come once their router has computed: nothing computes meanwhile."""
+    plan = planned("qwen3-30b-a3b", host_memory=GB * 1000)
+    assert plan.run is not None
+    experts = sum(block.expert_parameters for block in plan.model.blocks) * 2
+    moved = plan.run.step.moved_bytes[millrace.planning.cost.lanes.CostLane.ONLOAD]
+    assert moved == pytest.approx(experts, rel=1e-6)
+    loads = experts / MACHINES["4090"].onload_bytes_per_second
+    assert plan.run.seconds == pytest.approx(loads + plan.run.floors.compute_seconds, rel=0.05)
+
+
+def test_experts_beside_adapters_come_in_both_directions() -> None:
+    plan = millrace.plan(
+        CONFIGS["qwen3-30b-a3b"],
+        hardware="4090",
+        training="adapter",
+        method="stream-weights",
+        batch_size=2,
+        device_memory=32 * GB,
+    )
+    assert plan.run is not None
+    cut = next(held.nbytes for held in plan.tiers.held if held.purpose == "experts")
+    one = 2 * 3 * 2048 * 768
+    banks = cut // one // 128
+    assert banks >= 2
+    moved = plan.run.step.moved_bytes[millrace.planning.cost.lanes.CostLane.ONLOAD]
+    assert moved == pytest.approx(2 * (48 - banks) * 128 * one, rel=1e-4)
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.5])
+def test_a_share_that_is_none(rate: float) -> None:
+    with pytest.raises(ValueError, match="expert_hit_rate"):
+        planned("qwen3-30b-a3b", expert_hit_rate=rate)
+
+
+def test_shapes_of_one_expert() -> None:
+    for config in CONFIGS.values():
+        shape = shape_of_config(config)
+        for block in shape.blocks:
+            if block.experts:
+                assert block.expert_bytes * block.experts == 2 * block.expert_parameters
+                assert block.wanted_experts(1) == pytest.approx(block.experts_per_token)
+                assert block.wanted_experts(10**6) == pytest.approx(block.experts)
+                assert block.read_bytes(10**6) == pytest.approx(block.weight_bytes)
