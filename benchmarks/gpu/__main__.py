@@ -10,8 +10,6 @@ nothing is measured. `--device emu` tries the program on the emulated one, where
 
 import argparse
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks.gpu.cases import CASES, Case, Job, jobs_of, sizes_of
@@ -78,7 +77,7 @@ def rows_of(job: Job, hardware: str, limit: float) -> list[dict[str, Any]]:
     file.write_text("")
     command = [sys.executable, "-m", "benchmarks.gpu.child", job.to_json(), hardware, str(file)]
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(command, stdout=output, stderr=output)
         try:
             code = process.wait(limit)
             ending = "" if code == 0 else f"ended with {code}"
@@ -86,7 +85,8 @@ def rows_of(job: Job, hardware: str, limit: float) -> list[dict[str, Any]]:
             ending = f"no answer in {limit:.0f} s"
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                for one in (*psutil.Process(process.pid).children(recursive=True), process):  # compilers, workers
+                    one.kill()
                 process.wait()
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     if ending:
