@@ -129,6 +129,8 @@ class Picks:
             with standing_in(self._executor.slices, module, names, stand_ins):
                 return own(*args, **kwargs)
         finally:
+            with without_overrides():
+                asked.let_go()
             if asked.whole:
                 self._whole.add(block)
 
