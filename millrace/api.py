@@ -84,7 +84,7 @@ def offload(
     - `device`: where to compute; default the current accelerator, or the CPU where there is none.
     - `device_memory`: ceiling in bytes for weights on the device (resident, visiting and arriving together) and for
       buffers of modules. Gradients on their way out (those of two blocks at most) and activations come on top. Default:
-      what is free now, less a tenth.
+      what is free now, less a tenth; on the CPU, twice the weights, or half of what is free if that is less.
     - `host_memory`: ceiling in bytes for weights, gradients, activations and staging in host memory; what optimizers
       hold (`optimizer.held_bytes()`) comes on top. Default: what the machine and the cgroup leave free, less 15%.
     - `disk`: a directory, on a local drive, for blocks (and gradients) that do not fit in `host_memory`. It belongs to
