@@ -1,5 +1,6 @@
 """What does a model hold? Every parameter once, with all the places that keep it, and the modules that own it."""
 
+import weakref
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -132,7 +133,7 @@ def take_inventory(model: nn.Module, *, param_dtype: torch.dtype | None = None, 
             if parameter is None or is_left_to_user(parameter):
                 continue
             full_name = f"{module_name}.{name}" if module_name else name
-            place = Place(module._parameters, name)
+            place = Place(module._parameters, name, module=weakref.ref(module))
             if is_compound(parameter):
                 inventory.add_compound(full_name, parameter, module, place, check=check)
                 continue

@@ -1,4 +1,8 @@
-"""Where do modules keep the parameters of a block? In attributes and lists, which hold leaves while it is bound."""
+"""Where do modules keep the parameters of a block? In `_parameters`, and in lists such as an RNN's.
+
+While a block is bound, lists hold its leaves. `_parameters` hold the homes at all times; in front of each, the leaf is
+an attribute of the instance, which Python finds before it asks `nn.Module.__getattr__`.
+"""
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +26,7 @@ class Place:
     container: Any  # dict or list
     key: Any
     weakly: bool = False  # holds a weak reference, as an RNN's `_flat_weight_refs` does
+    module: "weakref.ref[nn.Module] | None" = None  # of which it is an attribute
 
     def get(self) -> Any:
         """What is there; None where there is nothing any more."""
@@ -61,13 +66,15 @@ class Places:
 
     def _keep(self, places: Iterable[tuple[Place, Slot]]) -> None:
         self._all = list(places)
-        # Most are attributes, and bound at every visit.
-        self._attributes = [
-            (place.container, place.key, slot, slot.leaf)
-            for place, slot in self._all
-            if isinstance(place.container, dict)
-        ]
-        self._others = [(place, slot) for place, slot in self._all if not isinstance(place.container, dict)]
+        self._attributes = [(place, slot) for place, slot in self._all if place.module is not None]
+        self._others = [(place, slot) for place, slot in self._all if place.module is None]
+        # By module: its `_parameters`, and what it has there. Bound at every visit.
+        self._modules: list[tuple[weakref.ref[nn.Module], dict[str, Any], list[tuple[str, Slot, Leaf]]]] = []
+        for place, slot in self._attributes:
+            if place.module is not None:
+                if not self._modules or self._modules[-1][1] is not place.container:
+                    self._modules.append((place.module, place.container, []))
+                self._modules[-1][2].append((place.key, slot, slot.leaf))
 
     @property
     def references(self) -> int:
@@ -75,37 +82,36 @@ class Places:
         strong = sum(not place.weakly for place, _ in self._all)
         return strong + len(self._attributes) + len(self.compounds)
 
-    def bind(self) -> None:
-        """They hold the leaves."""
-        for parameters, key, slot, leaf in self._attributes:
-            home = slot.home
-            if parameters.get(key) is home and leaf.requires_grad == home.requires_grad:
-                parameters[key] = leaf
-            else:
-                self._bind(Place(parameters, key), slot)
+    def bind(self, *, adopts: bool) -> None:
+        """The modules compute with the leaves, where they have the homes; `adopts`: or what becomes the home now."""
+        for module, parameters, held in self._modules:
+            present = module()
+            if present is None:
+                continue
+            attributes = present.__dict__
+            for name, slot, leaf in held:
+                home = slot.home
+                if parameters.get(name) is not home:
+                    if not (adopts and self._adopt_replacement(Place(parameters, name), slot)):
+                        continue
+                    home = slot.home
+                if leaf.requires_grad != home.requires_grad:
+                    slot.follow_requires_grad()
+                attributes[name] = leaf
         for place, slot in self._others:
-            self._bind(place, slot)
+            if place.get() is slot.home or (adopts and self._adopt_replacement(place, slot)):
+                slot.follow_requires_grad()
+                place.put(slot.leaf)
         for place, compound in self.compounds:
             held = place.get()
-            if held is compound.outer or self._adopt_compound(compound, held):
+            if held is compound.outer or (adopts and self._adopt_compound(compound, held)):
                 compound.check()
                 compound.catch_up()
                 place.put(compound.leaf)
 
-    def _bind(self, place: Place, slot: Slot) -> None:
-        held = place.get()
-        if held is not slot.home:
-            if held is slot.leaf or not _is_replacement(held):
-                return
-            self._adopt(slot, place, held)
-        slot.follow_requires_grad()
-        place.put(slot.leaf)
-
     def unbind(self) -> None:
-        """They hold the homes again."""
-        for parameters, key, slot, leaf in self._attributes:
-            if parameters.get(key) is leaf:
-                parameters[key] = slot.home
+        """They have the homes again."""
+        self.hide_leaves()
         for place, slot in self._others:
             if place.get() is slot.leaf:
                 place.put(slot.home)
@@ -115,14 +121,30 @@ class Places:
         for compound in {compound for _, compound in self.compounds}:
             compound.undo_rewrites()
 
+    def hide_leaves(self) -> None:
+        """Whoever asks a module for a parameter comes to its `_parameters`."""
+        for module, _, held in self._modules:
+            present = module()
+            if present is not None:
+                attributes = present.__dict__
+                for name, _, leaf in held:
+                    if attributes.get(name) is leaf:
+                        del attributes[name]
+
     def adopt_replacements(self) -> None:
         """Parameters that the user put in the place of homes become the homes."""
         for place, slot in self._all:
-            held = place.get()
-            if held is not slot.leaf and held is not slot.home and _is_replacement(held):
-                self._adopt(slot, place, held)
+            self._adopt_replacement(place, slot)
         for place, compound in self.compounds:
             self._adopt_compound(compound, place.get())
+
+    def _adopt_replacement(self, place: Place, slot: Slot) -> bool:
+        """What the user put in the home's place, if anything, is the home now. Whether the home was another one."""
+        held = place.get()
+        if held is slot.home or not _is_replacement(held):
+            return False
+        self._adopt(slot, place, held)
+        return True
 
     @staticmethod
     def _adopt_compound(compound: Compound, held: Any) -> bool:
@@ -140,7 +162,7 @@ class Places:
 
     def _check_still_tied(self, slot: Slot) -> None:
         """Raises LayoutError where modules that had one parameter together have several now."""
-        held = [parameters.get(key) for parameters, key, its_slot, _ in self._attributes if its_slot is slot]
+        held = [place.get() for place, its_slot in self._attributes if its_slot is slot]
         if len({id(parameter) for parameter in held if parameter is not None}) > 1:
             raise LayoutError(
                 f"parameter {slot.name!r} was offloaded as one that {len(held)} modules share, and not all have the"

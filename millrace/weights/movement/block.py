@@ -164,6 +164,8 @@ class Block(HomesInFiles):
 
     def _changed(self) -> None:
         self._leaves.touched()
+        if self.users:
+            self.places.hide_leaves()  # modules that are asked for one have it brought once more
         self._current_at = -1
         self._changes += 1
         self._homes = None
@@ -274,9 +276,9 @@ class Block(HomesInFiles):
             self.updates = [LostUpdate(f"block {self.name!r}")]
 
     # binding ----------------------------------------------------------------------------------------------------------
-    def bind(self) -> None:
-        """The modules' attributes become the leaves."""
-        self.places.bind()
+    def bind(self, *, adopts: bool = True) -> None:
+        """The modules' attributes become the leaves; `adopts`: parameters that took the place of homes, too."""
+        self.places.bind(adopts=adopts)
 
     def unbind(self) -> None:
         """The modules' attributes become the homes again."""

@@ -62,7 +62,7 @@ class Leaves:
     def may_be_written(self) -> bool:
         """Whether the model may have written to one since `writes_are_kept`. Where torch functions are off."""
         versions = [leaf._version for leaf in self._leaves]
-        return versions != self._kept_versions or any(leaf.handed_out for leaf in self._leaves)
+        return versions != self._kept_versions or True in [leaf.handed_out for leaf in self._leaves]
 
     def writes_are_kept(self) -> None:
         """What was written to them until now is the homes', too."""

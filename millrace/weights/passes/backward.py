@@ -109,7 +109,7 @@ class Backward:
                 release(last.blocks)
             self._lending.end_of_visit()
             self._executor.visit(site.blocks, Phase.BACKWARD, site.name)
-            bind(site.blocks)
+            bind(site.blocks, adopts=False)
             self._site = site
 
     def require(self, block: Block) -> None:

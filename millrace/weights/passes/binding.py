@@ -16,17 +16,21 @@ class Bindable(Protocol):
 
     users: int
 
-    def bind(self) -> None: ...
+    def bind(self, *, adopts: bool) -> None: ...
 
     def unbind(self) -> None: ...
 
 
-def bind(blocks: Iterable[Bindable]) -> None:
-    """One more user of each block: with the first one the modules' attributes become the leaves."""
+def bind(blocks: Iterable[Bindable], *, adopts: bool = True) -> None:
+    """One more user of each block: with the first one the modules' attributes become the leaves.
+
+    Not `adopts`: the homes stay what they were, as gradients of their leaves are on their way, whatever the user has
+    put in their places since.
+    """
     for block in blocks:
         block.users += 1
         if block.users == 1:
-            block.bind()
+            block.bind(adopts=adopts)
 
 
 def release(blocks: Iterable[Bindable]) -> None:
@@ -69,7 +73,7 @@ class Standing:
             self.buffers,
             *(block for block in self.blocks if everything and not block.travels_in_parts),
         )
-        bind(bound)
+        bind(bound, adopts=bool(forward_on))
         self._bound.append(bound)
         self.straight_for = forward_on if everything else 0
 

@@ -243,8 +243,9 @@ class Engine:
             self._common.begin_pass(with_gradients=torch.is_grad_enabled())
         if torch.is_grad_enabled():
             self._gradients.prepare([*self.residents, *self.blocks])
-        self._executor.begin_pass(name)
-        self.standing.begin(forward_on=self.progress.thread)
+        with without_overrides():  # a look at a home is our own
+            self._executor.begin_pass(name)
+            self.standing.begin(forward_on=self.progress.thread)
 
     def forward_together(self, together: "LayerMajor", count: int, forward: Callable[[], None]) -> None:
         """A pass in which `forward` calls the model for `count` micro-batches, which take turns at blocks."""
@@ -291,7 +292,8 @@ class Engine:
     def end_pass(self) -> None:
         """The outermost call ends: what its copies read of homes has been read, so homes may be written."""
         self.progress.state = PassState.BETWEEN  # from whatever has been broken off
-        self.standing.end()
+        with without_overrides():
+            self.standing.end()
         self._executor.end_pass()
         self._residency.wait_for_consumed_reads()
         if not torch.is_grad_enabled():  # no backward follows

@@ -7,7 +7,7 @@ while the model computes.
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from millrace.errors import StateError
 from millrace.runtime.module_calls import Method, compile_calls, participant_of, take_part, withdraw
 from millrace.weights.model.compound import is_compound, outer_of
-from millrace.weights.model.home import AwayLeaf, Home, Leaf, PartHome, WatchedBuffer, home_of
+from millrace.weights.model.home import Home, Leaf, WatchedBuffer, home_of
 from millrace.weights.model.inventory import is_left_to_user
 from millrace.weights.model.module_buffers import plain_buffer
 from millrace.weights.passes.compiling import compile_blocks, note_not_compiled
@@ -31,27 +31,47 @@ __all__ = ["Managed", "lend_parameters", "make_managed", "make_plain", "site_of"
 
 
 class LendingDict(dict[str, Any]):
-    """A module's `_parameters` or `_buffers`: while the model computes, a home that is asked for gives its leaf."""
+    """A module's `_parameters` or `_buffers`: while the model computes, a home that is asked for gives its leaf.
+
+    What is put here, or taken from here, is so as well for who asks the module: an attribute of the instance that is in
+    front of it goes (weights/model/places.py).
+    """
+
+    def __init__(self, held: Mapping[str, Any], module: nn.Module) -> None:
+        super().__init__(held)
+        self._module = weakref.ref(module)
 
     def __getitem__(self, name: str) -> Any:
         held = super().__getitem__(name)  # so that the compiler can follow
-        kind = type(held)
-        if kind is Leaf:
-            return held
-        if kind is Home:
+        if type(held) is Home:
             return lent_for_call(held)
-        if kind is AwayLeaf:  # bound, and its home was written to
-            return lent_for_call(home_of(held))
         return compound_lent_for_call(held) if held is not None and is_compound(held) else held
+
+    def __setitem__(self, name: str, held: Any) -> None:
+        self._reveal(name)
+        super().__setitem__(name, home_of(held) if isinstance(held, Leaf) else held)
+
+    def __delitem__(self, name: str) -> None:
+        self._reveal(name)
+        super().__delitem__(name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self._reveal(name)
+        return super().pop(name, *default)
+
+    def _reveal(self, name: str) -> None:
+        module = self._module()
+        if module is not None and isinstance(module.__dict__.get(name), Leaf):
+            del module.__dict__[name]
 
 
 def lend_parameters(module: nn.Module) -> None:
     """The module gives leaves, where it is asked for a parameter during a pass."""
     if module._parameters and not isinstance(module._parameters, LendingDict):
-        module.__dict__["_parameters"] = LendingDict(module._parameters)
+        module.__dict__["_parameters"] = LendingDict(module._parameters, module)
     travel = any(isinstance(buffer, WatchedBuffer) for buffer in module._buffers.values())
     if travel and not isinstance(module._buffers, LendingDict):
-        module.__dict__["_buffers"] = LendingDict(module._buffers)
+        module.__dict__["_buffers"] = LendingDict(module._buffers, module)
 
 
 class Managed:
@@ -149,11 +169,15 @@ class Managed:
             for name, parameter in parameters.items()
         }
         plain_buffers = {name: plain_buffer(buffer) for name, buffer in buffers.items()}
+        leaves = {name: held for name, held in attributes.items() if issubclass(type(held), Leaf)}
         try:
+            for name in leaves:
+                del attributes[name]
             attributes["_parameters"], attributes["_buffers"] = plain_parameters, plain_buffers
             yield
         finally:
             attributes["_parameters"], attributes["_buffers"] = parameters, buffers
+            attributes.update(leaves)
 
     def _apply(
         self, module: nn.Module, _own: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
@@ -171,7 +195,7 @@ class Managed:
             for child in module.children():
                 child._apply(fn)
         for name, parameter in module._parameters.items():
-            if isinstance(parameter, Home | Leaf) or (parameter is not None and is_compound(parameter)):
+            if isinstance(parameter, Home) or (parameter is not None and is_compound(parameter)):
                 _check_same_dtype(name, parameter, fn)
             elif parameter is not None:
                 convert = _where_it_is(fn) if is_left_to_user(parameter) else fn
@@ -216,10 +240,7 @@ class Managed:
 def _home_or_own(member: Any) -> Any:
     if isinstance(member, WatchedBuffer):  # in a pass, buffers are where the model computes
         return compound_lent_for_call(member)
-    if isinstance(member, Leaf):
-        home = home_of(member)
-        return member if isinstance(home, PartHome) else home
-    return outer_of(member)
+    return member if isinstance(member, Leaf) else outer_of(member)  # the former: a buffer that travels with its block
 
 
 _copies_on_host: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # weakly, of parameters left to the user

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from millrace.runtime.tensors import tensors_in
+from millrace.weights.model.home import Leaf
 
 __all__ = ["ModuleStates"]
 
@@ -106,7 +107,11 @@ class ModuleStates:
 
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    return {key: value for key, value in module.__dict__.items() if key not in _NOT_COMPARED}
+    return {
+        key: value
+        for key, value in module.__dict__.items()
+        if key not in _NOT_COMPARED and not issubclass(type(value), Leaf)
+    }
 
 
 def _within(attributes: dict[str, Any]) -> dict[str, list[Any]]:
