@@ -93,8 +93,8 @@ def offload(
     - `checkpoint`: safetensors files (one, an index of shards, or their directory) from which parameters on the meta
       device take their values, under the names of `state_dict()` and in the files' dtypes. Those that do not fit in
       `host_memory` are read in place, and move to `disk` when they change.
-    - `blocks`: what travels together: "auto" (repeated layers, then by size), a size such as "256MiB", or a list of
-      modules, ModuleLists and name patterns (fnmatch, such as "model.layers.*").
+    - `blocks`: what travels together: "auto" (repeated layers, or parts of one where a model that decodes nearly fits),
+      a size such as "256MiB", or a list of modules, ModuleLists and name patterns (fnmatch, such as "model.layers.*").
     - `resident`: modules and name patterns that stay on the device. Adapters and small weights outside the blocks stay
       anyway.
     - `prefetch`: at most how many visits ahead a block is loaded; "auto": as the plan says.

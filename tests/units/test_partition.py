@@ -66,6 +66,36 @@ class Experts(nn.Module):
 
 
 # automatic ----------------------------------------------------------------------------------------------------------
+class Writing(nn.Sequential):
+    """Eight layers of four matrices, of 16 KiB each."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))) for _ in range(8)))
+
+    def generate(self) -> None:
+        """As models of transformers have it."""
+
+
+@pytest.mark.parametrize(
+    ("missing_layers", "matrices"),
+    [(4, 2), (1, 1), (0.25, 2)],  # an eighth of what has no room; none smaller than a matrix; no more than are visited
+)
+def test_a_model_that_decodes_and_nearly_fits_is_cut_finely(
+    monkeypatch: pytest.MonkeyPatch, missing_layers: float, matrices: int
+) -> None:
+    matrix_bytes, layer_bytes = 16 * 2**10, 64 * 2**10
+    monkeypatch.setattr("millrace.weights.model.partition._MISSING_SHARE", 1 / 8)
+    monkeypatch.setattr("millrace.weights.model.partition._VISIT_BYTES", 1024)
+    model = Writing().eval()
+    budget_bytes = int((8 - missing_layers) * layer_bytes)
+    parts = cut(model, budget_bytes=budget_bytes)
+    inventory = take_inventory(model)
+    assert {inventory.nbytes(part.keys) for part in parts.streamed} == {matrices * matrix_bytes}
+    layers = [str(index) for index in range(8)]
+    assert names(cut(model, budget_bytes=8 * layer_bytes)) == layers
+    assert names(cut(model.train(), budget_bytes=budget_bytes)) == layers
+
+
 def test_layers_embedding_and_head_are_blocks_and_the_rest_stays() -> None:
     model = Decoder()
     parts = cut(model)

@@ -21,6 +21,8 @@ __all__ = ["Part", "Partition", "partition"]
 
 _ADAPTER_SHARE = 0.1  # of all bytes: so many trainable ones, beside frozen ones, count as adapters
 _SMALL_SHARE = 1 / 16  # of a unit: a leaf below that is not worth a trip of its own
+_MISSING_SHARE = 1 / 32  # of what has no room: the largest unit of a model that decodes, see `_unit_of_decoding`
+_VISIT_BYTES = 2 * 2**20  # what crosses a link of 25 to 50 GB/s while the host makes one visit
 
 
 @dataclass
@@ -98,6 +100,8 @@ class _Cutter:
         elif blocks == "auto":
             self._cut_experts()
             unit_bytes = self._repeated_layer_bytes() or self._budget_bytes // 2
+            if self._decodes() and self._unit_of_decoding() < unit_bytes:
+                unit_bytes = merge_bytes = self._unit_of_decoding()
         else:
             self._cut_experts()
             unit_bytes = parse_bytes(blocks, name="blocks")
@@ -172,6 +176,23 @@ class _Cutter:
                 inside.update(module.modules())
                 largest = max(largest, *sizes)
         return largest
+
+    def _decodes(self) -> bool:
+        """Whether it writes text, token by token, as models of transformers do, and is not being trained."""
+        return not self._model.training and callable(getattr(self._model, "generate", None))
+
+    def _unit_of_decoding(self) -> int:
+        """Bytes of the blocks that suit a model which nearly fits, where each weight is used for little compute.
+
+        In each pass, the block that comes has room only once another one has computed, so about one block more crosses
+        the link than has no room: it should be small beside that. But visits take the host longer than the link needs
+        where blocks are too many.
+        """
+        total_bytes = self._nbytes(list(self._inventory.members))
+        missing_bytes = total_bytes - self._budget_bytes
+        if missing_bytes <= 0:
+            return total_bytes
+        return max(int(missing_bytes * _MISSING_SHARE), _VISIT_BYTES * total_bytes // missing_bytes)
 
     # what stays -------------------------------------------------------------------------------------------------------
     def _resident_keys(self, resident: Sequence[nn.Module | str]) -> list[int]:
