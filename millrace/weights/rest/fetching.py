@@ -23,7 +23,7 @@ from millrace.runtime.lanes import Copy, Event, Lane, Tick, Transfer
 from millrace.runtime.pace import Pace
 from millrace.runtime.threads import Gate, Job, OneThread
 from millrace.weights.meter import Meter
-from millrace.weights.rest.pieces import Landing, Piece, ReadEvent
+from millrace.weights.rest.pieces import Piece, ReadEvent
 
 __all__ = ["Fetch", "Fetchable", "Fetching", "Target", "Way"]
 
@@ -31,7 +31,7 @@ __all__ = ["Fetch", "Fetchable", "Fetching", "Target", "Way"]
 _TIMES_AS_FAST = 4
 
 
-_AT_ONCE = 6  # requests, before a guess is read for a drive that has four threads: it may be asked for meanwhile
+_AT_ONCE = 4  # requests, before a guess is read: two keep a drive busy, and it may be asked for meanwhile
 _ENOUGH_BLOCKS = 3  # one that computes, one that comes, and the next
 
 
@@ -156,13 +156,15 @@ class Fetch:
         target = self._asked["target"][0] if self._asked else None
         if self.withdrawn:
             return None
-        landing = None
+        reading = None
         if at_once is not None and target is not None and target.after.query():
-            landing = piece.read_into(chunk.memory, target.buffer)
-        reading = piece.read(chunk.memory) if landing is None else landing.reading
+            reading = piece.read_into(chunk.memory, target.buffer)
+        lands = reading is not None
+        if reading is None:
+            reading = piece.read(chunk.memory)
         if at_once is not None:
             at_once.take(reading)
-        return _Reading(piece, chunk, reading, landing)
+        return _Reading(piece, chunk, reading, lands)
 
     def send(self, ring: StagingRing, pace: Pace, meter: Meter) -> tuple[int, float]:
         """Chunks to the device. What fails reaches whoever waits for the block. Bytes read, and seconds if all were."""
@@ -182,11 +184,10 @@ class Fetch:
                 reading.synchronize()
                 read_bytes += piece.nbytes
                 spans.append((reading.began_at(), reading.reached_at()))
-                if target is not None and failed is None and item.landing is not None:
+                if target is not None and failed is None and item.lands:
+                    landed = True
                     if not sent:
                         sent.append(_copy((), target, pace))
-                    item.landing.finish()
-                    landed = True
                 elif target is not None and failed is None:
                     sent.append(_send(piece, chunk.memory, target, pace, meter))
                     done = sent[-1][1]
@@ -232,7 +233,7 @@ class _Reading:
     piece: Piece
     chunk: Slot
     event: ReadEvent
-    landing: Landing | None  # None: it goes to the chunk alone
+    lands: bool  # where it belongs; else in the chunk alone
 
 
 class Turns:
@@ -248,6 +249,8 @@ class Turns:
 
     def take(self, reading: ReadEvent) -> None:
         """It was submitted."""
+        while self._under_way and self._under_way[0].query():
+            self._under_way.popleft()
         self._under_way.append(reading)
 
 
@@ -296,16 +299,17 @@ class Fetching:
         """How long so many bytes take from disk, at the best speed seen; 0.0 before the first fetch."""
         return 0.0 if self._seconds_per_byte == float("inf") else nbytes * self._seconds_per_byte
 
-    def ahead(self, block: Fetchable, device_bytes: int) -> bool:
+    def ahead(self, block: Fetchable, device_bytes: int, *, urgent: bool) -> bool:
         """Submits the fetch of a block whose onload is asked for later, in the order of these calls.
 
-        Blocks may take `device_bytes`: where the CPU is the device and has room for several, the drive is busy without
-        guesses, and what is asked for is read to where it belongs.
+        Blocks may take `device_bytes`. Where the CPU is the device and has room for several, what is asked for is read
+        to where it belongs, while guesses have to be copied: they are made only if it is `urgent`, as compute waits for
+        the drive, which then has to be busy all the time.
 
         As much of it as the ring has room for, beside what comes before; more at the next call. False: that was not
         all of it.
         """
-        if self._turns is not None and device_bytes >= _ENOUGH_BLOCKS * block.nbytes:
+        if self._turns is not None and not urgent and device_bytes >= _ENOUGH_BLOCKS * block.nbytes:
             return False
         fetch = self._ahead.get(block)
         if fetch is not None and not (fetch.is_guess and fetch.contents == block.contents):
