@@ -188,17 +188,12 @@ class Checkpoint:
         ]
         return self._requests.submit(Request(extent, Access.READ, jobs, Kind.TRANSFER, (0, 0)), after)
 
-    def read_scattered(
-        self, path: str, offset: int, memory: Sequence[Part], *, what: str, then: Callable[[], None]
-    ) -> Request:
-        """As `read_range`, into several parts of memory one after the other; in one request where all are pages.
-
-        The thread that reads calls `then` before the request ends.
-        """
+    def read_scattered(self, path: str, offset: int, memory: Sequence[Part], *, what: str) -> Request:
+        """As `read_range`, into several parts of memory one after the other; in one request where all are pages."""
         extent = Extent(Path(path).name, 0, self._states[path][0])
         nbytes = sum(part.nbytes for part in memory)
         check_memory(extent, memory[0].memory, offset, nbytes)
-        job = partial(self._read_parts, path, what, offset, nbytes, tuple(memory), then)
+        job = partial(self._read_parts, path, what, offset, nbytes, tuple(memory))
         return self._requests.submit(Request(extent, Access.READ, [job], Kind.TRANSFER, (0, 0)), None)
 
     def forget_pages(self) -> None:
@@ -268,14 +263,11 @@ class Checkpoint:
         self._unchanged(path, repr(what)).read(destination.data_ptr() + at, end - begin, begin, repr(what))
         self.log.note(Access.READ, what, end - begin, begun_at)
 
-    def _read_parts(
-        self, path: str, what: str, offset: int, nbytes: int, memory: Sequence[Part], then: Callable[[], None]
-    ) -> None:
+    def _read_parts(self, path: str, what: str, offset: int, nbytes: int, memory: Sequence[Part]) -> None:
         begun_at = time.perf_counter()
         addresses = [(part.memory.data_ptr() + part.begin, part.nbytes) for part in memory]
         self._unchanged(path, repr(what)).read_scattered(addresses, offset, repr(what))
         self.log.note(Access.READ, what, nbytes, begun_at)
-        then()
 
     def _unchanged(self, path: str, what: str) -> DirectFile:
         file = self._files[path]

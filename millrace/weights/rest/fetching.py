@@ -23,7 +23,7 @@ from millrace.runtime.lanes import Copy, Event, Lane, Tick, Transfer
 from millrace.runtime.pace import Pace
 from millrace.runtime.threads import Gate, Job, OneThread
 from millrace.weights.meter import Meter
-from millrace.weights.rest.pieces import Piece, ReadEvent
+from millrace.weights.rest.pieces import Landing, Piece, ReadEvent
 
 __all__ = ["Fetch", "Fetchable", "Fetching", "Target", "Way"]
 
@@ -156,15 +156,13 @@ class Fetch:
         target = self._asked["target"][0] if self._asked else None
         if self.withdrawn:
             return None
-        reading = None
+        landing = None
         if at_once is not None and target is not None and target.after.query():
-            reading = piece.read_into(chunk.memory, target.buffer)
-        lands = reading is not None
-        if reading is None:
-            reading = piece.read(chunk.memory)
+            landing = piece.read_into(chunk.memory, target.buffer)
+        reading = piece.read(chunk.memory) if landing is None else landing.reading
         if at_once is not None:
             at_once.take(reading)
-        return _Reading(piece, chunk, reading, lands)
+        return _Reading(piece, chunk, reading, landing)
 
     def send(self, ring: StagingRing, pace: Pace, meter: Meter) -> tuple[int, float]:
         """Chunks to the device. What fails reaches whoever waits for the block. Bytes read, and seconds if all were."""
@@ -184,10 +182,11 @@ class Fetch:
                 reading.synchronize()
                 read_bytes += piece.nbytes
                 spans.append((reading.began_at(), reading.reached_at()))
-                if target is not None and failed is None and item.lands:
-                    landed = True
+                if target is not None and failed is None and item.landing is not None:
                     if not sent:
                         sent.append(_copy((), target, pace))
+                    item.landing.finish()
+                    landed = True
                 elif target is not None and failed is None:
                     sent.append(_send(piece, chunk.memory, target, pace, meter))
                     done = sent[-1][1]
@@ -233,7 +232,7 @@ class _Reading:
     piece: Piece
     chunk: Slot
     event: ReadEvent
-    lands: bool  # where it belongs; else in the chunk alone
+    landing: Landing | None  # None: it goes to the chunk alone
 
 
 class Turns:

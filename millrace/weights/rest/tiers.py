@@ -14,7 +14,7 @@ from millrace.memory.disk import DISK_ALIGNMENT_BYTES, Checkpoint, DiskStore, Pa
 from millrace.memory.shared import Common
 from millrace.weights.model.slot import Layout, Slot
 from millrace.weights.rest.filling import Source, fill, from_files
-from millrace.weights.rest.pieces import Piece, Range, ReadEvent
+from millrace.weights.rest.pieces import Landing, Piece, Range
 
 __all__ = ["CheckpointRest", "DiskRest", "Homes", "HostRest", "Rest", "SharedRest"]
 
@@ -125,10 +125,10 @@ class DiskRest(Rest):
         return self.filled or (self._flushing is not None and self._flushing.error is None)
 
     def _piece(self, first: int, nbytes: int, parts: tuple[Range, ...] = ()) -> Piece:
-        def read_into(_: torch.Tensor, buffer: torch.Tensor) -> ReadEvent | None:
+        def read_into(_: torch.Tensor, buffer: torch.Tensor) -> Landing | None:
             if parts or (buffer.data_ptr() + first) % DISK_ALIGNMENT_BYTES:
                 return None
-            return self._store.read(self.extent, buffer, first, within=slice(first, first + nbytes))
+            return Landing(self._store.read(self.extent, buffer, first, within=slice(first, first + nbytes)))
 
         return Piece(
             read=lambda chunk: self._store.read(self.extent, chunk[:nbytes], first),
@@ -268,11 +268,11 @@ class CheckpointRest(Rest):
         def read(chunk: torch.Tensor) -> Request:
             return self._checkpoint.read_range(run.path, run.first, chunk[:nbytes], what=self._what)
 
-        def read_into(chunk: torch.Tensor, buffer: torch.Tensor) -> ReadEvent | None:
+        def read_into(chunk: torch.Tensor, buffer: torch.Tensor) -> Landing | None:
             memory, finish = _scattered(run.parts, nbytes, chunk, buffer)
             if finish is None:
                 return None
-            return self._checkpoint.read_scattered(run.path, run.first, memory, what=self._what, then=finish)
+            return Landing(self._checkpoint.read_scattered(run.path, run.first, memory, what=self._what), finish)
 
         return Piece(read=read, nbytes=nbytes, parts=tuple(run.parts), read_into=read_into)
 
