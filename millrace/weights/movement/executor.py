@@ -282,7 +282,7 @@ class Executor:
         if not self._residency.streams_from_disk or self._course is None or self._course.strayed:
             return
         for index in self._course.coming_loads(but_not=but_not):
-            if not self._residency.fetch_ahead(self._blocks[index]):
+            if not self._residency.fetch_ahead(self._blocks[index], urgent=self._course.plan.lane_is_slower):
                 return
 
     def evict(self, block: Block) -> None:

@@ -161,11 +161,13 @@ class Residency:
         elif self._consumed is None or number > self._consumed[0]:
             self._consumed = number, done
 
-    def fetch_ahead(self, block: Block) -> bool:
-        """Submits the fetch of a block that is onloaded later. False: nothing more can be fetched ahead now."""
+    def fetch_ahead(self, block: Block, *, urgent: bool) -> bool:
+        """Submits the fetch of a block that is onloaded later; `urgent` as in `Fetching.ahead`. False: nothing more can
+        be fetched ahead now.
+        """
         if self.fetching is None or not block.is_fetched:
             return True
-        return not block.being_updated and self.fetching.ahead(block, self.streaming_budget_bytes)
+        return not block.being_updated and self.fetching.ahead(block, self.streaming_budget_bytes, urgent=urgent)
 
     def load_seconds(self, block: Block, link: LinkSpeed, among: LinkSpeed | None = None) -> float:
         """How long the slowest part of the way to the device takes for a block; `among`: it is gathered so fast."""
