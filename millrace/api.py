@@ -192,8 +192,7 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
         budgets.check(inventory, parts, config.device)
         activations = budgets.share_for_activations(inventory, parts, config)
         self._config = config = replace(config, activations=activations)
-        reserved_bytes = 0 if activations is None else activations.host_memory_bytes or 0
-        placement = replace(budgets, host_bytes=budgets.host_bytes - reserved_bytes).place(inventory, parts, config)
+        placement = budgets.place(inventory, parts, config, materialized)
         self._lanes = open_lanes(config.device)
         self._pace = Pace(self._lanes)
         self._meter = Meter(self._lanes, self._ledger)
@@ -246,6 +245,7 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
         among = self._pace, self._ledger, self._meter, self._fetching, self._gathers
         self._residency = Residency(config.device, self._budgets.weights_bytes, *among)
         self._executor = Executor(streamed, self._residency, self._lanes, self._meter, config.prefetch_blocks)
+        self._executor.slices.keep_given_up(placement.experts_bytes)
         if config.disk is not None:
             self._shelf.room = Room(
                 self._blocks,

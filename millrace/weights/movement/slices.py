@@ -19,6 +19,7 @@ from millrace.runtime.lanes import Copy, Event, Lane, Lanes, LateTransfer, Trans
 from millrace.weights.meter import Meter
 from millrace.weights.model.experts import SlicePart, slice_parts
 from millrace.weights.movement.block import Block
+from millrace.weights.movement.given_up import FEWEST_SLOTS, GivenUp
 from millrace.weights.movement.residency import Residency, plain_tensors
 from millrace.weights.rest.fetching import Fetch, Target, Way
 from millrace.weights.rest.pieces import Range
@@ -58,6 +59,10 @@ class Bank:
                 self.forget(self.places[key])
             self._contents[block.index] = contents
 
+    def contents_of(self, block: Block) -> object:
+        """What its homes held when its experts were loaded."""
+        return self._contents.get(block.index)
+
     def expert_in(self, slot: int) -> Key | None:
         """What is in the slot, or on its way."""
         return self._holds[slot]
@@ -68,6 +73,10 @@ class Bank:
             if key is None or self.places.get(key) != slot:  # the latter where Ctrl-C came between the two
                 return slot
         return self.places[self.keeping.victim(block.index, self.places, kept)]
+
+    def memory(self, slot: int, slot_bytes: int) -> torch.Tensor:
+        """The bytes of one slot."""
+        return self.buffer[slot * slot_bytes : (slot + 1) * slot_bytes]
 
     def hold(self, slot: int, key: Key) -> None:
         """An expert is on its way to the slot, which nothing was in."""
@@ -97,6 +106,7 @@ class Slices:
         self._parts = {block: parts for block, (parts, _) in layouts.items()}
         self.slot_bytes = max((nbytes for _, nbytes in layouts.values()), default=0)
         self._banks: list[Bank] = []
+        self._given_up: GivenUp | None = None  # what host memory keeps; None: nothing
         self.unfinished: list[Callable[[], object]] = []  # give modules back what they had before stand-ins for weights
         residency.beside = self
 
@@ -130,7 +140,21 @@ class Slices:
             bank = self._banks.pop()
             for slot in list(bank.arriving):
                 self._settle(bank, slot)
-            self._residency.take_back(bank.buffer)
+            self._let_go(bank)
+
+    def keep_given_up(self, nbytes: int) -> None:
+        """From now on experts of blocks on disk that leave the device stay in so much host memory."""
+        if nbytes >= FEWEST_SLOTS * self.slot_bytes > 0:
+            layers = sum(block.is_fetched for block in self._blocks)
+            among = self._lanes, self._residency.ledger, self._meter
+            self._given_up = GivenUp(nbytes, self.slot_bytes, layers, *among)
+
+    def leave_host(self) -> None:
+        """No more, and the memory is free. Not during a pass."""
+        if self._given_up is not None:
+            self._residency.pace.wait()
+            self._given_up.wait()
+            self._given_up = None
 
     def bank_of(self, block: Block) -> Bank:
         """The bank for the block's experts. Raises BudgetError where there is no room for it."""
@@ -170,8 +194,13 @@ class Slices:
     def _made_anew(self, bank: Bank) -> Bank:
         new = Bank(self._residency.allot(bank.buffer.nbytes), bank.slots, bank.blocks)
         self._banks[self._banks.index(bank)] = new
-        self._residency.take_back(bank.buffer)
+        self._let_go(bank)
         return new
+
+    def _let_go(self, bank: Bank) -> None:
+        if self._given_up is not None:
+            self._lanes.wait(self._given_up.all_left())
+        self._residency.take_back(bank.buffer)
 
     def block_of(self, key: Key) -> Block:
         """Whose expert that is."""
@@ -198,8 +227,8 @@ class Slices:
         kept = {*wanted, *(key for slot in keep if (key := bank.expert_in(slot)) is not None)}
         for expert, key in zip(experts, wanted, strict=True):
             if key not in bank.places:
-                self._load(block, expert, bank, bank.slot_for(block, kept))
-        bank.keeping.used(block.index, experts)
+                self._load(block, expert, bank, bank.slot_for(block, kept), wanted)
+        self._used(block, bank, experts)
         return [bank.places[key] for key in wanted]
 
     def bring_in_order(self, block: Block, bank: Bank, experts: Sequence[int], slots: int) -> list[int]:
@@ -215,20 +244,25 @@ class Slices:
     def put_back(self, block: Block, bank: Bank, experts: Mapping[int, int]) -> None:
         """As `bring`, where it matters which slot each is in."""
         self._look_at(block, bank, len(experts))
+        wanted = [(block.index, expert) for expert in experts.values()]
         for slot, expert in experts.items():
             found = bank.places.get((block.index, expert))
             if found != slot:
                 if found is not None:
-                    self._settle(bank, found)
-                    bank.forget(found)
-                self._load(block, expert, bank, slot)
-        bank.keeping.used(block.index, experts.values())
+                    self._empty(bank, found, wanted)
+                self._load(block, expert, bank, slot, wanted)
+        self._used(block, bank, experts.values())
 
     def _look_at(self, block: Block, bank: Bank, count: int) -> None:
         """Experts of the block may be read, and what is in the bank is what homes hold."""
         block.keep_leaf_writes()
         bank.check(block, block.readable_contents())
         self._meter.experts_used(count)
+
+    def _used(self, block: Block, bank: Bank, experts: Collection[int]) -> None:
+        bank.keeping.used(block.index, experts)
+        if self._given_up is not None and block.is_fetched:
+            self._given_up.used(block.index, experts)
 
     def place_of(self, tensor: torch.Tensor) -> tuple[Bank, int] | None:
         """The bank in which a tensor lies, and bytes from its beginning; None for any other tensor."""
@@ -274,13 +308,22 @@ class Slices:
         with plain_tensors(), torch.no_grad():
             return self._parts[block][place].view_of_one(bank.buffer, self.slot_bytes, slot)
 
-    def _load(self, block: Block, expert: int, bank: Bank, slot: int) -> None:
-        self._settle(bank, slot)
-        bank.forget(slot)
+    def _load(self, block: Block, expert: int, bank: Bank, slot: int, wanted: Collection[Key]) -> None:
+        host, kept = self._given_up, None
+        if host is not None and block.is_fetched:
+            kept = host.take((block.index, expert), bank.contents_of(block))
+        self._empty(bank, slot, wanted)
         parts = self._parts[block]
-        after = self._lanes.mark()  # whoever computes with what was in the slot is done with it
+        # Whoever computes with what was in the slot is done with it, and so is whoever copies it to the host.
+        after = self._lanes.mark() if host is None else host.all_left()
         with plain_tensors(), torch.no_grad():
-            if block.is_fetched:
+            if host is not None and kept is not None:
+                place = [(bank.memory(slot, self.slot_bytes), host.memory(kept))]
+                transfer, done = self._residency.pace.submit(Lane.ONLOAD, place, after)
+                host.was_taken(kept, done)
+                arrival = _Arrival(transfer, self._residency.next_number())
+                self._meter.expert_host_loads += 1
+            elif block.is_fetched:
                 arrival = self._fetch(block, expert, bank, slot, after)
             else:
                 places = self.views(block, bank, slot, 1)
@@ -308,6 +351,15 @@ class Slices:
         one = _OneExpert(block, ranges)
         fetch = fetching.onload(one, Target(bank.buffer, after, more))
         return _Arrival(LateTransfer(Lane.ONLOAD, one.nbytes, fetch.arrived), None)
+
+    def _empty(self, bank: Bank, slot: int, wanted: Collection[Key]) -> None:
+        """Nothing is in the slot any more: the host keeps it, if it keeps any, but not for one that is wanted."""
+        self._settle(bank, slot)
+        key = bank.expert_in(slot)
+        if self._given_up is not None and key is not None and (block := self.block_of(key)).is_fetched:
+            with plain_tensors(), torch.no_grad():
+                self._given_up.keep(key, bank.contents_of(block), bank.memory(slot, self.slot_bytes), wanted)
+        bank.forget(slot)
 
     def _settle(self, bank: Bank, slot: int) -> None:
         """Compute waits for a copy into the slot that nobody wants any more, whatever came of it."""

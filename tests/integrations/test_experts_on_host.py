@@ -1,0 +1,232 @@
+"""Beside a disk, does host memory hold the experts that the device gave up, and are no others read?"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import nn
+
+import millrace
+from millrace.memory.ledger import Tier
+from millrace.planning import Keeping
+from tests.integrations.test_experts import (
+    IMPLEMENTATIONS,
+    PROMPT,
+    SIZES,
+    answer,
+    budget,
+    expert_bytes,
+    experts_in,
+    train,
+)
+from tests.matrix.compare import same, weight_bytes
+
+pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
+LAYERS, EXPERTS = 3, 32
+
+
+def model_of(implementation: str) -> Any:
+    """An expert's parts are whole pages, too far from each other for one read."""
+    torch.manual_seed(0)
+    own = {"num_experts": EXPERTS, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 8}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**{**SIZES, **own})).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.3)
+    model.set_experts_implementation(implementation)
+    return model
+
+
+def on_disk(model: Any, tier: str, path: Path) -> tuple[Any, dict[str, Any]]:
+    """The model, and options that leave experts of one layer on the host."""
+    host_bytes = 3 * weight_bytes(model) // 4
+    if tier == "disk":
+        return model, {"disk": path / "disk", "host_memory": host_bytes}
+    save_file(model.state_dict(), path / "model.safetensors")
+    buffers = {key: value.clone() for key, value in model.named_buffers()}
+    model = model.to("meta")
+    for key, value in buffers.items():
+        owner, _, name = key.rpartition(".")
+        model.get_submodule(owner)._buffers[name] = value
+    return model, {"checkpoint": path / "model.safetensors", "host_memory": host_bytes}
+
+
+def host_slots(handle: Any) -> int:
+    given_up = handle._executor.slices._given_up
+    return 0 if given_up is None else given_up._room
+
+
+def bytes_on_disk(handle: Any, layer: int, expert: int) -> int:
+    """Of the whole pages in which one expert lies."""
+    block = [block for block in handle._blocks() if block.experts is not None][layer]
+    sizes = [(slot.layout.offset, slot.layout.nbytes // EXPERTS) for slot in block.slots]
+    ranges = [(offset + expert * nbytes, nbytes, 0) for offset, nbytes in sizes]
+    return sum(piece.nbytes for piece in block.rest.pieces(2**20, ranges))
+
+
+class TwoTiers:
+    """What is loaded and read for calls in a bank of so many slots, beside a host of so many, by `Keeping` alone."""
+
+    def __init__(self, slots: int, host_slots: int) -> None:
+        self.slots, self.host_slots = slots, host_slots
+        self.banks = max(1, slots // EXPERTS)
+        self.held: list[set[tuple[int, int]]] = [set() for _ in range(self.banks)]
+        self.keeping = [Keeping(slots // self.banks, -(-LAYERS // self.banks)) for _ in range(self.banks)]
+        self.on_host: set[tuple[int, int]] = set()
+        self.below = Keeping(host_slots, LAYERS)
+        self.begin()
+
+    def begin(self) -> None:
+        """Counts anew."""
+        self.loads = self.given_up = 0
+        self.reads: list[tuple[int, int]] = []
+
+    def call(self, layer: int, experts: list[int]) -> None:
+        held, keeping = self.held[layer % self.banks], self.keeping[layer % self.banks]
+        wanted = [(layer, expert) for expert in experts]
+        for key in wanted:
+            if key in held:
+                continue
+            self.loads += 1
+            self.reads += [key] if key not in self.on_host else []
+            self.on_host.discard(key)
+            if len(held) == self.slots // self.banks:
+                gone = keeping.victim(layer, held, wanted)
+                held.remove(gone)
+                self.give_up(gone, wanted)
+            held.add(key)
+        keeping.used(layer, experts)
+        self.below.used(layer, experts)
+
+    def give_up(self, key: tuple[int, int], wanted: list[tuple[int, int]]) -> None:
+        if len(self.on_host) == self.host_slots:
+            if self.on_host <= set(wanted):
+                return
+            going = self.below.victim(key[0], {*self.on_host, key}, wanted)
+            if going == key:
+                return
+            self.on_host.remove(going)
+        self.given_up += 1
+        self.on_host.add(key)
+
+
+@pytest.mark.emu("random:0", "lazy")
+@pytest.mark.parametrize("tier", ["disk", "checkpoint"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_is_read_is_what_neither_has(
+    compute_device: torch.device, tmp_path: Path, implementation: str, tier: str
+) -> None:
+    model = model_of(implementation)
+    plain = copy.deepcopy(model).to(compute_device)
+    one_bytes, prompt = expert_bytes(model), PROMPT[:1, :2].to(compute_device)
+    routing: list[tuple[int, list[int]]] = []
+    for layer, module in enumerate(experts_in(plain)):
+        module.register_forward_pre_hook(
+            lambda _module, args, layer=layer: routing.append((layer, args[1].unique().tolist()))
+        )
+    wanted = answer(plain, prompt, tokens=24, sampled=True)
+    limit = budget(model, 14)
+    model, options = on_disk(model, tier, tmp_path)
+    with millrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
+        assert all(block.is_fetched for block in handle._blocks() if block.experts is not None)
+        ours = TwoTiers(14, host_slots(handle))
+        assert ours.host_slots == EXPERTS - 1
+        for turn in range(3):
+            assert all(map(same, answer(model, prompt, tokens=24, sampled=True), wanted))
+            for layer, experts in routing:
+                ours.call(layer, experts)
+            stats = handle.stats()
+            assert stats.expert_loads == ours.loads
+            assert stats.expert_host_loads == ours.loads - len(ours.reads)
+            assert stats.expert_kept_bytes == ours.given_up * one_bytes
+            if turn:  # all other weights stay on the device
+                assert stats.fetch_bytes == sum(bytes_on_disk(handle, *key) for key in ours.reads)
+            assert 0 < len(ours.reads) < ours.loads
+            assert stats.device_peak_bytes <= limit
+            assert stats.host_peak_bytes <= options["host_memory"]
+            ours.begin()
+            handle.reset_stats()
+        ledger = handle._ledger
+    assert ledger.held_bytes(Tier.HOST) < EXPERTS * one_bytes // 2  # other weights
+
+
+def test_homes_that_change_are_read_anew(compute_device: torch.device, tmp_path: Path) -> None:
+    model = model_of("batched_mm")
+    plain, limit = copy.deepcopy(model).to(compute_device), budget(model, 14)
+    prompt = PROMPT.to(compute_device)
+    model, options = on_disk(model, "disk", tmp_path)
+    with millrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
+        for turn in range(4):
+            before = handle.stats().expert_host_loads
+            assert all(map(same, answer(model, prompt, tokens=3), answer(plain, prompt, tokens=3))), turn
+            assert handle.stats().expert_host_loads > before
+            assert handle.stats().host_peak_bytes <= options["host_memory"]
+            for one in (model, plain):
+                module = experts_in(one)[turn % LAYERS]
+                with torch.no_grad():
+                    module.down_proj.mul_(1.5)
+                    if turn == 1:
+                        module.gate_up_proj.data = module.gate_up_proj.data.flip(0).contiguous()
+
+
+@pytest.mark.emu("random:0", "lazy")
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_training_beside_frozen_experts(compute_device: torch.device, tmp_path: Path, implementation: str) -> None:
+    model = model_of(implementation).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name)
+    plain, limit = copy.deepcopy(model).to(compute_device), budget(model, 14)
+    wanted = train(plain, PROMPT.to(compute_device), checkpointed=False)
+    model, options = on_disk(model, "disk", tmp_path)
+    with millrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
+        assert host_slots(handle) > 0
+        assert all(map(same, train(model, PROMPT.to(compute_device), checkpointed=False), wanted))
+        stats = handle.stats()
+        assert 0 < stats.expert_host_loads < stats.expert_loads
+        assert stats.device_peak_bytes <= limit
+        assert stats.host_peak_bytes <= options["host_memory"]
+
+
+def test_where_calls_want_all_experts_whole_layers_rest_on_the_host(tmp_path: Path) -> None:
+    model = model_of("grouped_mm").train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name)
+    limit = budget(model, 14)
+    model, options = on_disk(model, "disk", tmp_path)
+    with millrace.offload(model, device="cpu", device_memory=limit, **options) as handle:
+        assert host_slots(handle) == 0
+        assert any(not block.is_fetched for block in handle._blocks() if block.experts is not None)
+
+
+def test_a_limit_on_copies(compute_device: torch.device, tmp_path: Path) -> None:
+    model = model_of("eager")
+    plain, limit = copy.deepcopy(model).to(compute_device), budget(model, 8)
+    prompt = PROMPT.to(compute_device)
+    model, options = on_disk(model, "disk", tmp_path)
+    with millrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
+        for rate in (None, "64MiB", None):
+            handle.limit_copies(rate)
+            before = handle.stats().expert_host_loads
+            assert all(map(same, answer(model, prompt, tokens=4), answer(plain, prompt, tokens=4)))
+            assert handle.stats().expert_host_loads > before
+
+
+def test_what_needs_host_memory_gets_it(compute_device: torch.device, tmp_path: Path) -> None:
+    model = model_of("eager")
+    plain, limit = copy.deepcopy(model).to(compute_device), budget(model, 8)
+    one_bytes, prompt = expert_bytes(model), PROMPT.to(compute_device)
+    model, options = on_disk(model, "disk", tmp_path)
+    with millrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
+        assert all(map(same, answer(model, prompt, tokens=4), answer(plain, prompt, tokens=4)))
+        held_bytes = handle.stats().host_bytes
+        assert handle._shelf.make_room(options["host_memory"] - held_bytes + one_bytes)
+        assert handle.stats().host_bytes == held_bytes - EXPERTS * one_bytes
+        assert host_slots(handle) == 0
+        before = handle.stats()
+        assert all(map(same, answer(model, prompt, tokens=4), answer(plain, prompt, tokens=4)))
+        assert handle.stats().expert_host_loads == before.expert_host_loads > 0
+        assert handle.stats().expert_loads > before.expert_loads
