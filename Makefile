@@ -1,4 +1,4 @@
-# make demo | test | check | docs | format | bench | bench-rivals | zoo | dist | setup | clean. Each sets up what it needs; `setup` does only that.
+# make demo | test | test-triton | check | docs | format | bench | bench-rivals | zoo | dist | setup | clean. Each sets up what it needs; `setup` does only that.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -8,7 +8,7 @@ READY  := $(VENV)/ready
 PYTEST_ARGUMENTS ?= --numprocesses auto
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: help setup demo check dist docs format test bench bench-rivals zoo clean
+.PHONY: help setup demo check dist docs format test test-triton bench bench-rivals zoo clean
 
 help:
 	@sed -n 1p Makefile
@@ -40,6 +40,11 @@ docs: $(READY)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGUMENTS)
+
+# The kernel for accelerators, in Triton's interpreter. Triton is in a folder of its own: 700 MB that no other test needs.
+test-triton: $(READY)
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target build/triton --constraint constraints.txt triton
+	PYTHONPATH=build/triton OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/packed/test_device.py
 
 # A Llama with random weights learns to write Python, in device memory for a quarter of its weights. Its first losses
 # are compared, to the last bit, with those of the same model trained without millrace.

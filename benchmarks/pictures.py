@@ -113,7 +113,7 @@ def disk() -> str:
 
 
 def experts() -> str:
-    content = newest("experts-*.txt")
+    content = newest("experts-2*.txt")
     rates = [number(rf"^ *{name}: +(\S+) tokens/s", content) for name in ("experts", "blocks", "accelerate")]
     return bars(
         "Decoding with a mixture of experts of 7.9 GiB on disk, over accelerate's tokens/s",

@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,7 +84,7 @@ def offload(
     - `device`: where to compute; default the current accelerator, or the CPU where there is none.
     - `device_memory`: ceiling in bytes for weights on the device (resident, visiting and arriving together) and for
       buffers of modules. Gradients on their way out (those of two blocks at most) and activations come on top. Default:
-      what is free now, less a tenth.
+      what is free now, less a tenth; on the CPU, twice the weights, or half of what is free if that is less.
     - `host_memory`: ceiling in bytes for weights, gradients, activations and staging in host memory; what optimizers
       hold (`optimizer.held_bytes()`) comes on top. Default: what the machine and the cgroup leave free, less 15%.
     - `disk`: a directory, on a local drive, for blocks (and gradients) that do not fit in `host_memory`. It belongs to
@@ -187,9 +188,8 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
             budgets = replace(budgets, device_bytes=device_bytes, host_bytes=host_bytes, ranks=self._node.size)
         self._budgets = budgets
         self._ledger.host_budget_bytes = self._own_part(budgets.host_bytes)
-        settings = config.blocks, config.resident, budgets.weights_bytes
-        parts = partition(model, inventory, *settings, tables_by_rows=self._node is None)
-        budgets.check(inventory, parts, config.device)
+        cut = partial(partition, model, inventory, config.blocks, config.resident, tables_by_rows=self._node is None)
+        parts = budgets.checked(inventory, cut, config.device)
         activations = budgets.share_for_activations(inventory, parts, config)
         self._config = config = replace(config, activations=activations)
         placement = budgets.place(inventory, parts, config, materialized)

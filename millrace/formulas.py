@@ -1,7 +1,7 @@
 """How long does it take, does it hide, and what does it hold? Closed formulas on plain numbers, for estimates by hand.
 
-Times in seconds, sizes in bytes, rates in bytes or operations per second. Each docstring names its source, and what the
-source had wrong. `millrace.plan` uses them where a closed formula is enough, and simulates where it is not.
+Times in seconds, sizes in bytes, rates in bytes or operations per second. Each docstring names its source, and says
+where that errs. `millrace.plan` uses them where a closed formula is enough, and simulates where it is not.
 """
 
 from millrace.planning.cost.formulas import (

@@ -62,6 +62,8 @@ def add_generate_command(commands: "argparse._SubParsersAction[Any]") -> None:
 def run_generate(arguments: argparse.Namespace) -> int:
     if arguments.max_new_tokens < 1:
         raise GenerateInputError(f"--max-new-tokens is {arguments.max_new_tokens}; give 1 or more")
+    if not -(2**63) <= arguments.seed < 2**64:
+        raise GenerateInputError(f"--seed {arguments.seed} is not a number of 64 bits")
     if arguments.temperature is not None and not (arguments.sample and arguments.temperature > 0):
         raise GenerateInputError(f"--temperature {arguments.temperature} needs --sample, and to be above 0")
     if not arguments.model.is_dir():
@@ -90,6 +92,8 @@ def run_generate(arguments: argparse.Namespace) -> int:
         }
     except ValueError as error:
         raise GenerateInputError(str(error)) from error
+    if arguments.disk is not None and arguments.disk.is_file():
+        raise GenerateInputError(f"--disk {arguments.disk} is a file; give a directory")
     model, handle = from_pretrained(arguments.model, trainable=False, **settings)
     with handle:
         _write(arguments, prompts, tokenizer, model, handle)
@@ -116,6 +120,7 @@ def _write(
     inputs = tokenizer(
         prompts, return_tensors="pt", padding=len(prompts) > 1, add_special_tokens=not arguments.chat
     ).to(model.device)
+    _check(arguments, model, inputs["input_ids"])
     text = None if arguments.json or len(prompts) > 1 else TextStreamer(tokenizer, skip_special_tokens=True)
     clock = _Clock(text)
     torch.manual_seed(arguments.seed)
@@ -128,7 +133,8 @@ def _write(
         streamer=clock,
     )
     seconds = time.perf_counter() - clock.began
-    new = written[:, inputs["input_ids"].shape[1] :]
+    # Behind an encoder's prompt the text has one token to begin with.
+    new = written[:, 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1] :]
     lengths = [_length(row, model.generation_config.eos_token_id) for row in new.tolist()]
     stats = handle.stats()
     if arguments.json:
@@ -155,6 +161,34 @@ def _write(
         f" and {format_bytes(stats.host_peak_bytes)} in host memory{from_disk}",
         file=sys.stderr,
     )
+
+
+def _check(arguments: argparse.Namespace, model: "PreTrainedModel", tokens: "Tensor") -> None:
+    """Raises GenerateInputError where the model cannot go on from these; `tokens` has shape (prompts, length)."""
+    from torch import nn
+
+    if not model.can_generate():
+        raise GenerateInputError(f"a {type(model).__name__} writes no text; give a causal language model")
+    if not tokens.numel():
+        raise GenerateInputError("the prompt has no tokens; give some text to go on from")
+    table = model.get_input_embeddings()
+    largest = int(tokens.max())
+    if isinstance(table, nn.Embedding) and largest >= table.num_embeddings:
+        raise GenerateInputError(
+            f"the tokenizer gives token {largest}, but the model embeds tokens below {table.num_embeddings};"
+            " save the tokenizer there that belongs to the model"
+        )
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    length = tokens.shape[1] + arguments.max_new_tokens - 1  # the last token goes through no layer
+    if longest is None or length <= longest or model.config.is_encoder_decoder:
+        return
+    # Positions that are computed go on as far as one likes, those of a table do not; some tables have two rows more.
+    others = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not table]
+    if any(longest <= other.num_embeddings <= longest + 2 for other in others):
+        raise GenerateInputError(
+            f"{counted(tokens.shape[1], 'token')} of prompt and --max-new-tokens {arguments.max_new_tokens} are more"
+            f" than the model's {longest} positions; shorten one"
+        )
 
 
 # Of the stats, in bytes, and counts of experts.
@@ -202,9 +236,12 @@ def _length(tokens: list[int], ends: int | list[int] | None) -> int:
 def _in_template(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> str:
     if not tokenizer.chat_template:
         raise GenerateInputError("the tokenizer has no chat template; leave --chat out")
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-    )
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # templates are programs
+        raise GenerateInputError(f"the chat template cannot be used: {error}; leave --chat out") from error
     return str(text)
 
 

@@ -165,6 +165,8 @@ def _config(model: str) -> Any:
             return model
     except OSError as error:
         raise PlanInputError(f"MODEL {model[:80]!r}: {error.strerror}; give a config.json or a model's name") from error
+    if model.startswith(("/", ".", "~")) or model.endswith("/"):
+        raise PlanInputError(f"there is no directory or file {model!r}; give a model's directory or its config.json")
     try:
         from transformers import AutoConfig  # here: it takes seconds to import, and a path does not need it
     except ModuleNotFoundError as error:
@@ -176,5 +178,5 @@ def _config(model: str) -> Any:
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise PlanInputError(
-            f"{model!r} is no file, and no model whose config transformers can load: {reason}"
+            f"there is no directory or file {model!r}, and transformers can load no config of that name: {reason}"
         ) from error

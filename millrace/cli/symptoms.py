@@ -84,7 +84,7 @@ SYMPTOMS = (
         fix="a smaller device_fraction of millrace.optim, down to 0; then stream the weights",
     ),
     Symptom(
-        symptom="device_memory is too small, before anything is allocated",
+        symptom="device out of memory before anything is allocated: device_memory is too small",
         says="device_memory allows",
         cause="a visit needs its block, and the ones that stay, at once",
         confirm="the BudgetError names the block, its bytes, and the least that would do",

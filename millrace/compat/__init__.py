@@ -1,4 +1,4 @@
-"""How does code for another system run here? Its API, thin over millrace's: change the import, keep the code."""
+"""How does code for another system run here? Through a thin layer with its API: change the import, keep the code."""
 
 from millrace.compat.diffsynth import OffloadTrainingManager
 from millrace.compat.hybrid import HybridDeviceOptimizer

@@ -19,8 +19,8 @@
 | `launch_data_process_task(...)` saves what the model makes of data | the same, in host memory |
 | `PinnedArenaPool`, the four offloaders | the same names, in diffsynth_memory.py |
 
-Device memory is three of the largest block, and what stays: parameters of modules that have submodules, buffers; and,
-beside the budget, what is trained where it stays on the device. Row by row: docs/documents/diffsynth.md.
+The device budget is three times the largest block, and what stays: buffers, and parameters of modules that have
+submodules. What is trained while it stays on the device comes on top. Row by row: docs/documents/diffsynth.md.
 """
 
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ class OffloadTrainingManager:
     """Weights visit `target_device` while they compute.
 
     With `enable_optimizer_cpu_offload` gradients and optimizer are on the CPU. Without, trainable parameters are moved
-    to the device and stay there, with their gradients and an optimizer that was made of them, before or after.
+    to the device and stay there, with their gradients and an optimizer that was made for them, before or afterwards.
     `cpu_offload_split_threshold` is in MB of 10**6 bytes; None makes every leaf module a block. The way back is
     `remove()`: `handle.remove()` alone leaves trained parameters on the device. Raises what `millrace.offload` raises,
     and ValueError for a threshold that is not positive.
@@ -97,7 +97,7 @@ class OffloadTrainingManager:
         self._move_trained(device)
 
     def after_backward(self) -> None:
-        """Waits until the device is done. Gradients are where they belong already."""
+        """Waits until the device is done. Gradients are already where they belong."""
         self.handle.synchronize()
 
     def remove(self) -> None:
@@ -126,8 +126,8 @@ def launch_data_process_task(
     """The first of two stages: what `model` makes of each sample is saved, for the second one to train on.
 
     Sample `i` of a process goes to `{model_logger.output_path}/{accelerator.process_index}/{i}.pth`, with its tensors
-    in host memory. `args` (None, or parsed flags): with `enable_model_cpu_offload` the model is offloaded meanwhile, by
-    `enable_optimizer_cpu_offload` and `cpu_offload_split_threshold`; without it goes to `accelerator.device`.
+    in host memory. `args` (None, or parsed flags): with `enable_model_cpu_offload` the model is offloaded meanwhile, as
+    `enable_optimizer_cpu_offload` and `cpu_offload_split_threshold` say; otherwise it goes to `accelerator.device`.
     """
     manager = None
     if getattr(args, "enable_model_cpu_offload", False):

@@ -73,8 +73,8 @@ class PinnedBuffer:
 class PinnedArenaPool:
     """Page-locked host memory for many tensors, of `total_bytes` in chunks of `max_chunk_size` bytes at most.
 
-    It grows by chunks of `min_chunk_size` at least. `device`: for which it is page-locked; None: the accelerator here,
-    and on a machine without one it is plain memory. Raises ValueError for sizes that are not positive.
+    It grows by chunks of `min_chunk_size` at least. `device`: the accelerator for which it is page-locked; None: the
+    one here. On a machine without one it is plain memory. Raises ValueError for sizes that are not positive.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class PinnedArenaPool:
         max_chunk_size: int = _LARGEST_CHUNK_BYTES,
         device: Device = None,
     ) -> "PinnedArenaPool":
-        """Of the size of a model's frozen parameters and its buffers, each once."""
+        """A pool with room for a model's frozen parameters and its buffers, each once."""
         pool = cls(0, min_chunk_size, max_chunk_size, device)
         frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
         for nbytes in _chunk_sizes([*frozen, *model.buffers()], max_chunk_size):
@@ -120,7 +120,7 @@ class PinnedArenaPool:
     def allocate_like(
         self, tensor: torch.Tensor, copy: bool = True, require_contiguous: bool = True, non_blocking: bool = False
     ) -> torch.Tensor:
-        """A tensor in the pool of the shape and dtype of `tensor`, and with `copy` of its values.
+        """A tensor in the pool with the shape and dtype of `tensor` and, with `copy`, its values.
 
         Without `require_contiguous` its strides are those of `tensor`, if that is dense. `non_blocking`: the copy may
         be under way when this returns.
@@ -203,7 +203,7 @@ class _ParamOffloader(_Offloader):
 
 
 class StaticParamOffloader(_ParamOffloader):
-    """A frozen parameter: `host` has its values for good; offloaded, `param.data` is empty, on the device.
+    """A frozen parameter, whose values are always in `host`; while it is offloaded, `param.data` is empty.
 
     Raises ValueError for a trainable parameter.
     """
@@ -223,7 +223,7 @@ class StaticParamOffloader(_ParamOffloader):
 
 
 class TrainableParamOffloader(_ParamOffloader):
-    """A trainable parameter, whose optimizer is on the CPU: offloaded, `param.data` is in host memory.
+    """A trainable parameter, whose optimizer is on the CPU; while it is offloaded, `param.data` is in host memory.
 
     Raises ValueError for a frozen parameter.
     """
@@ -243,7 +243,7 @@ class TrainableParamOffloader(_ParamOffloader):
         self._put(self.host)
 
     def offload_grad(self) -> None:
-        """The gradient comes to the host, which waits for it; and so do the values, where they have not."""
+        """The gradient comes to the host, which waits for it; so do the values, if they have not come yet."""
         grad = self.param.grad
         if self.on_device is not None:
             self.offload()
@@ -263,14 +263,14 @@ class AlwaysOnGPUParamOffloader:
         param.data = param.data.to(resolve_device(target_device))
 
     def onload(self) -> None:
-        """Nothing: it is there."""
+        """Does nothing: the parameter is there already."""
 
     def offload(self) -> None:
-        """Nothing: it stays."""
+        """Does nothing: the parameter stays."""
 
 
 class BufferOffloader(_Offloader):
-    """The buffer `name` of a module: offloaded, it is in host memory."""
+    """The buffer `name` of a module, which is in host memory while it is offloaded."""
 
     def __init__(
         self, module: nn.Module, name: str, target_device: Device, memory_buffer: PinnedArenaPool | None = None

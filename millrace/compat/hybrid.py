@@ -5,13 +5,13 @@
 | `offload_fraction`: whole parameters, the first ones | the first ones, split inside a tensor: exact to 128 elements; |
 | | checked to be in [0, 1] |
 | `cpu_optimizer_cls`, `gpu_optimizer_cls`: the classes that step | one rule of `millrace.optim` by its name, in one |
-| | pass over memory; any others of PyTorch, or two rules, step themselves, as here |
+| | pass over memory; any others of PyTorch, or two rules, step by themselves, as there |
 | arguments of TransformerEngine's FusedAdam and FusedSGD | the same (`sub_optimizers.py` says what is refused) |
 | `param_update_in_fp32` | always so: low-precision weights have float32 masters |
 | `pin_cpu_grads`, `pin_cpu_params` | the same (`pin`) |
 | `overlap_cpu_optimizer_d2h_h2d` | `overlap_d2h_h2d` |
 | `sub_optimizers` | one: this optimizer |
-| CPU results within 1e-3 of the GPU's | for the share that is there, bit for bit those of `torch.optim` on the CPU |
+| CPU results within 1e-3 of the GPU's | for the share on the CPU, bit for bit those of `torch.optim` on the CPU |
 | | (AdamW, Adam and SGD with `fused=True`; float32 weights) |
 
 Other keyword arguments are the update rule's own (`lr`, `betas`, ...), as are keys of param groups.
@@ -35,9 +35,10 @@ __all__ = ["HybridDeviceOptimizer"]
 class HybridDeviceOptimizer(HostOptimizer):
     """An optimizer with `offload_fraction` of its state in host memory and the rest on the parameters' accelerator.
 
-    `cpu_optimizer_cls` and `gpu_optimizer_cls` are classes, or `functools.partial` of them; None takes the other one,
-    or AdamW. Adam, AdamW, FusedAdam, SGD, FusedSGD and Muon name a rule of `millrace.optim`, if both name the same. Any
-    other classes, and with `use_torch_optimizer` these too, step themselves, on whole parameters. Parameters on the
+    `cpu_optimizer_cls` and `gpu_optimizer_cls` are classes, or `functools.partial` of them; None means the same as the
+    other one, and AdamW if both are None. If both name the same of Adam, AdamW, FusedAdam, SGD, FusedSGD and Muon, the
+    rule of `millrace.optim` by that name updates. Any other classes (with `use_torch_optimizer`, these too) step by
+    themselves, on whole parameters. Parameters on the
     CPU are updated there, whatever the fraction.
 
     Raises ValueError for a fraction outside [0, 1], for LBFGS and SparseAdam, and for arguments that do not exist here.
@@ -86,11 +87,11 @@ class HybridDeviceOptimizer(HostOptimizer):
 
     @property
     def sub_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those whose settings and state count: this one."""
+        """The optimizers whose settings and state count: this one."""
         return [self]
 
     def dummy_step(self) -> None:
-        """Makes the state of every parameter, as a step would, and changes no weight; steps are counted from 0."""
+        """Creates the state of every parameter, as a step would, but changes no weight; steps are counted from 0."""
         parameters = parameters_of(self)
         gradients = [parameter.grad for parameter in parameters]
         kept = [{name: group[name] for name in ("lr", "weight_decay")} for group in self.param_groups]
@@ -112,7 +113,7 @@ class HybridDeviceOptimizer(HostOptimizer):
                     self.state[parameter]["step"].zero_()
 
     def update_fp32_param_by_new_param(self) -> None:
-        """Masters follow weights that were written without a trace (`p.data.copy_`)."""
+        """Copies weights to their masters, after they were written in a way that leaves no trace (`p.data.copy_`)."""
         self.refresh()
 
 

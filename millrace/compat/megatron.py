@@ -1,4 +1,4 @@
-"""What of Megatron-Core and -Bridge is here? Optimizer, settings and recipes, as docs/documents/megatron.md has them.
+"""What of Megatron-Core and Megatron-Bridge is here? Optimizer, settings, recipes: see docs/documents/megatron.md.
 
 | name | file |
 |---|---|

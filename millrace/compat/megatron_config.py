@@ -38,7 +38,7 @@ _CLASSES = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD, "muon": torch.opt
 class OptimizerConfig(Settings):
     """Megatron's settings of one optimizer, with its defaults. `lr` None is the default of the class.
 
-    Raises ValueError, when it is used, for what cannot be.
+    Settings that cannot work raise ValueError when they are used.
     """
 
     optimizer: str = "adam"
@@ -69,7 +69,7 @@ class OptimizerConfig(Settings):
     optimizer_cuda_graph: bool = False
 
     def validate(self) -> None:
-        """Raises ValueError for what cannot be."""
+        """Raises ValueError for settings that cannot work."""
         if self.optimizer not in _CLASSES:
             raise ValueError(f"optimizer={self.optimizer!r} is not available; allowed: {', '.join(_CLASSES)}")
         fraction = self.optimizer_offload_fraction
@@ -142,7 +142,7 @@ class TrainingConfig(Settings):
     micro_batch_size: int = 1
 
     def validate(self) -> None:
-        """Raises ValueError for what cannot be."""
+        """Raises ValueError for settings that cannot work."""
         for name in ("train_iters", "global_batch_size", "micro_batch_size"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -163,7 +163,7 @@ class ConfigContainer(Settings):
     train: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
 
     def validate(self) -> None:
-        """Raises ValueError for what cannot be, in any namespace."""
+        """Raises ValueError for settings that cannot work, in any namespace."""
         for part in (self.model, self.optimizer, self.train):
             part.validate()
 
@@ -173,15 +173,15 @@ def apply(
 ) -> millrace.Offloaded | millrace.ActivationOffloading | None:
     """Makes `model` do what `config.cpu_offloading...` says, as Megatron's layers do by themselves: without a context.
 
-    With `cpu_offloading_weights` it is best on the CPU before: its other weights go to the accelerator, and these visit
-    it. Returns the handle, or None with nothing to offload. The other settings are as in `get_cpu_offload_context`.
-    Raises what that raises.
+    With `cpu_offloading_weights` it is best on the CPU before: weights of offloaded layers then visit the accelerator,
+    and the others go there to stay. Returns the handle, or None with nothing to offload. The other settings are as in
+    `get_cpu_offload_context`. Raises what that raises.
     """
     return config._offload(model, device_memory, min_bytes)
 
 
 def override(config: ConfigContainer, assignments: Iterable[str]) -> None:
-    """Sets what texts such as "optimizer.optimizer_offload_fraction=0.5" say. Values are of the kind that they replace.
+    """Applies texts such as "optimizer.optimizer_offload_fraction=0.5". A value is of the type of the one it replaces.
 
     Raises ValueError for a text of another form or a value of another kind, AttributeError for a setting that does not
     exist.

@@ -43,9 +43,9 @@ _enabled: "WeakKeyDictionary[nn.Module, _Enabled]" = WeakKeyDictionary()
 def enable_offload(model: nn.Module, blocks: nn.ModuleList, min_reserved_blocks_count: int = 2) -> None:
     """Blocks of `model` visit the device in turn; the first `min_reserved_blocks_count` and all else stay there.
 
-    Raises TypeError and ValueError for arguments as listed above, and what `millrace.offload` raises. Called once
-    more for the same blocks, the new count holds; for other blocks of the model, they travel as well. Where that
-    raises, what was enabled before holds.
+    Raises TypeError and ValueError for arguments as listed above, and what `millrace.offload` raises. If it is
+    called again for the same blocks, the new count applies; if for other blocks of the model, these travel as well. If
+    such a call raises, what was enabled before stays as it was.
     """
     _check(model, blocks, min_reserved_blocks_count)
     enabled = _enabled.setdefault(model, _Enabled())
@@ -66,9 +66,9 @@ def enable_offload(model: nn.Module, blocks: nn.ModuleList, min_reserved_blocks_
 
 
 def handle_of(model: nn.Module) -> millrace.Offloaded:
-    """What `millrace.offload` returned for it. Raises ValueError when `enable_offload` was not called for it.
+    """The handle that `millrace.offload` returned for `model`; a new one after each `enable_offload`.
 
-    Another one after each `enable_offload`.
+    Raises ValueError when `enable_offload` was not called for it.
     """
     enabled = _enabled.get(model)
     if enabled is None or enabled.handle is None:

@@ -1,4 +1,4 @@
-"""How does a recipe run, a function that returns a model's, an optimizer's and a run's settings? Step by step, here.
+"""How does a recipe run, a function that returns the settings of a model, an optimizer and a run? Step by step.
 
 | Megatron-Bridge | here |
 |---|---|
@@ -135,8 +135,8 @@ class Iteration:
 def run_recipe(config: ConfigContainer) -> Iterator[Iteration]:
     """Trains as the settings say, on random tokens or on what `config.model.batch(index, samples)` gives.
 
-    The model computes on the accelerator, or on the CPU where there is none. Raises ValueError for what cannot be,
-    before the first step.
+    The model computes on the accelerator, or on the CPU where there is none. Raises ValueError for settings that
+    cannot work, before the first step.
     """
     config.validate()
     kind = type(config.model).__name__

@@ -8,7 +8,7 @@ __all__ = ["Settings"]
 
 
 class Settings:
-    """Base of dataclasses whose fields may be set at any time, and no others."""
+    """Base of dataclasses whose fields may be set at any time; setting anything else raises AttributeError."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]

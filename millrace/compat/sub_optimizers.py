@@ -93,7 +93,7 @@ def _moment_dtype(given: dict[str, torch.dtype]) -> torch.dtype:
 
 # any class of PyTorch ------------------------------------------------------------------------------------------------
 class TorchSteps(MatrixOptimizer):
-    """Runs optimizers of PyTorch, one class for the parameters on the host and one for those that stay.
+    """Runs optimizers of PyTorch: one class for the parameters on the host, and one for those that stay on the device.
 
     The arithmetic is that of the class itself, on whole parameters: float32 (or float64) weights get its bits, and
     low-precision ones have a float32 master that it updates.

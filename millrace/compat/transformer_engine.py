@@ -64,11 +64,11 @@ def get_cpu_offload_context(
     device_memory: Size | None = None,
     min_bytes: Size = _MIN_BYTES,
 ) -> tuple[Context, Sync]:
-    """A context for the call of each layer, and a function for its output; what the first layers save leaves.
+    """A context for each layer's call, and a function for its output; what the first layers save leaves the device.
 
-    `model`: hooks itself into the model instead, and the context does nothing; needed for `offload_weights`, and then
-    the model is on the CPU. `device_memory`: ceiling in bytes for saved tensors on the device; default: all of these
-    layers' leave. `min_bytes`: smaller tensors stay.
+    `model`: offloading is hooked into the model instead, and the context does nothing; `offload_weights` needs this,
+    with the model on the CPU. `device_memory`: ceiling in bytes for saved tensors on the device; by default all that
+    these layers save leaves. `min_bytes`: smaller tensors stay.
 
     Raises ValueError for settings as listed above, and what `millrace.offload` and `offload_activations` raise.
     """
@@ -158,7 +158,7 @@ class _LayerContext:
             self._end(completed=error is None)
 
     def sync(self, tensor: torch.Tensor) -> torch.Tensor:
-        """To be called with a layer's output, behind its context. Raises RuntimeError inside of it."""
+        """To be called with a layer's output, after its context. Raises RuntimeError inside the context."""
         if self._inside:
             raise RuntimeError("sync is called inside of the context; call it behind the with block of the layer")
         return tensor
@@ -184,8 +184,8 @@ class _LayerContext:
 class CPUOffloadConfig(Settings):
     """Megatron's settings of layer-level CPU offloading, validated as listed above. `num_layers`: of the model.
 
-    They may be set one after another later: `validate()`, and whoever uses them, looks at them again. Raises ValueError
-    for what cannot be. Recomputation and pipeline stages may be set as one likes.
+    They may be changed one after another: `validate()` checks them again, and so does whatever uses them. Raises
+    ValueError for settings that cannot work. Recomputation and pipeline stages may be set as one likes.
     """
 
     num_layers: int
@@ -204,7 +204,7 @@ class CPUOffloadConfig(Settings):
         self.validate()
 
     def validate(self) -> None:
-        """Raises ValueError for what cannot be."""
+        """Raises ValueError for settings that cannot work."""
         if self.fine_grained_activation_offloading:
             also = "; with cpu_offloading it says for a second time what leaves" if self.cpu_offloading else ""
             raise ValueError(

@@ -41,7 +41,8 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
         return torch.device("cpu")
     if not is_accelerator(chosen):
         present = torch.accelerator.current_accelerator()
-        raise ValueError(f"device={str(device)!r} is not available here; available: {present or 'none'} and cpu")
+        available = "cpu" if present is None else f"{present} and cpu"
+        raise ValueError(f"device={str(device)!r} is not available here; available: {available}")
     index = torch.accelerator.current_device_index() if chosen.index is None else chosen.index
     if index >= torch.accelerator.device_count():
         count = torch.accelerator.device_count()

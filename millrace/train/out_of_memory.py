@@ -85,7 +85,7 @@ def _remedies(tier: str, error: Exception, config: TrainConfig) -> list[str]:
     if tier == _DEVICE and isinstance(error, BudgetError):
         remedies = [
             (config.device_memory is not None, "a larger --device-memory"),
-            (config.blocks == ("auto",), "smaller --blocks, such as 64MiB"),
+            (config.blocks == ("auto",) and "smaller blocks" in str(error), "smaller --blocks"),  # it names their size
             (config.dtype is None and config.disk is None, "--dtype bfloat16"),
         ]
     elif tier == _DEVICE:

@@ -84,6 +84,11 @@ def test_refusals(config: Path, arguments: list[str], message: str, capsys: pyte
 def test_a_missing_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "nowhere/config.json"]) == 2
     assert "nowhere/config.json" in capsys.readouterr().err
+    for path in ("my-modle/", "./my-modle", "/my-modle"):  # no names: transformers is not asked
+        assert main(["plan", path]) == 2
+        assert capsys.readouterr().err == (
+            f"millrace plan: there is no directory or file {path!r}; give a model's directory or its config.json\n"
+        )
 
 
 def test_a_model_on_meta_is_planned_and_stays_there() -> None:

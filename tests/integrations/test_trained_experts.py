@@ -291,9 +291,10 @@ def test_hooks_see_whole_gradients(compute_device: torch.device, build: Any) -> 
     seen: dict[bool, list[torch.Tensor]] = {True: [], False: []}
 
     def backward(one: Any) -> None:
-        up, down = experts_in(one)[0].gate_up_proj, experts_in(one)[2].down_proj
-        up.register_hook(lambda gradient: seen[one is model].append(gradient.detach().cpu().clone()))
-        down.register_post_accumulate_grad_hook(lambda home: seen[one is model].append(home.grad.cpu().clone()))
+        up, down, found = experts_in(one)[0].gate_up_proj, experts_in(one)[2].down_proj, seen[one is model]
+        # Hooks that have the model would never be collected.
+        up.register_hook(lambda gradient: found.append(gradient.detach().cpu().clone()))
+        down.register_post_accumulate_grad_hook(lambda home: found.append(home.grad.cpu().clone()))
         for ids in (FEW, FEW.flip(1)):
             one(ids.to(compute_device), labels=ids.to(compute_device)).loss.backward()
 

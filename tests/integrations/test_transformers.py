@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2Model,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import millrace
 from millrace.cli.main import main
@@ -160,6 +171,64 @@ def test_a_chat_has_the_models_template(tmp_path: Path, directory: Path, capsys:
     assert capsys.readouterr().out.startswith("user says one. answer:")
 
 
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('needs a system message') }}", "cannot be used: needs a system message; leave --chat out"),
+        ("{% for m in messages %}", "the chat template cannot be used: "),
+        ("{# nothing #}", "the prompt has no tokens"),
+    ],
+)
+def test_a_chat_template_that_cannot_be_used(
+    tmp_path: Path, directory: Path, template: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = tmp_path / "chat"
+    shutil.copytree(directory, copied)
+    tokenizer = AutoTokenizer.from_pretrained(copied)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(copied)
+    assert main(["generate", "--model", str(copied), "--chat", "--prompt", "one", "--device", "cpu"]) == 2
+    assert says in capsys.readouterr().err
+
+
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (
+            lambda: GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=8, **GPT2)),
+            "than the model's 8 positions",
+        ),
+        (lambda: GPT2LMHeadModel(GPT2Config(vocab_size=100, **GPT2)), "the model embeds tokens below 100"),
+        (lambda: GPT2Model(GPT2Config(vocab_size=300, **GPT2)), "a GPT2Model writes no text"),
+    ],
+)
+def test_models_that_cannot_go_on_from_the_prompt(
+    tmp_path: Path, model: Callable[[], PreTrainedModel], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model().save_pretrained(tmp_path)
+    byte_tokenizer(longest=64).save_pretrained(tmp_path)
+    line = ["generate", "--model", str(tmp_path), "--prompt", "one", "--device", "cpu"]
+    assert main([*line, "--max-new-tokens", "7"]) == 2
+    assert says in capsys.readouterr().err
+    if "positions" in says:
+        assert main([*line, "--max-new-tokens", "6"]) == 0
+
+
+def test_text_behind_an_encoder_is_counted_from_its_beginning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = T5Config(vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    config.eos_token_id = None
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    byte_tokenizer(longest=64).save_pretrained(tmp_path)
+    line = ["generate", "--model", str(tmp_path), "--prompt", "one", "--device", "cpu", "--max-new-tokens", "5"]
+    assert main([*line, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == [5]
+
+
 def test_sampling_follows_the_seed(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["generate", "--model", str(directory), "--prompt", "one", "--max-new-tokens", "8", "--device", "cpu"]
     texts = []
@@ -179,6 +248,8 @@ def test_sampling_follows_the_seed(directory: Path, capsys: pytest.CaptureFixtur
         (["--device-memory", "much"], "--device-memory='much' is not a size"),
         (["--device", "abacus"], "device='abacus' is not a device"),
         (["--device-memory", "1KiB"], "raise"),
+        (["--sample", "--seed", str(2**64)], "is not a number of 64 bits"),
+        (["--disk", __file__], "is a file; give a directory"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -55,6 +55,13 @@ CASES: dict[str, tuple[Exception, dict[str, Any], str]] = {
         {},
         r"out of device memory: device_memory allows",
     ),
+    "budget of the device, in smaller blocks": (
+        BudgetError(
+            "device_memory allows 1 MiB; raise it to at least 2 MiB, or pass smaller blocks such as blocks='1'"
+        ),
+        {"device_memory": "1MiB"},
+        r"What helps: a larger --device-memory; smaller --blocks; --dtype bfloat16",
+    ),
     "budget of the host": (
         BudgetError("host_memory allows 1 KiB"),
         {},
@@ -103,7 +110,7 @@ def test_a_device_that_is_full_is_told_of(settings: Settings, progress: Progress
 
 
 def test_a_budget_that_no_block_fits_is_told_before_training(settings: Settings, progress: Progress):
-    says = "device_memory allows 1 KiB; .*What helps: a larger --device-memory; smaller --blocks"
+    says = "device_memory allows 1 KiB; .*What helps: a larger --device-memory; --dtype bfloat16"
     with pytest.raises(OutOfMemoryError, match=says):
         train(settings(device_memory="1KiB"), progress)
     assert progress.records == []

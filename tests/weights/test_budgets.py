@@ -21,6 +21,17 @@ class Layer(nn.Module):
         return hidden + self.down(torch.relu(self.up(hidden)))
 
 
+class Normed(Layer):
+    """Has a leaf that is small beside the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(hidden))
+
+
 class Own(nn.Module):
     """Computes with its weights itself."""
 
@@ -98,3 +109,18 @@ def test_what_comes_later_and_has_no_room_is_refused_whole(compute_device: torch
     with millrace.offload(model, device=compute_device, device_memory=budget_bytes) as handle:
         assert torch.allclose(model(hidden), expected)
         assert handle.stats().device_peak_bytes <= budget_bytes
+
+
+def test_the_minimum_that_an_error_names_is_enough(compute_device: torch.device):
+    """Small weights stay where the budget is larger: the advised minimum counts those that stay with it."""
+    model = nn.Sequential(nn.Embedding(64, 32), *(Normed() for _ in range(4)))
+    for budget_bytes in (0, 1024, 8000):
+        with pytest.raises(BudgetError, match="raise it to at least") as refused:
+            millrace.offload(model, device=compute_device, device_memory=budget_bytes)
+        needed = re.search(r"needs ([\d.]+ \w+) beside ([\d.]+ \w+) of .* at least ([\d.]+ KiB)$", str(refused.value))
+        assert needed is not None
+        largest_bytes, kept_bytes, enough_bytes = map(parse_bytes, needed.groups())
+        assert enough_bytes / 1.01 <= largest_bytes + kept_bytes <= enough_bytes * 1.01
+        with millrace.offload(model, device=compute_device, device_memory=enough_bytes) as handle:
+            model(torch.zeros(1, dtype=torch.int64, device=compute_device)).sum().backward()
+            assert 0 < handle.stats().device_peak_bytes <= enough_bytes

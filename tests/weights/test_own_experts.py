@@ -21,6 +21,7 @@ class Experts(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way = way
+        self.kept: list[torch.Tensor] = []
         self.up = nn.Parameter(torch.randn(EXPERTS, FEATURES, HIDDEN) / 4)
         self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, FEATURES) / 4)
         self.bias = nn.Parameter(torch.randn(EXPERTS, FEATURES))
@@ -38,7 +39,13 @@ class Experts(nn.Module):
                 share = (shares * (chosen == expert)).sum(1, keepdim=True) * self.scale[expert]
                 found = found + (every[expert] + self.bias[expert]) * share
             return found
+        if not len(tokens):
+            return found
         order: dict[str, Any] = {"loop": chosen.unique().tolist(), "downwards": chosen.unique().tolist()[::-1]}
+        order["numpy"] = chosen.unique().cpu().numpy()
+        if self.way in ("writes", "keeps"):
+            order[self.way] = order["loop"]
+            self.kept = []
         if self.way == "one ahead":
             hit = order["loop"]
             ahead = [(self.up[hit[0]], self.down[hit[0]])]
@@ -51,6 +58,12 @@ class Experts(nn.Module):
                 up, down = ahead.pop(0)
             else:
                 up, down = self.up[expert], self.down[expert]
+            if self.way == "writes":
+                with torch.no_grad():
+                    up.mul_(1.5)
+                    self.bias[expert, 1:3].add_(0.5)
+            if self.way == "keeps":
+                self.kept.append(up)
             at, place = torch.where(chosen == expert)
             given = (tokens[at] @ up).relu() @ down + self.bias[expert, :]
             found = found.index_add(0, at, given * (shares[at, place] * self.scale[expert])[:, None])
@@ -87,10 +100,10 @@ def budget(model: nn.Sequential, slots: int) -> int:
 def forwards(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
     torch.manual_seed(1)
     with torch.no_grad():
-        return [model(torch.randn(count, FEATURES).to(device)).cpu() for count in (7, 1, 1, 3, 1, 9)]
+        return [model(torch.randn(count, FEATURES).to(device)).cpu() for count in (7, 1, 0, 1, 3, 1, 9)]
 
 
-WAYS = ["loop", "downwards", "every expert", "gather", "one ahead"]
+WAYS = ["loop", "downwards", "every expert", "gather", "one ahead", "numpy"]
 
 
 @pytest.mark.parametrize("slots", [2, 3, 5, 12])
@@ -199,6 +212,39 @@ def test_other_uses_bring_all_experts_and_run_once(compute_device: torch.device)
     with millrace.offload(model, device=compute_device, device_memory=limit) as handle:
         assert all(map(same, forwards(model, compute_device), wanted))
         assert len(calls) == len(wanted)
+        assert handle.stats().device_peak_bytes <= limit
+
+
+@pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
+@pytest.mark.parametrize("disk", [False, True])
+def test_what_is_written_to_experts_is_kept(compute_device: torch.device, tmp_path: Path, disk: bool) -> None:
+    model = model_of("writes")
+    plain = copy.deepcopy(model).to(compute_device)
+    wanted = forwards(plain, compute_device)
+    limit = budget(model, 9)
+    options: dict[str, Any] = {"host_memory": weight_bytes(model) * 2 // 3, "disk": tmp_path} if disk else {}
+    with millrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
+        assert all(map(same, forwards(model, compute_device), wanted))
+        assert handle.stats().expert_loads > 0
+        assert handle.stats().device_peak_bytes <= limit
+        with torch.no_grad():
+            assert all(
+                same(one, other.cpu()) for one, other in zip(model.parameters(), plain.parameters(), strict=True)
+            )
+
+
+@pytest.mark.parametrize("slots", [8, 12])
+def test_experts_that_are_kept_beyond_a_call_are_copies(compute_device: torch.device, slots: int) -> None:
+    model = model_of("keeps")
+    plain = copy.deepcopy(model).to(compute_device)
+    wanted = forwards(plain, compute_device)
+    limit = budget(model, slots)
+    with millrace.offload(model, device=compute_device, device_memory=limit) as handle:
+        for _ in range(2):
+            assert all(map(same, forwards(model, compute_device), wanted))
+            for layer, other in zip(model, plain, strict=True):
+                assert all(map(same, layer.experts.kept, other.experts.kept))
+        assert 0 < handle.stats().expert_loads < handle.stats().expert_uses
         assert handle.stats().device_peak_bytes <= limit
 
 

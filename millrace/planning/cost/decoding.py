@@ -7,6 +7,7 @@ from typing import Any
 
 from millrace.planning.cost.experts import ExpertCut, cut_of, loads_of
 from millrace.planning.cost.hardware import Hardware
+from millrace.planning.cost.packing import mean_read_share, packs
 from millrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 from millrace.planning.cost.tiers import Tiers
 from millrace.planning.cost.work import Method, Place, Spread, Training, Work
@@ -100,7 +101,8 @@ def decoding_of(
     budget = shape.weight_bytes
     if method.streamed:
         budget = max(0, tiers.streaming_bytes - max(0, cache_bytes - free_bytes))
-    parts = _Parts(shape, token, method, hardware, tiers, work.sequence_length)
+    packed = packs(shape, work, spread, method, hardware)
+    parts = _Parts(shape, token, method, hardware, tiers, work.sequence_length, packed=packed)
     cut = cut_of(shape, token, spread, method, budget)
     whole = parts.rate(1.0, max(0, shape.weight_bytes - budget), None)
     found = Decoding(
@@ -132,7 +134,15 @@ class _Parts:
     """What a token takes."""
 
     def __init__(
-        self, shape: ModelShape, token: Work, method: Method, hardware: Hardware, tiers: Tiers, context: int
+        self,
+        shape: ModelShape,
+        token: Work,
+        method: Method,
+        hardware: Hardware,
+        tiers: Tiers,
+        context: int,
+        *,
+        packed: bool,
     ) -> None:
         self._shape = shape
         self._tokens = token.tokens
@@ -141,6 +151,7 @@ class _Parts:
         if method.weights is Place.DISK:
             room = tiers.capacity[Place.HOST] - tiers.total(Place.HOST)
             self.disk_share = min(1.0, max(0.0, 1.0 - room / shape.weight_bytes))
+        self._read_share = mean_read_share(shape) if packed else 1.0
         self.compute_seconds = sum(self._compute_seconds(block, context) for block in shape.blocks)
 
     def _compute_seconds(self, block: BlockShape, context: int) -> float:
@@ -161,15 +172,16 @@ class _Parts:
         ]
         experts = sum(one.nbytes for one in loads)
         visits = 0.0
+        read_bytes = self.disk_share * self._read_share * visiting_bytes
         if visiting_bytes:
             latency = hardware.link_latency_seconds * len(self._shape.blocks)
             visits = latency + visiting_bytes / hardware.onload_bytes_per_second
             if self.disk_share:
-                visits = max(visits, self.disk_share * visiting_bytes / hardware.disk_read_bytes_per_second)
+                visits = max(visits, read_bytes / hardware.disk_read_bytes_per_second)
         seconds = sum(one.seconds for one in loads) + max(self.compute_seconds, visits)
         return DecodingRate(
             hit_rate=there,
             onload_bytes=round((experts + visiting_bytes) / self._tokens),
-            fetch_bytes=round(self.disk_share * (experts + visiting_bytes) / self._tokens),
+            fetch_bytes=round((self.disk_share * experts + read_bytes) / self._tokens),
             tokens_per_second=self._tokens / seconds,
         )

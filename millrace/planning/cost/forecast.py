@@ -18,6 +18,7 @@ from millrace.planning.cost.experts import cut_of, others_of, pass_loads
 from millrace.planning.cost.floors import Floors, device_update_seconds, floors_of
 from millrace.planning.cost.hardware import OVER_LINK, Hardware
 from millrace.planning.cost.lanes import CostLane
+from millrace.planning.cost.packing import packs, read_share
 from millrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 from millrace.planning.cost.sharing import Crossing, Sharing, crossing_of, sharing_of
 from millrace.planning.cost.step import StepForecast, forecast_step
@@ -97,6 +98,7 @@ def run_of(
     steps = []
     talking = visit_seconds(shape, work, spread, method, hardware)
     leaving = leaving_layers(shape, work, method)
+    packed = packs(shape, work, spread, method, hardware)
     crossings = [crossing_of(block, work, spread, method, hardware) for block in shape.blocks]
     cut = cut_of(shape, work, spread, method, tiers.streaming_bytes)
     visiting = shape.blocks if cut is None else tuple(map(others_of, shape.blocks))
@@ -104,7 +106,7 @@ def run_of(
     traffic = []
     for index, (block, crossing) in enumerate(zip(visiting, crossings, strict=True)):
         own = replace(
-            _traffic(block, work, spread, method, leaves=index in leaving),
+            _traffic(block, work, spread, method, read_share(block) if packed else 1.0, leaves=index in leaving),
             load_bytes=round(method.crossing_share * spread.divided(block.weight_bytes, 3, block.expert_share)),
             gather_seconds=gather_seconds(block, spread, hardware),
             reduce_seconds=reduce_seconds(block, work, spread, hardware),
@@ -257,11 +259,14 @@ def _shared(
     )
 
 
-def _traffic(block: BlockShape, work: Work, spread: Spread, method: Method, *, leaves: bool) -> BlockTraffic:
+def _traffic(
+    block: BlockShape, work: Work, spread: Spread, method: Method, read: float, *, leaves: bool
+) -> BlockTraffic:
+    """`read`: of the bytes that come from disk, what is read there."""
     activations = round(block.activation_bytes(work.tokens)) if leaves else 0
     spills = method.activations is Activations.SPILLED
     shard = int(spread.divided(block.weight_bytes, 3, block.expert_share))
-    fetched = shard if method.weights is Place.DISK else 0
+    fetched = round(read * shard) if method.weights is Place.DISK else 0
     if work.training is Training.NONE or method.state is Place.DEVICE or not block.trainable:
         return BlockTraffic(fetch_bytes=fetched, activation_bytes=activations, activations_spill=spills)
     trained = int(method.host_share * spread.divided(block.trainable, 1, block.trained_experts))

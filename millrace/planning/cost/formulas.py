@@ -38,7 +38,7 @@ ADAM_BYTES = 28  # DRAM traffic of one update: gradient 2, weight out 2, and mas
 
 
 def adam_seconds(parameters: float, dram_rate: float, *, copies_share: bool = False) -> float:
-    """What Adam's update takes on the host, by its DRAM traffic: 28 bytes per parameter, 34 with the copies' own.
+    """What Adam's update takes on the host, by its DRAM traffic: 28 bytes per parameter, 34 if copies share the DRAM.
 
     The tutorial ("Bandwidth Requirements") asks only whether gradients and weights cross the link in time. It counts 4
     bytes of each where 2 travel, and leaves the update out, which takes longer than both: 10B parameters at 200 GB/s
@@ -78,7 +78,7 @@ def transfer_seconds(nbytes: float, rate: float, *, latency_seconds: float = 0.0
 def arithmetic_intensity(
     tokens: float, bytes_per_parameter: float = 2.0, *, flops_per_parameter: float = 2.0, active_share: float = 1.0
 ) -> float:
-    """Operations for each byte of weights that is brought, with `tokens` to a load.
+    """Operations for each byte of weights that is loaded, with `tokens` tokens per load.
 
     k n / b: `flops_per_parameter` is 2 in forward, 4 in backward, 6 in backward with recomputation; `active_share` of
     the parameters meets a token (a mixture of experts: less than 1). A transfer hides when this is at least the
@@ -114,8 +114,8 @@ def tokens_to_hide(
 def batch_multiplier(transfer_seconds: float, compute_seconds: float) -> float:
     """How many times more tokens hide the transfer; 1 when it hides already.
 
-    The tutorial (exercise 1) has 2.19 and then asks for 2.5. It takes a layer's doubled compute for 80 ms; it is 50,
-    for a transfer of 54.7, so twice the batch is 91% efficient, and 2.19 times is enough.
+    The tutorial (exercise 1) has 2.19 and then asks for 2.5. It believes that at twice the batch a layer computes for
+    80 ms; it is 50, beside a transfer of 54.7, so twice the batch is 91% efficient, and 2.19 times is enough.
     """
     return max(1.0, transfer_seconds / compute_seconds)
 
@@ -123,7 +123,7 @@ def batch_multiplier(transfer_seconds: float, compute_seconds: float) -> float:
 def resident_fraction(transfer_seconds: float, compute_seconds: float) -> float:
     """The share of blocks that has to stay on the device so that the rest hides: 1 - Tc / Tt, at least 0.
 
-    What helps where the transfer is the longer one and the tokens are given. The tutorial has no such formula.
+    What helps where the transfer is the longer one and the number of tokens is fixed. The tutorial has no such formula.
     """
     return max(0.0, 1.0 - compute_seconds / transfer_seconds) if transfer_seconds else 0.0
 
@@ -150,9 +150,9 @@ def pipelined_seconds(
 
     A transfer starts when its link and a buffer are free. For equal layers on one link it comes to
     Tt + (L - 1) max(Tc, Tt) + Tc for any number of buffers from 2 on. The tutorial's condition, that no transfer takes
-    longer than the compute before it, is for two buffers; with more, sums are compared. And (exercise 4) it divides
-    the transfer by two where there are three buffers, as though a buffer brought a link with it: 50 ms instead of 80.
-    A third buffer absorbs variance and adds no bandwidth.
+    longer than the compute before it, is for two buffers; with more, sums over several layers count. And
+    (exercise 4) it divides the transfer by two where there are three buffers, as though a buffer brought a link with
+    it: 50 ms instead of 80. A third buffer absorbs variance and adds no bandwidth.
     """
     if buffers < 1 or links < 1:
         raise ValueError(f"buffers={buffers} and links={links}; both must be at least 1")
@@ -178,7 +178,7 @@ def efficiency(baseline_seconds: float, step_seconds: float) -> float:
 def overlap(compute_seconds: float, transfer_seconds: float, step_seconds: float) -> float:
     """The share of the transfers that hides: 1 - (step - compute) / transfer, between 0 and 1.
 
-    Beside the efficiency, which a long compute makes high whatever hides. The tutorial has no measure of it.
+    It complements the efficiency, which is high for a long compute, whatever hides. The tutorial has no measure of it.
     """
     if not transfer_seconds:
         return 1.0
@@ -231,7 +231,7 @@ def hideable_activation_share(compute_seconds: float, activation_bytes: float, l
 
 @dataclass(frozen=True)
 class Compression:
-    """What a codec does to a transfer. Seconds without, one after the other, and in chunks with all stages at once.
+    """What a codec does to a transfer. Seconds without it, stage after stage, and in chunks with all stages at once.
 
     `needed_rate`: bytes per second that each stage of the codec must exceed, so that compression in chunks pays.
     """
@@ -267,7 +267,7 @@ def compression_break_even(
     max(M / C, M / (R B), M / D), so it needs C > B and D > B, and gains at most R. Below a ratio of 1.05 bytes go raw.
 
     The tutorial (exercise 5) has one stage after the other and no decompression: C > B / (1 - 1 / R). That is right for
-    a program that compresses all and then writes. It follows there that ratios above 10 pay; with C below B none does.
+    a program that compresses all and then writes. It concludes that ratios above 10 pay; with C below B none does.
     """
     plain = nbytes / link_rate
     if ratio < 1.05:

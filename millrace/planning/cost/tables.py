@@ -91,9 +91,9 @@ def memory_table(
     - `activation_bytes`: of one device, see `layer_activation_bytes`.
 
     The tutorial's tables ("Memory Savings", "Offloading + ZeRO") have no blocks in use, so "only params" and "minimal
-    memory" come to less than a run holds. Its 16 to 2 bytes is called a reduction by 4; it is 8, and by 4 at its peak.
-    Its code never frees gradients, so it stays at that peak; that its gradients go to host memory as they come is
-    what makes 2 bytes and two blocks. For 175B it counts 1.4 TB of Adam's state, which lacks the master: 2.1 TB.
+    memory" come to less than a run holds. They call 16 to 2 bytes a reduction by 4; it is 8, and 4 at the peak.
+    The tutorial's code never frees gradients, so it stays at that peak; 2 bytes and two blocks are enough only if
+    gradients go to host memory as they come. For 175B it counts 1.4 TB of Adam's state, which lacks the master: 2.1 TB.
 
     Raises ValueError for a stage or an offload that does not exist, and degrees below 1.
     """
@@ -174,7 +174,7 @@ def power_of_two_bytes(sizes: Iterable[int]) -> int:
 def reserved_peak_blocks(blocks: int, reserved: int) -> int:
     """Blocks on the device at once when the first `reserved` stay and as many are prefetched: min(2 R + 1, N).
 
-    MindIE-SD's page on CPU offload calls the setting the number of blocks that are always kept. As many are on their
-    way besides, and one computes: with its default of 2 there are 5 on the device, not 2.
+    MindIE-SD's page on CPU offload calls the setting the number of blocks that are always kept. Besides these, as
+    many are on their way, and one computes: with its default of 2 there are 5 on the device, not 2.
     """
     return min(blocks, 2 * reserved + 1)

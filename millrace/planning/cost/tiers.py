@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from millrace.planning.cost.experts import can_cut, cut_of, least_cut_bytes
 from millrace.planning.cost.hardware import Hardware
+from millrace.planning.cost.packing import packed_bytes, packs
 from millrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 from millrace.planning.cost.sharing import crossing_of
 from millrace.planning.cost.work import Activations, Method, Overlap, Place, Spread, Training, Work
@@ -151,6 +152,8 @@ def tiers_of(
         own_blocks = (_of_copy(_own_weights(b, spread), spread, method, work, b.expert_share) for b in blocks)
         staged = _largest(own_blocks, _STAGED)
         held.append(Held(place=Place.HOST, purpose="staging", nbytes=staged))
+    if packs(shape, work, spread, method, hardware) and packed_bytes(shape):
+        held.append(Held(place=Place.DISK, purpose="packed weights", nbytes=packed_bytes(shape)))
     used = sum(item.nbytes for item in held if item.place is Place.DEVICE)
     least = _least(shape)
     if work.training is Training.NONE and can_cut(shape, work, spread, method):

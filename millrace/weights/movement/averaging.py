@@ -327,9 +327,8 @@ class AveragedGradients:
         return averaged
 
     def _next_round(self, what: str) -> tuple[int, SharedArena, Job[list[Slot]] | None]:
-        """The number of a round, the memory that it takes turns with, and the sums of the round that had it last.
-
-        Where ranks read each other's gradients there, none needs those any more.
+        """Its number, the memory that it takes turns with, which no rank reads on the host any more, and the sums that
+        were made there last.
         """
         self._rounds += 1
         number, turn = self._pass * _IN_A_PASS + self._rounds, self._rounds % 2

@@ -7,7 +7,8 @@ experts is done with all of it, lent for the call. See docs/design/experts.md.
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from numbers import Integral
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -49,6 +50,16 @@ def standing_in(
         slices.unfinished.remove(put_back)
 
 
+class _Taken(NamedTuple):
+    """An expert's weight that the module was given."""
+
+    number: int
+    place: int
+    view: weakref.ref[torch.Tensor]  # what it was given, as long as it has that
+    alias: torch.Tensor  # of the same memory, whose version tells what was written to the view
+    version: int
+
+
 class Asked:
     """The experts of one call. `used`: those that it said it uses, ascending."""
 
@@ -61,35 +72,36 @@ class Asked:
         self.count = 0 if block.experts is None else block.experts.count
         self._used = [number for number in used if 0 <= number < self.count]
         self._slots: dict[int, int] = {}  # by number: experts that stay in their slots
-        self._given: list[tuple[int, weakref.ref[torch.Tensor]]] = []  # views that the module may still have
+        self._taken: list[_Taken] = []  # what the module may still have, or has written to
         self._bring(self._used[: self._bank.slots])
 
     def take(self, place: int, number: int) -> torch.Tensor | None:
         """One expert's weight, of the parameter at that place of the block; None where there is no slot for it."""
         if number not in self._slots and not self._make_room(number):
             return None
-        return self._trained.one(self._block, self._block.slots[place], number, lambda: self._view(place, number))
+        return self._trained.one(self._block, self._block.slots[place], number, lambda: self._given(place, number))
 
-    def _view(self, place: int, number: int) -> torch.Tensor:
-        slot = self._slots[number]
-        self._slices.arrive(self._bank, slot)
-        weight = self._slices.view(self._block, self._bank, slot, place)
-        self._given.append((number, weakref.ref(weight)))
+    def _given(self, place: int, number: int) -> torch.Tensor:
+        weight = self._view(place, number)
+        alias = weight.detach()
+        self._taken.append(_Taken(number, place, weakref.ref(weight), alias, alias._version))
         return weight
 
     def gather(self, place: int, numbers: torch.Tensor) -> torch.Tensor | None:
-        """The weights of several, a copy for each."""
+        """The weights of several, a copy for each; None where there is no slot for one."""
         wanted = numbers.detach().to("cpu", torch.int64).flatten()
         wanted = torch.where(wanted < 0, wanted + self.count, wanted)
         if not len(wanted) or not 0 <= int(wanted.min()) <= int(wanted.max()) < self.count:
-            return None
+            if self._trained.trains(self._block):
+                return None  # who uses none of a trained weight gives it a gradient of zeros
+            return self._block.slots[place].absent[numbers]  # no values, or raises what the weight does
         used, where = torch.unique(wanted, return_inverse=True)
         gathered: torch.Tensor | None = None
         with torch.no_grad():
             for number in used.tolist():
-                weight = self.take(place, number)
-                if weight is None:
+                if number not in self._slots and not self._make_room(number):
                     return None
+                weight = self._view(place, number)
                 if gathered is None:
                     gathered = weight.new_empty(len(wanted), *weight.shape)
                 gathered[(wanted == number).nonzero().squeeze(1).to(weight.device)] = weight
@@ -102,24 +114,48 @@ class Asked:
 
     def lend(self, slot: Slot) -> torch.Tensor:
         """All of a weight, until the call ends."""
+        self.let_go()
         self.whole = True
         self._banks.clear()  # whose memory the block needs
         return lent_for_call(slot.home)
+
+    def let_go(self) -> None:
+        """What the module wrote to experts is their homes', too; those that it still has become copies of its own."""
+        while self._taken:
+            one = self._taken.pop()
+            if one.alias._version != one.version:
+                self.whole = True
+                slot = self._block.slots[one.place]
+                slot.touch()
+                slot.data[one.number].copy_(one.alias)
+            view = one.view()
+            if view is not None:
+                with torch.no_grad():
+                    view.data = view.clone()
+            del one, view
 
     @property
     def _bank(self) -> Bank:
         return self._banks[0]
 
+    def _view(self, place: int, number: int) -> torch.Tensor:
+        """Of one that is there."""
+        slot = self._slots[number]
+        self._slices.arrive(self._bank, slot)
+        return self._slices.view(self._block, self._bank, slot, place)
+
     def _make_room(self, number: int) -> bool:
         """Brings one that is not there, and others that are used and come after it. False: there is no slot."""
-        self._given = [(one, view) for one, view in self._given if view() is not None]
+        if any(one.alias._version != one.version for one in self._taken):  # which would be lost with the slot
+            return False
+        self._taken = [one for one in self._taken if one.view() is not None]
         if len(self._slots) == self._bank.slots:
             for slot in self._slots.values():
                 self._slices.arrive(self._bank, slot)
             unseen = self._slices.is_unseen(self._bank, self._slots.values())
-            if not unseen and references_beside(self._bank.buffer) != len(self._given):  # it made views of those
+            if not unseen and references_beside(self._bank.buffer) != 2 * len(self._taken):  # it made views of those
                 return False
-            kept = {one for one, _ in self._given}
+            kept = {one.number for one in self._taken}
             self._slots = {one: slot for one, slot in self._slots.items() if one in kept}
         later = [one for one in self._used if one > number and one not in self._slots]
         self._bring([number, *later][: self._bank.slots - len(self._slots)])
@@ -180,7 +216,7 @@ def _number(index: Any) -> int | None:
     if type(index) is torch.Tensor:
         integers = index.dim() == 0 and index.dtype in (torch.int64, torch.int32)
         return int(index) if integers else None
-    return index if isinstance(index, int) and not isinstance(index, bool) else None
+    return int(index) if isinstance(index, Integral) and not isinstance(index, bool) else None
 
 
 # About a tensor, but for its values.

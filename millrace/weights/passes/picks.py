@@ -129,6 +129,8 @@ class Picks:
             with standing_in(self._executor.slices, module, names, stand_ins):
                 return own(*args, **kwargs)
         finally:
+            with without_overrides():
+                asked.let_go()
             if asked.whole:
                 self._whole.add(block)
 
@@ -313,9 +315,7 @@ class _Loop:
         return self._slices.view(self._block, self._bank, slot, place)
 
     def _gather(self, place: int, numbers: torch.Tensor) -> torch.Tensor:
-        """Those of all parameters are made when the first is asked for: they
-        have the same experts.
-        """
+        """Those of all parameters are made when the first is asked for: they have the same experts."""
         if not self._gathered:
             wanted = numbers.to("cpu", torch.int64)
             with torch.no_grad():

@@ -1,13 +1,13 @@
 """How many bytes may a model take, in which tier? As the user set, or as the machine has; checked before all else."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from millrace.config import ActivationConfig, OffloadConfig, format_bytes
+from millrace.config import ActivationConfig, OffloadConfig, format_bytes, parse_bytes
 from millrace.errors import BudgetError
 from millrace.memory.arena import aligned, whole_pages
 from millrace.memory.disk import LEAST_READING_BYTES
@@ -64,39 +64,31 @@ class Budgets:
         """Host memory through which blocks that rest on the host are read from a checkpoint."""
         return max(LEAST_READING_BYTES, min(_READING_BYTES, self.host_bytes // 16))
 
-    def check(self, inventory: Inventory, parts: Partition, device: torch.device) -> None:
-        """Raises BudgetError for what cannot fit, before anything is allocated."""
-        sizes = {part.name: part.least_bytes(inventory) for part in parts.streamed if part.experts is None}
-        kept_bytes = sum(inventory.nbytes(part.keys) for part in parts.resident) + self.buffer_bytes
-        kept_bytes += parts.bank_bytes
-        order = {name: -index for index, name in enumerate(sizes)}  # of several that are as large, the first
-
-        def rank(names: frozenset[str]) -> tuple[int, int]:
-            return sum(map(sizes.__getitem__, names)), max(map(order.__getitem__, names))
-
-        largest = max(_at_once(inventory, parts), key=rank, default=frozenset[str]())
-        largest_bytes = sum(map(sizes.__getitem__, largest))
-        needed_bytes = kept_bytes + largest_bytes
-        if needed_bytes > self.device_bytes:
-            kept = "resident weights, buffers and experts" if parts.bank_bytes else "resident weights and buffers"
-            what = f"{kept} need {format_bytes(kept_bytes)}"
-            if largest:
-                blocks = " and ".join(map(repr, sorted(largest)))
-                what = f"block {blocks} needs" if len(largest) == 1 else f"blocks {blocks}, which share weights, need"
-                what += f" {format_bytes(largest_bytes)} beside {format_bytes(kept_bytes)} of {kept}"
-            keys = [key for part in parts.streamed if part.name in largest for key in part.keys]
+    def checked(self, inventory: Inventory, partition: Callable[[int], Partition], device: torch.device) -> Partition:
+        """How `partition` cuts the model for what is left for weights. Raises BudgetError for what cannot fit, before
+        anything is allocated.
+        """
+        parts = partition(self.weights_bytes)
+        needs = _Needs.of(inventory, parts, self.buffer_bytes)
+        if needs.nbytes > self.device_bytes:
+            advice = _smaller_blocks(inventory, needs.keys, (self.device_bytes - needs.kept_bytes) // 2)
+            least, enough = needs, self.device_bytes
+            while needs.nbytes > enough:  # with more memory, more small weights may stay
+                least, enough = needs, parse_bytes(format_bytes(needs.nbytes, at_least=True))
+                needs = _Needs.of(inventory, partition(enough - self.buffer_bytes), self.buffer_bytes)
             raise BudgetError(
-                f"{what}; device_memory allows {format_bytes(self.device_bytes)}; raise it to at least"
-                f" {format_bytes(needed_bytes, at_least=True)}"
-                + _smaller_blocks(inventory, keys, (self.device_bytes - kept_bytes) // 2)
+                f"{least}; device_memory allows {format_bytes(self.device_bytes)}; raise it to at least"
+                f" {format_bytes(enough, at_least=True)}{advice}"
             )
+        sizes = [part.least_bytes(inventory) for part in parts.streamed if part.experts is None]
         all_bytes = sum(inventory.nbytes(part.keys) for part in parts.streamed if part.experts is not None)
-        wanted_bytes = min(self.device_bytes, sum(sizes.values()) + kept_bytes + all_bytes)
+        wanted_bytes = min(self.device_bytes, sum(sizes) + needs.kept_bytes + all_bytes)
         if is_accelerator(device) and wanted_bytes > (free_bytes := free_device_bytes(device)):
             raise BudgetError(
                 f"device_memory={format_bytes(self.device_bytes)} is more than {device} has free,"
                 f" {format_bytes(free_bytes)}; lower it, or end what else uses the device"
             )
+        return parts
 
     def share_for_activations(
         self, inventory: Inventory, parts: Partition, config: OffloadConfig
@@ -191,6 +183,46 @@ def _with_single_experts(placement: Placement, sizes: Mapping[str, int]) -> Plac
         disk_bytes=placement.disk_bytes + sum(on_host.values()),
         experts_bytes=sum(on_host.values()),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Needs:
+    """The device memory without which a model that is cut so cannot run: what stays, and the largest blocks at once."""
+
+    blocks: frozenset[str]
+    keys: list[int]  # of the blocks
+    blocks_bytes: int
+    kept: str
+    kept_bytes: int
+
+    @classmethod
+    def of(cls, inventory: Inventory, parts: Partition, buffer_bytes: int) -> "_Needs":
+        sizes = {part.name: part.least_bytes(inventory) for part in parts.streamed if part.experts is None}
+        order = {name: -index for index, name in enumerate(sizes)}  # of several that are as large, the first
+
+        def rank(names: frozenset[str]) -> tuple[int, int]:
+            return sum(map(sizes.__getitem__, names)), max(map(order.__getitem__, names))
+
+        largest = max(_at_once(inventory, parts), key=rank, default=frozenset[str]())
+        kept_bytes = sum(inventory.nbytes(part.keys) for part in parts.resident) + buffer_bytes + parts.bank_bytes
+        return cls(
+            blocks=largest,
+            keys=[key for part in parts.streamed if part.name in largest for key in part.keys],
+            blocks_bytes=sum(map(sizes.__getitem__, largest)),
+            kept="resident weights, buffers and experts" if parts.bank_bytes else "resident weights and buffers",
+            kept_bytes=kept_bytes,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks_bytes + self.kept_bytes
+
+    def __str__(self) -> str:
+        if not self.blocks:
+            return f"{self.kept} need {format_bytes(self.kept_bytes)}"
+        blocks = " and ".join(map(repr, sorted(self.blocks)))
+        what = f"block {blocks} needs" if len(self.blocks) == 1 else f"blocks {blocks}, which share weights, need"
+        return f"{what} {format_bytes(self.blocks_bytes)} beside {format_bytes(self.kept_bytes)} of {self.kept}"
 
 
 def _given_dtype(parameter: nn.Parameter, config: OffloadConfig) -> torch.dtype:
