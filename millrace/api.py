@@ -245,7 +245,6 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
         among = self._pace, self._ledger, self._meter, self._fetching, self._gathers
         self._residency = Residency(config.device, self._budgets.weights_bytes, *among)
         self._executor = Executor(streamed, self._residency, self._lanes, self._meter, config.prefetch_blocks)
-        self._executor.slices.keep_given_up(placement.experts_bytes)
         if config.disk is not None:
             self._shelf.room = Room(
                 self._blocks,
@@ -271,6 +270,7 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
         )
         for block in residents:
             self._executor.bring(block)
+        self._executor.slices.use_host(placement.experts_bytes)
         mains: dict[nn.Module, tuple[Block, ...]] = {}
         for part, block in zip(parts.streamed, streamed, strict=True):
             for module in part.sites:

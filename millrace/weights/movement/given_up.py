@@ -40,12 +40,16 @@ class GivenUp:
         self._places: dict[Key, int] = {}
         self._contents: dict[Key, object] = {}
 
-    def used(self, layer: int, experts: Iterable[int]) -> None:
+    def used(self, layer: int, experts: Iterable[int], *, passing: bool) -> None:
         """A call of the layer has used these, wherever they were."""
-        self._keeping.used(layer, experts)
+        self._keeping.used(layer, experts, passing=passing)
 
-    def take(self, key: Key, contents: object) -> int | None:
-        """The slot of an expert that goes to the device, and then stays there alone; None where it is not here."""
+    def take(self, key: Key, contents: object, *, passing: bool) -> int | None:
+        """The slot of an expert that goes to the device, and then stays there alone; None where it is not here.
+
+        `passing`: for a call that uses nearly all of its layer's.
+        """
+        self._keeping.came(key, passing=passing)  # what it is worth when the device gives it up
         slot = self._places.pop(key, None)
         if slot is None or self._contents.pop(key) == contents:
             return slot
@@ -69,9 +73,11 @@ class GivenUp:
         self._forget(key)
         if len(self._places) >= self._room:
             if all(other in wanted for other in self._places):
+                self._keeping.went(key)
                 return
-            going = self._keeping.victim(key[0], [*self._places, key], wanted)
+            going = self._keeping.victim(key[0], {*self._places, key}, wanted)
             if going == key:
+                self._keeping.went(key)
                 return
             self._forget(going)
         if not self._free:  # Ctrl-C has kept some from coming free
@@ -100,4 +106,5 @@ class GivenUp:
         slot = self._places.pop(key, None)
         if slot is not None:
             del self._contents[key]
+            self._keeping.went(key)
             self._free.append(slot)
