@@ -15,7 +15,7 @@ _HALF_LIFE = 64  # calls of its layer, after which a use counts half
 _NEARLY_ALL = 3 / 4  # of a layer's experts
 
 
-def passes_through(used: int, count: int) -> bool:
+def passes_through(used: float, count: int) -> bool:
     """Whether a call uses so many of a layer's experts that which ones it is says nothing about the calls to come."""
     return used > _NEARLY_ALL * count
 
