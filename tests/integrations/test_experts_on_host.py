@@ -305,6 +305,13 @@ def test_calls_that_use_all_read_no_more_than_with_whole_layers_on_the_host(
         for turn in range(5):
             if turn == 3:  # what tokens bring is theirs, until others pass through
                 assert all(map(same, answer(model, prompt.to(compute_device), tokens=4), one))
+                used.clear()
+                for own, other in zip(experts_in(model), experts_in(plain), strict=True):
+                    own.down_proj.data.mul_(0.5)
+                    other.down_proj.data.mul_(0.5)
+                with torch.no_grad():
+                    wanted = plain(text.to(compute_device)).logits
+                every = sum(used)
             handle.reset_stats()
             with torch.no_grad():
                 assert same(model(text).logits, wanted)
@@ -317,3 +324,51 @@ def test_calls_that_use_all_read_no_more_than_with_whole_layers_on_the_host(
                 assert reads <= LAYERS * EXPERTS - host_slots(handle)
             assert stats.device_peak_bytes <= limit
             assert stats.host_peak_bytes <= options["host_memory"]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_experts_that_are_trained_after_all(compute_device: torch.device, tmp_path: Path, implementation: str) -> None:
+    """In eval mode the host has single experts; a step writes to what they were."""
+    model = model_of(implementation)
+    plain, limit = copy.deepcopy(model).to(compute_device), budget(model, 40)
+    prompt, several = PROMPT[:1, :2].to(compute_device), PROMPT.to(compute_device)
+    model, options = on_disk(model, "disk", tmp_path)
+    with millrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
+        assert host_slots(handle) > 0
+        for ids in (prompt, several, prompt):
+            found: list[list[torch.Tensor]] = []
+            for one in (model, plain):
+                tokens = answer(one, prompt, tokens=4)
+                one(ids, labels=ids).loss.backward()
+                gradients = [parameter.grad.detach().cpu().clone() for parameter in one.parameters()]
+                torch.optim.AdamW(one.parameters(), lr=0.01).step()
+                one.zero_grad()
+                found.append([*tokens, *gradients, *answer(one, several, tokens=3)])
+            assert all(map(same, *found))
+        assert found_on_host(handle) > 0
+        assert handle.stats().device_peak_bytes <= limit
+
+
+def test_experts_that_are_kept_keep_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where slots in host memory are computed with, layers have the device's from then on."""
+    model = model_of("eager")
+    plain, limit, linear = copy.deepcopy(model), budget(model, 14), nn.functional.linear
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keeping(given: torch.Tensor, weight: torch.Tensor, *more: Any) -> torch.Tensor:
+        if not isinstance(weight, nn.Parameter):
+            kept.append((weight, weight.clone()))
+        return linear(given, weight, *more)
+
+    model, options = on_disk(model, "disk", tmp_path)
+    with millrace.offload(model, device="cpu", device_memory=limit, **options) as handle:
+        assert host_slots(handle) == EXPERTS
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.functional, "linear", keeping)
+            assert all(map(same, answer(model, PROMPT, tokens=2), answer(plain, PROMPT, tokens=2)))
+        assert kept
+        assert all(map(same, answer(model, PROMPT, tokens=8), answer(plain, PROMPT, tokens=8)))
+        assert all(same(weight, values) for weight, values in kept)
+        assert host_slots(handle) == 0
+        kept.clear()
+        assert handle.stats().host_bytes < options["host_memory"] - EXPERTS * expert_bytes(plain) // 2
