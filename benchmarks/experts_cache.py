@@ -224,7 +224,12 @@ def two_tiers(trace: Trace, room: int, host_room: int, host: str) -> int:
         if host in ("layers", "fixed") or key in kept:
             return
         if len(kept) >= host_room:
-            kept.discard(below.victim(key[0], kept, wanted if host == "passed" else ()))
+            if kept <= set(wanted):
+                return
+            gone = below.victim(key[0], {*kept, key} if host == "given up" else kept, wanted)
+            if gone == key:
+                return
+            kept.discard(gone)
         kept.add(key)
 
     for wanted in trace:

@@ -1,6 +1,7 @@
 """How fast does a mixture of experts decode from disk, and what is read for a token? With and without single experts.
 
-    PYTHONPATH=. python benchmarks/experts_disk.py [--size 2GiB] [--tokens 12] [--rounds 3] [--share 0.2]
+    PYTHONPATH=. python benchmarks/experts_disk.py [--size 2GiB] [--tokens 12] [--rounds 3] [--share 0.2] [--prompt 1]
+        [--drive 1GiB] [--against DIRECTORY]
 
 A Qwen3-MoE of random weights in bfloat16 (64 experts in a layer, 4 for a token) in a safetensors file that has the
 names of its state dict. Contestants, each in a process of its own, decode in turns, `--tokens` a turn; before each
@@ -11,18 +12,24 @@ pages that a contestant has mapped). Tokens are drawn at random; routing by rand
 - blocks: the same, without single experts: all of a layer's come, as other blocks do.
 - accelerate: `dispatch_model` to "disk", which reads the same files, module by module.
 
+`--prompt`: tokens in each call, without a cache. `--drive`: reads take as long as on a drive that gives so many bytes a
+second, one after the other; then without accelerate, which maps the files, and without blocks. `--against`: another
+contestant is the millrace in that directory, such as a checkout of another version.
+
 Bytes are those that the process had from the drive (`/proc/self/io`); the median of all rounds but the first, and from
 the least to the most.
 """
 
 import argparse
 import json
+import os
 import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -117,13 +124,31 @@ def read_bytes() -> int:
     return int(found[1])
 
 
-def contest(name: str, config: Qwen3MoeConfig, directory: Path, share: float, tokens: int) -> None:
+def slow_down(bytes_per_second: int) -> None:
+    """From now on reads of this process come from such a drive."""
+    read, lock, free = os.preadv, threading.Lock(), [0.0]
+
+    def slowly(*args: Any) -> int:
+        found = read(*args)
+        with lock:
+            free[0] = done = max(free[0], time.perf_counter()) + found / bytes_per_second
+        time.sleep(max(0.0, done - time.perf_counter()))
+        return found
+
+    os.preadv = slowly  # type: ignore[assignment]
+
+
+def contest(
+    name: str, config: Qwen3MoeConfig, directory: Path, share: float, tokens: int, prompt: int, drive: int
+) -> None:
     """Waits for a line, decodes, and tells what it took; a line for each turn."""
     torch.set_num_threads(2)
+    if drive:
+        slow_down(drive)
     if name == "accelerate":
         model, handle = open_accelerate(config, directory)
     else:
-        model, handle = open_millrace(config, directory, share, single=name == "experts")
+        model, handle = open_millrace(config, directory, share, single=name != "blocks")
     past, digest, drawn = None, 0, torch.Generator().manual_seed(0)
     print("ready", flush=True)
     for _ in sys.stdin:
@@ -132,8 +157,8 @@ def contest(name: str, config: Qwen3MoeConfig, directory: Path, share: float, to
             for _ in range(tokens):
                 drop_cache(directory)
                 began = time.perf_counter()
-                token = torch.randint(config.vocab_size, (1, 1), generator=drawn)
-                found = model(input_ids=token, past_key_values=past, use_cache=True)
+                token = torch.randint(config.vocab_size, (1, prompt), generator=drawn)
+                found = model(input_ids=token, past_key_values=past, use_cache=prompt == 1)
                 seconds += time.perf_counter() - began
                 past = found.past_key_values
                 digest = hash((digest, *found.logits.float().flatten().tolist()))
@@ -155,15 +180,19 @@ def main() -> None:
     arguments.add_argument("--tokens", type=int, default=12)
     arguments.add_argument("--rounds", type=int, default=3)
     arguments.add_argument("--share", type=float, default=0.2)
+    arguments.add_argument("--prompt", type=int, default=1)
+    arguments.add_argument("--drive", default="")
+    arguments.add_argument("--against", default="")
     arguments.add_argument("--directory", default=".")
     arguments.add_argument("--contest")
     given = arguments.parse_args()
+    drive = parse_bytes(given.drive, name="drive") if given.drive else 0
     config = config_of(parse_bytes(given.size, name="size"))
     if given.contest:
-        contest(given.contest, config, Path(given.directory), given.share, given.tokens)
+        contest(given.contest, config, Path(given.directory), given.share, given.tokens, given.prompt, drive)
         return
     directory = Path(tempfile.mkdtemp(prefix="experts-", dir=given.directory))
-    names = ("experts", "blocks", "accelerate")
+    names = ["experts", *(["against"] if given.against else []), *([] if drive else ["blocks", "accelerate"])]
     running: dict[str, subprocess.Popen[str]] = {}
     try:
         write(config, directory)
@@ -173,8 +202,12 @@ def main() -> None:
         )
         for name in names:
             command = [sys.executable, __file__, "--contest", name, "--directory", str(directory), "--size", given.size]
-            command += ["--tokens", str(given.tokens), "--share", str(given.share)]
-            running[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            command += ["--tokens", str(given.tokens), "--share", str(given.share), "--prompt", str(given.prompt)]
+            command += ["--drive", given.drive]
+            paths = {"PYTHONPATH": given.against} if name == "against" else {}
+            running[name] = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | paths
+            )
             answer(running[name])
         told: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
         for turn in range(given.rounds + 1):
@@ -190,7 +223,7 @@ def main() -> None:
         for name in names:
             seconds = [one["seconds"] for one in told[name]]
             nbytes = [one["bytes"] for one in told[name]]
-            more = f", {told[name][-1]['hits']:.1%} of experts were there" if name == "experts" else ""
+            more = f", {told[name][-1]['hits']:.1%} of experts were there" if name in ("experts", "against") else ""
             print(
                 f"{name:>12}: {1 / statistics.median(seconds):6.2f} tokens/s ({1 / max(seconds):.2f} to"
                 f" {1 / min(seconds):.2f}), {format_bytes(int(statistics.median(nbytes)))} read for each"

@@ -192,8 +192,7 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
         parts = budgets.checked(inventory, cut, config.device)
         activations = budgets.share_for_activations(inventory, parts, config)
         self._config = config = replace(config, activations=activations)
-        reserved_bytes = 0 if activations is None else activations.host_memory_bytes or 0
-        placement = replace(budgets, host_bytes=budgets.host_bytes - reserved_bytes).place(inventory, parts, config)
+        placement = budgets.place(inventory, parts, config, materialized)
         self._lanes = open_lanes(config.device)
         self._pace = Pace(self._lanes)
         self._meter = Meter(self._lanes, self._ledger)
@@ -271,6 +270,7 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
         )
         for block in residents:
             self._executor.bring(block)
+        self._executor.slices.use_host(placement.experts_bytes)
         mains: dict[nn.Module, tuple[Block, ...]] = {}
         for part, block in zip(parts.streamed, streamed, strict=True):
             for module in part.sites:

@@ -201,6 +201,7 @@ _MEASURED = (
     "expert_bytes",
     "expert_loads",
     "expert_uses",
+    "expert_host_loads",
 )
 
 

@@ -3,7 +3,7 @@
 from millrace.planning.activations import ActivationPlan, ActivationProblem, Saved, plan_activations
 from millrace.planning.bounds import bytes_bound, lower_bound
 from millrace.planning.errors import BudgetTooSmall
-from millrace.planning.keeping import Keeping, Key
+from millrace.planning.keeping import Keeping, Key, passes_through
 from millrace.planning.plan import Plan, Prediction, Step
 from millrace.planning.planner import make_plan, make_run
 from millrace.planning.problem import Problem
@@ -28,6 +28,7 @@ __all__ = [
     "lower_bound",
     "make_plan",
     "make_run",
+    "passes_through",
     "plan_activations",
     "simulate",
 ]

@@ -20,6 +20,8 @@ class Stats:
     compute waited for blocks and activations, `compute_seconds` the rest of the visits' time. `onload_bytes` went to
     the device in `onloads` transfers, `row_bytes` of them as single rows of embedding tables, and `expert_bytes` as
     single experts: forward and backward used experts `expert_uses` times, of which `expert_loads` had to load one.
+    Of experts that rest on disk, `expert_host_loads` loads found one in host memory, to where `expert_kept_bytes` came
+    back from the device, which had no room for them any more.
     `offload_bytes` are gradients that left it, `fetch_bytes` were read from disk and `spill_bytes` written there.
     `packed_bytes` of those that were read were packed, and became `unpacked_bytes` of weights. `steps` counts optimizer
     steps over managed parameters, `skipped_steps` those of them that changed nothing because gradients were not finite
@@ -55,6 +57,8 @@ class Stats:
     expert_bytes: int = 0
     expert_loads: int = 0
     expert_uses: int = 0
+    expert_host_loads: int = 0
+    expert_kept_bytes: int = 0
     micro_batches_together: int = 0
     micro_batches_in_turn: int = 0
     saved_bytes: int = 0
@@ -99,8 +103,15 @@ class Stats:
         return 1 - self.expert_loads / self.expert_uses if self.expert_uses else 0.0
 
     def _expert_rows(self) -> list[Row]:
-        found = f"{self.expert_hit_share:.1%} of {self.expert_uses} uses"
-        return [("experts found there", found)] if self.expert_uses else []
+        if not self.expert_uses:
+            return []
+        rows = [("experts found there", f"{self.expert_hit_share:.1%} of {self.expert_uses} uses")]
+        if self.expert_kept_bytes or self.expert_host_loads:
+            found = f"{self.expert_host_loads} of {counted(self.expert_loads, 'load')}"
+            rows.append(
+                ("  kept on the host", f"{found}; {format_bytes(self.expert_kept_bytes)} brought back for that")
+            )
+        return rows
 
     def _locked_rows(self) -> list[Row]:
         refused = f", {format_bytes(self.host_refused_bytes)} refused: compute waits for their copies"

@@ -72,6 +72,7 @@ class Meter:
         self.onload_bytes = self.offload_bytes = self.fetch_bytes = self.ahead_bytes = self.spill_bytes = 0
         self.row_bytes = self.packed_bytes = self.unpacked_bytes = 0
         self.expert_bytes = self.expert_loads = self.expert_uses = 0
+        self.expert_host_loads = self.expert_kept_bytes = 0
         self.micro_batches_together = self.micro_batches_in_turn = 0
         self.steps = self.skipped_steps = 0
         self._stall_seconds = self._compute_seconds = 0.0
@@ -87,6 +88,8 @@ class Meter:
             "expert_bytes": self.expert_bytes,
             "expert_loads": self.expert_loads,
             "expert_uses": self.expert_uses,
+            "expert_host_loads": self.expert_host_loads,
+            "expert_kept_bytes": self.expert_kept_bytes,
             "micro_batches_together": self.micro_batches_together,
             "micro_batches_in_turn": self.micro_batches_in_turn,
             "saved_bytes": sum(saving.nbytes for saving in self.checkpoints),
@@ -111,6 +114,11 @@ class Meter:
         self.lane_use.experts_bytes += nbytes
         self.expert_bytes += nbytes
         self.expert_loads += 1
+
+    def expert_given_up(self, transfer: Transfer) -> None:
+        """One left the device, for host memory beside a disk."""
+        self.expert_kept_bytes += transfer.nbytes
+        self._keep(transfer, "expert")
 
     def experts_used(self, count: int) -> None:
         """So many experts are wanted by one call of their module, whether they are there or not."""

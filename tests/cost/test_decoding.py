@@ -8,6 +8,7 @@ import pytest
 
 import millrace
 from millrace.planning.cost import MACHINES, RunPlan, shape_of_config
+from millrace.planning.cost.experts import ExpertCut
 from tests.cost.conftest import LLAMA_8B, LLAMA_70B
 
 CONFIGS = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "configs").glob("*.json")}
@@ -113,10 +114,16 @@ def test_what_does_not_travel_alone() -> None:
 
 
 def test_a_prompt_loads_each_expert_and_waits_for_it() -> None:
-    """2,048 tokens want all experts, which come once their router has computed: nothing computes meanwhile."""
+    """2,048 tokens want all experts, which come once their router has computed: nothing computes meanwhile. What the
+    prompt before has left is there: what has room beside the experts of one layer, in each bank.
+    """
     plan = planned("qwen3-30b-a3b", host_memory=GB * 1000)
     assert plan.run is not None
-    experts = sum(block.expert_parameters for block in plan.model.blocks) * 2
+    slots = next(held.nbytes for held in plan.tiers.held if held.purpose == "experts") // (2 * 3 * 2048 * 768)
+    banks = slots // 128
+    left = banks * (slots // banks - 128)
+    assert left > 0
+    experts = (48 * 128 - left) * 2 * 3 * 2048 * 768
     moved = plan.run.step.moved_bytes[millrace.planning.cost.lanes.CostLane.ONLOAD]
     assert moved == pytest.approx(experts, rel=1e-6)
     loads = experts / MACHINES["4090"].onload_bytes_per_second
@@ -156,3 +163,26 @@ def test_shapes_of_one_expert() -> None:
                 assert block.wanted_experts(1) == pytest.approx(block.experts_per_token)
                 assert block.wanted_experts(10**6) == pytest.approx(block.experts)
                 assert block.read_bytes(10**6) == pytest.approx(block.weight_bytes)
+
+
+def test_host_memory_beside_a_disk_has_experts_that_the_device_gave_up() -> None:
+    """A fourth of 100 experts has room on the device, and as many on the host: of three that come, two are read."""
+    cut = ExpertCut(layers=10, count=10, routed=2, expert_bytes=1000, other_bytes=500, budget_bytes=25500)
+    assert cut.slots == 24  # of two banks
+    assert cut.read_share(25 * 1000) == pytest.approx(51 / 76)
+    assert cut.read_share(0) == 1
+    assert cut.read_share(76 * 1000) == cut.read_share(10**6) == 0
+
+    plan = planned("qwen3-30b-a3b", host_memory=32 * GB, expert_hit_rate=0.5)
+    decoding = plan.decoding
+    assert decoding is not None
+    assert decoding.cut is not None
+    assert decoding.given is not None
+    experts = 48 * 128
+    on_host = (1 - decoding.disk_share) * experts
+    assert 0 < on_host < experts - decoding.cut.slots
+    assert decoding.experts_disk_share == pytest.approx(1 - on_host / (experts - decoding.cut.slots))
+    missing = 48 * 8 * 0.5 * decoding.cut.expert_bytes
+    assert decoding.given.fetch_bytes == pytest.approx(missing * decoding.experts_disk_share, rel=1e-6)
+    assert decoding.given.onload_bytes == pytest.approx(missing)
+    assert f"{1 - decoding.experts_disk_share:.0%} of the others are in host memory" in plan.to_text()

@@ -1,5 +1,6 @@
 """Does a plan say of experts one by one what a run then does? Room, bytes and uses of small models, as counted."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,6 +146,30 @@ def test_even_routing_wants_and_finds_what_is_planned(batch_size: int) -> None:
     assert found.even is not None
     assert stats.expert_uses == pytest.approx(TOKENS * LAYERS * found.wanted_experts, rel=0.02)
     assert 1 - stats.expert_loads / stats.expert_uses == pytest.approx(found.even.hit_rate, abs=0.08)
+
+
+@pytest.mark.filterwarnings("ignore:the filesystem of disk=")
+def test_even_routing_reads_what_is_planned(compute_device: torch.device, tmp_path: Path) -> None:
+    """Of experts that neither the device nor host memory has; within what the draws differ by."""
+    model = model_of()
+    routed_evenly(model)
+    limit = budget(model, 12)
+    host = sum(p.nbytes for p in model.parameters()) * 3 // 4
+    with millrace.offload(model, device=compute_device, device_memory=limit, host_memory=host, disk=tmp_path) as handle:
+        host_bytes = handle._shelf._placement.experts_bytes
+        write(model, 2)
+        handle.reset_stats()
+        for _ in range(3):
+            write(model, 2)
+        stats = handle.stats()
+    found = decoded(limit, 2, 0.0)
+    assert found.cut is not None
+    assert found.even is not None
+    assert host_bytes >= EXPERTS * found.cut.expert_bytes
+    share = (1 - found.even.hit_rate) * found.cut.read_share(host_bytes)
+    assert 0.2 < share < 0.8
+    reads = stats.expert_loads - stats.expert_host_loads
+    assert reads / stats.expert_uses == pytest.approx(share, abs=0.06)
 
 
 @pytest.mark.parametrize("slots", [20, 40])

@@ -16,7 +16,7 @@ from transformers.integrations.moe import use_experts_implementation
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import millrace
-from millrace.planning import Keeping
+from millrace.planning import Keeping, passes_through
 from millrace.runtime.autograd import without_overrides
 from millrace.weights.model.experts import slice_parts
 from millrace.weights.passes import picks
@@ -90,6 +90,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 4,
     },
 }
+EXPERTS = 8  # of a layer
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 PROMPT = torch.tensor([[5, 9, 33, 2, 60, 41, 17], [8, 8, 3, 50, 12, 7, 29]])
 
@@ -186,6 +187,7 @@ class Bank:
 
     def call(self, layer: int, experts: list[int], *, loop: bool) -> None:
         """A call that uses these, in turns of half of the slots (a loop) or all (rounds) where they are too many."""
+        passing = passes_through(len(experts), EXPERTS)
         turn = len(experts) if len(experts) <= self.slots else self.slots // 2 if loop else self.slots
         last: list[tuple[int, int]] = []
         for first in range(0, len(experts), turn):
@@ -195,9 +197,12 @@ class Bank:
                 if key not in self.held:
                     self.loads += 1
                     if len(self.held) == self.slots:
-                        self.held.remove(self.keeping.victim(layer, self.held, kept))
+                        gone = self.keeping.victim(layer, self.held, kept)
+                        self.held.remove(gone)
+                        self.keeping.went(gone)
                     self.held.add(key)
-            self.keeping.used(layer, [expert for _, expert in wanted])
+                    self.keeping.came(key, passing=passing)
+            self.keeping.used(layer, [expert for _, expert in wanted], passing=passing)
             last = wanted
 
 

@@ -3,13 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.planning import Keeping
+from millrace.planning import Keeping, passes_through
 
 CALLS = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=3, unique=True), min_size=1, max_size=60)
 
 
-def loads(calls: list[list[int]], room: int, layers: int) -> int:
-    """Calls of the layers in turn."""
+def loads(calls: list[list[int]], room: int, layers: int, *, passing: bool = False) -> int:
+    """Calls of the layers in turn; `passing`: as if they used nearly all of a layer's."""
     keeping, held, count = Keeping(room, layers), set[tuple[int, int]](), 0
     for number, experts in enumerate(calls):
         layer = number % layers
@@ -20,15 +20,17 @@ def loads(calls: list[list[int]], room: int, layers: int) -> int:
                 going = keeping.victim(layer, held, wanted)
                 assert going in held - wanted
                 held.remove(going)
+                keeping.went(going)
             held.add(key)
-        keeping.used(layer, experts)
+            keeping.came(key, passing=passing)
+        keeping.used(layer, experts, passing=passing)
     return count
 
 
-@given(CALLS, st.integers(3, 24), st.integers(1, 3))
-def test_no_more_is_loaded_than_is_wanted(calls: list[list[int]], room: int, layers: int) -> None:
+@given(CALLS, st.integers(3, 24), st.integers(1, 3), st.booleans())
+def test_no_more_is_loaded_than_is_wanted(calls: list[list[int]], room: int, layers: int, passing: bool) -> None:
     wanted = {(number % layers, expert) for number, experts in enumerate(calls) for expert in experts}
-    count = loads(calls, room, layers)
+    count = loads(calls, room, layers, passing=passing)
     assert len(wanted) <= count <= sum(map(len, calls))
     if room >= len(wanted):
         assert count == len(wanted)
@@ -52,3 +54,23 @@ def test_a_layer_keeps_its_share() -> None:
     calls = [[0, 1], [2, 3], [4, 5]] * 20
     assert loads(calls, 6, 3) == 6
     assert 6 < loads(calls, 5, 3) < 120 - 20
+
+
+def test_calls_that_use_all_find_what_has_room() -> None:
+    calls = [[0, 1, 2, 3]] * 24  # of three layers
+    assert loads(calls, 8, 3) == 4 * 24  # each makes room for the next one
+    assert loads(calls, 8, 3, passing=True) == 12 + 7 * (12 - 4)  # all but those of one call
+    assert passes_through(7, 8)
+    assert not passes_through(6, 8)
+
+
+def test_what_has_passed_through_makes_room_first() -> None:
+    keeping = Keeping(3, 1)
+    for expert in (0, 1, 2):
+        keeping.came((0, expert), passing=expert > 0)
+    keeping.used(0, [1, 2], passing=True)
+    assert keeping.victim(0, {(0, 0), (0, 1), (0, 2)}, ()) == (0, 2)
+    keeping.used(0, [2])  # by a call that chooses
+    assert keeping.victim(0, {(0, 0), (0, 1), (0, 2)}, ()) == (0, 1)
+    keeping.went((0, 1))
+    assert keeping.victim(0, {(0, 0), (0, 2)}, ()) == (0, 0)

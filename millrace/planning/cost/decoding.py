@@ -36,7 +36,8 @@ class Decoding:
     - `wanted_experts`: of each layer, by a token of each sequence, with even routing.
     - `even`: with even routing; `rates`: by the share of experts that is there; `given`: by the one that was given.
     - `whole`: with whole layers; what is decoded where no experts come one by one.
-    - `disk_share`: of the weights that travel, those that rest on disk.
+    - `disk_share`: of the weights that travel, those that rest on disk; `experts_disk_share`: of experts that come one
+      by one, those that come from there, with even routing. Host memory has others: what the device gave up.
     """
 
     sequences: int
@@ -47,6 +48,7 @@ class Decoding:
     whole: DecodingRate
     cut: ExpertCut | None = None
     wanted_experts: float = 0.0
+    experts_disk_share: float = 0.0
     even: DecodingRate | None = None
     given: DecodingRate | None = None
     rates: tuple[DecodingRate, ...] = ()
@@ -70,6 +72,7 @@ class Decoding:
                 "wanted": self.wanted_experts,
                 "slots": cut.slots,
                 "held_share": cut.held_share,
+                "disk_share": self.experts_disk_share,
                 "other_bytes": cut.other_bytes,
             },
             "whole": vars(self.whole),
@@ -124,6 +127,7 @@ def decoding_of(
         found,
         cut=cut,
         wanted_experts=wanted,
+        experts_disk_share=parts.experts_disk_share(cut),
         even=rate(cut.hit_rate(wanted)),
         given=None if hit_rate is None else rate(hit_rate),
         rates=tuple(map(rate, _HIT_RATES)),
@@ -154,6 +158,11 @@ class _Parts:
         self._read_share = mean_read_share(shape) if packed else 1.0
         self.compute_seconds = sum(self._compute_seconds(block, context) for block in shape.blocks)
 
+    def experts_disk_share(self, cut: ExpertCut) -> float:
+        """Experts have their part of the host memory that weights have: for single ones, if not all have room."""
+        all_bytes = cut.layers * cut.count * cut.expert_bytes
+        return cut.read_share((1.0 - self.disk_share) * all_bytes) if self.disk_share else 0.0
+
     def _compute_seconds(self, block: BlockShape, context: int) -> float:
         if block.kind is BlockKind.EMBEDDING:
             return 0.0
@@ -165,8 +174,9 @@ class _Parts:
     def rate(self, there: float, visiting_bytes: float, cut: ExpertCut | None) -> DecodingRate:
         """Missing experts come while nothing computes; weights that visit come beside compute, behind them."""
         hardware = self._hardware
+        from_disk = 0.0 if cut is None else self.experts_disk_share(cut)
         loads = [
-            loads_of(block, self._tokens, there, hardware, from_disk=self.disk_share)
+            loads_of(block, self._tokens, there, hardware, from_disk=from_disk)
             for block in self._shape.blocks
             if cut is not None and block.experts
         ]
@@ -182,6 +192,6 @@ class _Parts:
         return DecodingRate(
             hit_rate=there,
             onload_bytes=round((experts + visiting_bytes) / self._tokens),
-            fetch_bytes=round((self.disk_share * experts + read_bytes) / self._tokens),
+            fetch_bytes=round((from_disk * experts + read_bytes) / self._tokens),
             tokens_per_second=self._tokens / seconds,
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from millrace.planning.cost.hardware import Hardware
 from millrace.planning.cost.shape import BlockShape, ModelShape
 from millrace.planning.cost.work import Method, Place, Spread, Training, Work
+from millrace.planning.keeping import passes_through
 
 __all__ = [
     "NO_EXPERTS",
@@ -76,6 +77,17 @@ class ExpertCut:
         """
         left = max(0.0, self.slots - wanted) / max(1, self.layers - 1)
         return min(self.held_share, left / self.count)
+
+    def passing_hit_rate(self, wanted: float) -> float:
+        """The same where calls pass through, as they want nearly all of a layer: what has room beside those of one."""
+        banks, slots = self.banks
+        there = banks * max(0.0, slots - wanted) if passes_through(wanted, self.count) else 0.0
+        return min(1.0, there / (self.layers * wanted))
+
+    def read_share(self, host_bytes: float) -> float:
+        """Of the experts that come, those from disk, where others have so much host memory: what the device gave up."""
+        away = self.layers * self.count - self.slots
+        return max(0.0, 1.0 - host_bytes / self.expert_bytes / away) if away else 0.0
 
 
 def can_cut(shape: ModelShape, work: Work, spread: Spread, method: Method) -> bool:
@@ -166,15 +178,17 @@ def pass_loads(
 ) -> Sequence[ExpertLoads]:
     """What each block's visit loads of its experts in a forward, and again in a backward.
 
-    A prompt finds none there. In training, those of as many layers as there are banks are there when backward begins,
-    and when the next forward does. `hardware` is the device's share of the node.
+    A prompt finds what the one before has left. In training, those of as many layers as there are banks are there when
+    backward begins, and when the next forward does. `hardware` is the device's share of the node.
     """
     found = []
     for block in shape.blocks:
         if cut is None or not block.experts:
             found.append(NO_EXPERTS)
             continue
-        there = 0.0 if work.training is Training.NONE else min(1.0, cut.banks[0] / cut.layers)
+        there = min(1.0, cut.banks[0] / cut.layers)
+        if work.training is Training.NONE:
+            there = cut.passing_hit_rate(block.wanted_experts(work.tokens))
         from_disk = float(method.weights is Place.DISK)
         found.append(loads_of(block, work.tokens, there, hardware, from_disk=from_disk))
     return found

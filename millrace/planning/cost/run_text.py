@@ -242,6 +242,11 @@ def _decoding(decoding: Decoding) -> list[str]:
         f"room      for {cut.slots:,} of {cut.layers * cut.count:,} experts ({cut.held_share:.0%}) beside"
         f" {size_text(cut.other_room_bytes)} of {size_text(cut.other_bytes)} of other weights"
     )
+    if 0 < decoding.experts_disk_share < 1:
+        lines.append(
+            f"          {1 - decoding.experts_disk_share:.0%} of the others are in host memory, if routing is even:"
+            " those that the device gave up"
+        )
     rows: list[tuple[str, ...]] = [("experts there", "moved a token", "from disk", "tokens/s")]
 
     def row(name: str, rate: DecodingRate) -> None:

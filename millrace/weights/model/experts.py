@@ -32,6 +32,7 @@ __all__ = [
     "picks_experts",
     "routing_of",
     "slice_parts",
+    "takes_single_experts",
     "taking_of",
 ]
 
@@ -201,6 +202,11 @@ def taking_of(module: Any) -> Taking | None:
     if module._is_expert_parallel:
         return None
     return _TAKING.get(module.config._experts_implementation)
+
+
+def takes_single_experts(module: nn.Module) -> bool:
+    """Whether its calls can do without all experts at once, also where gradients follow."""
+    return is_marked(module) or taking_of(module) in (Taking.ONE_BY_ONE, Taking.GATHERED)
 
 
 def routing_of(

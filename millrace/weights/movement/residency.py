@@ -37,6 +37,9 @@ class Beside(Protocol):
     def give_way(self) -> None:
         """It holds nothing from now on, until it is used."""
 
+    def leave_host(self) -> None:
+        """Nor does it hold host memory, ever after."""
+
 
 class Residency:
     """The buffers of all blocks on one device; `budget_bytes` caps their sum, resident, visiting and arriving."""
@@ -330,6 +333,7 @@ class Residency:
         """Evicts everything, also what could not come from disk."""
         if self.beside is not None:
             self.beside.give_way()
+            self.beside.leave_host()
         for block in list(self.present()):
             self.evict(block)
         self._buffers.close()

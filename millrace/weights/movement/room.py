@@ -76,7 +76,9 @@ class Room:
         return sorted(movable, key=lambda block: (block.index < 0, -block.nbytes))
 
     def _free(self, nbytes: int) -> bool:
-        """Blocks move until there is room."""
+        """Blocks move until there is room; first of all experts go that rest on disk as well."""
+        if not self._has_room(nbytes):
+            self._executor.slices.leave_host()
         for block in self._movable():
             if self._has_room(nbytes):
                 break

@@ -6,7 +6,6 @@ that has as many experts as the bank has slots.
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,11 +13,14 @@ import torch
 from millrace.config import format_bytes
 from millrace.errors import BudgetError, DiskError, StateError
 from millrace.memory.buffers import references_beside
-from millrace.planning import Keeping, Key
+from millrace.planning import Key, passes_through
+from millrace.runtime.device import is_accelerator
 from millrace.runtime.lanes import Copy, Event, Lane, Lanes, LateTransfer, Transfer
 from millrace.weights.meter import Meter
 from millrace.weights.model.experts import SlicePart, slice_parts
+from millrace.weights.movement.banks import Arrival, Bank, banks_in_host
 from millrace.weights.movement.block import Block
+from millrace.weights.movement.given_up import FEWEST_SLOTS, GivenUp
 from millrace.weights.movement.residency import Residency, plain_tensors
 from millrace.weights.rest.fetching import Fetch, Target, Way
 from millrace.weights.rest.pieces import Range
@@ -26,59 +28,7 @@ from millrace.weights.rest.pieces import Range
 if TYPE_CHECKING:
     from millrace.weights.movement.executor import Executor
 
-__all__ = ["Bank", "Slices"]
-
-
-@dataclass(frozen=True)
-class _Arrival:
-    """A copy into a slot that compute has not been told to wait for."""
-
-    transfer: Transfer | LateTransfer
-    number: int | None  # among those from host memory; None: from disk
-
-
-class Bank:
-    """Slots in one buffer, and what is in them: experts of so many blocks."""
-
-    def __init__(self, buffer: torch.Tensor, slots: int, blocks: int) -> None:
-        self.buffer = buffer
-        self.slots = slots
-        self.blocks = blocks
-        self.places: dict[Key, int] = {}
-        self.arriving: dict[int, _Arrival] = {}  # by slot
-        self.keeping = Keeping(slots, blocks)
-        self.called: tuple[Block, tuple[int, ...]] | None = None  # which block's experts the call under way has
-        self._holds: list[Key | None] = [None] * slots
-        self._contents: dict[int, object] = {}  # of a block's homes when its experts were loaded
-
-    def check(self, block: Block, contents: object) -> None:
-        """Experts of the block that were loaded from other contents of its homes are gone."""
-        if self._contents.get(block.index) != contents:
-            for key in [key for key in self.places if key[0] == block.index]:
-                self.forget(self.places[key])
-            self._contents[block.index] = contents
-
-    def expert_in(self, slot: int) -> Key | None:
-        """What is in the slot, or on its way."""
-        return self._holds[slot]
-
-    def slot_for(self, block: Block, kept: Collection[Key]) -> int:
-        """The slot for another expert of the block; of none that is kept."""
-        for slot, key in enumerate(self._holds):
-            if key is None or self.places.get(key) != slot:  # the latter where Ctrl-C came between the two
-                return slot
-        return self.places[self.keeping.victim(block.index, self.places, kept)]
-
-    def hold(self, slot: int, key: Key) -> None:
-        """An expert is on its way to the slot, which nothing was in."""
-        self._holds[slot] = key
-        self.places[key] = slot
-
-    def forget(self, slot: int) -> None:
-        """What is in the slot is nothing any more."""
-        key, self._holds[slot] = self._holds[slot], None
-        if key is not None:
-            self.places.pop(key, None)
+__all__ = ["Slices"]
 
 
 class Slices:
@@ -95,15 +45,18 @@ class Slices:
         self.travel = bool(self._blocks)
         layouts = {block: slice_parts([slot.layout for slot in block.slots]) for block in self._blocks}
         self._parts = {block: parts for block, (parts, _) in layouts.items()}
+        self._bytes_of_one = {block: sum(part.nbytes for part in parts) for block, parts in self._parts.items()}
         self.slot_bytes = max((nbytes for _, nbytes in layouts.values()), default=0)
-        self._banks: list[Bank] = []
+        self._banks: list[Bank] = []  # on the device
+        self._host_banks: dict[Block, Bank] = {}  # in host memory, where that is the device: of these blocks
+        self._given_up: GivenUp | None = None  # what host memory keeps where it is not; None: nothing
         self.unfinished: list[Callable[[], object]] = []  # give modules back what they had before stand-ins for weights
         residency.beside = self
 
     # the budget -------------------------------------------------------------------------------------------------------
     @property
     def held_bytes(self) -> int:
-        """Of banks."""
+        """Of banks on the device."""
         return sum(bank.buffer.nbytes for bank in self._banks)
 
     @property
@@ -120,7 +73,8 @@ class Slices:
         count = max(one.count for one in experts)
         beside_bytes = self._executor.bytes_beside_experts + self._executor.called.least_bytes
         room = max(0, self._residency.streaming_budget_bytes - beside_bytes) // self.slot_bytes
-        slots = max(min(room, sum(one.count for one in experts)), max(one.routed for one in experts))
+        own = sum(one.count for block in self._blocks if (one := block.experts) and block not in self._host_banks)
+        slots = max(min(room, max(own, count)), max(one.routed for one in experts))
         banks = max(1, slots // count)
         return banks, slots // banks
 
@@ -130,17 +84,59 @@ class Slices:
             bank = self._banks.pop()
             for slot in list(bank.arriving):
                 self._settle(bank, slot)
-            self._residency.take_back(bank.buffer)
+            self._let_go(bank)
 
-    def bank_of(self, block: Block) -> Bank:
-        """The bank for the block's experts. Raises BudgetError where there is no room for it."""
-        if not self._banks:
-            self._make_banks()
-        bank = self._banks[self._blocks.index(block) % len(self._banks)]
+    def use_host(self, nbytes: int) -> None:
+        """From now on experts of blocks on disk have so much host memory: what leaves the device; on the CPU, slots."""
+        layers = [block for block in self._blocks if block.is_fetched]
+        if nbytes < FEWEST_SLOTS * self.slot_bytes or not layers:
+            return
+        if is_accelerator(self._lanes.device):
+            among = self._lanes, self._residency.ledger, self._meter
+            self._given_up = GivenUp(nbytes, self.slot_bytes, len(layers), *among)
+        else:
+            banks, slots = self._sizes()
+            self._host_banks = banks_in_host(
+                nbytes // self.slot_bytes, self.slot_bytes, banks * slots, layers, self._residency.ledger
+            )
+
+    def leave_host(self) -> None:
+        """No more, and the memory is free. Not during a pass."""
+        if self._given_up is not None:
+            self._residency.pace.wait()
+            self._given_up.wait()
+            self._given_up = None
+        for bank in set(self._host_banks.values()):
+            self._leave(bank)
+
+    def _leave(self, bank: Bank) -> None:
+        """A bank in host memory, whose blocks have those on the device from now on."""
+        for slot in list(bank.arriving):
+            self._settle(bank, slot)
+        self._host_banks = {block: other for block, other in self._host_banks.items() if other is not bank}
+
+    def bank_of(self, block: Block, used: Collection[int], *, slots: int = 0) -> Bank:
+        """The bank for a call that uses these of the block's experts; of so many slots, where that is given. Raises
+        BudgetError where there is no room for it.
+
+        In host memory is what calls come back to that choose: what passes through does so on the device. With gradients
+        nothing else decides, as a checkpoint has to compute again in a bank like that of forward.
+        """
+        passing = block.experts is not None and passes_through(len(used), block.experts.count)
+        bank = self._host_banks.get(block)
+        stays = bank is not None and not torch.is_grad_enabled() and bank.has_slots_for(block, used)
+        if bank is None or (bank.slots != slots if slots else passing and not stays):
+            if not self._banks:
+                self._make_banks()
+            bank = self._banks[self._blocks.index(block) % len(self._banks)]
         for slot in list(bank.arriving):  # of a call that was broken off
             self._settle(bank, slot)
         if references_beside(bank.buffer):  # somebody keeps an expert, and shall keep its values
+            if bank.in_host:
+                self._leave(bank)
+                return self.bank_of(block, used, slots=slots)
             bank = self._made_anew(bank)
+        bank.passing = passing
         return bank
 
     def has_room_for_all_of(self, block: Block) -> bool:
@@ -164,14 +160,19 @@ class Slices:
                 f" {format_bytes(self.slot_bytes - free_bytes, at_least=True)}"
             )
         for _ in range(banks):
-            shares = -(-len(self._blocks) // banks)
+            shares = -(-(len(self._blocks) - len(self._host_banks)) // banks) or 1
             self._banks.append(Bank(self._residency.allot(slots * self.slot_bytes), slots, shares))
 
     def _made_anew(self, bank: Bank) -> Bank:
         new = Bank(self._residency.allot(bank.buffer.nbytes), bank.slots, bank.blocks)
         self._banks[self._banks.index(bank)] = new
-        self._residency.take_back(bank.buffer)
+        self._let_go(bank)
         return new
+
+    def _let_go(self, bank: Bank) -> None:
+        if self._given_up is not None:
+            self._lanes.wait(self._given_up.all_left())
+        self._residency.take_back(bank.buffer)
 
     def block_of(self, key: Key) -> Block:
         """Whose expert that is."""
@@ -196,10 +197,12 @@ class Slices:
         self._look_at(block, bank, len(experts))
         wanted = [(block.index, expert) for expert in experts]
         kept = {*wanted, *(key for slot in keep if (key := bank.expert_in(slot)) is not None)}
+        self._fill_host(block, bank, experts)
         for expert, key in zip(experts, wanted, strict=True):
             if key not in bank.places:
-                self._load(block, expert, bank, bank.slot_for(block, kept))
-        bank.keeping.used(block.index, experts)
+                self._load(block, expert, bank, bank.slot_for(block, kept), wanted)
+                self._meter.expert_onloaded(self._bytes_of_one[block])
+        self._used(block, bank, experts)
         return [bank.places[key] for key in wanted]
 
     def bring_in_order(self, block: Block, bank: Bank, experts: Sequence[int], slots: int) -> list[int]:
@@ -215,14 +218,15 @@ class Slices:
     def put_back(self, block: Block, bank: Bank, experts: Mapping[int, int]) -> None:
         """As `bring`, where it matters which slot each is in."""
         self._look_at(block, bank, len(experts))
+        wanted = [(block.index, expert) for expert in experts.values()]
         for slot, expert in experts.items():
             found = bank.places.get((block.index, expert))
             if found != slot:
                 if found is not None:
-                    self._settle(bank, found)
-                    bank.forget(found)
-                self._load(block, expert, bank, slot)
-        bank.keeping.used(block.index, experts.values())
+                    self._empty(bank, found, wanted)
+                self._load(block, expert, bank, slot, wanted)
+                self._meter.expert_onloaded(self._bytes_of_one[block])
+        self._used(block, bank, experts.values())
 
     def _look_at(self, block: Block, bank: Bank, count: int) -> None:
         """Experts of the block may be read, and what is in the bank is what homes hold."""
@@ -230,9 +234,30 @@ class Slices:
         bank.check(block, block.readable_contents())
         self._meter.experts_used(count)
 
+    def _used(self, block: Block, bank: Bank, experts: Collection[int]) -> None:
+        bank.keeping.used(block.index, experts, passing=bank.passing)
+        home = self._host_banks.get(block, bank)
+        if home is not bank:
+            home.keeping.used(block.index, experts, passing=bank.passing)
+        if self._given_up is not None and block.is_fetched:
+            self._given_up.used(block.index, experts, passing=bank.passing)
+
+    def _fill_host(self, block: Block, bank: Bank, experts: Iterable[int]) -> None:
+        """What passes through the device stays in the block's bank in host memory, too, as long as that has slots."""
+        home = self._host_banks.get(block, bank)
+        if home is bank:
+            return
+        home.check(block, block.readable_contents())
+        home.passing = bank.passing
+        for expert in experts:
+            if any((block.index, expert) in one.places for one in (home, bank)):
+                continue
+            if (slot := home.free_slot()) is not None:
+                self._load(block, expert, home, slot, ())
+
     def place_of(self, tensor: torch.Tensor) -> tuple[Bank, int] | None:
         """The bank in which a tensor lies, and bytes from its beginning; None for any other tensor."""
-        for bank in self._banks:
+        for bank in (*self._banks, *set(self._host_banks.values())):
             begin = tensor.data_ptr() - bank.buffer.data_ptr()
             if 0 <= begin < bank.buffer.nbytes:
                 return bank, begin
@@ -274,25 +299,42 @@ class Slices:
         with plain_tensors(), torch.no_grad():
             return self._parts[block][place].view_of_one(bank.buffer, self.slot_bytes, slot)
 
-    def _load(self, block: Block, expert: int, bank: Bank, slot: int) -> None:
-        self._settle(bank, slot)
-        bank.forget(slot)
-        parts = self._parts[block]
-        after = self._lanes.mark()  # whoever computes with what was in the slot is done with it
+    def _load(self, block: Block, expert: int, bank: Bank, slot: int, wanted: Collection[Key]) -> None:
+        key = block.index, expert
+        host, kept = self._given_up, None
+        if host is not None and block.is_fetched:
+            kept = host.take(key, bank.contents_of(block), passing=bank.passing)
+        self._empty(bank, slot, wanted)
+        home = self._host_banks.get(block, bank)
+        here = None if home is bank else home.places.get(key)
+        if here is not None:
+            self._meter.expert_host_loads += here not in home.arriving  # it comes from disk right now
+            self.arrive(home, here)
+        # Whoever computes with what was in the slot is done with it, and so is whoever copies it to the host.
+        after = self._lanes.mark() if host is None else host.all_left()
         with plain_tensors(), torch.no_grad():
-            if block.is_fetched:
+            if host is not None and kept is not None:
+                place = [(bank.memory(slot, self.slot_bytes), host.memory(kept))]
+                transfer, done = self._residency.pace.submit(Lane.ONLOAD, place, after)
+                host.was_taken(kept, done)
+                arrival = Arrival(transfer, self._residency.next_number())
+                self._meter.expert_host_loads += 1
+            elif here is not None:
+                place = [(bank.memory(slot, self.slot_bytes), home.memory(here, self.slot_bytes))]
+                transfer, home.read[here] = self._residency.pace.submit(Lane.ONLOAD, place, after)
+                arrival = Arrival(transfer, self._residency.next_number())
+            elif block.is_fetched:
                 arrival = self._fetch(block, expert, bank, slot, after)
             else:
                 places = self.views(block, bank, slot, 1)
                 copies = [(place[0], own.source[expert]) for place, own in zip(places, block.slots, strict=True)]
                 transfer, done = self._residency.pace.submit(Lane.ONLOAD, copies, after)
                 block.read_until(done)
-                arrival = _Arrival(transfer, self._residency.next_number())
+                arrival = Arrival(transfer, self._residency.next_number())
         bank.arriving[slot] = _without_memory(arrival)
-        bank.hold(slot, (block.index, expert))
-        self._meter.expert_onloaded(sum(part.nbytes for part in parts))
+        bank.hold(slot, key)
 
-    def _fetch(self, block: Block, expert: int, bank: Bank, slot: int, after: Event) -> _Arrival:
+    def _fetch(self, block: Block, expert: int, bank: Bank, slot: int, after: Event) -> Arrival:
         fetching = self._residency.fetching
         if fetching is None:
             raise StateError(f"block {block.name!r} rests on disk, and there is no way from there")
@@ -307,7 +349,18 @@ class Slices:
                 more.append((place[0], own.source[expert]))
         one = _OneExpert(block, ranges)
         fetch = fetching.onload(one, Target(bank.buffer, after, more))
-        return _Arrival(LateTransfer(Lane.ONLOAD, one.nbytes, fetch.arrived), None)
+        return Arrival(LateTransfer(Lane.ONLOAD, one.nbytes, fetch.arrived), None)
+
+    def _empty(self, bank: Bank, slot: int, wanted: Collection[Key]) -> None:
+        """Nothing is in the slot any more: the host keeps it, if it keeps any, but not for one that is wanted."""
+        self._settle(bank, slot)
+        if (read := bank.read.pop(slot, None)) is not None:
+            read.synchronize()
+        key = bank.expert_in(slot)
+        if self._given_up is not None and key is not None and (block := self.block_of(key)).is_fetched:
+            with plain_tensors(), torch.no_grad():
+                self._given_up.keep(key, bank.contents_of(block), bank.memory(slot, self.slot_bytes), wanted)
+        bank.forget(slot)
 
     def _settle(self, bank: Bank, slot: int) -> None:
         """Compute waits for a copy into the slot that nobody wants any more, whatever came of it."""
@@ -332,9 +385,9 @@ class _OneExpert:
         return self._block.fetch(chunk_bytes, way, self._ranges)
 
 
-def _without_memory(arrival: _Arrival) -> _Arrival:
+def _without_memory(arrival: Arrival) -> Arrival:
     """It does not keep the bank's memory: who counts those that do finds nobody."""
     transfer = arrival.transfer
     if isinstance(transfer, LateTransfer):
         return arrival
-    return _Arrival(Transfer(transfer.lane, (), transfer.nbytes, transfer.begun, transfer.done), arrival.number)
+    return Arrival(Transfer(transfer.lane, (), transfer.nbytes, transfer.begun, transfer.done), arrival.number)

@@ -74,7 +74,7 @@ def _folded(wrapper: Any, weight: torch.Tensor, numbers: torch.Tensor) -> torch.
 
 def _copies(slices: Slices, block: Block, used: list[int]) -> Iterator[torch.Tensor]:
     """Of these experts, for each of the block's weights: as many at a time as there are slots."""
-    bank = slices.bank_of(block)
+    bank = slices.bank_of(block, used)
     device = bank.buffer.device
     copies = [
         torch.empty((len(used), *slot.layout.shape[1:]), dtype=slot.layout.dtype, device=device) for slot in block.slots

@@ -16,8 +16,9 @@ from torch import nn
 from millrace.memory.buffers import references_beside
 from millrace.runtime.autograd import make_subclass, tree_map_only, without_overrides
 from millrace.weights.model.slot import Slot
+from millrace.weights.movement.banks import Bank
 from millrace.weights.movement.block import Block
-from millrace.weights.movement.slices import Bank, Slices
+from millrace.weights.movement.slices import Slices
 from millrace.weights.passes.stray import lent_for_call
 from millrace.weights.passes.trained import Trained
 
@@ -68,7 +69,7 @@ class Asked:
         self._slices = slices
         self._block = block
         self._trained = trained
-        self._banks = [slices.bank_of(block)]  # none any more where all of the weights are needed
+        self._banks = [slices.bank_of(block, used)]  # none any more where all of the weights are needed
         self.count = 0 if block.experts is None else block.experts.count
         self._used = [number for number in used if 0 <= number < self.count]
         self._slots: dict[int, int] = {}  # by number: experts that stay in their slots

@@ -35,7 +35,7 @@ class Picked(NamedTuple):
     def weight(self, slices: Slices) -> torch.Tensor:
         """It, on the device."""
         with without_overrides():
-            bank = slices.bank_of(self.block)
+            bank = slices.bank_of(self.block, self.experts.values(), slots=self.bank_slots)
             if self.bank_slots:
                 if bank.slots != self.bank_slots:
                     raise BudgetError(

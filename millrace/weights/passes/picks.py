@@ -14,9 +14,10 @@ from millrace.errors import StateError
 from millrace.runtime.autograd import in_transform, make_subclass, overrides_are_on, without_overrides
 from millrace.weights.model.experts import Taking, is_marked, named_index_of, routing_of, taking_of
 from millrace.weights.model.slot import Slot
+from millrace.weights.movement.banks import Bank
 from millrace.weights.movement.block import Block, Presence
 from millrace.weights.movement.executor import Executor
-from millrace.weights.movement.slices import Bank, Slices
+from millrace.weights.movement.slices import Slices
 from millrace.weights.passes.adapted import AdaptedCall, AdaptedCalls, compute_adapted, wrappers_of
 from millrace.weights.passes.by_number import Asked, ByNumber, standing_in
 from millrace.weights.passes.lending import Lending
@@ -210,7 +211,7 @@ class _Pick:
         if self._trains and self._trained.comes_whole(self._block, len(used)):
             return None
         with without_overrides():
-            bank = self._slices.bank_of(self._block)
+            bank = self._slices.bank_of(self._block, used.tolist())
         routing = _Routing(hidden, weights, where, index.dtype)
         if taking is not Taking.ONE_BY_ONE and len(used) <= bank.slots:
             return self._at_once(own, bank, routing, used)

@@ -1,7 +1,7 @@
 """How many bytes may a model take, in which tier? As the user set, or as the machine has; checked before all else."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,10 +13,12 @@ from millrace.memory.arena import aligned, whole_pages
 from millrace.memory.disk import LEAST_READING_BYTES
 from millrace.runtime.device import free_device_bytes, is_accelerator
 from millrace.runtime.host import available_host_bytes
+from millrace.weights.model.experts import takes_single_experts
 from millrace.weights.model.inventory import Inventory
 from millrace.weights.model.layout import travel_dtype
-from millrace.weights.model.partition import Partition
+from millrace.weights.model.partition import Part, Partition
 from millrace.weights.model.tables import gathering_bytes
+from millrace.weights.rest.materialize import Materialized
 from millrace.weights.rest.placement import Placement, place
 
 __all__ = ["Budgets"]
@@ -104,8 +106,15 @@ class Budgets:
             return replace(activations, stays_without_room=True)
         return replace(activations, host_memory_bytes=share_bytes, stays_without_room=True)
 
-    def place(self, inventory: Inventory, parts: Partition, config: OffloadConfig) -> Placement:
-        """Which blocks rest on the host, and which on disk. Raises BudgetError when they have no room."""
+    def place(
+        self, inventory: Inventory, parts: Partition, config: OffloadConfig, materialized: Materialized | None = None
+    ) -> Placement:
+        """Which blocks rest on the host, and which on disk. Raises BudgetError when they have no room.
+
+        `materialized`: parameters that lie in a checkpoint.
+        """
+        reserved_bytes = 0 if config.activations is None else config.activations.host_memory_bytes or 0
+        host_bytes = self.host_bytes - reserved_bytes
         sizes = {part.name: inventory.nbytes(part.keys) for part in parts.streamed}
         resident_bytes = sum(whole_pages(inventory.nbytes(part.keys)) for part in parts.resident)
         if config.mesh is not None:  # homes that travel in another dtype are in memory that millrace has made
@@ -116,22 +125,25 @@ class Budgets:
             trained = [member.parameter for member in inventory.members.values() if member.parameter.requires_grad]
             gradient_bytes = sum(p.numel() * (config.grad_dtype or p.dtype).itemsize for p in trained)
             wide = {part.name: inventory.cast_bytes(part.keys) for part in parts.streamed}
-            free_bytes = self.host_bytes - resident_bytes - (self.reading_bytes if config.checkpoint is not None else 0)
-            return place(
-                {name: sizes[name] + wide[name] for name in sizes},
+            free_bytes = host_bytes - resident_bytes - (self.reading_bytes if config.checkpoint is not None else 0)
+            sizes = {name: sizes[name] + wide[name] for name in sizes}
+            placement = place(
+                sizes,
                 self.weights_bytes - sum(inventory.nbytes(part.keys) for part in parts.resident),
                 free_bytes,
                 gradient_bytes if config.disk is not None else 0,
                 ranks=self.ranks,
                 halves_bytes=None if config.mesh is None else self._halves_bytes(inventory, parts, config),
             )
+            alone = [part for part in parts.streamed if _rests_alone_on_disk(part, inventory, config, materialized)]
+            return _with_single_experts(placement, {part.name: sizes[part.name] for part in alone})
         arenas_bytes = resident_bytes + sum(map(whole_pages, sizes.values()))
         if config.mesh is not None:
             arenas_bytes += sum(whole_pages(inventory.cast_bytes(part.keys)) for part in parts.streamed)
-        if arenas_bytes > self.host_bytes:
+        if arenas_bytes > host_bytes:
             raise BudgetError(
                 f"weights need {format_bytes(arenas_bytes)} of host memory in all; host_memory allows"
-                f" {format_bytes(self.host_bytes)}; raise it to at least {format_bytes(arenas_bytes, at_least=True)},"
+                f" {format_bytes(host_bytes)}; raise it to at least {format_bytes(arenas_bytes, at_least=True)},"
                 ' or pass a directory, such as disk="/nvme/millrace", where blocks can rest'
             )
         return Placement()
@@ -144,6 +156,33 @@ class Budgets:
             sizes = [p.numel() * _given_dtype(p, config).itemsize for p in given if p.requires_grad]
             largest_bytes = max(largest_bytes, aligned(len(sizes)) + sum(map(aligned, sizes)))
         return 2 * whole_pages(self.ranks * largest_bytes)
+
+
+def _rests_alone_on_disk(
+    part: Part, inventory: Inventory, config: OffloadConfig, materialized: Materialized | None
+) -> bool:
+    """Whether it has experts that no visit brings whole, and that may all rest on disk, of this process alone."""
+    if part.experts is None or config.mesh is not None:
+        return False
+    parameters = [inventory.members[key].parameter for key in part.keys]
+    trained = any(p.requires_grad for p in parameters)
+    if any(site.training and (trained or not takes_single_experts(site)) for site in part.sites):
+        return False
+    in_files = materialized is not None and all(materialized.name_of(p) is not None for p in parameters)
+    return config.disk is not None or (in_files and not inventory.cast_bytes(part.keys))
+
+
+def _with_single_experts(placement: Placement, sizes: Mapping[str, int]) -> Placement:
+    """Where some of these blocks, of experts, rest on disk, all do: the room of the others is for single experts."""
+    on_host = {name: whole_pages(nbytes) for name, nbytes in sizes.items() if name not in placement.on_disk}
+    if len(on_host) == len(sizes):
+        return placement
+    return replace(
+        placement,
+        on_disk=placement.on_disk.union(on_host),
+        disk_bytes=placement.disk_bytes + sum(on_host.values()),
+        experts_bytes=sum(on_host.values()),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,7 @@ class Placement:
 
     on_disk: frozenset[str] = frozenset()
     disk_bytes: int = 0  # that those take
+    experts_bytes: int = 0  # of host memory for single experts of these
     chunk_bytes: int = 0  # of the ring for weights
     chunks: int = 0
     gradient_bytes: int | None = None  # of each half of what gradients pass through; None: as much as a block's
