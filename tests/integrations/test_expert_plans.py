@@ -59,7 +59,7 @@ def model_of(implementation: str = "batched_mm", own: dict[str, Any] = CONFIG) -
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.3)
     model.set_experts_implementation(implementation)
-    return model
+    return model.requires_grad_(False)
 
 
 def routed_evenly(model: nn.Module) -> None:
@@ -175,7 +175,7 @@ def test_even_routing_reads_what_is_planned(compute_device: torch.device, tmp_pa
 @pytest.mark.parametrize("slots", [20, 40])
 def test_training_beside_frozen_experts_loads_what_is_planned(banks: list[int], slots: int) -> None:
     """Forward and backward, in the second of two steps; every expert is wanted by so many tokens."""
-    model = model_of("grouped_mm").requires_grad_(False)
+    model = model_of("grouped_mm")
     model.model.embed_tokens.requires_grad_()
     limit = budget(model, slots)
     ids = torch.randint(64, (4, 64))

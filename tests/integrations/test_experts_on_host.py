@@ -40,7 +40,7 @@ def model_of(implementation: str) -> Any:
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.3)
     model.set_experts_implementation(implementation)
-    return model
+    return model.requires_grad_(False)
 
 
 def on_disk(model: Any, tier: str, path: Path) -> tuple[Any, dict[str, Any]]:
@@ -331,13 +331,15 @@ def test_calls_that_use_all_read_no_more_than_with_whole_layers_on_the_host(
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_experts_that_are_trained_after_all(compute_device: torch.device, tmp_path: Path, implementation: str) -> None:
-    """In eval mode the host has single experts; a step writes to what they were."""
+    """While they are frozen the host has single experts; a step writes to what they were."""
     model = model_of(implementation)
     plain, limit = copy.deepcopy(model).to(compute_device), budget(model, 40)
     prompt, several = PROMPT[:1, :2].to(compute_device), PROMPT.to(compute_device)
     model, options = on_disk(model, "disk", tmp_path)
     with millrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
         assert host_slots(handle) > 0
+        for one in (model, plain):
+            one.requires_grad_()
         for ids in (prompt, several, prompt):
             found: list[list[torch.Tensor]] = []
             for one in (model, plain):

@@ -165,8 +165,11 @@ def _rests_alone_on_disk(
     if part.experts is None or config.mesh is not None:
         return False
     parameters = [inventory.members[key].parameter for key in part.keys]
-    trained = any(p.requires_grad for p in parameters)
-    if any(site.training and (trained or not takes_single_experts(site)) for site in part.sites):
+    if any(
+        p.requires_grad for p in parameters
+    ):  # training would read whole layers from disk, which have room elsewhere
+        return False
+    if any(site.training and not takes_single_experts(site) for site in part.sites):
         return False
     in_files = materialized is not None and all(materialized.name_of(p) is not None for p in parameters)
     return config.disk is not None or (in_files and not inventory.cast_bytes(part.keys))
