@@ -75,7 +75,10 @@ def test_the_first_rank_chooses(nursery: Nursery, tmp_path: Path, device: str) -
     run(nursery, tmp_path, 2, f"g.the_first_rank_chooses, {device!r}")
 
 
-@pytest.mark.parametrize("program", ["accumulation", "writes", "no_sync_is_forgotten_with_its_gradients"])
+@pytest.mark.parametrize(
+    "program",
+    ["accumulation", "writes", "no_sync_is_forgotten_with_its_gradients", "what_no_sync_kept_is_averaged_once"],
+)
 def test_as_otherwise(nursery: Nursery, tmp_path: Path, program: str) -> None:
     run(nursery, tmp_path, 2, f"m.{program}")
 

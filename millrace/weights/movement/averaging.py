@@ -228,15 +228,15 @@ class AveragedGradients:
             self._next += 1
             slots = self._slots_of(block)
             if slots:
-                self._begin(block, slots, self._open.pop(block, {}), {})
+                kept = {slot: self._unsynchronised[slot] for slot in slots if slot in self._unsynchronised}
+                self._begin(block, slots, self._open.pop(block, {}), kept)
 
     def _begin(
-        self, block: Block, slots: list[Slot], gradients: dict[Slot, torch.Tensor], late: dict[Slot, torch.Tensor]
+        self, block: Block, slots: list[Slot], gradients: dict[Slot, torch.Tensor], from_host: dict[Slot, torch.Tensor]
     ) -> None:
         block.wait_for_updates()  # which read the gradients before
         self._let_go(but=self._sums.in_flight - 1)
         number, half, before = self._next_round(f"room for gradients of {block.name!r}")
-        from_host = late or {slot: self._unsynchronised[slot] for slot in slots if slot in self._unsynchronised}
         flags = []
         with without_overrides():
             for slot in slots:
