@@ -60,6 +60,21 @@ def test_bytes(nursery: Nursery, tmp_path: Path, world_size: int, device: str) -
     run(nursery, tmp_path, world_size, f"g.bytes_over_the_link, {device!r}")
 
 
+@pytest.mark.parametrize(
+    ("world_size", "device", "trains_all"), [(2, "cpu", False), (2, "cpu", True), (3, "emu", False), (2, "emu", True)]
+)
+def test_reads_from_disk(nursery: Nursery, tmp_path: Path, world_size: int, device: str, trains_all: bool) -> None:
+    run(nursery, tmp_path, world_size, f"g.reads_from_disk, {str(tmp_path)!r}, {device!r}, {trains_all}")
+
+
+def test_what_the_drive_changed(nursery: Nursery, tmp_path: Path) -> None:
+    run(nursery, tmp_path, 2, f"g.what_the_drive_changed_is_noticed, {str(tmp_path)!r}")
+
+
+def test_a_rank_goes_astray(nursery: Nursery, tmp_path: Path) -> None:
+    run(nursery, tmp_path, 2, "g.a_rank_goes_astray_and_needs_more")
+
+
 @pytest.mark.parametrize("device", ["cpu", "emu"])
 def test_reductions_are_in_flight(nursery: Nursery, tmp_path: Path, device: str) -> None:
     run(nursery, tmp_path, 2, f"g.reductions_are_in_flight, {device!r}")

@@ -236,7 +236,8 @@ class Shelf:
                 ' it or pass a directory, such as disk="/nvme/millrace", where they can rest'
             )
         chunk_bytes = self._placement.chunk_bytes or ring_size(self._ledger.host_budget_bytes or 0, 0, 0)[0]
-        rest = DiskRest(self.store, name, nbytes, chunk_bytes, self._meter.spilled)
+        ranks = 1 if self._node is None else self._node.size
+        rest = DiskRest(self.store, name, nbytes, chunk_bytes, self._meter.spilled, ranks)
         if self._node is None:
             return rest
         return SharedRest(SharedExtent(self.store, rest.extent), nbytes, rest)
