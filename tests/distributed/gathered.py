@@ -104,6 +104,44 @@ def bytes_over_the_link(device: str) -> None:
         assert 0 < world * gathered <= 1.01 * own, moved
 
 
+def ranges_lie_at_the_devices() -> None:
+    """Of weights, and of memory that gradients pass through, where there are several NUMA nodes; with "own" in turn."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    asked: list[tuple[int, int, object]] = []
+
+    def binds(address: int, nbytes: int, node: int) -> bool:
+        asked.append((address, nbytes, node))
+        return True
+
+    def interleaves(address: int, nbytes: int, nodes: tuple[int, ...]) -> bool:
+        asked.append((address, nbytes, nodes))
+        return True
+
+    for onload in ("gather", "own"):
+        asked.clear()
+        with (
+            mock.patch("millrace.runtime.numa.bind", binds),
+            mock.patch("millrace.runtime.numa.interleave", interleaves),
+            mock.patch("millrace.runtime.node.nodes_of_process", return_value=(rank,)),
+            mock.patch("millrace.runtime.node.node_of", return_value=rank),
+            offloaded(Model(), onload=onload) as handle,
+        ):
+            rest: Any = next(block.rest for block in handle._made if block.name == "layers.2")
+            begin, nbytes = rest._common._common.address, rest._common.nbytes
+        whole = tuple(range(world))
+        assert (begin, nbytes, whole) in asked
+        mine = [one for one in asked if begin <= one[0] < begin + nbytes and one[2] != whole]
+        if onload == "own":
+            assert mine == []
+            continue
+        assert [node for _, _, node in mine] == list(range(world))
+        assert sum(count for _, count, _ in mine) == nbytes
+        for number, (address, count, _) in enumerate(mine):
+            assert address % 4096 == 0
+            assert abs(address - begin - nbytes * number / world) <= 2048
+            assert abs(count - nbytes / world) <= 4096
+
+
 DISK_WIDE, DISK_LAYERS = 512, 8
 
 
@@ -282,13 +320,13 @@ def ranks_that_go_their_own_ways(device: str) -> None:
         assert handle.stats().demand_onloads == 0
 
 
-def a_rank_goes_astray_and_needs_more() -> None:
-    """It needs a block that others gather only once they have its gradients; and makes room for others before."""
+def a_rank_goes_astray_and_needs_more(at: int, instead: tuple[int, ...]) -> None:
+    """It computes with other layers, too. What it needs then others may gather once they have its gradients."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     model, single = Model(), Model()
 
     def goes_astray(_module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        for number in (4, 5, 1):
+        for number in instead:
             output = output + 0 * model.layers[number](args[0], None)  # type: ignore[index,operator]
         return output
 
@@ -298,14 +336,14 @@ def a_rank_goes_astray_and_needs_more() -> None:
             single.zero_grad()
             hook = None
             if number in (3, 4) and rank == number - 3:
-                hook = model.layers[2].register_forward_hook(goes_astray)  # type: ignore[index,union-attr,operator]
+                hook = model.layers[at].register_forward_hook(goes_astray)  # type: ignore[index,union-attr,operator]
             model(batch(rank, number)).backward()
             if hook is not None:
                 hook.remove()
             for one in range(world):
                 (single(batch(one, number)) / world).backward()
             same_gradients(model, single)
-        assert handle.stats().steps == 0
+        assert handle.stats().demand_onloads > 0
 
 
 def reductions_are_in_flight(device: str) -> None:

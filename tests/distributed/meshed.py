@@ -609,8 +609,6 @@ def refusals() -> None:
     model = Model()
     with pytest.raises(TypeError, match="mesh is a int; give a DeviceMesh"):
         millrace.offload(model, device="cpu", mesh=2)
-    with pytest.raises(ValueError, match="no activations of its ranks"):
-        millrace.offload(model, device="cpu", mesh=cpu_mesh(), disk="/nowhere", activations={"tier": "disk"})
     with offloaded(model) as handle:
         model(batch(0, 0)).backward()
         with pytest.raises(StateError, match=r"use an optimizer of millrace\.optim, such as millrace\.optim\.AdamW"):

@@ -71,8 +71,14 @@ def test_what_the_drive_changed(nursery: Nursery, tmp_path: Path) -> None:
     run(nursery, tmp_path, 2, f"g.what_the_drive_changed_is_noticed, {str(tmp_path)!r}")
 
 
-def test_a_rank_goes_astray(nursery: Nursery, tmp_path: Path) -> None:
-    run(nursery, tmp_path, 2, "g.a_rank_goes_astray_and_needs_more")
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranges_lie_at_the_devices(nursery: Nursery, tmp_path: Path, world_size: int) -> None:
+    run(nursery, tmp_path, world_size, "g.ranges_lie_at_the_devices")
+
+
+@pytest.mark.parametrize(("at", "instead"), [(3, (4, 1, 2)), (1, (4,))])
+def test_a_rank_goes_astray(nursery: Nursery, tmp_path: Path, at: int, instead: tuple[int, ...]) -> None:
+    run(nursery, tmp_path, 2, f"g.a_rank_goes_astray_and_needs_more, {at}, {instead}")
 
 
 @pytest.mark.parametrize("device", ["cpu", "emu"])

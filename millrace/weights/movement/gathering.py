@@ -145,6 +145,11 @@ class Gathers:
         """What is due next is being gathered."""
         self._agenda.popleft()
 
+    def keep_up(self) -> None:
+        """What other ranks have begun begins here, too: while this one waits for what those give, they may for that."""
+        while self._agenda and any(self._counters.of(rank, _BEGUN) > self._begun for rank in range(self._node.size)):
+            self.take_part(self._agenda.popleft()[1])
+
     # gathers ---------------------------------------------------------------------------------------------------------
     def onload(
         self, block: Block, buffer: torch.Tensor, copies: Sequence[Copy], after: Event
