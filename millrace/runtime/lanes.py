@@ -22,7 +22,7 @@ from millrace.runtime.threads import Job, OneThread
 
 __all__ = ["Among", "Copy", "Event", "Lane", "Lanes", "LateTransfer", "Tick", "Transfer", "open_lanes"]
 
-_PAUSE_SECONDS = 5e-4
+_LONG_SECONDS = 0.1  # to wait for a transfer to be submitted, which takes other ranks
 _T = TypeVar("_T")
 Copy = tuple[torch.Tensor, torch.Tensor]  # destination, source: the same shape and number of bytes
 Tick = Any  # a moment on the compute lane: an event on an accelerator, seconds on the CPU
@@ -87,12 +87,13 @@ class LateTransfer:
         return self._submitted.result().done
 
     def done_while(self, doing: Callable[[], None]) -> Any:
-        """As `done`; until there is one, `doing` is called again and again."""
-        while not self._submitted.done():
-            doing()
+        """As `done`; where there is none for long, `doing` is called, again and again."""
+        while True:
             with suppress(TimeoutError):
-                self._submitted.exception(_PAUSE_SECONDS)
-        return self.done
+                self._submitted.exception(_LONG_SECONDS)
+            if self._submitted.done():
+                return self.done
+            doing()
 
 
 class Lanes(ABC):

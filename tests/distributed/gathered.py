@@ -195,8 +195,8 @@ def reads_from_disk(directory: str, device: str, trains_all: bool) -> None:
     model, single = OnDisk(trains_all=trains_all), OnDisk(trains_all=trains_all)
     with mock.patch.object(Gathers, "_begins", counts), on_disk(model, directory, device, "gather") as handle:
         mine, theirs = (optim.SGD(one.parameters(), lr=0.1) for one in (model, single))
-        for number in range(10):
-            if number == 4:
+        for number in range(12):
+            if number == 6:
                 handle.synchronize()
                 handle.reset_stats()
                 gathered.clear()

@@ -146,7 +146,9 @@ class Gathers:
         self._agenda.popleft()
 
     def keep_up(self) -> None:
-        """What other ranks have begun begins here, too: while this one waits for what those give, they may for that."""
+        """What other ranks have begun begins here, for their sake: where this one waits long for their gradients, they
+        may wait for that, as ranks that use layers differently have the same gradient at different visits.
+        """
         while self._agenda and any(self._counters.of(rank, _BEGUN) > self._begun for rank in range(self._node.size)):
             self.take_part(self._agenda.popleft()[1])
 
