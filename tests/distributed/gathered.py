@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import millrace
 from millrace import DiskError, Offloaded, RankError, optim
 from millrace.weights.model.slot import Slot
-from millrace.weights.movement.block import Block
+from millrace.weights.movement.block import Block, Presence
 from millrace.weights.movement.device_sums import DeviceSums
 from millrace.weights.movement.gathering import Gathers
 from millrace.weights.movement.node_gradients import Round
@@ -225,25 +225,28 @@ def reads_from_disk(directory: str, device: str, trains_all: bool) -> None:
             assert abs(read - stats.fetch_bytes) <= 0.01 * part + borders, (read, stats.fetch_bytes)
 
 
-def what_the_drive_changed_is_noticed(directory: str) -> None:
-    """By the rank that reads it; the others hear of it."""
-    rank, model = distributed.get_rank(), OnDisk(trains_all=False)
+def what_the_drive_changed_is_noticed(directory: str, trains_all: bool = False) -> None:
+    """Between forward and backward: by the rank that reads it. The others hear of it."""
+    rank, model = distributed.get_rank(), OnDisk(trains_all=trains_all)
     with on_disk(model, directory, "cpu", "gather") as handle:
-        for number in range(4):
-            model(rows(rank, number)).backward()
-            model.zero_grad()
-        block = next(one for one in handle._made if one.name == "layers.5")
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        for number in range(5):
+            loss = model(rows(rank, number))
+            if number < 4:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        block = next(one for one in handle._made if one.name == "layers.2")
         rest: Any = block.rest
+        assert block.presence is Presence.ABSENT
         distributed.barrier()
         if rank == 0:
             offset = rest._disk.extent.offset + block.nbytes * 3 // 4
             os.pwrite(handle._shelf.store._file.descriptor, b"something else", offset)  # type: ignore[union-attr]
         distributed.barrier()
-        expected: Any = (
-            (DiskError, "are not those that were written") if rank else (RankError, "rank 1 has .*its range of")
-        )
+        expected: Any = (DiskError, "are not those that were written") if rank else (RankError, "rank 1 has .*its ")
         with pytest.raises(expected[0], match=expected[1]):
-            model(rows(rank, 0)).backward()
+            loss.backward()
         print("done")
         sys.stdout.flush()
         os._exit(0)

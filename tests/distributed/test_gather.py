@@ -67,8 +67,9 @@ def test_reads_from_disk(nursery: Nursery, tmp_path: Path, world_size: int, devi
     run(nursery, tmp_path, world_size, f"g.reads_from_disk, {str(tmp_path)!r}, {device!r}, {trains_all}")
 
 
-def test_what_the_drive_changed(nursery: Nursery, tmp_path: Path) -> None:
-    run(nursery, tmp_path, 2, f"g.what_the_drive_changed_is_noticed, {str(tmp_path)!r}")
+@pytest.mark.parametrize("trains_all", [False, True])
+def test_what_the_drive_changed(nursery: Nursery, tmp_path: Path, trains_all: bool) -> None:
+    run(nursery, tmp_path, 2, f"g.what_the_drive_changed_is_noticed, {str(tmp_path)!r}, {trains_all}")
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
