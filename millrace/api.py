@@ -191,8 +191,10 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
         cut = partial(partition, model, inventory, config.blocks, config.resident, tables_by_rows=self._node is None)
         parts = budgets.checked(inventory, cut, config.device)
         activations = budgets.share_for_activations(inventory, parts, config)
+        placement = budgets.place(inventory, parts, replace(config, activations=activations), materialized)
+        if activations is not None and activations.host_memory_bytes:
+            activations = replace(activations, host_memory_bytes=self._own_part(activations.host_memory_bytes))
         self._config = config = replace(config, activations=activations)
-        placement = budgets.place(inventory, parts, config, materialized)
         self._lanes = open_lanes(config.device)
         self._pace = Pace(self._lanes)
         self._meter = Meter(self._lanes, self._ledger)
@@ -242,8 +244,8 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
         self._gathers: Gathers | None = None
         if self._common is not None and self._way is not None and self._way.gathers:
             self._gathers = Gathers(self._common, lambda: self._made, self._pace, self._meter, self._ledger)
-        among = self._pace, self._ledger, self._meter, self._fetching, self._gathers
-        self._residency = Residency(config.device, self._budgets.weights_bytes, *among)
+        what = self._pace, self._ledger, self._meter, self._fetching, self._gathers
+        self._residency = Residency(config.device, self._budgets.weights_bytes, *what)
         self._executor = Executor(streamed, self._residency, self._lanes, self._meter, config.prefetch_blocks)
         if config.disk is not None:
             self._shelf.room = Room(
@@ -260,9 +262,8 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
             gradients = Gradients(self._lanes, self._ledger, self._meter, self._shelf, config.grad_dtype)
         else:
             measured = self._lanes, self._ledger, self._meter
-            gradients = AveragedGradients(
-                *measured, self._common, self._shelf, config.grad_dtype, on_devices=self._gathers is not None
-            )
+            among_ranks = self._common, self._shelf, config.grad_dtype
+            gradients = AveragedGradients(*measured, *among_ranks, gathers=self._gathers)
         self._gradients = gradients
         buffers = ModuleBuffers(config.device, self._ledger)
         self._engine = Engine(
@@ -279,10 +280,9 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
         self._attachment.keep_alive(self)
         self.activations: ActivationOffloading | None = None  # the handle on the model's activations
         if config.activations is not None:
-            store = self._shelf.store if config.activations.tier == "disk" else None
-            self.activations = ActivationOffloading(
-                model, config.activations, self._lanes, self._ledger, store, self._meter.lane_use
-            )
+            store = self._shelf.private_store("activations") if config.activations.tier == "disk" else None
+            among = self._lanes, self._ledger, store, self._meter.lane_use
+            self.activations = ActivationOffloading(model, config.activations, *among)
 
     @property
     def plan(self) -> Plan | None:

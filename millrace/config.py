@@ -108,10 +108,6 @@ class OffloadConfig:
             raise ValueError(f'onload={self.onload!r}; give one of "own", "gather", "auto"')
         if self.onload != "own" and self.mesh is None:
             raise ValueError(f"onload={self.onload!r} is what several ranks do; give mesh=, or leave onload out")
-        if self.mesh is not None and self.activations is not None and self.activations.tier == "disk":
-            raise ValueError(
-                'mesh= keeps one copy of weights on disk, and no activations of its ranks: leave tier="disk" out'
-            )
         for name in ("param_dtype", "grad_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -41,11 +41,21 @@ class Common(Protocol):
 class SharedArena:
     """`nbytes` of zeros that the ranks of `node` share, rounded up to whole pages, page-locked for `device`.
 
-    Each rank books its part in `ledger`. To be made by all ranks, in the same order. Raises BudgetError, before
-    anything is taken, when the part is over the ledger's host budget, OSError where the system has no memory.
+    Each rank books its part in `ledger`. `by_ranks`: each copies an equal part, in order. To be made by all ranks, in
+    the same order. Raises BudgetError, before anything is taken, when the part is over the ledger's host budget,
+    OSError where the system has no memory.
     """
 
-    def __init__(self, node: Node, nbytes: int, device: torch.device, ledger: Ledger, purpose: str) -> None:
+    def __init__(
+        self,
+        node: Node,
+        nbytes: int,
+        device: torch.device,
+        ledger: Ledger,
+        purpose: str,
+        *,
+        by_ranks: bool = False,
+    ) -> None:
         self.nbytes = whole_pages(nbytes)
         part = node.part(self.nbytes)
         booked_bytes = part.stop - part.start
@@ -53,6 +63,7 @@ class SharedArena:
         self._descriptor, self._offset = _place(node, self.nbytes)
         self._common = Mapping(self._descriptor.number, self._offset, self.nbytes, shared=True)
         address = self._common.address
+        node.spread.place(address, self.nbytes, by_ranks=by_ranks)  # before locking touches it
         unlock = lock(self._common.memory, address, self.nbytes, booked_bytes, device, ledger, purpose)
         self._common.before_unmap(unlock)
         self.pinned = unlock is not None

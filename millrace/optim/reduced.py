@@ -1,15 +1,18 @@
-"""How do gradients get to the ranks that update with them, and only there (ZeRO-2)? One by one, as backward goes.
+"""How do gradients get to the ranks that update with them, and only there (ZeRO-2)? In buckets, as backward goes.
 
-Each that is complete is averaged over all ranks into its owner's, and the others let go of theirs. They go in one order
-on all ranks, the reverse of the optimizer's, whatever a rank's own backward does: what comes early waits for its turn.
-When a backward ends, ranks tell each other what they have: what some did not use, they give zeros for.
+Neighbours of one owner, once they are complete, are averaged over all ranks into the owner's, and the others let go of
+theirs. Buckets go in one order on all ranks, the reverse of the optimizer's, whatever a rank's own backward does: what
+comes early waits for its turn. When a backward ends, ranks tell each other what they have: what some did not use, they
+give zeros for.
 """
 
 import gc
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -26,7 +29,9 @@ from millrace.runtime.ranks import Ranks
 
 __all__ = ["Reduced", "dealt_over"]
 
-_IN_FLIGHT_BYTES = 64 << 20  # of gradients on their way, or one that is larger
+_TOGETHER_BYTES = 25 << 20  # of neighbours, whose gradients leave in one bucket for each owner
+_IN_FLIGHT_BYTES = 64 << 20  # of gradients on their way, or one bucket that is larger
+_numbers = count()  # of all that were made, in the same order on all ranks
 _HERE, _LATE = 1, 2  # what a rank says of each parameter: it has a gradient; it has another one, past its turn
 
 
@@ -40,17 +45,20 @@ class Reduced(Replicas):
         super().__init__(ranks, deal)
         self._apart = ranks.apart()
         self._order: list[torch.Tensor] = []
-        self._places: dict[torch.Tensor, int] = {}  # in it
+        self._kinds: list[tuple[torch.dtype, torch.device, bool]] = []  # of these
+        self._buckets: list[list[torch.Tensor]] = []
+        self._places: dict[torch.Tensor, int] = {}  # which of them
         self._hooked: dict[torch.Tensor, Any] = {}  # and its node in graphs
         self._here: dict[torch.Tensor, torch.Tensor] = {}  # gradients whose turn has not come
         self._late: dict[torch.Tensor, torch.Tensor] = {}  # those that came after it
-        self._next = 0  # whose turn it is
-        self._in_flight: deque[tuple[Any, torch.Tensor, torch.Tensor]] = deque()
+        self._next = 0  # which bucket's turn it is
+        self._in_flight: deque[_Bucket] = deque()
         self._in_flight_bytes = 0
         self._before: dict[torch.Tensor, torch.Tensor] = {}  # averages of earlier backwards, which are added to
         self._given: dict[torch.Tensor, torch.Tensor] = {}  # what `.grad` is since a backward
-        self._present: object | None = None  # the backward under way
+        self._present: _Backward | None = None  # the backward under way
         self._has_failed = self._is_alone = False
+        self.number = next(_numbers)
 
     def take(self, parameters: Sequence[torch.Tensor]) -> None:
         """As Replicas'. All ranks get the first rank's values."""
@@ -63,25 +71,20 @@ class Reduced(Replicas):
         super().take(parameters)
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._hooked:
-                node = torch.autograd.graph.get_gradient_edge(parameter).node
-                itself, which = weakref.WeakMethod(self._accumulates), weakref.ref(parameter)
-                after = weakref.WeakMethod(self._accumulated)
-                handles = [
-                    node.register_prehook(partial(_call, itself, which)),
-                    parameter.register_post_accumulate_grad_hook(partial(_call, after, which)),
-                ]
-                for handle in handles:
-                    weakref.finalize(self, handle.remove)
-                self._hooked[parameter] = node
+                itself, which = weakref.WeakMethod(self._accumulated), weakref.ref(parameter)
+                handle = parameter.register_post_accumulate_grad_hook(partial(_call, itself, which))
+                weakref.finalize(self, handle.remove)
+                self._hooked[parameter] = None
                 self._order.insert(0, parameter)
-        self._places = {parameter: place for place, parameter in enumerate(self._order)}
+        self._lay_out()
         self._refuse_wrapped()
         self.ranks.spread((0, parameter.detach()) for parameter in parameters)
         torch.autograd.graph.increment_version(list(parameters))
 
     def agree(self, look: Callable[[], list[Member]], groups: Sequence[dict[str, Any]]) -> list[Member]:
+        self._check()  # alone: the others may still be in the backward, and its collectives
+
         def reduced() -> list[Member]:
-            self._check()
             found = look()
             for member in found:
                 if self._given.get(member.parameter) is not member.parameter.grad:
@@ -95,6 +98,30 @@ class Reduced(Replicas):
         return super().agree(reduced, groups)
 
     # backward ---------------------------------------------------------------------------------------------------------
+    def _lay_out(self) -> None:
+        """Hooks are on the nodes of all parameters, which get others with another dtype or device; buckets, too."""
+        kinds = [(parameter.dtype, parameter.device, parameter.requires_grad) for parameter in self._order]
+        if kinds == self._kinds:
+            return
+        self._kinds, self._buckets = kinds, []
+        neighbours: dict[Any, list[torch.Tensor]] = {}
+        nbytes = 0
+        for parameter, (*kind, trained) in zip(self._order, kinds, strict=True):
+            node = torch.autograd.graph.get_gradient_edge(parameter).node if trained else self._hooked[parameter]
+            if node is not self._hooked[parameter]:
+                before = weakref.WeakMethod(self._accumulates)
+                handle = node.register_prehook(partial(_call, before, weakref.ref(parameter)))
+                weakref.finalize(self, handle.remove)
+                self._hooked[parameter] = node
+            if neighbours and nbytes + parameter.nbytes > _TOGETHER_BYTES:
+                self._buckets += neighbours.values()
+                neighbours, nbytes = {}, 0
+            key = self.deal.owner(parameter), *kind
+            neighbours[key] = [*neighbours.pop(key, ()), parameter]  # in the order in which they are complete
+            nbytes += parameter.nbytes
+        self._buckets += neighbours.values()
+        self._places = {parameter: place for place, bucket in enumerate(self._buckets) for parameter in bucket}
+
     def _accumulates(self, parameter: torch.Tensor) -> None:
         """A gradient is about to be added to what there is: that is an average already."""
         if parameter.grad is not None and parameter.grad is self._given.get(parameter):
@@ -107,6 +134,11 @@ class Reduced(Replicas):
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
+        if gradient is self._given.get(parameter):
+            raise StateError(
+                f"a parameter of shape {tuple(parameter.shape)} has another dtype or device than when its gradient was"
+                " averaged (zero_stage=2); call zero_grad() after such a change of the model"
+            )
         if gradient.layout != torch.strided or gradient.requires_grad:
             raise RuntimeError(
                 f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, or has a graph"
@@ -114,8 +146,8 @@ class Reduced(Replicas):
             )
         there = self._here if self._places[parameter] >= self._next else self._late
         there[parameter] = there[parameter] + gradient if parameter in there else gradient
-        while self._next < len(self._order) and self._order[self._next] in self._here:
-            self._reduce(self._order[self._next], self._here)
+        while self._next < len(self._buckets) and all(one in self._here for one in self._buckets[self._next]):
+            self._reduce(self._buckets[self._next], self._here)
             self._next += 1
 
     def _begin(self) -> None:
@@ -125,13 +157,12 @@ class Reduced(Replicas):
         if not self._is_alone:
             self._refuse_wrapped()
             self._is_alone = True
-        self._present = present = object()
-        EndOfBackward(partial(_ended, weakref.ref(self), present)).queue()
+        self._lay_out()
+        self._present = _Backward.under_way()
+        self._present.add(self)
 
-    def ended(self, present: object, *, completed: bool) -> None:
+    def ended(self, *, completed: bool) -> None:
         """The backward returned, or raised: then some ranks may wait for others in vain."""
-        if present is not self._present:
-            return
         self._present = None
         self._has_failed = True
         if completed:
@@ -143,21 +174,23 @@ class Reduced(Replicas):
         """What some ranks have and others have not, what came late, and all that is on its way."""
         order = self._order
         own = [
-            _HERE * (place < self._next or parameter in self._here) | _LATE * (parameter in self._late)
-            for place, parameter in enumerate(order)
+            _HERE * (self._places[one] < self._next or one in self._here) | _LATE * (one in self._late) for one in order
         ]
-        said = list(zip(*self.ranks.numbers(own), strict=True))
-        used = [parameter for parameter, each in zip(order, said, strict=True) if any(each)]
-        for parameter, each in zip(order[self._next :], said[self._next :], strict=True):
-            if any(one & _HERE for one in each):
-                self._reduce(parameter, self._here)
-        for parameter, each in zip(order, said, strict=True):
-            if any(one & _LATE for one in each):
-                self._reduce(parameter, self._late)
+        said = dict(zip(order, zip(*self.ranks.numbers(own), strict=True), strict=True))
+        for which, there, buckets in (
+            (_HERE, self._here, self._buckets[self._next :]),
+            (_LATE, self._late, self._buckets),
+        ):
+            for bucket in buckets:
+                given = [parameter for parameter in bucket if any(one & which for one in said[parameter])]
+                if given:
+                    self._reduce(given, there)
         self._next = 0
         while self._in_flight:
             self._arrive()
-        for parameter in used:
+        for parameter in order:
+            if not any(said[parameter]):
+                continue
             if self.is_elsewhere(parameter):
                 parameter.grad = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(
                     parameter.shape
@@ -167,32 +200,35 @@ class Reduced(Replicas):
             self._given[parameter] = parameter.grad
 
     @torch.no_grad()
-    def _reduce(self, parameter: torch.Tensor, there: dict[torch.Tensor, torch.Tensor]) -> None:
-        """Begins the average of one, to which a rank that has none gives zeros."""
-        gradient, laid_out = there.pop(parameter, None), torch.empty_like(parameter, device="meta")
-        if gradient is None:
-            gradient = torch.zeros_like(parameter)
-        elif gradient.stride() != laid_out.stride():
-            gradient = torch.empty_like(parameter).copy_(gradient)
-        flat = gradient.as_strided((gradient.numel(),), (1,)).div_(self.ranks.count)
-        work = self._apart.reduce(flat, self.deal.owner(parameter) or 0)
-        self._in_flight.append((work, parameter, gradient))
-        self._in_flight_bytes += gradient.nbytes
-        del flat, gradient
+    def _reduce(self, parameters: Sequence[torch.Tensor], there: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Begins the averages of one owner's, to which a rank that has none gives zeros."""
+        gradients = []
+        for parameter in parameters:
+            gradient, laid_out = there.pop(parameter, None), torch.empty_like(parameter, device="meta")
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            elif gradient.stride() != laid_out.stride():
+                gradient = torch.empty_like(parameter).copy_(gradient)
+            gradients.append(gradient.as_strided((gradient.numel(),), (1,)))
+        flat = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+        owner = self.deal.owner(parameters[0]) or 0
+        work = self._apart.reduce(flat.div_(self.ranks.count), owner)
+        self._in_flight.append(_Bucket(work, flat, parameters, gradients if owner == self.ranks.own else []))
+        self._in_flight_bytes += flat.nbytes
+        del flat, gradient, gradients
         while self._in_flight_bytes > _IN_FLIGHT_BYTES and len(self._in_flight) > 1:
             self._arrive()
 
     def _arrive(self) -> None:
         """The oldest that is on its way: at its owner it is added to what there is."""
-        work, parameter, gradient = self._in_flight.popleft()
-        self._in_flight_bytes -= gradient.nbytes
-        self._apart.wait(work)
-        if self.is_elsewhere(parameter):
-            return
-        before = self._before.get(parameter)
-        if before is None and parameter.grad is not None and parameter.grad is self._given.get(parameter):
-            before = parameter.grad  # this rank's backward has not used it
-        self._before[parameter] = gradient if before is None else before.add_(gradient)
+        bucket = self._in_flight.popleft()
+        self._in_flight_bytes -= bucket.flat.nbytes
+        self._apart.wait(bucket.work)
+        for parameter, gradient in bucket.averages():
+            before = self._before.get(parameter)
+            if before is None and parameter.grad is not None and parameter.grad is self._given.get(parameter):
+                before = parameter.grad  # this rank's backward has not used it
+            self._before[parameter] = gradient if before is None else before.add_(gradient)
 
     # misuse -----------------------------------------------------------------------------------------------------------
     def _check(self) -> None:
@@ -216,6 +252,58 @@ class Reduced(Replicas):
                 )
 
 
+@dataclass
+class _Bucket:
+    """Gradients on their way to their owner, one behind the other in `flat`; `gradients`: there, where they belong."""
+
+    work: Any
+    flat: torch.Tensor
+    parameters: Sequence[torch.Tensor]
+    gradients: Sequence[torch.Tensor]
+
+    def averages(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What has come, at the owner."""
+        if len(self.gradients) > 1:
+            parts = self.flat.split([one.numel() for one in self.gradients])
+            for gradient, average in zip(self.gradients, parts, strict=True):
+                gradient.copy_(average)
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=False):
+            strides = torch.empty_like(parameter, device="meta").stride()
+            yield parameter, gradient.as_strided(parameter.shape, strides)
+
+
+class _Backward:
+    """A backward under way, and whose gradients are averaged in it. These end in one order on all ranks."""
+
+    _present: "weakref.ref[_Backward] | None" = None
+
+    def __init__(self) -> None:
+        self._those: list[Reduced] = []
+        EndOfBackward(self.ended).queue()
+
+    @classmethod
+    def under_way(cls) -> "_Backward":
+        """The one that this is called in."""
+        found = None if cls._present is None else cls._present()
+        if found is None:
+            found = cls()
+            cls._present = weakref.ref(found)
+        return found
+
+    def add(self, one: Reduced) -> None:
+        """Is told when it ends."""
+        self._those.append(one)
+
+    def ended(self, *, completed: bool) -> None:
+        """All are told."""
+        present = type(self)._present
+        if present is not None and present() is self:
+            type(self)._present = None
+        while self._those:  # where one of them raises, the others are told when autograd lets go of this
+            self._those.sort(key=lambda one: one.number)
+            self._those.pop(0).ended(completed=completed)
+
+
 def dealt_over(options: Options, owners: Sequence[int] = ()) -> Replicas | None:
     """Who has what of parameters that all ranks of the options' mesh have; see `replicas_over`. None without mesh."""
     kind = Reduced if options.zero_stage == 2 else Replicas
@@ -227,9 +315,3 @@ def _call(method: "weakref.WeakMethod[Any]", which: "weakref.ref[torch.Tensor]",
     itself, parameter = method(), which()
     if itself is not None and parameter is not None:
         itself(parameter)
-
-
-def _ended(itself: "weakref.ref[Reduced]", present: object, *, completed: bool) -> None:
-    found = itself()
-    if found is not None:
-        found.ended(present, completed=completed)

@@ -15,6 +15,7 @@ __all__ = [
     "free_device_bytes",
     "is_accelerator",
     "is_capturing",
+    "pci_address",
     "register_host_memory",
     "resolve_device",
 ]
@@ -59,6 +60,14 @@ def is_accelerator(device: torch.device) -> bool:
 def is_capturing(device: torch.device) -> bool:
     """Whether work on the device is being captured into a graph (CUDA and ROCm)."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def pci_address(device: torch.device) -> str | None:
+    """Where an accelerator is, as the kernel names it under /sys/bus/pci/devices; None where PyTorch does not say."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    found = None if properties is None or not is_accelerator(device) else properties(device)
+    domain, bus, number = (getattr(found, f"pci_{name}_id", None) for name in ("domain", "bus", "device"))
+    return None if domain is None or bus is None or number is None else f"{domain:04x}:{bus:02x}:{number:02x}.0"
 
 
 def allocated_bytes(device: torch.device) -> int:

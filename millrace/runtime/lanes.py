@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar
@@ -22,6 +22,7 @@ from millrace.runtime.threads import Job, OneThread
 
 __all__ = ["Among", "Copy", "Event", "Lane", "Lanes", "LateTransfer", "Tick", "Transfer", "open_lanes"]
 
+_LONG_SECONDS = 0.1  # to wait for a transfer to be submitted, which takes other ranks
 _T = TypeVar("_T")
 Copy = tuple[torch.Tensor, torch.Tensor]  # destination, source: the same shape and number of bytes
 Tick = Any  # a moment on the compute lane: an event on an accelerator, seconds on the CPU
@@ -61,6 +62,10 @@ class Transfer:
     begun: Tick
     done: Any  # an Event; on an accelerator a timing event, so that it is a Tick too
 
+    def done_while(self, doing: Callable[[], None]) -> Any:
+        """As LateTransfer's: there is one."""
+        return self.done
+
 
 class LateTransfer:
     """Copies that another thread submits in time. Stands where a Transfer does: asking for its begin or end waits until
@@ -80,6 +85,15 @@ class LateTransfer:
     @property
     def done(self) -> Any:
         return self._submitted.result().done
+
+    def done_while(self, doing: Callable[[], None]) -> Any:
+        """As `done`; where there is none for long, `doing` is called, again and again."""
+        while True:
+            with suppress(TimeoutError):
+                self._submitted.exception(_LONG_SECONDS)
+            if self._submitted.done():
+                return self.done
+            doing()
 
 
 class Lanes(ABC):

@@ -21,6 +21,7 @@ from torch import distributed
 from millrace.errors import RankError, StateError
 from millrace.runtime.counters import Counters
 from millrace.runtime.descriptors import Descriptors, has_ended, listen, mapped, started
+from millrace.runtime.numa import Spread, node_of, nodes_of_process
 from millrace.runtime.sharded import timeout_seconds
 
 __all__ = ["BorrowedGroup", "Node"]
@@ -87,6 +88,7 @@ class Node:
         self._descriptors = Descriptors(
             self.ranks, self.rank, self._processes, self._timeout_seconds, listening, facts[here[0]][4]
         )
+        self.spread = Spread()  # of memory that the ranks of the node share
         self._asked = 0
         self._meetings = Counters(self, 5)
         self._notes = mapped(self.share(_NOTE_BYTES * self.size), _NOTE_BYTES * self.size)
@@ -168,6 +170,16 @@ class Node:
         found: list[Any] = [None] * self.world
         distributed.all_gather_object(found, list(values), group=self._mesh_group)
         return [min(each) for each in zip(*found, strict=True)]
+
+    def spread_memory(self, device: torch.device, *, by_ranks: bool) -> None:
+        """Memory that is shared from now on lies on the NUMA nodes of all ranks, in turn; `by_ranks`: what each alone
+        copies to its device there. A collective.
+        """
+        found: list[Any] = [None] * self.size
+        with self.together("the NUMA nodes of its device"):
+            distributed.all_gather_object(found, (nodes_of_process(), node_of(device)), group=self.group)
+        nodes = {node for those, _ in found for node in those}
+        self.spread = Spread(tuple(sorted(nodes)), tuple(node for _, node in found) if by_ranks else ())
 
     def all_agree(self, yes: bool, what: str) -> bool:
         """Whether all ranks of the node say yes. A collective of these."""

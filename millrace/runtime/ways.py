@@ -33,7 +33,16 @@ class Way:
 
 
 def way_of(asked: str, node: Node, device: torch.device) -> Way:
-    """What the user asked for; for "auto" what the first rank finds quicker, when all try at once. A collective."""
+    """What the user asked for; for "auto" what the first rank finds quicker, when all try at once. A collective.
+
+    Memory that the ranks share from now on lies where that way reads it.
+    """
+    way = _chosen(asked, node, device)
+    node.spread_memory(device, by_ranks=way.gathers)
+    return way
+
+
+def _chosen(asked: str, node: Node, device: torch.device) -> Way:
     if asked != "auto":
         return Way(asked == "gather", "as asked")
     own, gathered = node.from_first(_seconds_of_both(node, device), "the way that it measures")

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint as checkpoint_again
 import millrace
 from millrace import RankError, StateError, optim
 from millrace.optim.reduced import Reduced
+from millrace.runtime.ranks import Ranks
 from tests.distributed.programs import LIMIT, _mesh, ranks, run, same, sharded
 from tests.distributed.programs import Model as Sharded
 from tests.optim.references import ReferenceLion
@@ -279,7 +280,7 @@ def gradients_are_at_their_owners(name: str) -> None:
     finish, left = Reduced._finish, []
 
     def finishes(dealt: Reduced) -> None:
-        left.append(len(trained) - dealt._next)  # whose averages have not begun when backward ends
+        left.append(len(dealt._buckets) - dealt._next)  # whose averages have not begun when backward ends
         finish(dealt)
 
     for step in range(STEPS):
@@ -307,8 +308,130 @@ def gradients_are_at_their_owners(name: str) -> None:
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
-def micro_batches_are_added_up() -> None:
+def neighbours_leave_together() -> None:
+    """One collective for each owner of so many bytes, in an order that ranks do not choose; bits stay."""
+    world, layers = distributed.get_world_size(), 12
+    calls: list[tuple[int, int]] = []
+
+    def reduces(ranks: Ranks, tensor: torch.Tensor, to: int) -> Any:
+        calls.append((tensor.numel(), to))
+        return reduce(ranks, tensor, to)
+
+    reduce = Ranks.reduce
+    for together_bytes, chunks in ((25 << 20, 1), (4 * 40 * 40 * 4, 4)):
+        calls.clear()
+        with (
+            mock.patch.object(Ranks, "reduce", reduces),
+            mock.patch("millrace.optim.reduced._TOGETHER_BYTES", together_bytes),
+        ):
+            ours, theirs = Model(layers), parallel(Model(layers))
+            mine = optim.SGD(ours.parameters(), lr=0.1, mesh=mesh(), zero_stage=2)
+            backward(ours, 0)
+        backward(theirs, 0)
+        same_averages(ours, theirs)
+        assert chunks <= len(calls) <= chunks * world < 2 * layers, calls
+        used = [one for one in ours.parameters() if one.grad is not None]
+        assert sum(count for count, _ in calls) == sum(map(torch.numel, used))
+        every: list[Any] = [None] * world
+        distributed.all_gather_object(every, calls)
+        assert all(one == calls for one in every)
+        mine.step()
+        assert alike(ours)
+
+
+def optimizers_end_in_one_order() -> None:
+    """Whose gradients a backward comes to first differs between ranks; so do the optimizers' numbers of parameters."""
+    torch.manual_seed(0)
+    ours, plain = (nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8, bias=False)]) for _ in "ab")
+    plain.load_state_dict(ours.state_dict())
+    mine = [optim.SGD(one.parameters(), lr=0.1, mesh=mesh(), zero_stage=2) for one in ours]
+    distributed.broadcast(flat := torch.cat([one.detach().flatten() for one in ours.parameters()]), 0)
+    nn.utils.vector_to_parameters(flat, plain.parameters())
+    theirs, rank = torch.optim.SGD(plain.parameters(), lr=0.1, fused=True), distributed.get_rank()
+    for step in range(3):
+        x = torch.full((2, 8), 1.0 + rank + step)
+        for one, two in (ours, plain):  # type: ignore[misc]
+            (one(two(x)) if rank else two(one(x))).square().mean().backward()
+        for one in plain.parameters():
+            one.grad /= 2  # type: ignore[operator]
+            distributed.all_reduce(one.grad)  # type: ignore[arg-type]
+        for optimizer in (*mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same(ours, plain)
+
+
+def another_dtype_comes_later() -> None:
+    """Gradients of micro-batches are averaged alone after `model.to(dtype)`, too; not across it."""
+    ours, theirs = Model(all_used=True), Model(all_used=True).double()
+    optim.SGD(ours.parameters(), lr=0.1, mesh=mesh(), zero_stage=2)  # nobody's
+    mine = optim.SGD(ours.parameters(), lr=0.1, mesh=mesh(), zero_stage=2)
+    backward(ours, 0)
+    ours.double()
+    with pytest.raises(StateError, match=r"of shape \(.*\) has another dtype or device than .* call zero_grad"):
+        backward(ours, 0)
+    ours = Model(all_used=True)
+    mine = optim.SGD(ours.parameters(), lr=0.1, mesh=mesh(), zero_stage=2)
+    ours.double()
+    expected = parallel(theirs)
+    total: list[torch.Tensor] = []
+    for step in range(2):
+        backward(ours, step)
+        expected.zero_grad()
+        backward(expected, step)
+        gradients = [one.grad.clone() for one in theirs.parameters() if one.grad is not None]
+        total = [one + two for one, two in zip(total, gradients, strict=True)] if total else gradients
+    trained = [one for one in theirs.parameters() if one.requires_grad]
+    for one, gradient in zip(trained, total, strict=True):
+        one.grad = gradient
+    shown = [one for one in ours.parameters() if one.grad is not None]
+    for one, other in zip(shown, trained, strict=True):
+        own = one.grad is not None and not one.grad.isnan().any()
+        assert not own or torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+    stock = torch.optim.SGD(trained, lr=0.1, fused=True)
+    mine.step()
+    stock.step()
+    assert same(ours, theirs)
+
+
+def a_backward_raises(file: str, rank: int) -> None:
+    """On one rank, which goes on: its step says so at once, and nothing meets what the others wait in."""
+    store = distributed.FileStore(file, 2)
+    settings: dict[str, Any] = {"store": store, "rank": rank, "world_size": 2, "timeout": timedelta(seconds=3)}
+    distributed.init_process_group("gloo", **settings)
+    model = Model()
+    optimizer = optim.AdamW(model.parameters(), mesh=mesh(), zero_stage=2)
+    before = copy.deepcopy(model)
+
+    def raises(gradient: torch.Tensor) -> torch.Tensor:
+        if rank == 1:
+            raise ZeroDivisionError
+        return gradient
+
+    model.layers[1].weight.register_hook(raises)  # type: ignore[union-attr,operator]
+    if rank == 1:
+        with pytest.raises(ZeroDivisionError):
+            backward(model, 0)
+        with pytest.raises(StateError, match="a backward has raised"):
+            optimizer.step()
+        store.wait(["over"], timedelta(seconds=60))
+    else:
+        with pytest.raises(RankError, match=r"rank 0 waited for all 2 ranks .*, and at least one did not"):
+            backward(model, 0)
+        with pytest.raises(StateError, match="a backward has raised"):
+            optimizer.step()
+        store.set("over", "")
+    assert same(model, before)
+    print("done")
+
+
+def micro_batches_are_added_up(together_bytes: int = 25 << 20) -> None:
     """Averages of micro-batches, in their order; some use parameters that others do not, on one rank or on all."""
+    with mock.patch("millrace.optim.reduced._TOGETHER_BYTES", together_bytes):
+        _micro_batches_are_added_up()
+
+
+def _micro_batches_are_added_up() -> None:
     ours, theirs = Model(), parallel(Model())
     mine = optim.SGD(ours.parameters(), lr=0.1, mesh=mesh(), zero_stage=2)
     rank = distributed.get_rank()

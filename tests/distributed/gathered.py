@@ -2,9 +2,11 @@
 
 import contextlib
 import itertools
+import os
+import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,9 +16,11 @@ from torch import distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import millrace
-from millrace import optim
+from millrace import DiskError, Offloaded, RankError, optim
 from millrace.weights.model.slot import Slot
+from millrace.weights.movement.block import Block, Presence
 from millrace.weights.movement.device_sums import DeviceSums
+from millrace.weights.movement.gathering import Gathers
 from millrace.weights.movement.node_gradients import Round
 from tests.distributed.meshed import Model, batch, cpu_mesh, expert_of, offloaded, same_gradients, same_weights
 
@@ -100,6 +104,154 @@ def bytes_over_the_link(device: str) -> None:
         assert 0 < world * gathered <= 1.01 * own, moved
 
 
+def ranges_lie_at_the_devices() -> None:
+    """Of weights, and of memory that gradients pass through, where there are several NUMA nodes; with "own" in turn."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    asked: list[tuple[int, int, object]] = []
+
+    def binds(address: int, nbytes: int, node: int) -> bool:
+        asked.append((address, nbytes, node))
+        return True
+
+    def interleaves(address: int, nbytes: int, nodes: tuple[int, ...]) -> bool:
+        asked.append((address, nbytes, nodes))
+        return True
+
+    for onload in ("gather", "own"):
+        asked.clear()
+        with (
+            mock.patch("millrace.runtime.numa.bind", binds),
+            mock.patch("millrace.runtime.numa.interleave", interleaves),
+            mock.patch("millrace.runtime.node.nodes_of_process", return_value=(rank,)),
+            mock.patch("millrace.runtime.node.node_of", return_value=rank),
+            offloaded(Model(), onload=onload) as handle,
+        ):
+            rest: Any = next(block.rest for block in handle._made if block.name == "layers.2")
+            begin, nbytes = rest._common._common.address, rest._common.nbytes
+        whole = tuple(range(world))
+        assert (begin, nbytes, whole) in asked
+        mine = [one for one in asked if begin <= one[0] < begin + nbytes and one[2] != whole]
+        if onload == "own":
+            assert mine == []
+            continue
+        assert [node for _, _, node in mine] == list(range(world))
+        assert sum(count for _, count, _ in mine) == nbytes
+        for number, (address, count, _) in enumerate(mine):
+            assert address % 4096 == 0
+            assert abs(address - begin - nbytes * number / world) <= 2048
+            assert abs(count - nbytes / world) <= 4096
+
+
+DISK_WIDE, DISK_LAYERS = 512, 8
+
+
+class OnDisk(nn.Module):
+    """Layers on disk, of which but the first is trained, or all."""
+
+    def __init__(self, *, trains_all: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(DISK_WIDE, DISK_WIDE) for _ in range(DISK_LAYERS))
+        for layer in self.layers[1:]:
+            layer.requires_grad_(trains_all)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+@contextlib.contextmanager
+def on_disk(model: nn.Module, directory: str, device: str, onload: str) -> Iterator[Offloaded]:
+    """Within a budget that leaves weights and gradients no room in host memory."""
+    world, layer_bytes = distributed.get_world_size(), 4 * DISK_WIDE * (DISK_WIDE + 1)
+    halves = 2 * world * (layer_bytes + 4096)
+    where: dict[str, Any] = {"disk": f"{directory}/{onload}", "host_memory": halves + world * 900 * 2**10}
+    with offloaded(model, device, device_memory=3 * layer_bytes + 65536, onload=onload, **where) as handle:
+        assert world * handle.stats().disk_bytes > DISK_LAYERS // 2 * layer_bytes
+        yield handle
+
+
+def rows(rank: int, number: int) -> torch.Tensor:
+    return torch.randn(3, DISK_WIDE, generator=torch.Generator().manual_seed(100 * rank + number))
+
+
+def read_bytes() -> int:
+    """From drives, by this process, as the system counts."""
+    with open("/proc/self/io") as file:
+        return int(dict(line.split(": ") for line in file)["read_bytes"])
+
+
+def reads_from_disk(directory: str, device: str, trains_all: bool) -> None:
+    """Of each block a rank reads 1/N, and whole pages at its borders; gradients, weights are those of one process."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    gathered: list[int] = []
+    begins = Gathers._begins
+
+    def counts(gathers: Gathers, block: Block) -> tuple[int, str]:
+        gathered.append(block.nbytes * block.is_fetched)
+        return begins(gathers, block)
+
+    model, single = OnDisk(trains_all=trains_all), OnDisk(trains_all=trains_all)
+    with mock.patch.object(Gathers, "_begins", counts), on_disk(model, directory, device, "gather") as handle:
+        mine, theirs = (optim.SGD(one.parameters(), lr=0.1) for one in (model, single))
+        for number in range(12):
+            if number == 6:
+                handle.synchronize()
+                handle.reset_stats()
+                gathered.clear()
+                before = read_bytes()
+            model(rows(rank, number)).backward()
+            for one in range(world):
+                (single(rows(one, number)) / world).backward()
+            if world == 2:
+                same_gradients(model, single)
+            for optimizer in (mine, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        handle.synchronize()
+        stats, store = handle.stats(), handle._shelf.store
+        read = read_bytes() - before
+        if world == 2:
+            same_weights(model, single)
+        assert store is not None
+        assert stats.demand_onloads == 0
+        loads, part = sum(map(bool, gathered)), sum(gathered) / world
+        assert loads > 6 * DISK_LAYERS
+        borders = 4096 * (world + 1) * loads + 3 * max(gathered)  # of guesses that were under way, too
+        assert part - 3 * max(gathered) <= stats.fetch_bytes <= 1.01 * part + borders, (part, stats.fetch_bytes, loads)
+        assert borders < 0.2 * part
+        if store.direct and not trains_all:  # which the system reads as memory, too
+            assert abs(read - stats.fetch_bytes) <= 0.01 * part + borders, (read, stats.fetch_bytes)
+
+
+def what_the_drive_changed_is_noticed(directory: str, trains_all: bool = False) -> None:
+    """Between forward and backward: by the rank that reads it. The others hear of it."""
+    rank, model = distributed.get_rank(), OnDisk(trains_all=trains_all)
+    with on_disk(model, directory, "cpu", "gather") as handle:
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        for number in range(5):
+            loss = model(rows(rank, number))
+            if number < 4:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        block = next(one for one in handle._made if one.name == "layers.2")
+        rest: Any = block.rest
+        assert block.presence is Presence.ABSENT
+        distributed.barrier()
+        if rank == 0:
+            offset = rest._disk.extent.offset + block.nbytes * 3 // 4
+            os.pwrite(handle._shelf.store._file.descriptor, b"something else", offset)  # type: ignore[union-attr]
+        distributed.barrier()
+        expected: Any = (DiskError, "are not those that were written") if rank else (RankError, "rank 1 has .*its ")
+        with pytest.raises(expected[0], match=expected[1]):
+            loss.backward()
+        print("done")
+        sys.stdout.flush()
+        os._exit(0)
+
+
 def the_first_rank_chooses(device: str) -> None:
     """By what it measures, whatever others do; the report says which way was taken, and why."""
     rank = distributed.get_rank()
@@ -169,6 +321,32 @@ def ranks_that_go_their_own_ways(device: str) -> None:
                 optimizer.zero_grad()
         same_weights(model, single)
         assert handle.stats().demand_onloads == 0
+
+
+def a_rank_goes_astray_and_needs_more(at: int, instead: tuple[int, ...]) -> None:
+    """It computes with other layers, too. What it needs then others may gather once they have its gradients."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    model, single = Model(), Model()
+
+    def goes_astray(_module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        for number in instead:
+            output = output + 0 * model.layers[number](args[0], None)  # type: ignore[index,operator]
+        return output
+
+    with offloaded(model) as handle:
+        for number in range(6):
+            model.zero_grad()
+            single.zero_grad()
+            hook = None
+            if number in (3, 4) and rank == number - 3:
+                hook = model.layers[at].register_forward_hook(goes_astray)  # type: ignore[index,union-attr,operator]
+            model(batch(rank, number)).backward()
+            if hook is not None:
+                hook.remove()
+            for one in range(world):
+                (single(batch(one, number)) / world).backward()
+            same_gradients(model, single)
+        assert handle.stats().demand_onloads > 0
 
 
 def reductions_are_in_flight(device: str) -> None:

@@ -11,6 +11,8 @@ from torch import distributed, nn
 import millrace
 from millrace import DiskError, Offloaded, StateError, optim
 from tests.distributed.meshed import (
+    LAYERS,
+    WIDTH,
     Model,
     batch,
     cpu_mesh,
@@ -86,6 +88,44 @@ def steps_are_those_of_one_process(
         assert 0 < disk_bytes <= spill_bytes(handle) <= disk_bytes + 4 * 4096  # the file system has its own
         held = whole(mine.held_bytes())
         assert held == theirs.held_bytes() if settings.get("tier") != "disk" else held > 0
+
+
+def activations_rest_there(directory: str, device: str, onload: str) -> None:
+    """Those of each rank, in a file of its own without a name; gradients, steps are those of one process."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    model, single = Model(), Model()
+    activations = {"tier": "disk", "min_bytes": 0, "device_memory": 0, "host_memory": world * 2**15}
+    where = on_disk(directory, 3 * 2**15) | {"activations": activations, "onload": onload}
+    with offloaded(model, device, **where) as handle, offloaded(single, device, mesh=None):
+        mine, theirs = (optim.AdamW(one.parameters(), lr=0.01) for one in (model, single))
+        for number in range(4):
+            loss = model(batch(rank, number))
+            loss.backward()
+            for one in range(world):
+                (single(batch(one, number)) / world).backward()
+            if world == 2:
+                same_gradients(model, single)
+            for optimizer in (mine, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        if world == 2:
+            same_weights(model, single)
+        assert handle.activations is not None
+        stats, own = handle.activations.stats(), handle._shelf.private_store("activations")
+        assert own is not None
+        assert own is not handle._shelf.store
+        assert stats.spill_bytes > 4 * LAYERS * 2 * 5 * WIDTH * 4  # an input of each layer, at least
+        assert stats.spill_bytes // 2 < stats.fetch_bytes <= stats.spill_bytes
+        assert 0 < stats.host_peak_bytes <= 2**15
+        assert whole(handle.stats().host_peak_bytes) <= 3 * 2**15 * world
+        status = os.fstat(own._file.descriptor)
+        taken = status.st_blocks * 512  # with what the file system has itself
+        files: list[Any] = [None] * world
+        distributed.all_gather_object(
+            files, (status.st_ino, status.st_nlink, 0 < own.nbytes <= taken <= own.nbytes + 4 * 4096)
+        )
+        assert len({inode for inode, _, _ in files}) == world
+        assert all((names, fits) == (0, True) for _, names, fits in files), files
 
 
 def one_copy_for_a_node(directory: str) -> None:
@@ -238,9 +278,9 @@ def frozen_weights_stay_in_their_checkpoint(directory: str) -> None:
 
 
 def trains_until_a_rank_is_gone(directory: str) -> None:
-    """With weights and state on disk."""
+    """With weights, activations and state on disk."""
     model = Model()
-    with offloaded(model, **on_disk(directory)):
+    with offloaded(model, **on_disk(directory, 2**17), activations={"tier": "disk", "min_bytes": 0}):
         optimizer = optim.AdamW(
             model.parameters(), max_grad_norm=0.05, overlap="forward", tier="disk", disk=f"{directory}/state"
         )

@@ -50,6 +50,11 @@ def test_gradients_are_at_their_owners(nursery: Nursery, tmp_path: Path, name: s
     run(nursery, tmp_path, world_size, f"p.gradients_are_at_their_owners, {name!r}")
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gradients_leave_together(nursery: Nursery, tmp_path: Path, world_size: int) -> None:
+    run(nursery, tmp_path, world_size, "p.neighbours_leave_together")
+
+
 @pytest.mark.parametrize("program", ["more_ranks_than_parameters", "large_tensors"])
 def test_four_ranks(nursery: Nursery, tmp_path: Path, program: str) -> None:
     run(nursery, tmp_path, 4, f"p.{program}")
@@ -66,6 +71,9 @@ def test_four_ranks(nursery: Nursery, tmp_path: Path, program: str) -> None:
         "ranks_disagree",
         "a_rank_fails",
         "micro_batches_are_added_up",
+        "micro_batches_are_added_up, 8192",
+        "optimizers_end_in_one_order",
+        "another_dtype_comes_later",
         "parameters_that_are_used_again",
         "zero_stage_two_is_misused",
     ],
@@ -74,8 +82,9 @@ def test_two_ranks(nursery: Nursery, tmp_path: Path, program: str) -> None:
     run(nursery, tmp_path, 2, f"p.{program}")
 
 
-def test_a_rank_that_takes_no_step(nursery: Nursery, tmp_path: Path) -> None:
-    code = "import sys\nfrom tests.distributed import dealt as p\np.a_rank_stays_away(sys.argv[1], int(sys.argv[2]))"
+@pytest.mark.parametrize("program", ["a_rank_stays_away", "a_backward_raises"])
+def test_a_rank_that_takes_no_step(nursery: Nursery, tmp_path: Path, program: str) -> None:
+    code = f"import sys\nfrom tests.distributed import dealt as p\np.{program}(sys.argv[1], int(sys.argv[2]))"
     ranks = [nursery.start(code, tmp_path / "store", rank) for rank in range(2)]
     for one in reversed(ranks):
         assert one.read_rest() == "done\n", one.errors

@@ -60,6 +60,28 @@ def test_bytes(nursery: Nursery, tmp_path: Path, world_size: int, device: str) -
     run(nursery, tmp_path, world_size, f"g.bytes_over_the_link, {device!r}")
 
 
+@pytest.mark.parametrize(
+    ("world_size", "device", "trains_all"), [(2, "cpu", False), (2, "cpu", True), (3, "emu", False), (2, "emu", True)]
+)
+def test_reads_from_disk(nursery: Nursery, tmp_path: Path, world_size: int, device: str, trains_all: bool) -> None:
+    run(nursery, tmp_path, world_size, f"g.reads_from_disk, {str(tmp_path)!r}, {device!r}, {trains_all}")
+
+
+@pytest.mark.parametrize("trains_all", [False, True])
+def test_what_the_drive_changed(nursery: Nursery, tmp_path: Path, trains_all: bool) -> None:
+    run(nursery, tmp_path, 2, f"g.what_the_drive_changed_is_noticed, {str(tmp_path)!r}, {trains_all}")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranges_lie_at_the_devices(nursery: Nursery, tmp_path: Path, world_size: int) -> None:
+    run(nursery, tmp_path, world_size, "g.ranges_lie_at_the_devices")
+
+
+@pytest.mark.parametrize(("at", "instead"), [(3, (4, 1, 2)), (1, (4,))])
+def test_a_rank_goes_astray(nursery: Nursery, tmp_path: Path, at: int, instead: tuple[int, ...]) -> None:
+    run(nursery, tmp_path, 2, f"g.a_rank_goes_astray_and_needs_more, {at}, {instead}")
+
+
 @pytest.mark.parametrize("device", ["cpu", "emu"])
 def test_reductions_are_in_flight(nursery: Nursery, tmp_path: Path, device: str) -> None:
     run(nursery, tmp_path, 2, f"g.reductions_are_in_flight, {device!r}")
@@ -75,7 +97,10 @@ def test_the_first_rank_chooses(nursery: Nursery, tmp_path: Path, device: str) -
     run(nursery, tmp_path, 2, f"g.the_first_rank_chooses, {device!r}")
 
 
-@pytest.mark.parametrize("program", ["accumulation", "writes", "no_sync_is_forgotten_with_its_gradients"])
+@pytest.mark.parametrize(
+    "program",
+    ["accumulation", "writes", "no_sync_is_forgotten_with_its_gradients", "what_no_sync_kept_is_averaged_once"],
+)
 def test_as_otherwise(nursery: Nursery, tmp_path: Path, program: str) -> None:
     run(nursery, tmp_path, 2, f"m.{program}")
 

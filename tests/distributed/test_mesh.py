@@ -105,6 +105,7 @@ def test_one_copy_for_a_node(nursery: Nursery, tmp_path: Path, world_size: int) 
         "what_hooks_and_closures_write_counts",
         "what_layers_write_counts",
         "no_sync_is_forgotten_with_its_gradients",
+        "what_no_sync_kept_is_averaged_once",
     ],
 )
 def test_what_users_do(nursery: Nursery, tmp_path: Path, program: str) -> None:

@@ -52,6 +52,15 @@ def test_one_copy_for_a_node(nursery: Nursery, tmp_path: Path, world_size: int) 
     run(nursery, tmp_path, world_size, f"d.one_copy_for_a_node, {str(tmp_path)!r}")
 
 
+@pytest.mark.parametrize(
+    ("world_size", "device", "onload"),
+    [(2, "cpu", "own"), (2, "cpu", "gather"), (4, "cpu", "own"), (2, "emu", "gather")],
+)
+def test_activations(nursery: Nursery, tmp_path: Path, world_size: int, device: str, onload: str) -> None:
+    run(nursery, tmp_path, world_size, f"d.activations_rest_there, {str(tmp_path)!r}, {device!r}, {onload!r}")
+    assert left_in(tmp_path) == []
+
+
 @pytest.mark.parametrize("program", ["what_users_do", "frozen_weights_stay_in_their_checkpoint", "refusals"])
 def test_programs(nursery: Nursery, tmp_path: Path, program: str) -> None:
     run(nursery, tmp_path, 2, f"d.{program}, {str(tmp_path)!r}")

@@ -1,5 +1,7 @@
 """Does host memory come from all NUMA nodes that the process uses, and from its own where it uses one?"""
 
+import ctypes
+import mmap
 import os
 from pathlib import Path
 
@@ -80,3 +82,78 @@ def test_without_libnuma_an_arena_is_memory_as_ever(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(pages, "nodes_of_process", lambda: (0, 1))
     memory = Arena(NBYTES, torch.device("cpu"), Ledger(), "weights").tensor(0, NBYTES)
     assert memory.fill_(7).sum() == 7 * NBYTES
+
+
+class Library:
+    """What libnuma was asked for: (address, bytes, nodes)."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int, object]] = []
+        self._mask: list[int] = []
+
+    def numa_allocate_nodemask(self) -> list[int]:
+        self._mask = []
+        return self._mask
+
+    def numa_bitmask_setbit(self, mask: list[int], node: int) -> None:
+        mask.append(node)
+
+    def numa_bitmask_free(self, mask: list[int]) -> None:
+        assert mask is self._mask
+
+    def numa_interleave_memory(self, address: int, nbytes: int, mask: list[int]) -> None:
+        self.asked.append((address, nbytes, tuple(mask)))
+
+    def numa_tonode_memory(self, address: int, nbytes: int, node: int) -> None:
+        self.asked.append((address, nbytes, node))
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    found = Library()
+    monkeypatch.setattr(numa, "_libnuma", lambda: found)
+    return found
+
+
+PAGE = mmap.PAGESIZE
+
+
+@pytest.mark.parametrize(
+    ("spread", "by_ranks", "asked"),
+    [
+        (numa.Spread((0, 1), (1, 0)), True, [(0, 10, (0, 1)), (0, 5, 1), (5, 5, 0)]),
+        (numa.Spread((0, 1), (1, 0)), False, [(0, 10, (0, 1))]),
+        (numa.Spread((0, 1)), True, [(0, 10, (0, 1))]),
+        (numa.Spread((0, 1), (1, None, 0, 0)), True, [(0, 10, (0, 1)), (0, 3, 1), (5, 3, 0), (8, 2, 0)]),
+        (numa.Spread((0,), (0, 1)), True, [(0, 5, 0), (5, 5, 1)]),
+        (numa.Spread((0,), (0, 0)), True, []),
+        (numa.Spread((0,)), True, []),
+        (numa.Spread(), True, []),
+    ],
+)
+def test_shared_memory_lies_at_the_devices(
+    library: Library, spread: numa.Spread, by_ranks: bool, asked: list[tuple[int, int, object]]
+) -> None:
+    """Whole pages: what is left over goes to the rank that has most of the page."""
+    spread.place(1 << 30, 10 * PAGE, by_ranks=by_ranks)
+    assert library.asked == [((1 << 30) + first * PAGE, count * PAGE, nodes) for first, count, nodes in asked]
+
+
+def test_the_node_of_a_device(machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numa, "pci_address", lambda device: f"0000:{device.index:02x}:00.0")
+    for bus, node in enumerate(("1\n", "-1\n")):
+        (tmp_path / f"0000:{bus:02x}:00.0").mkdir()
+        (tmp_path / f"0000:{bus:02x}:00.0" / "numa_node").write_text(node)
+    assert [numa.node_of(torch.device("cuda", index), tmp_path) for index in range(3)] == [1, None, None]
+    for cores, expected in (({4, 5}, 1), ({3, 4}, None)):
+        monkeypatch.setattr(numa, "nodes_of_process", lambda cores=cores: numa.nodes_in_use(cores, machine))
+        assert numa.node_of(torch.device("cpu")) == expected
+
+
+@needs_libnuma
+def test_binding_is_the_kernels_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = mmap.mmap(-1, 4 * PAGE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert numa.bind(address, 4 * PAGE, 0)
+    memory.write(b"x")
+    assert any(policy in policy_of(address) for policy in ("bind:0", "prefer:0"))

@@ -5,13 +5,16 @@ xxh3 is five times as fast as zlib's CRC-32 (15 and 3 GB/s on one core), so aski
 
 import ctypes
 import errno
+from collections.abc import Sequence
 
 import xxhash
 
 from millrace.errors import DiskError
 from millrace.memory.disk.extent import PIECE_BYTES, Extent, Piece
 
-__all__ = ["Checksums", "checksum"]
+__all__ = ["Checksums", "Spans", "checksum"]
+
+Spans = Sequence[tuple[int, int]]  # first and last but one byte of each
 
 
 def checksum(address: int, nbytes: int) -> int:
@@ -46,10 +49,15 @@ class Checksums:
             return
         self._compare(known, extent, begin, end, address + begin - piece.begin, file)
 
-    def note_all(self, extent: Extent, address: int, grain_bytes: int) -> None:
-        """The extent is handed over: memory at `address` is what reads bring, until `forget`."""
-        starts = range(0, extent.nbytes, grain_bytes)
-        sums: list[int | None] = [checksum(address + at, min(grain_bytes, extent.nbytes - at)) for at in starts]
+    def note_all(self, extent: Extent, address: int, grain_bytes: int, within: Spans | None = None) -> None:
+        """The extent is handed over: memory at `address` is what reads bring, until `forget`; known of grains `within`
+        one of these spans, or of all.
+        """
+        sums: list[int | None] = []
+        for at in range(0, extent.nbytes, grain_bytes):
+            last = min(at + grain_bytes, extent.nbytes)
+            known = within is None or any(begin <= at and last <= end for begin, end in within)
+            sums.append(checksum(address + at, last - at) if known else None)
         self._handed_over[extent] = grain_bytes, sums
 
     def expect_all(self, extent: Extent, grain_bytes: int) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from millrace.config import format_bytes
 from millrace.errors import DiskError, StateError
-from millrace.memory.disk.checksums import Checksums
+from millrace.memory.disk.checksums import Checksums, Spans
 from millrace.memory.disk.directory import StoreDirectory
 from millrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, PIECE_BYTES, Extent, Piece, check_memory, pieces
 from millrace.memory.disk.file import HAS_DIRECT, DirectFile
@@ -180,16 +180,17 @@ class DiskStore:
         self._checksums.forget(extent)
         return self._requests.submit(Request(extent, Access.WRITE, (), Kind.TURN, (0, extent.nbytes)), None)
 
-    def to_direct(self, extent: Extent, grain_bytes: int = PIECE_BYTES) -> Request:
+    def to_direct(self, extent: Extent, grain_bytes: int = PIECE_BYTES, within: Spans | None = None) -> Request:
         """Hands the extent over to `read` and `write`: submits bringing to disk what was written through the mapping.
 
         Reads and writes that are submitted later wait for that. Until `to_mapping` or a write, reads check what was
-        brought there, in grains: a read checks those that lie in it. The pages stop counting as memory of this process.
+        brought there, in grains: a read checks those that lie in it; `within`: those in these spans alone, of which
+        the others are neither read here nor known. The pages stop counting as memory of this process.
         Where it fails, pages are kept, and the next `to_direct` tries again: it raises DiskError (EBADMSG) if they were
         lost meanwhile, or written to.
         """
         mapping = self._mappings.get(extent)
-        jobs = () if mapping is None else (partial(self._hand_over, extent, mapping, grain_bytes),)
+        jobs = () if mapping is None else (partial(self._hand_over, extent, mapping, grain_bytes, within),)
         kind = Kind.TURN if mapping is None else Kind.FLUSH
         return self._requests.submit(Request(extent, Access.WRITE, jobs, kind, (0, extent.capacity_bytes)), None)
 
@@ -308,13 +309,13 @@ class DiskStore:
         self._file.write(address, nbytes, extent.offset + piece.begin, repr(extent.name))
         self._log.note(Access.WRITE, extent.name, nbytes, begun_at)
 
-    def _hand_over(self, extent: Extent, mapping: Mapping, grain_bytes: int) -> None:
+    def _hand_over(self, extent: Extent, mapping: Mapping, grain_bytes: int, within: Spans | None) -> None:
         begun_at = time.perf_counter()
         again = extent in self._unflushed
         if again:
             self._checksums.verify_all(extent, 0, extent.nbytes, mapping.address, self._file.name)
         else:
-            self._checksums.note_all(extent, mapping.address, grain_bytes)
+            self._checksums.note_all(extent, mapping.address, grain_bytes, within)
         try:
             if again:
                 mapping.dirty()  # the kernel takes pages for written that it tried to write once

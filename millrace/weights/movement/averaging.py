@@ -28,6 +28,7 @@ from millrace.weights.model.slot import Slot
 from millrace.weights.movement.block import Block
 from millrace.weights.movement.common import CommonHomes
 from millrace.weights.movement.device_sums import DeviceSums
+from millrace.weights.movement.gathering import Gathers
 from millrace.weights.movement.host_sums import HostSums
 from millrace.weights.movement.node_gradients import (
     NodeGradients,
@@ -61,14 +62,15 @@ class AveragedGradients:
         shelf: Shelf,
         grad_dtype: torch.dtype | None,
         *,
-        on_devices: bool = False,
+        gathers: Gathers | None = None,
     ) -> None:
-        """`on_devices`: they add gradients up among themselves, and a part of the sums leaves each."""
+        """`gathers`: devices add gradients up among themselves, too, and a part of the sums leaves each."""
         self._lanes, self._ledger, self._meter = lanes, ledger, meter
         self._common, self._node, self._shelf, self._grad_dtype = common, common.node, shelf, grad_dtype
         self._homes: dict[Slot, NodeGradients] = {}
         self._counters = Counters(self._node, 2)
-        self._sums: Sums = (DeviceSums if on_devices else HostSums)(self._node, lanes, meter, self._dtype)
+        self._sums: Sums = (DeviceSums if gathers else HostSums)(self._node, lanes, meter, self._dtype)
+        self._keep_up: Callable[[], None] = gathers.keep_up if gathers else lambda: None  # for who waits for others
         self._half_bytes = 0  # of each rank
         self._halves: list[SharedArena] = []
         self._last_of_half: list[tuple[int, Job[list[Slot]] | None]] = [(0, None)] * 2  # the round that had it last
@@ -113,9 +115,9 @@ class AveragedGradients:
             largest_bytes = max(largest_bytes, aligned(len(slots)) + self._sums.given_bytes(slots))
         if largest_bytes > self._half_bytes:
             self._halves, self._half_bytes = [], 0
-            nbytes, device = self._node.size * largest_bytes, self._lanes.device
-            self._shelf.make_room(2 * whole_pages(nbytes))
-            self._halves = [SharedArena(self._node, nbytes, device, self._ledger, _PURPOSE) for _ in range(2)]
+            of = self._node, self._node.size * largest_bytes, self._lanes.device, self._ledger, _PURPOSE
+            self._shelf.make_room(2 * whole_pages(of[1]))
+            self._halves = [SharedArena(*of, by_ranks=True) for _ in range(2)]
             self._half_bytes = largest_bytes
 
     def take(self, slot: Slot) -> None:
@@ -188,9 +190,8 @@ class AveragedGradients:
             self._node.break_off()
         for gradients in self._open.values():
             self._ledger.add(Tier.DEVICE, _PURPOSE, -sum(one.nbytes for one in gradients.values()))
-        self._open.clear()
-        self._late.clear()
-        self._of_this_backward.clear()
+        for held in (self._open, self._late, self._of_this_backward):
+            held.clear()
         jobs, self._jobs = self._jobs, []
         for _, job in jobs:
             job.exception()
@@ -214,7 +215,7 @@ class AveragedGradients:
         while len(self._leaving) > but:
             given, transfer, nbytes = self._leaving[0]
             if not (broken_off and isinstance(transfer, LateTransfer)):
-                self._lanes.wait(transfer.done)
+                self._lanes.wait(transfer.done_while(self._keep_up))
             self._leaving.popleft()
             self._sums.let_go(given)
             self._ledger.add(Tier.DEVICE, _PURPOSE, -nbytes)
@@ -228,15 +229,15 @@ class AveragedGradients:
             self._next += 1
             slots = self._slots_of(block)
             if slots:
-                self._begin(block, slots, self._open.pop(block, {}), {})
+                kept = {slot: self._unsynchronised[slot] for slot in slots if slot in self._unsynchronised}
+                self._begin(block, slots, self._open.pop(block, {}), kept)
 
     def _begin(
-        self, block: Block, slots: list[Slot], gradients: dict[Slot, torch.Tensor], late: dict[Slot, torch.Tensor]
+        self, block: Block, slots: list[Slot], gradients: dict[Slot, torch.Tensor], from_host: dict[Slot, torch.Tensor]
     ) -> None:
         block.wait_for_updates()  # which read the gradients before
         self._let_go(but=self._sums.in_flight - 1)
         number, half, before = self._next_round(f"room for gradients of {block.name!r}")
-        from_host = late or {slot: self._unsynchronised[slot] for slot in slots if slot in self._unsynchronised}
         flags = []
         with without_overrides():
             for slot in slots:
@@ -351,9 +352,8 @@ class AveragedGradients:
     def _average_late(self) -> None:
         """What came too late, on any rank."""
         blocks = list(self._places)
-        late = torch.zeros(len(blocks), dtype=torch.uint8)
-        for slot in self._late:
-            late[self._places[slot.unit]] = 1  # type: ignore[index]
+        units = {slot.unit for slot in self._late}
+        late = torch.tensor([block in units for block in blocks], dtype=torch.uint8)
         for place in self._agreed(late).nonzero().flatten().tolist():
             slots = self._slots_of(blocks[place])
             self._begin(blocks[place], slots, {}, {slot: self._late.pop(slot) for slot in slots if slot in self._late})

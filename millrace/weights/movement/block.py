@@ -224,14 +224,19 @@ class Block(HomesInFiles):
         """Whether rows of it, or experts, come when they are used, and no visit brings the whole."""
         return bool(self.row_bytes) or self.experts is not None
 
-    def fetch(self, chunk_bytes: int, way: Way, ranges: Sequence[Range] | None = None) -> Fetch:
-        """What brings from disk what the homes hold now, in pieces of `chunk_bytes` at most; of `ranges` alone."""
+    def fetch(
+        self, chunk_bytes: int, way: Way, ranges: Sequence[Range] | None = None, *, always: bool = False
+    ) -> Fetch:
+        """What brings from disk what the homes hold now, in pieces of `chunk_bytes` at most; of `ranges` alone, which
+        are `always` the same.
+        """
         contents = self.readable_contents()
         nbytes = self.nbytes if ranges is None else sum(nbytes for _, nbytes, _ in ranges)
         pieces = self.rest.pieces(chunk_bytes, ranges)
         if ranges is None:
             pieces = self.packed.pieces(pieces, self.slots, way, contents, self.rest, chunk_bytes)
-        fetch = Fetch(pieces, nbytes, contents, partial(_flush, weakref.ref(self), contents), way)
+        flush = partial(_flush, weakref.ref(self), contents, ranges if always else None)
+        fetch = Fetch(pieces, nbytes, contents, flush, way)
         self.read_until(fetch)
         return fetch
 
@@ -336,8 +341,8 @@ class Block(HomesInFiles):
             compound.release()
 
 
-def _flush(block: "weakref.ref[Block]", contents: object) -> None:
+def _flush(block: "weakref.ref[Block]", contents: object, ranges: Sequence[Range] | None) -> None:
     """For a thread, which does not keep a model alive that nobody else does."""
     present = block()
     if present is not None:
-        present._flush(contents)
+        present._flush(contents, ranges)

@@ -38,7 +38,8 @@ class Executor:
         self._blocks = list(blocks)
         self._residency = residency
         self._gathers = residency.gathers
-        self._follows = False  # the first rank's course, on which blocks are gathered
+        self._follows = False  # the first rank's course, on which blocks are gathered;
+        self._followed = False  # in the last cycle
         self._lanes = lanes
         self._meter = meter
         self._book = TraceBook()
@@ -89,15 +90,15 @@ class Executor:
     def end_cycle(self) -> None:
         """The cycle is over; loads for the next one are submitted, as far as its homes do not change before."""
         self._close()
-        followed, self._follows = self._follows, False
-        if followed:
+        self._followed, self._follows = self._follows, False
+        if self._followed:
             self._take_part(rest=True)
         if self._course is not None and not self._course.strayed:
             step = self._course.end()
             loads = [self._blocks[index] for index in step.loads]
             for index in step.evictions:
                 self.evict(self._blocks[index])
-            self._at_boundary = [block for block in loads if followed or block.index in self._changed]
+            self._at_boundary = [block for block in loads if self._followed or block.index in self._changed]
             for block in loads:
                 if block not in self._at_boundary:
                     self.prefetch(block)
@@ -218,7 +219,7 @@ class Executor:
 
     def bring(self, block: Block, keep: Sequence[Block] = ()) -> None:
         """Submits what it takes to make one block present and current; compute has yet to wait for its arrival."""
-        if self._follows and self._gathers is not None and self._gathers.is_due(block, self._reached):
+        if self._gathers is not None and self._reached < math.inf and self._gathers.is_due(block, self._reached):
             self._take_part(until=block)
         if block.updates:
             block.wait_for_updates()
@@ -249,11 +250,12 @@ class Executor:
     @property
     def _reached(self) -> float:
         """The visit that the pass has come to; beyond all, where it does not go as agreed: others wait for gathers."""
-        return math.inf if self._course is None or self._course.strayed else self._course.position
+        goes = self._follows and self._course is not None and not self._course.strayed
+        return self._course.position if goes else math.inf  # type: ignore[union-attr]
 
     def _take_part(self, until: Block | None = None, *, rest: bool = False) -> None:
-        """Gathers that are due begin: up to the first whose home is being updated, or at least up to a block; `rest`:
-        all of the pass.
+        """Gathers that are due begin: up to the first whose home is being updated, or at least to a block; `rest`: all.
+        A rank that has gone astray uses none: others may need its gradients before these are due.
         """
         gathers, reached = self._gathers, math.inf if rest else self._reached
         while gathers is not None and (block := gathers.due(reached)) is not None:
@@ -261,9 +263,10 @@ class Executor:
                 return
             gathers.begin()
             until = None if block is until else until
-            if block.buffer is None and self._residency.fits(block):
+            is_used = rest or reached < math.inf
+            if is_used and block.buffer is None and self._residency.fits(block):
                 self._residency.reserve(block)
-            if block.buffer is not None and not block.is_current(self._moment):
+            if is_used and block.buffer is not None and not block.is_current(self._moment):
                 self._residency.renew(block, gathered=True)
             else:
                 gathers.take_part(block)
@@ -275,14 +278,15 @@ class Executor:
             self.prefetch(block)
 
     def _fetch_ahead(self, *, but_not: frozenset[int]) -> None:
-        """Blocks on disk that the plan loads next begin their way, as far as the staging ring goes.
-
-        Not those of the next cycle that are in `but_not`, and none behind them: their homes change before.
+        """Blocks on disk that the plan loads next begin their way, as far as the staging ring goes. Not those of the
+        next cycle that are in `but_not`, and none behind them: their homes change before.
         """
         if not self._residency.streams_from_disk or self._course is None or self._course.strayed:
             return
+        gathered = self._follows if self._entry is not None else self._followed
         for index in self._course.coming_loads(but_not=but_not):
-            if not self._residency.fetch_ahead(self._blocks[index], urgent=self._course.plan.lane_is_slower):
+            urgent = self._course.plan.lane_is_slower
+            if not self._residency.fetch_ahead(self._blocks[index], urgent=urgent, gathered=gathered):
                 return
 
     def evict(self, block: Block) -> None:
@@ -328,12 +332,8 @@ class Executor:
             and not self._needs_whole(self._course.trace)
         )
         if self.everything_is_here:  # one record for all of it
-            now = self._lanes.tick()
-            self._records.append(
-                VisitRecord(
-                    (), entry.phase, entry.site, now, now, self._meter.lane_use.unplanned_bytes, self._meter.sample()
-                )
-            )
+            now, other_bytes = self._lanes.tick(), self._meter.lane_use.unplanned_bytes
+            self._records.append(VisitRecord((), entry.phase, entry.site, now, now, other_bytes, self._meter.sample()))
 
     def _follow_first_rank(self, gathers: Gathers, entry: Entry) -> None:
         """The ranks agree on the course of this pass, and on what is gathered in it."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,11 +29,12 @@ from millrace.weights.meter import Meter
 from millrace.weights.movement.block import Block
 from millrace.weights.movement.common import CommonHomes
 from millrace.weights.movement.trace import Course, VisitKey
+from millrace.weights.rest.fetching import Fetch, Fetching, Target, Way
+from millrace.weights.rest.pieces import Range
 
 __all__ = ["Agreed", "Gathered", "Gathers"]
 
 _PURPOSE = "gathers"  # in which a rank takes part for the others' sake
-_RANGE_BYTES = 16  # ranges of ranks are multiples of it
 _BEGUN, _ENTERED, _BEFORE, _AGREED = range(4)  # counters
 _MOST_AGREED = 64  # that are remembered
 _IN_A_PASS = 1 << 10  # numbers of what is agreed on, for each pass
@@ -86,6 +88,7 @@ class Gathers:
         self._begun = 0  # on this rank, ever
         self._known: list[Agreed] = []  # on all ranks the same
         self._scratch: torch.Tensor | None = None  # for blocks of which this rank has no use
+        self.fetching: Fetching | None = None  # of blocks that rest on disk
 
     # what all ranks do -----------------------------------------------------------------------------------------------
     def agree(self, offer: Agreed | None) -> Agreed | None:
@@ -127,7 +130,7 @@ class Gathers:
         loads = [(-1, block) for block in first]
         for visit in range(len(course.trace.visits)):
             loads += [(visit, streamed[index]) for index in course.plan.step(turn, visit).loads]
-        gathered = tuple((visit, places[block]) for visit, block in loads if not block.is_fetched)
+        gathered = tuple((visit, places[block]) for visit, block in loads)
         return Agreed(course.trace.visits, course.plan, turn, gathered)
 
     def due(self, position: float) -> Block | None:
@@ -142,16 +145,33 @@ class Gathers:
         """What is due next is being gathered."""
         self._agenda.popleft()
 
-    # gathers ---------------------------------------------------------------------------------------------------------
-    def onload(self, name: str, buffer: torch.Tensor, copies: Sequence[Copy], after: Event) -> tuple[Gathered, Event]:
-        """Submits this rank's part of what fills a buffer. Also returns when homes have been read.
-
-        `copies`: of the whole, and then of what comes on top of it. Neither blocks.
+    def keep_up(self) -> None:
+        """What other ranks have begun begins here, for their sake: where this one waits long for their gradients, they
+        may wait for that, as ranks that use layers differently have the same gradient at different visits.
         """
-        (_, memory), *others = copies
-        brought, read = self._pace.submit(Lane.ONLOAD, self._parts(buffer, memory), after)
-        number, what = self._begins(name)
-        submitted = self._thread.submit(self._gather, brought, buffer.detach(), others, number, what, name)
+        while self._agenda and any(self._counters.of(rank, _BEGUN) > self._begun for rank in range(self._node.size)):
+            self.take_part(self._agenda.popleft()[1])
+
+    # gathers ---------------------------------------------------------------------------------------------------------
+    def onload(
+        self, block: Block, buffer: torch.Tensor, copies: Sequence[Copy], after: Event
+    ) -> tuple[Gathered, Event]:
+        """Submits this rank's part of what fills a block's buffer. Also returns when homes have been read.
+
+        `copies`: of the whole, where it rests in memory, and then of what comes on top of it. Neither blocks.
+        """
+        brought: Transfer | LateTransfer
+        read: Event
+        if block.is_fetched and self.fetching is not None:
+            others = list(copies)
+            fetch = self.fetching.onload(self.part_of(block), Target(buffer, after, ()))
+            brought, read = LateTransfer(Lane.ONLOAD, self.own_bytes(block), fetch.arrived), fetch
+        else:
+            (_, memory), *others = copies
+            brought, read = self._pace.submit(Lane.ONLOAD, self._parts(block, buffer, memory), after)
+        number, what = self._begins(block)
+        ranges = self._ranges(block)
+        submitted = self._thread.submit(self._gather, brought, buffer.detach(), ranges, others, number, block.name)
         self._meter.onloaded(brought.nbytes + sum(source.nbytes for _, source in others))
 
         def others_come() -> None:
@@ -163,67 +183,78 @@ class Gathers:
 
         return Gathered(len(buffer), submitted, others_come), Submitted(submitted) if others else read
 
-    def own_bytes(self, nbytes: int) -> int:
-        """How much of a block of that size comes over this rank's link."""
-        end, own = self._ranges(nbytes)
-        return int(own.stop - own.start) + nbytes - end
+    def own_bytes(self, block: Block) -> int:
+        """How much of a block comes over this rank's link."""
+        end, own = self._ranges(block)
+        return int(own.stop - own.start) + block.nbytes - end
+
+    def part_of(self, block: Block) -> "OwnPart":
+        """What this rank brings of a block that rests on disk."""
+        end, own = self._ranges(block)
+        parts = [(own.start, own.stop), (end, block.nbytes)]
+        return OwnPart(block, tuple((begin, stop - begin, begin) for begin, stop in parts if begin < stop))
 
     def take_part(self, block: Block) -> None:
         """As `onload`, for the other ranks' sake alone."""
         block.wait_for_updates()
-        memory = block.rest.memory
-        if memory is None:
-            raise RankError(f"block {block.name!r} is to be gathered from host memory, and is not there on this rank")
         if self._scratch is None or len(self._scratch) < block.nbytes:
             largest_bytes = max(one.nbytes for one in self._blocks())
             self._scratch = torch.empty(largest_bytes, dtype=torch.uint8, device=self._lanes.device)
             self._ledger.add(Tier.DEVICE, _PURPOSE, largest_bytes)
         whole, after = self._scratch[: block.nbytes].detach(), self._lanes.mark()
-        number, what = self._begins(block.name)
-        block.read_until(Submitted(self._thread.submit(self._fill, whole, memory, after, number, what, block.name)))
-        self._meter.onloaded(self.own_bytes(block.nbytes))
+        bring: Callable[[], Transfer | LateTransfer]
+        if block.is_fetched and self.fetching is not None:
+            bring = partial(_fetched, self.fetching, self.fetching.promise(self.part_of(block)), whole, after)
+        elif block.rest.memory is not None:
+            bring = partial(self._lanes.copy, Lane.ONLOAD, self._parts(block, whole, block.rest.memory), after)
+        else:
+            raise RankError(f"block {block.name!r} is to be gathered, and is not there on this rank")
+        number, _ = self._begins(block)
+        done = self._thread.submit(self._fill, bring, whole, self._ranges(block), number, block.name)
+        block.read_until(Submitted(done))
+        self._meter.onloaded(self.own_bytes(block))
 
     def close(self) -> None:
         """Waits for what is under way, and ends the thread."""
         self._thread.shutdown(wait=True)
         self._group.close()
 
-    def _begins(self, name: str) -> tuple[int, str]:
+    def _begins(self, block: Block) -> tuple[int, str]:
         """The number of a gather of that block, and what other ranks wait for."""
         self._begun += 1
         self._counters.post(_BEGUN, self._begun)
-        return self._begun, f"its range of {name!r}"
+        return self._begun, _what(block.name)
 
-    def _parts(self, buffer: torch.Tensor, memory: torch.Tensor) -> list[Copy]:
+    def _parts(self, block: Block, buffer: torch.Tensor, memory: torch.Tensor) -> list[Copy]:
         """What this rank brings."""
-        end, own = self._ranges(len(buffer))
+        end, own = self._ranges(block)
         return [(buffer[part].detach(), memory[part]) for part in (own, slice(end, None)) if len(buffer[part])]
 
-    def _ranges(self, nbytes: int) -> tuple[int, slice]:
+    def _ranges(self, block: Block) -> "_Ranges":
         """Where the ranks' ranges end, which are equally large, and this rank's; each brings the few bytes behind."""
-        length = nbytes // self._node.size // _RANGE_BYTES * _RANGE_BYTES
+        unit = block.rest.range_bytes
+        length = block.nbytes // self._node.size // unit * unit
         return length * self._node.size, slice(length * self._node.rank, length * (self._node.rank + 1))
 
     def _gather(
         self,
         brought: Transfer | LateTransfer,
         buffer: torch.Tensor,
+        ranges: "_Ranges",
         others: Sequence[Copy],
         number: int,
-        what: str,
         name: str,
     ) -> Transfer:
         """On the thread: the collective, once all ranks have come to it."""
+        what = _what(name)
         try:
+            here = brought.done  # raises what kept it from coming, before others count on this rank
             self._counters.post(_ENTERED, number)
             self._counters.wait(_ENTERED, number, what, in_pass=False)
-            end, _ = self._ranges(len(buffer))
-            ranges = buffer[:end].view(self._node.size, -1) if end else None
+            end, _ = ranges
+            rows = buffer[:end].view(self._node.size, -1) if end else None
             moved = self._lanes.together(
-                Among.GATHER,
-                lambda: None if ranges is None else self._group.gather(ranges, what),
-                end,
-                brought.done,
+                Among.GATHER, lambda: None if rows is None else self._group.gather(rows, what), end, here
             )
             self._meter.arrived(brought, name)
             if others:
@@ -235,10 +266,51 @@ class Gathers:
         return moved
 
     def _fill(
-        self, scratch: torch.Tensor, memory: torch.Tensor, after: Event, number: int, what: str, name: str
+        self,
+        bring: Callable[[], Transfer | LateTransfer],
+        scratch: torch.Tensor,
+        ranges: "_Ranges",
+        number: int,
+        name: str,
     ) -> Transfer:
         """On the thread: a gather of which this rank needs nothing. The next one may use the same memory."""
-        brought = self._lanes.copy(Lane.ONLOAD, self._parts(scratch, memory), after)
-        moved = self._gather(brought, scratch, (), number, what, name)
+        moved = self._gather(bring(), scratch, ranges, (), number, name)
         moved.done.synchronize()
         return moved
+
+
+_Ranges = tuple[int, slice]
+
+
+def _what(name: str) -> str:
+    return f"its range of {name!r}"
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """This rank's part of a block, as Fetching takes it."""
+
+    block: Block
+    ranges: tuple[Range, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.block.nbytes
+
+    @property
+    def contents(self) -> object:
+        return self.block.contents
+
+    def fetch(self, chunk_bytes: int, way: Way) -> Fetch:
+        """As the block's."""
+        return self.block.fetch(chunk_bytes, way, self.ranges, always=True)
+
+
+def _fetched(fetching: Fetching, fetch: Fetch, scratch: torch.Tensor, after: Event) -> LateTransfer:
+    """On the thread: asks for what was promised, and waits for it."""
+    try:
+        fetch.ask(Target(scratch, after, ()))
+        fetch.arrived.exception()
+    finally:
+        fetching.kept(fetch)
+    return LateTransfer(Lane.ONLOAD, fetch.nbytes, fetch.arrived)

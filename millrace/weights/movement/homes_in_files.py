@@ -6,6 +6,7 @@ import torch
 
 from millrace.weights.model.compound import Compound
 from millrace.weights.model.slot import Slot
+from millrace.weights.rest.pieces import Range
 from millrace.weights.rest.placement import Shelf
 from millrace.weights.rest.tiers import Rest
 
@@ -22,6 +23,7 @@ class HomesInFiles:
     rest: Rest
     _shelf: Shelf
     _flushed: object  # the contents that the files have
+    _flushed_ranges: Sequence[Range] | None = None  # of which alone that is known; None: of all
     _kept_leaf_writes = 0  # how often homes got what the model had written to leaves: no fingerprint tells
 
     @property
@@ -69,7 +71,7 @@ class HomesInFiles:
         rest, keeps = self._shelf.hand_on(self.name, self.nbytes, self.rest, self.slots, keeps=keeps)
         for slot, place in zip(self.slots, rest.places([slot.layout for slot in self.slots]), strict=True):
             slot.move_to(place, keeps=keeps)
-        self.rest, self._flushed = rest, None
+        self.rest, self._flushed, self._flushed_ranges = rest, None, None
         rest.take_homes(self.slots, keeps=keeps)
         if rest.filled:
             self.is_flushed()
@@ -83,11 +85,12 @@ class HomesInFiles:
                 self.wait_for_reads()
                 slot.cast()
 
-    def _flush(self, contents: object) -> None:
-        """The files of a block on disk get these contents of its homes, if they have others."""
-        if self.is_fetched and (contents != self._flushed or not self.rest.flushed):
-            self.rest.flush()
-            self._flushed = contents
+    def _flush(self, contents: object, ranges: Sequence[Range] | None = None) -> None:
+        """The files of a block on disk get these contents of its homes, if they have others; `ranges`: to be read."""
+        known = self._flushed_ranges in (None, ranges)
+        if self.is_fetched and (contents != self._flushed or not self.rest.flushed or not known):
+            self.rest.flush(ranges)
+            self._flushed, self._flushed_ranges = contents, ranges
 
     # as in Unit -------------------------------------------------------------------------------------------------------
     def may_be_updated_in_files(self, parameters: Collection[torch.Tensor]) -> bool:
@@ -114,7 +117,7 @@ class HomesInFiles:
 
     def is_flushed(self) -> None:
         """The files have what the homes hold, whoever has had a look at them."""
-        self._flushed = self.contents
+        self._flushed, self._flushed_ranges = self.contents, None
 
     def keep_leaf_writes(self) -> bool:
         """What the model wrote to leaves is the homes', too. Whether there may have been any."""

@@ -60,8 +60,8 @@ class Residency:
         self._lanes = pace.lanes
         self._meter = meter
         self.pace = pace
-        self.fetching = fetching  # None: nothing rests on disk
         self.gathers = gathers  # None: no rank helps another
+        self.fetch_from(fetching)
         self.beside: Beside | None = None  # what blocks share the budget with
         self._buffers = DeviceBuffers(device, ledger, budget_bytes)
         # Of the copies that compute was told to wait for, and the host was not: the last one in the order in which they
@@ -84,9 +84,11 @@ class Residency:
         """Whether there are blocks to fetch."""
         return self.fetching is not None
 
-    def fetch_from(self, fetching: Fetching) -> None:
-        """From now on there are."""
+    def fetch_from(self, fetching: Fetching | None) -> None:
+        """From now on there are; None: nothing rests on disk."""
         self.fetching = fetching
+        if self.gathers is not None:
+            self.gathers.fetching = fetching
 
     def present(self) -> Collection[Block]:
         """The blocks that have a buffer."""
@@ -164,18 +166,21 @@ class Residency:
         elif self._consumed is None or number > self._consumed[0]:
             self._consumed = number, done
 
-    def fetch_ahead(self, block: Block, *, urgent: bool) -> bool:
-        """Submits the fetch of a block that is onloaded later; `urgent` as in `Fetching.ahead`. False: nothing more can
-        be fetched ahead now.
+    def fetch_ahead(self, block: Block, *, urgent: bool, gathered: bool = False) -> bool:
+        """Submits the fetch of a block that is onloaded later; `urgent` as in `Fetching.ahead`; `gathered`: of this
+        rank's part. False: nothing more can be fetched ahead now.
         """
         if self.fetching is None or not block.is_fetched:
             return True
-        return not block.being_updated and self.fetching.ahead(block, self.streaming_budget_bytes, urgent=urgent)
+        wanted = self.gathers.part_of(block) if gathered and self.gathers is not None else block
+        return not block.being_updated and self.fetching.ahead(wanted, self.streaming_budget_bytes, urgent=urgent)
 
     def load_seconds(self, block: Block, link: LinkSpeed, among: LinkSpeed | None = None) -> float:
         """How long the slowest part of the way to the device takes for a block; `among`: it is gathered so fast."""
         if among is not None and self.gathers is not None:
-            return max(link.load_seconds(self.gathers.own_bytes(block.nbytes)), among.load_seconds(block.nbytes))
+            own_bytes = self.gathers.own_bytes(block)
+            fetch_seconds = 0.0 if self.fetching is None or not block.is_fetched else self.fetching.seconds(own_bytes)
+            return max(fetch_seconds, link.load_seconds(own_bytes), among.load_seconds(block.nbytes))
         read_bytes = block.nbytes - block.packed.saved_bytes if block.is_fetched else 0
         return max(0.0 if self.fetching is None else self.fetching.seconds(read_bytes), link.load_seconds(block.nbytes))
 
@@ -344,7 +349,7 @@ class Residency:
         copies = block.copies_in(only_changes=by is None and block.presence is not Presence.RESERVED)
         if by is not None:
             self._submitted.pop(block, None)
-            block.arrival, read = by.onload(block.name, buffer, copies, after)
+            block.arrival, read = by.onload(block, buffer, copies, after)
             block.read_until(read)
         elif self.fetching is None or not block.is_fetched:
             block.arrival, done = self.pace.submit(Lane.ONLOAD, copies, after)

@@ -268,9 +268,10 @@ def _covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 class Fetchable(Protocol):
-    """A block that rests on disk."""
+    """A block that rests on disk, of `nbytes`; or a part of it."""
 
-    nbytes: int
+    @property
+    def nbytes(self) -> int: ...
 
     @property
     def contents(self) -> object: ...
@@ -292,6 +293,7 @@ class Fetching:
         self._sender = OneThread("millrace-send")
         self._way = Way(self._submit_read, self._submit_send, self._packing_pays)
         self._ahead: dict[Fetchable, Fetch] = {}  # in the order of submission: not asked for yet
+        self._promised: set[int] = set()  # the ids of those that another thread will ask for
         self._seconds_per_byte = float("inf")
 
     def seconds(self, nbytes: int) -> float:
@@ -308,7 +310,8 @@ class Fetching:
         As much of it as the ring has room for, beside what comes before; more at the next call. False: that was not
         all of it.
         """
-        if self._turns is not None and not urgent and device_bytes >= _ENOUGH_BLOCKS * block.nbytes:
+        enough = self._turns is not None and not urgent and device_bytes >= _ENOUGH_BLOCKS * block.nbytes
+        if self._promised or enough:
             return False
         fetch = self._ahead.get(block)
         if fetch is not None and not (fetch.is_guess and fetch.contents == block.contents):
@@ -340,6 +343,19 @@ class Fetching:
         fetch = block.fetch(self._ring.slot_bytes, self._way)
         fetch.ask(target)
         return fetch
+
+    def promise(self, block: Fetchable) -> Fetch:
+        """What another thread asks for later, and then gives to `kept`: until then nothing is fetched ahead, as guesses
+        could take the chunks that it needs.
+        """
+        self.withdraw_all()
+        fetch = block.fetch(self._ring.slot_bytes, self._way)
+        self._promised.add(id(fetch))
+        return fetch
+
+    def kept(self, fetch: Fetch) -> None:
+        """It has arrived, or is not wanted any more."""
+        self._promised.discard(id(fetch))
 
     def withdraw_all(self) -> None:
         """What was fetched ahead is not wanted any more."""

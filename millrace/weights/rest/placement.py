@@ -142,13 +142,9 @@ class Shelf:
     ) -> None:
         self._node = node
         self._packs = packed and node is None and disk is not None and available()
-        self._device = device
-        self._ledger = ledger
-        self._meter = meter
-        self._placement = placement
-        self._materialized = materialized
-        self._disk = disk
-        self._store: DiskStore | None = None
+        self._device, self._ledger = device, ledger
+        self._meter, self._placement, self._materialized, self._disk = meter, placement, materialized, disk
+        self._stores: dict[Path, DiskStore] = {}
         self.room: HostRoom | None = None  # for what comes later than the model; None: what there is
         if placement != Placement() and self.store is not None and materialized is None:
             self.store.check_free(placement.disk_bytes)
@@ -156,9 +152,18 @@ class Shelf:
     @property
     def store(self) -> DiskStore | None:
         """The disk tier, opened for the first who asks; None when there is no directory for it."""
-        if self._store is None and self._disk is not None:
-            self._store = DiskStore(self._disk, self._ledger, log=self._meter.disk_log, node=self._node)
-        return self._store
+        return None if self._disk is None else self._opened(self._disk, self._node)
+
+    def private_store(self, name: str) -> DiskStore | None:
+        """As `store`, for what each of several ranks has alone: in a directory of its own there."""
+        if self._node is None or self._disk is None:
+            return self.store
+        return self._opened(self._disk / f"{name}-{self._node.ranks[self._node.rank]}", None)
+
+    def _opened(self, path: Path, node: Node | None) -> DiskStore:
+        if path not in self._stores:
+            self._stores[path] = DiskStore(path, self._ledger, log=self._meter.disk_log, node=node)
+        return self._stores[path]
 
     @property
     def most_staged_bytes(self) -> int | None:
@@ -223,7 +228,8 @@ class Shelf:
 
     def _shared(self, name: str, nbytes: int, *, in_memory: bool) -> SharedRest:
         if in_memory and self._node is not None:
-            return SharedRest(SharedArena(self._node, nbytes, self._device, self._ledger, "weights"), nbytes)
+            of = self._node, nbytes, self._device, self._ledger, "weights"
+            return SharedRest(SharedArena(*of, by_ranks=True), nbytes)
         rest = self.writable_rest_for(name, nbytes)
         if not isinstance(rest, SharedRest):
             raise TypeError(f"block {name!r} is of one process")
@@ -237,7 +243,8 @@ class Shelf:
                 ' it or pass a directory, such as disk="/nvme/millrace", where they can rest'
             )
         chunk_bytes = self._placement.chunk_bytes or ring_size(self._ledger.host_budget_bytes or 0, 0, 0)[0]
-        rest = DiskRest(self.store, name, nbytes, chunk_bytes, self._meter.spilled)
+        ranks = 1 if self._node is None else self._node.size
+        rest = DiskRest(self.store, name, nbytes, chunk_bytes, self._meter.spilled, ranks)
         if self._node is None:
             return rest
         return SharedRest(SharedExtent(self.store, rest.extent), nbytes, rest)
@@ -316,19 +323,19 @@ class Shelf:
     def forked(self) -> None:
         """In a process that was forked."""
         self._ledger.forked()
-        if self._store is not None:
-            self._store.forked()
+        for store in self._stores.values():
+            store.forked()
 
     def synchronize(self) -> None:
         """The host waits until what was written is on disk. Raises DiskError for a write that failed since."""
-        if self._store is not None:
-            self._store.synchronize()
+        for store in self._stores.values():
+            store.synchronize()
 
     def close(self) -> None:
         """Gives the disk back, as far as no tensor is in use."""
-        if self._store is not None:
-            self._store.close()
-            self._store = self._disk = None
+        for store in self._stores.values():
+            store.close()
+        self._stores, self._disk = {}, None
         if self._materialized is not None:
             self._materialized.checkpoint.close()
         if self._node is not None:

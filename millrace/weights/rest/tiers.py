@@ -27,6 +27,7 @@ class Rest(ABC):
     on_disk = False
     homes: "Homes | None" = None  # where those of its parameters lie that travel in another dtype; None: anywhere
     has_own_files = False  # that this process alone writes
+    range_bytes = 16  # of which ranges are multiples that ranks bring each alone
     filled = False  # past the page cache: the files have what the places show, until `flush`
 
     @abstractmethod
@@ -39,8 +40,10 @@ class Rest(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has memory, and is not fetched")
 
-    def flush(self) -> None:  # noqa: B027  # a place that is written where it is read has nothing to do
-        """What was written through the places goes to where the pieces are read, and leaves this process's memory."""
+    def flush(self, ranges: Sequence[Range] | None = None) -> None:  # noqa: B027  # nothing to do where places are read
+        """What was written through the places goes to where the pieces are read, and leaves this process's memory;
+        `ranges`: only these are read until the next one.
+        """
 
     def take_homes(self, slots: Sequence[Slot], *, keeps: bool = False) -> None:
         """Homes of the block's `slots` that have a place in `homes` lie there; `keeps`: with what they hold."""
@@ -75,15 +78,17 @@ class HostRest(Rest):
 class DiskRest(Rest):
     """Bytes in an extent of a disk store, mapped for the places, and read by `chunk_bytes`.
 
-    `spilled` is told how many bytes go there.
+    `spilled` is told how many bytes go there. `ranks`: of so many each may bring a range, whose checksums are its own.
     """
 
     on_disk = has_own_files = True
 
     def __init__(
-        self, store: DiskStore, name: str, nbytes: int, chunk_bytes: int, spilled: Callable[[int], None]
+        self, store: DiskStore, name: str, nbytes: int, chunk_bytes: int, spilled: Callable[[int], None], ranks: int = 1
     ) -> None:
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes = self.range_bytes = chunk_bytes
+        if ranks > 1:
+            self._chunk_bytes = self.range_bytes = _grain_bytes(nbytes // ranks, chunk_bytes)
         self._store = store
         self.extent = store.allocate(name, nbytes, "weights")
         self._spilled = spilled
@@ -106,16 +111,23 @@ class DiskRest(Rest):
 
     def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[Piece]:
         whole = self.extent.nbytes
+        chunk_bytes = max(chunk_bytes // self._chunk_bytes, 1) * self._chunk_bytes  # what has a checksum is read whole
         if ranges is None:
             return [self._piece(first, min(chunk_bytes, whole - first)) for first in range(0, whole, chunk_bytes)]
         runs = _runs([(_EXTENT, first, nbytes, to) for first, nbytes, to in ranges], chunk_bytes)
         pages = self.extent.capacity_bytes
-        return [self._piece(run.first, min(disk_pages(run.end), pages) - run.first, tuple(run.parts)) for run in runs]
+        pieces = []
+        for run in runs:
+            nbytes = min(disk_pages(run.end), pages) - run.first
+            as_it_lies = run.parts == [(0, nbytes, run.first)]
+            pieces.append(self._piece(run.first, nbytes, () if as_it_lies else tuple(run.parts)))
+        return pieces
 
-    def flush(self) -> None:
+    def flush(self, ranges: Sequence[Range] | None = None) -> None:
         self._spilled(self.extent.nbytes)
         self.filled = False
-        self._flushing = self._store.to_direct(self.extent, self._chunk_bytes)
+        within = None if ranges is None else [(first, first + nbytes) for first, nbytes, _ in ranges]
+        self._flushing = self._store.to_direct(self.extent, self._chunk_bytes, within)
 
     def was_written(self) -> None:
         self._spilled(self.extent.nbytes)
@@ -146,6 +158,7 @@ class SharedRest(Rest):
     def __init__(self, common: Common, nbytes: int, disk: DiskRest | None = None) -> None:
         self._common, self._disk = common, disk
         self.on_disk = disk is not None
+        self.range_bytes = Rest.range_bytes if disk is None else disk.range_bytes
         self._view = common.own_view()
         self.common, self._own = common.tensor(0, nbytes), self._view.tensor(0, nbytes)
         self.reads_own(False)
@@ -160,9 +173,9 @@ class SharedRest(Rest):
     def pieces(self, chunk_bytes: int, ranges: Sequence[Range] | None = None) -> Sequence[Piece]:
         return super().pieces(chunk_bytes, ranges) if self._disk is None else self._disk.pieces(chunk_bytes, ranges)
 
-    def flush(self) -> None:
+    def flush(self, ranges: Sequence[Range] | None = None) -> None:
         if self._disk is not None:
-            self._disk.flush()
+            self._disk.flush(ranges)
 
     @property
     def flushed(self) -> bool:
@@ -258,8 +271,10 @@ class CheckpointRest(Rest):
             record = self._checkpoint.records[name]
             whole = [(layout.offset, record.nbytes, layout.offset)]
             for first, nbytes, to in whole if ranges is None else ranges:
-                if 0 <= first - layout.offset < record.nbytes:
-                    wanted.append((record.path, record.offset + first - layout.offset, nbytes, to))
+                begin, end = max(first, layout.offset), min(first + nbytes, layout.offset + record.nbytes)
+                if begin < end:
+                    offset = record.offset + begin - layout.offset
+                    wanted.append((record.path, offset, end - begin, to + begin - first))
         return [self._piece(run) for run in _runs(wanted, chunk_bytes)]
 
     def _piece(self, run: "_Run") -> Piece:
@@ -349,6 +364,13 @@ def _runs(wanted: Iterable[tuple[str, int, int, int]], chunk_bytes: int) -> list
             run.parts.append((begin - run.first, nbytes, to + at))
             at += nbytes
     return runs
+
+
+def _grain_bytes(nbytes: int, chunk_bytes: int) -> int:
+    """Whole pages, in a chunk, of which so many bytes hold a whole number with as little behind as may be."""
+    pages, least = nbytes // DISK_ALIGNMENT_BYTES, max(1, -(-nbytes // chunk_bytes))
+    grains = {max(1, pages // count) for count in range(least, least + 8)}
+    return max(grains, key=lambda grain: (pages // grain * grain, grain)) * DISK_ALIGNMENT_BYTES
 
 
 def _carve(layouts: Sequence[Layout], tensor: Callable[[int, int], torch.Tensor]) -> list[torch.Tensor]:
