@@ -31,21 +31,23 @@ __all__ = ["Managed", "lend_parameters", "make_managed", "make_plain", "site_of"
 
 
 class LendingDict(dict[str, Any]):
-    """A module's `_parameters` or `_buffers`: while the model computes, a home that is asked for gives its leaf.
-
-    What is put here, or taken from here, is so as well for who asks the module: an attribute of the instance that is in
-    front of it goes (weights/model/places.py).
-    """
-
-    def __init__(self, held: Mapping[str, Any], module: nn.Module) -> None:
-        super().__init__(held)
-        self._module = weakref.ref(module)
+    """A module's `_buffers`, or `_parameters`: while the model computes, a home that is asked for gives its leaf."""
 
     def __getitem__(self, name: str) -> Any:
         held = super().__getitem__(name)  # so that the compiler can follow
         if type(held) is Home:
             return lent_for_call(held)
         return compound_lent_for_call(held) if held is not None and is_compound(held) else held
+
+
+class Parameters(LendingDict):
+    """A module's `_parameters`. What is put here, or taken from here, is so as well for who asks the module: an
+    attribute of the instance that is in front of it goes (weights/model/places.py).
+    """
+
+    def __init__(self, held: Mapping[str, Any], module: nn.Module) -> None:
+        super().__init__(held)
+        self._module = weakref.ref(module)
 
     def __setitem__(self, name: str, held: Any) -> None:
         self._reveal(name)
@@ -67,11 +69,11 @@ class LendingDict(dict[str, Any]):
 
 def lend_parameters(module: nn.Module) -> None:
     """The module gives leaves, where it is asked for a parameter during a pass."""
-    if module._parameters and not isinstance(module._parameters, LendingDict):
-        module.__dict__["_parameters"] = LendingDict(module._parameters, module)
+    if module._parameters and not isinstance(module._parameters, Parameters):
+        module.__dict__["_parameters"] = Parameters(module._parameters, module)
     travel = any(isinstance(buffer, WatchedBuffer) for buffer in module._buffers.values())
     if travel and not isinstance(module._buffers, LendingDict):
-        module.__dict__["_buffers"] = LendingDict(module._buffers, module)
+        module.__dict__["_buffers"] = LendingDict(module._buffers)
 
 
 class Managed:
@@ -295,7 +297,7 @@ def make_plain(module: nn.Module) -> None:
     if managed is not None:
         withdraw(module, managed)
         _take_device(module)
-    if isinstance(module._parameters, LendingDict):
+    if isinstance(module._parameters, Parameters):
         module.__dict__["_parameters"] = dict(module._parameters.items())
     if isinstance(module._buffers, LendingDict):
         module.__dict__["_buffers"] = dict(module._buffers.items())
