@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from millrace.planning.problem import Problem
 
@@ -59,13 +58,6 @@ class Plan:
         """Residents, and the blocks that the plan keeps present for good without being told to."""
         loaded = {block for cycle in self.cycles for step in cycle for block in step.loads}
         return self.problem.residents | (self.start - loaded)
-
-    @cached_property
-    def lane_is_slower(self) -> bool:
-        """Whether the loads of all cycles together take longer than their compute."""
-        loads = [block for cycle in self.cycles for step in cycle for block in step.loads]
-        load_seconds = sum(self.problem.load_seconds[block] for block in loads)
-        return load_seconds > len(self.cycles) * self.problem.compute_seconds
 
     def to_text(self) -> str:
         """A readable table of the plan: what stays, what is loaded and dropped when, and the predicted times."""

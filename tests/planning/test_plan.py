@@ -50,11 +50,3 @@ def test_text_names_what_stays_and_the_times():
     assert "stays" in text
     assert "boundary" in text
     assert "no schedule is below" in text
-
-
-@pytest.mark.parametrize(("load", "slower"), [(1.0, False), (1.01, False), (1.2, True)])
-def test_kept_blocks_count_for_the_lane_against_compute(load: float, slower: bool):
-    """What is kept is not loaded: loads that are a little longer than compute take less of the lane."""
-    plan = make_plan(chain(count=8, budget=300, load=load))
-    assert plan.predicted.onloads < 7.5
-    assert plan.lane_is_slower is slower

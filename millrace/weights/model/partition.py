@@ -100,7 +100,7 @@ class _Cutter:
         elif blocks == "auto":
             self._cut_experts()
             unit_bytes = self._repeated_layer_bytes() or self._budget_bytes // 2
-            if self._decodes() and self._unit_of_decoding() < unit_bytes:
+            if self._decodes() and 2 * self._unit_of_decoding() <= unit_bytes:
                 unit_bytes = merge_bytes = self._unit_of_decoding()
         else:
             self._cut_experts()

@@ -285,8 +285,7 @@ class Executor:
             return
         gathered = self._follows if self._entry is not None else self._followed
         for index in self._course.coming_loads(but_not=but_not):
-            urgent = self._course.plan.lane_is_slower
-            if not self._residency.fetch_ahead(self._blocks[index], urgent=urgent, gathered=gathered):
+            if not self._residency.fetch_ahead(self._blocks[index], gathered=gathered):
                 return
 
     def evict(self, block: Block) -> None:

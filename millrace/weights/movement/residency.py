@@ -166,14 +166,14 @@ class Residency:
         elif self._consumed is None or number > self._consumed[0]:
             self._consumed = number, done
 
-    def fetch_ahead(self, block: Block, *, urgent: bool, gathered: bool = False) -> bool:
-        """Submits the fetch of a block that is onloaded later; `urgent` as in `Fetching.ahead`; `gathered`: of this
-        rank's part. False: nothing more can be fetched ahead now.
+    def fetch_ahead(self, block: Block, *, gathered: bool = False) -> bool:
+        """Submits the fetch of a block that is onloaded later; `gathered`: of this rank's part. False: nothing more can
+        be fetched ahead now.
         """
         if self.fetching is None or not block.is_fetched:
             return True
         wanted = self.gathers.part_of(block) if gathered and self.gathers is not None else block
-        return not block.being_updated and self.fetching.ahead(wanted, self.streaming_budget_bytes, urgent=urgent)
+        return not block.being_updated and self.fetching.ahead(wanted, self.streaming_budget_bytes)
 
     def load_seconds(self, block: Block, link: LinkSpeed, among: LinkSpeed | None = None) -> float:
         """How long the slowest part of the way to the device takes for a block; `among`: it is gathered so fast."""

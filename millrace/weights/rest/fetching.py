@@ -31,7 +31,7 @@ __all__ = ["Fetch", "Fetchable", "Fetching", "Target", "Way"]
 _TIMES_AS_FAST = 4
 
 
-_AT_ONCE = 4  # requests, before a guess is read: two keep a drive busy, and it may be asked for meanwhile
+_AT_ONCE = 6  # requests, before a guess is read for a drive that has four threads: it may be asked for meanwhile
 _ENOUGH_BLOCKS = 3  # one that computes, one that comes, and the next
 
 
@@ -300,18 +300,16 @@ class Fetching:
         """How long so many bytes take from disk, at the best speed seen; 0.0 before the first fetch."""
         return 0.0 if self._seconds_per_byte == float("inf") else nbytes * self._seconds_per_byte
 
-    def ahead(self, block: Fetchable, device_bytes: int, *, urgent: bool) -> bool:
+    def ahead(self, block: Fetchable, device_bytes: int) -> bool:
         """Submits the fetch of a block whose onload is asked for later, in the order of these calls.
 
-        Blocks may take `device_bytes`. Where the CPU is the device and has room for several, what is asked for is read
-        to where it belongs, while guesses have to be copied: they are made only if it is `urgent`, as compute waits for
-        the drive, which then has to be busy all the time.
+        Blocks may take `device_bytes`: where the CPU is the device and has room for several, the drive is busy without
+        guesses, and what is asked for is read to where it belongs.
 
         As much of it as the ring has room for, beside what comes before; more at the next call. False: that was not
         all of it.
         """
-        enough = self._turns is not None and not urgent and device_bytes >= _ENOUGH_BLOCKS * block.nbytes
-        if self._promised or enough:
+        if self._promised or (self._turns is not None and device_bytes >= _ENOUGH_BLOCKS * block.nbytes):
             return False
         fetch = self._ahead.get(block)
         if fetch is not None and not (fetch.is_guess and fetch.contents == block.contents):
