@@ -244,8 +244,8 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
         self._gathers: Gathers | None = None
         if self._common is not None and self._way is not None and self._way.gathers:
             self._gathers = Gathers(self._common, lambda: self._made, self._pace, self._meter, self._ledger)
-        what = self._pace, self._ledger, self._meter, self._fetching, self._gathers
-        self._residency = Residency(config.device, self._budgets.weights_bytes, *what)
+        what, packed = (self._pace, self._ledger, self._meter, self._fetching, self._gathers), self._shelf.packs
+        self._residency = Residency(config.device, self._budgets.weights_bytes, *what, packed=packed)
         self._executor = Executor(streamed, self._residency, self._lanes, self._meter, config.prefetch_blocks)
         if config.disk is not None:
             self._shelf.room = Room(

@@ -1,5 +1,6 @@
 """Where do visiting blocks lie on the device? In buffers: device bytes of one block."""
 
+import contextlib
 import sys
 import weakref
 
@@ -7,10 +8,10 @@ import torch
 
 from millrace.memory.ledger import Ledger, Tier
 from millrace.memory.pages import map_pages
-from millrace.runtime.autograd import address_of, storage_use_count
+from millrace.runtime.autograd import address_of, in_transform, storage_use_count, without_transforms
 from millrace.runtime.device import is_accelerator
 
-__all__ = ["DeviceBuffers", "references_beside"]
+__all__ = ["DeviceBuffers", "plain_tensors", "references_beside"]
 
 _PURPOSE = "weights"
 
@@ -83,3 +84,18 @@ _SOLE_REFERENCES = _references(torch.empty(1, device="cpu"))
 def _sole_owner(buffer: torch.Tensor) -> bool:
     """Whether nobody else refers to the memory: no view, no storage object."""
     return _references(buffer) == _SOLE_REFERENCES
+
+
+def plain_tensors() -> contextlib.AbstractContextManager[object]:
+    """Inside of inference mode (a leaf that once held such a tensor could not be trained any more) and of `torch.func`
+    transforms (their tensors end with them) buffers are what they are outside.
+    """
+    if not torch.is_inference_mode_enabled() and not in_transform():
+        return _AS_THEY_ARE
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(without_transforms())
+    return stack
+
+
+_AS_THEY_ARE = contextlib.nullcontext()

@@ -1,7 +1,9 @@
 """How many bytes does millrace hold, in which tier and for what? Counted as they come and go, with the peaks."""
 
 import threading
+import weakref
 from collections import Counter
+from collections.abc import Callable
 from enum import StrEnum
 
 from millrace.config import format_bytes
@@ -36,10 +38,22 @@ class Ledger:
         self._budgeted_held = 0
         self._budgeted_peak = 0
         self._locked_bytes = self._refused_bytes = 0
+        # Called with host bytes that are missing, by any thread: lets go of what only saves time, as far as it has any.
+        self.spare: weakref.WeakMethod[Callable[[int], None]] | None = None
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether the host budget allows `nbytes` more beside all that is held now."""
+        return self.host_budget_bytes is None or self.held_bytes(Tier.HOST) + nbytes <= self.host_budget_bytes
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether the host budget allows `nbytes` more."""
-        return self.host_budget_bytes is None or self.held_bytes(Tier.HOST) + nbytes <= self.host_budget_bytes
+        """As `fits`, or once what only saves time has made room."""
+        if self.fits(nbytes):
+            return True
+        make_room = None if self.spare is None else self.spare()
+        if make_room is None or self.host_budget_bytes is None:
+            return False
+        make_room(self.held_bytes(Tier.HOST) + nbytes - self.host_budget_bytes)
+        return self.fits(nbytes)
 
     def check_host(self, nbytes: int, purpose: str) -> None:
         """Raises BudgetError when `nbytes` more in host memory are over the budget. To be asked before allocating."""

@@ -23,7 +23,8 @@ class Stats:
     Of experts that rest on disk, `expert_host_loads` loads found one in host memory, to where `expert_kept_bytes` came
     back from the device, which had no room for them any more.
     `offload_bytes` are gradients that left it, `fetch_bytes` were read from disk and `spill_bytes` written there.
-    `packed_bytes` of those that were read were packed, and became `unpacked_bytes` of weights. `steps` counts optimizer
+    `packed_bytes` of those that were read were packed, and became `unpacked_bytes` of weights; so did
+    `onload_packed_bytes` of those that crossed the link become `onload_unpacked_bytes`. `steps` counts optimizer
     steps over managed parameters, `skipped_steps` those of them that changed nothing because gradients were not finite
     (with `max_grad_norm` of an optimizer of millrace), `not_finite_steps` those in which such an optimizer updated
     weights although gradients were not finite (`stats(wait_for_updates=False)` counts only updates that are over). In
@@ -53,6 +54,8 @@ class Stats:
     host_refused_bytes: int = 0
     packed_bytes: int = 0
     unpacked_bytes: int = 0
+    onload_packed_bytes: int = 0
+    onload_unpacked_bytes: int = 0
     row_bytes: int = 0
     expert_bytes: int = 0
     expert_loads: int = 0
@@ -76,6 +79,9 @@ class Stats:
         loads = f"{counted(self.onloads, 'load')}, {self.demand_onloads} on demand"
         if self.row_bytes:
             loads += f"; {format_bytes(self.row_bytes)} of it tables, by rows"
+        if self.onload_packed_bytes:
+            weights = format_bytes(self.onload_unpacked_bytes)
+            loads += f"; {format_bytes(self.onload_packed_bytes)} of it packed, of {weights} of weights"
         if self.expert_uses:
             loads += f"; {format_bytes(self.expert_bytes)} of it {counted(self.expert_loads, 'expert')}"
         return [

@@ -1,8 +1,8 @@
 """On which lanes do bytes move, and how is order across lanes kept? By events alone; see docs/design/ordering.md.
 
 Lanes of one device: compute (the stream that is current when millrace is called), onload (host to device), offload
-(device to host), host (one worker thread for additions and casts in host memory), and two on which devices send each
-other what they hold. Two implementations with one
+(device to host), host (one worker thread for additions and casts in host memory), one on which packed weights are
+unpacked where they arrived, and two on which devices send each other what they hold. Two implementations with one
 interface: streams and events on an accelerator, worker threads where the compute device is the CPU itself.
 """
 
@@ -119,6 +119,12 @@ class Lanes(ABC):
         """
 
     @abstractmethod
+    def unpack(self, job: Callable[[], None], after: Sequence[Event]) -> Tick:
+        """Submits kernels, which `job` launches, that make weights of what was copied, on a lane of their own: they
+        start when all of `after` are reached. Their end.
+        """
+
+    @abstractmethod
     def wait(self, event: Event) -> None:
         """What the compute lane is given from now on starts after `event`."""
 
@@ -167,6 +173,7 @@ class _StreamLanes(Lanes):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._streams: dict[Lane | Among, torch.Stream] = {lane: torch.Stream(device=device) for lane in Lane}
+        self._unpacking: torch.Stream | None = None
 
     def mark(self) -> Event:
         return torch.accelerator.current_stream(self.device).record_event()
@@ -191,6 +198,15 @@ class _StreamLanes(Lanes):
         with stream:
             job()
         return Transfer(lane, (), nbytes, begun, self._tick_on(stream))
+
+    def unpack(self, job: Callable[[], None], after: Sequence[Event]) -> Tick:
+        if self._unpacking is None:
+            self._unpacking = torch.Stream(device=self.device)
+        for event in after:
+            self._unpacking.wait_event(event)  # type: ignore[arg-type]
+        with self._unpacking:
+            job()
+        return self._tick_on(self._unpacking)
 
     def wait(self, event: Event) -> None:
         torch.accelerator.current_stream(self.device).wait_event(event)  # type: ignore[arg-type]
@@ -283,6 +299,12 @@ class _ThreadLanes(Lanes):
         job()
         done.set_result(time.perf_counter())
         return Transfer(lane, (), nbytes, _JobEvent(begun), _JobEvent(done))
+
+    def unpack(self, job: Callable[[], None], after: Sequence[Event]) -> Tick:
+        for event in after:
+            event.synchronize()
+        job()
+        return self.tick()
 
     def wait(self, event: Event) -> None:
         event.synchronize()

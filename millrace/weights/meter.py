@@ -71,6 +71,7 @@ class Meter:
         self.onloads = self.demand_onloads = 0
         self.onload_bytes = self.offload_bytes = self.fetch_bytes = self.ahead_bytes = self.spill_bytes = 0
         self.row_bytes = self.packed_bytes = self.unpacked_bytes = 0
+        self.onload_packed_bytes = self.onload_unpacked_bytes = 0
         self.expert_bytes = self.expert_loads = self.expert_uses = 0
         self.expert_host_loads = self.expert_kept_bytes = 0
         self.micro_batches_together = self.micro_batches_in_turn = 0
@@ -85,6 +86,8 @@ class Meter:
             "row_bytes": self.row_bytes,
             "packed_bytes": self.packed_bytes,
             "unpacked_bytes": self.unpacked_bytes,
+            "onload_packed_bytes": self.onload_packed_bytes,
+            "onload_unpacked_bytes": self.onload_unpacked_bytes,
             "expert_bytes": self.expert_bytes,
             "expert_loads": self.expert_loads,
             "expert_uses": self.expert_uses,
@@ -141,6 +144,11 @@ class Meter:
         """Of the bytes that were read so many were packed weights, and became so many."""
         self.packed_bytes += packed_bytes
         self.unpacked_bytes += plain_bytes
+
+    def crossed_packed(self, packed_bytes: int, plain_bytes: int) -> None:
+        """Of the bytes that were onloaded so many were packed weights, and became so many."""
+        self.onload_packed_bytes += packed_bytes
+        self.onload_unpacked_bytes += plain_bytes
 
     def fetched_ahead(self, nbytes: int) -> None:
         """Bytes of a block were on their way from disk before its onload was asked for."""

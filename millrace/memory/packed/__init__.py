@@ -1,7 +1,16 @@
 """How do 16-bit weights take three quarters of their bytes, without loss? See docs/design/packed.md."""
 
-from millrace.memory.packed.device import unpack_on_device
-from millrace.memory.packed.format import GROUP_BYTES, GROUP_WORDS, Packed, pack, pack_in_place, unpack, unpack_in_place
+from millrace.memory.packed.device import unpack_on_device, unpacks_by_kernel
+from millrace.memory.packed.format import (
+    GROUP_BYTES,
+    GROUP_WORDS,
+    Packed,
+    pack,
+    pack_in_place,
+    pack_into,
+    unpack,
+    unpack_in_place,
+)
 from millrace.memory.packed.kernel import available, level
 from millrace.memory.packed.speed import unpacking_speed
 
@@ -13,8 +22,10 @@ __all__ = [
     "level",
     "pack",
     "pack_in_place",
+    "pack_into",
     "unpack",
     "unpack_in_place",
     "unpack_on_device",
     "unpacking_speed",
+    "unpacks_by_kernel",
 ]

@@ -10,7 +10,7 @@ import torch
 
 from millrace.memory.packed.format import GROUP_WORDS, Packed
 
-__all__ = ["unpack_on_device"]
+__all__ = ["unpack_on_device", "unpacks_by_kernel"]
 
 _AT_A_TIME = 1 << 13  # groups that PyTorch's operators take at once: so much the memory is that they need beside it
 
@@ -23,12 +23,17 @@ def unpack_on_device(packed: Packed, into: torch.Tensor) -> None:
     words = into.view(-1).view(torch.uint8).view(torch.int16)
     if words.numel() != packed.words:
         raise ValueError(f"{packed.words} words are packed, and {words.numel()} have room where they go")
-    if _has_triton() and words.device.type in ("cuda", "xpu"):
+    if unpacks_by_kernel(words.device):
         from millrace.memory.packed.triton_kernel import unpack_by_triton
 
         unpack_by_triton(packed, words)
     else:
         unpack_by_torch(packed, words)
+
+
+def unpacks_by_kernel(device: torch.device) -> bool:
+    """Whether it takes no memory beside the words and what they are packed in."""
+    return device.type in ("cuda", "xpu") and _has_triton()
 
 
 def unpack_by_torch(packed: Packed, words: torch.Tensor) -> None:

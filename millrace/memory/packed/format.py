@@ -14,7 +14,17 @@ import torch
 
 from millrace.memory.packed import kernel
 
-__all__ = ["GROUP_BYTES", "GROUP_WORDS", "HEADER_BYTES", "Packed", "pack", "pack_in_place", "unpack", "unpack_in_place"]
+__all__ = [
+    "GROUP_BYTES",
+    "GROUP_WORDS",
+    "HEADER_BYTES",
+    "Packed",
+    "pack",
+    "pack_in_place",
+    "pack_into",
+    "unpack",
+    "unpack_in_place",
+]
 
 HEADER_BYTES = 64
 GROUP_WORDS, GROUP_BYTES = 128, 192
@@ -78,8 +88,18 @@ def pack_in_place(memory: torch.Tensor) -> int:
 
     0: that is not worth it, and what `memory` holds is of no use any more.
     """
-    words = memory.view(torch.int16)
-    most = _most_escapes(words.numel())
+    return pack_into(memory, memory)
+
+
+def pack_into(source: torch.Tensor, memory: torch.Tensor) -> int:
+    """`source` (contiguous, on the CPU) packed from the first byte of `memory` (uint8) on: the bytes it takes there.
+
+    0: it is not worth it, its bytes are not even, or `memory` has no room; what that holds is of no use any more.
+    """
+    if source.nbytes % 2:
+        return 0
+    words = source.reshape(-1).view(torch.uint8).view(torch.int16)
+    most = min(_most_escapes(words.numel()), (memory.nbytes - packed_bytes(words.numel(), 0)) // _ESCAPE_BYTES)
     return 0 if most < 0 else _pack(words, memory, most)
 
 

@@ -20,7 +20,7 @@ def unpack_by_triton(packed: Packed, words: torch.Tensor) -> None:
         _escape[(triton.cdiv(packed.escapes, _BLOCK),)](packed.escaped, words, packed.escapes, BLOCK=_BLOCK)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _unpack(groups: Any, palette: Any, words: Any, count: Any, BLOCK: tl.constexpr) -> None:  # noqa: N803
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = word < count
@@ -33,7 +33,7 @@ def _unpack(groups: Any, palette: Any, words: Any, count: Any, BLOCK: tl.constex
     tl.store(words + word, ((byte & 0x80) << 8 | exponent << 7 | byte & 0x7F).to(tl.int16), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _escape(escaped: Any, words: Any, count: Any, BLOCK: tl.constexpr) -> None:  # noqa: N803
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < count

@@ -306,12 +306,12 @@ class Executor:
         self._meter.cycle_begins()
         self.called.begin_cycle()
         last, self._course = self._course, None
-        self._entry = entry
-        self.turn = Turn()
-        self._records = []
+        self._entry, self.turn, self._records = entry, Turn(), []
         self._cycle_clock = self._clock
         self._note_changes()
         self._changed, self._changed_now = frozenset(self._changed_now), set()
+        if self._residency.load_times_changed():
+            self._book.forget_plans()
         trace = self._book.expect(entry)
         plan = None if trace is None else self._plan_for(trace)
         if trace is not None and plan is not None:

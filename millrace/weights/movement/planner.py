@@ -12,6 +12,7 @@ from millrace.weights.movement.trace import Trace
 
 __all__ = ["Planner"]
 
+_WAITS = 0.05  # for the link, as a share of compute, from which on fewer bytes are worth some work
 _MOST_ROWS_SHARE = 1 / 4  # of the budget, that plans leave free for rows of tables: what is more evicts blocks
 
 
@@ -31,7 +32,12 @@ class Planner:
         `in_parts_bytes`, `rows_bytes`: what experts that come one by one, and rows of tables want of the budget.
         """
         try:
-            return make_plan(self._problem(trace, changed, in_parts_bytes, rows_bytes))
+            plan = make_plan(self._problem(trace, changed, in_parts_bytes, rows_bytes))
+            if trace.refined and plan.predicted.stall_seconds > _WAITS * plan.predicted.compute_seconds:
+                largest_bytes = max(block.nbytes for block in self._blocks)
+                if self._residency.pack_loads(largest_bytes, self._meter.link()):  # which takes some of the budget
+                    plan = make_plan(self._problem(trace, changed, in_parts_bytes, rows_bytes))
+            return plan
         except Exception as error:  # whatever it is: no pass depends on a plan
             if not self._has_failed:
                 self._has_failed = True

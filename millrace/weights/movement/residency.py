@@ -11,9 +11,8 @@ import torch
 
 from millrace.config import format_bytes
 from millrace.errors import BudgetError, DiskError, RankError, StateError
-from millrace.memory.buffers import DeviceBuffers
+from millrace.memory.buffers import DeviceBuffers, plain_tensors
 from millrace.memory.ledger import Ledger
-from millrace.runtime.autograd import in_transform, without_transforms
 from millrace.runtime.lanes import Event, Lane, LateTransfer
 from millrace.runtime.link import LinkSpeed
 from millrace.runtime.pace import Pace
@@ -21,9 +20,10 @@ from millrace.weights.meter import Meter
 from millrace.weights.movement.addresses import Addresses
 from millrace.weights.movement.block import Block, Presence
 from millrace.weights.movement.gathering import Gathered, Gathers
+from millrace.weights.movement.packed_loads import PackedLoads
 from millrace.weights.rest.fetching import Fetching, Target
 
-__all__ = ["Residency", "plain_tensors"]
+__all__ = ["Residency"]
 
 NextUse = Callable[[Block], float]  # the larger, the later a block is needed again; infinity: not in sight
 
@@ -53,6 +53,8 @@ class Residency:
         meter: Meter,
         fetching: Fetching | None = None,
         gathers: Gathers | None = None,
+        *,
+        packed: bool = False,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.ledger = ledger
@@ -62,6 +64,7 @@ class Residency:
         self.pace = pace
         self.gathers = gathers  # None: no rank helps another
         self.fetch_from(fetching)
+        self.packed_loads = PackedLoads(device, pace.lanes, ledger, meter, wanted=packed)
         self.beside: Beside | None = None  # what blocks share the budget with
         self._buffers = DeviceBuffers(device, ledger, budget_bytes)
         # Of the copies that compute was told to wait for, and the host was not: the last one in the order in which they
@@ -77,7 +80,8 @@ class Residency:
     @property
     def streaming_budget_bytes(self) -> int:
         """What the budget leaves for blocks that come and go."""
-        return self.budget_bytes - sum(block.nbytes for block in self.present() if block.index < 0)
+        residents_bytes = sum(block.nbytes for block in self.present() if block.index < 0)
+        return self.budget_bytes - residents_bytes - self.packed_loads.held_bytes
 
     @property
     def streams_from_disk(self) -> bool:
@@ -181,8 +185,31 @@ class Residency:
             own_bytes = self.gathers.own_bytes(block)
             fetch_seconds = 0.0 if self.fetching is None or not block.is_fetched else self.fetching.seconds(own_bytes)
             return max(fetch_seconds, link.load_seconds(own_bytes), among.load_seconds(block.nbytes))
-        read_bytes = block.nbytes - block.packed.saved_bytes if block.is_fetched else 0
+        if not block.is_fetched:
+            return link.load_seconds(self.packed_loads.load_bytes(block))
+        read_bytes = block.nbytes - block.packed.saved_bytes
         return max(0.0 if self.fetching is None else self.fetching.seconds(read_bytes), link.load_seconds(block.nbytes))
+
+    def pack_loads(self, largest_bytes: int, link: LinkSpeed) -> bool:
+        """From now on what comes from host memory again and again crosses the link packed, if there is room for that.
+        Between passes; not again once it was found to be no use.
+        """
+        nbytes = self.packed_loads.wanted_bytes(self.streaming_budget_bytes, largest_bytes)
+        if not nbytes or self.pace.is_limited or self.clear(nbytes, (), lambda block: block.order) < nbytes:
+            return False
+        self.packed_loads.open(self.allot(nbytes), link)
+        return True
+
+    def load_times_changed(self) -> bool:
+        """Whether they have since this was asked last. Between passes."""
+        if not self.packed_loads.is_worth_it():
+            self._end_packed_loads()
+        return self.packed_loads.changed()
+
+    def _end_packed_loads(self) -> None:
+        scratch = self.packed_loads.close()
+        if scratch is not None:
+            self.take_back(scratch)
 
     def wait_for_consumed_reads(self) -> None:
         """The host waits until every copy that compute relies on has read its home."""
@@ -237,6 +264,7 @@ class Residency:
         if isinstance(block.arrival, Gathered):
             block.arrival.settle()
         self.pace.wait()
+        self.packed_loads.finish()
         self._lanes.copy(Lane.ONLOAD, (), self._lanes.mark()).done.synchronize()  # behind what was submitted before
 
     def make_room(self, block: Block, keep: Iterable[Block], next_use: NextUse) -> None:
@@ -330,7 +358,7 @@ class Residency:
                     self._buffers.release(buffer)
         self._addresses.reset(held)
         self.held_bytes = sum(block.nbytes for block in held)
-        self.held_bytes += 0 if self.beside is None else self.beside.held_bytes
+        self.held_bytes += self.packed_loads.held_bytes + (0 if self.beside is None else self.beside.held_bytes)
         self._buffers.rebook(self.held_bytes)
         self.intact = True
 
@@ -341,6 +369,7 @@ class Residency:
             self.beside.leave_host()
         for block in list(self.present()):
             self.evict(block)
+        self._end_packed_loads()
         self._buffers.close()
 
     def _submit(self, block: Block, buffer: torch.Tensor, by: Gathers | None) -> None:
@@ -352,7 +381,11 @@ class Residency:
             block.arrival, read = by.onload(block, buffer, copies, after)
             block.read_until(read)
         elif self.fetching is None or not block.is_fetched:
-            block.arrival, done = self.pace.submit(Lane.ONLOAD, copies, after)
+            arrival = None if self.pace.is_limited else self.packed_loads.onload(block, buffer, copies, after)
+            if arrival is None:
+                block.arrival, done = self.pace.submit(Lane.ONLOAD, copies, after)
+            else:
+                block.arrival, done = arrival, arrival.done
             block.read_until(done)
             self._submitted[block] = self.next_number()
         else:
@@ -363,18 +396,3 @@ class Residency:
         block.presence = Presence.ARRIVING
         if by is None:
             self._meter.onloaded(block.arrival.nbytes)
-
-
-def plain_tensors() -> contextlib.AbstractContextManager[object]:
-    """Inside of inference mode (a leaf that once held such a tensor could not be trained any more) and of `torch.func`
-    transforms (their tensors end with them) buffers are what they are outside.
-    """
-    if not torch.is_inference_mode_enabled() and not in_transform():
-        return _AS_THEY_ARE
-    stack = contextlib.ExitStack()
-    stack.enter_context(torch.inference_mode(False))
-    stack.enter_context(without_transforms())
-    return stack
-
-
-_AS_THEY_ARE = contextlib.nullcontext()

@@ -14,11 +14,12 @@ from torch.nn import functional as F
 from millrace.config import format_bytes
 from millrace.errors import BudgetError
 from millrace.memory.arena import Arena
+from millrace.memory.buffers import plain_tensors
 from millrace.runtime.lanes import Event, Lane, Lanes
 from millrace.weights.meter import Meter
 from millrace.weights.model.tables import gathering_bytes
 from millrace.weights.movement.block import Block
-from millrace.weights.movement.residency import Residency, plain_tensors
+from millrace.weights.movement.residency import Residency
 
 if TYPE_CHECKING:
     from millrace.weights.movement.executor import Executor

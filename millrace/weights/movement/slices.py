@@ -12,7 +12,7 @@ import torch
 
 from millrace.config import format_bytes
 from millrace.errors import BudgetError, DiskError, StateError
-from millrace.memory.buffers import references_beside
+from millrace.memory.buffers import plain_tensors, references_beside
 from millrace.planning import Key, passes_through
 from millrace.runtime.device import is_accelerator
 from millrace.runtime.lanes import Copy, Event, Lane, Lanes, LateTransfer, Transfer
@@ -21,7 +21,7 @@ from millrace.weights.model.experts import SlicePart, slice_parts
 from millrace.weights.movement.banks import Arrival, Bank, banks_in_host
 from millrace.weights.movement.block import Block
 from millrace.weights.movement.given_up import FEWEST_SLOTS, GivenUp
-from millrace.weights.movement.residency import Residency, plain_tensors
+from millrace.weights.movement.residency import Residency
 from millrace.weights.rest.fetching import Fetch, Target, Way
 from millrace.weights.rest.pieces import Range
 

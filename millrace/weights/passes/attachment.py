@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from millrace.memory.buffers import plain_tensors
 from millrace.runtime.pipelines import pipelines_are_imported, refuse_split_backward
 from millrace.runtime.process_wide import ProcessWide
 from millrace.weights.model.data_parallel import refuse_wrapping
@@ -20,7 +21,6 @@ from millrace.weights.model.layout import check_can_travel
 from millrace.weights.model.places import Member, Place
 from millrace.weights.model.tables import looks_rows_up
 from millrace.weights.movement.block import Block
-from millrace.weights.movement.residency import plain_tensors
 from millrace.weights.passes.adapted import adapts_experts
 from millrace.weights.passes.engine import Engine
 from millrace.weights.passes.managed import lend_parameters, make_managed, make_plain, site_of

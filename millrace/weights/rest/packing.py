@@ -18,7 +18,7 @@ from millrace.weights.model.slot import Slot
 from millrace.weights.rest.fetching import Way
 from millrace.weights.rest.pieces import Piece
 
-__all__ = ["PackedCopy"]
+__all__ = ["PackedCopy", "is_frozen"]
 
 # Writing 0.75 of the bytes costs what reading 0.75 of them saves in three fetches: whoever waits for that long does
 # not do more than twice what is best, however often the block comes.
@@ -60,7 +60,7 @@ class PackedCopy:
             self._of, self._fetches, self._stay_plain = of, 0, set()
         self._fetches += 1
         self.saved_bytes = 0
-        if self._fetches <= _FETCHES_BEFORE or not _is_frozen(slots) or not way.packing_pays():
+        if self._fetches <= _FETCHES_BEFORE or not is_frozen(slots) or not way.packing_pays():
             return plain
         store = self._open()
         if store is None:
@@ -121,7 +121,7 @@ class _End:
         return self.write.query()
 
 
-def _is_frozen(slots: Sequence[Slot]) -> bool:
+def is_frozen(slots: Sequence[Slot]) -> bool:
     """Whether they are never trained, and mostly bfloat16."""
     half = sum(slot.layout.nbytes for slot in slots if slot.layout.dtype is torch.bfloat16)
     trained = any(slot.home.requires_grad for slot in slots)

@@ -141,7 +141,7 @@ class Shelf:
         packed: bool = True,
     ) -> None:
         self._node = node
-        self._packs = packed and node is None and disk is not None and available()
+        self.packs = packed and node is None and available()  # what comes again and again
         self._device, self._ledger = device, ledger
         self._meter, self._placement, self._materialized, self._disk = meter, placement, materialized, disk
         self._stores: dict[Path, DiskStore] = {}
@@ -200,7 +200,7 @@ class Shelf:
 
     def packed_copy(self, name: str) -> PackedCopy:
         """What a block has beside its bytes where these rest on disk."""
-        return PackedCopy(name, lambda: self.store if self._packs else None, self._meter.spilled)
+        return PackedCopy(name, lambda: self.store if self.packs else None, self._meter.spilled)
 
     def _shared_rest_for(
         self, name: str, parameters: Sequence[nn.Parameter], layouts: Sequence[Layout], nbytes: int

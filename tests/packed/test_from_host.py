@@ -1,0 +1,278 @@
+"""Do frozen weights that come from host memory again and again cross the link packed, and are right bit for bit?"""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import millrace
+from millrace.memory.arena import whole_pages
+from millrace.weights.movement import packed_loads, planner
+
+WIDTH = 2048
+LAYERS = 6
+LAYER_BYTES = 2 * WIDTH * WIDTH + 2 * WIDTH
+BUDGET = 9 * LAYER_BYTES // 2
+PASSES = 10
+
+
+@pytest.fixture(autouse=True)
+def _always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes of tests, whatever the speeds. The emulated device has no Triton, but PyTorch's operators."""
+    monkeypatch.setattr(packed_loads, "unpacks_by_kernel", lambda device: device.type == "emu")
+    monkeypatch.setattr(packed_loads, "_PIECES_OF_BUDGET", 8)
+    monkeypatch.setattr(packed_loads, "_LEAST_PIECE_BYTES", 4 << 20)
+    monkeypatch.setattr(packed_loads, "_WORTH", float("inf"))
+    monkeypatch.setattr(planner, "_WAITS", -1)
+
+
+@pytest.fixture
+def device(emu_device: object) -> torch.device:
+    emu_device.configure(device_memory=1 << 30)  # type: ignore[attr-defined]  # operators take some beside
+    return torch.device("emu", 0)
+
+
+def frozen(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(LAYERS)))
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.normal_(0, 0.03)
+            layer.weight[3, :4] = torch.tensor([-0.0, 1e-40, 1e-30, 0.0])
+        model[-1].weight[3, :4] = torch.tensor([float("inf"), float("-inf"), 3e38, float("nan")])
+    return model.requires_grad_(False)
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().view(torch.uint8)
+
+
+def passes(model: nn.Module, handle: millrace.Offloaded, want: torch.Tensor, count: int = PASSES) -> millrace.Stats:
+    """The stats of the last of so many forwards, all of which are right."""
+    for _ in range(count):
+        handle.reset_stats()
+        with torch.no_grad():
+            assert torch.equal(bits(model(inputs())), bits(want))
+        handle.synchronize()
+    return handle.stats()
+
+
+def offload(model: nn.Module, device: torch.device, **settings: object) -> millrace.Offloaded:
+    return millrace.offload(model, device=device, **({"device_memory": BUDGET} | settings))
+
+
+def test_three_quarters_of_the_bytes_cross(device: torch.device) -> None:
+    model = frozen()
+    with torch.no_grad():
+        want = model(inputs())
+    for packed in (False, True):
+        with offload(model, device, packed=packed) as handle:
+            stats = passes(model, handle, want)
+            assert stats.device_peak_bytes <= BUDGET
+            assert stats.onload_bytes == stats.onload_packed_bytes + (0 if packed else stats.onloads * LAYER_BYTES)
+            if packed:
+                assert stats.onload_unpacked_bytes == stats.onloads * LAYER_BYTES > 0
+                assert 0.75 < stats.onload_packed_bytes / stats.onload_unpacked_bytes < 0.752
+                assert 3.7 * LAYER_BYTES < stats.host_bytes - LAYERS * LAYER_BYTES < 4.6 * LAYER_BYTES
+                assert " of it packed" in handle.report().to_text()
+        assert handle.stats().host_bytes == LAYERS * whole_pages(LAYER_BYTES)  # of the weights that the user has still
+        assert all(
+            torch.equal(bits(a), bits(b)) for a, b in zip(model.parameters(), frozen().parameters(), strict=True)
+        )
+
+
+def test_where_the_cpu_computes_nothing_crosses() -> None:
+    model = frozen()
+    with torch.no_grad():
+        want = model(inputs())
+    with offload(model, torch.device("cpu")) as handle:
+        assert passes(model, handle, want).onload_packed_bytes == 0
+
+
+def scale(model: nn.Sequential, factor: float, write: str) -> None:
+    if write == "load_state_dict":
+        state = {key: value * (factor if "weight" in key else 1) for key, value in model.state_dict().items()}
+        model.load_state_dict(state)
+    kept = [layer.weight.data for layer in model] if write == "what was kept" else []
+    model(inputs())
+    torch.accelerator.synchronize()
+    for weight in kept:
+        weight.mul_(factor)
+    for layer in model:
+        if write == "in place":
+            layer.weight.mul_(factor)
+        elif write == "through data":
+            layer.weight.data.mul_(factor)
+        elif write == "another tensor":
+            layer.weight.data = layer.weight.data * factor
+
+
+@pytest.mark.parametrize("write", ["in place", "through data", "another tensor", "what was kept", "load_state_dict"])
+def test_what_is_written_is_used(device: torch.device, write: str) -> None:
+    model = frozen()
+    with offload(model, device) as handle:
+        with torch.no_grad():
+            want = frozen()(inputs())
+        assert passes(model, handle, want).onload_packed_bytes > 0
+        for factor in (2, 0.5):
+            with torch.no_grad():
+                scale(model, factor, write)
+                if write == "what was kept":
+                    handle.refresh()  # nothing else tells of it
+                plain = frozen()
+                plain.load_state_dict(model.state_dict())
+                want = plain(inputs())
+            assert passes(model, handle, want, 2).onload_packed_bytes == 0
+        stats = passes(model, handle, want)
+        assert (stats.onload_packed_bytes > 0) or write == "another tensor"
+        assert stats.device_peak_bytes <= BUDGET
+
+
+def test_nothing_is_packed_while_its_memory_is_kept(device: torch.device) -> None:
+    """Writes to it leave no trace."""
+    model = frozen()
+    with offload(model, device) as handle:
+        kept = [layer.weight.data for layer in model]
+        for step in range(PASSES):
+            kept[1].mul_(0.5)
+            handle.reset_stats()
+            with torch.no_grad():
+                plain = frozen()
+                plain[1].weight.mul_(0.5 ** (step + 1))
+                want = plain(inputs())
+                handle.refresh()
+                assert torch.equal(bits(model(inputs())), bits(want))
+            assert handle.stats().onload_packed_bytes == 0
+        assert kept[0].numel()
+
+
+def test_homes_that_travel_in_another_dtype(device: torch.device) -> None:
+    model = frozen(torch.float32)
+    with torch.no_grad():
+        want = frozen(torch.float32).to(torch.bfloat16)(inputs())
+    with offload(model, device, param_dtype=torch.bfloat16) as handle:
+        assert passes(model, handle, want).onload_packed_bytes > 0
+
+
+def test_words_that_do_not_pack_cross_as_they_are(device: torch.device) -> None:
+    model = frozen()
+    with torch.no_grad():
+        for layer in model:
+            noise = torch.randint(-32768, 32767, (WIDTH // 2, WIDTH), dtype=torch.int16).view(torch.bfloat16)
+            layer.weight[: WIDTH // 2] = noise
+        want = model(inputs())
+    with offload(model, device) as handle:
+        stats = passes(model, handle, want)
+        assert 0.86 < stats.onload_bytes / (stats.onloads * LAYER_BYTES) < 0.9
+
+
+class Adapted(nn.Module):
+    """A frozen layer, and what is trained beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16).requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 2, bias=False, dtype=torch.bfloat16)
+        self.up = nn.Linear(2, WIDTH, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+def adapted() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Adapted() for _ in range(LAYERS)))
+
+
+def test_frozen_weights_with_trained_adapters_in_blocks_of_their_own(device: torch.device) -> None:
+    plain, model = adapted(), adapted()
+    ours = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    theirs = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+    with offload(model, device, blocks=[layer.base for layer in model]) as handle:
+        for _ in range(PASSES):
+            handle.reset_stats()
+            for one, optimizer in ((model, ours), (plain, theirs)):
+                optimizer.zero_grad()
+                one(inputs()).square().mean().backward()
+                optimizer.step()
+        stats = handle.stats()
+        assert stats.onload_packed_bytes > 0
+        assert stats.device_peak_bytes <= BUDGET
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(bits(a), bits(b))
+
+
+def test_no_more_host_memory_is_taken_than_half_of_what_is_left(device: torch.device) -> None:
+    model = frozen()
+    with torch.no_grad():
+        want = model(inputs())
+    host_bytes = LAYERS * LAYER_BYTES + 4 * LAYER_BYTES
+    with offload(model, device, host_memory=host_bytes) as handle:
+        stats = passes(model, handle, want)
+        assert 0 < stats.onload_packed_bytes < stats.onload_bytes
+        assert stats.host_bytes <= LAYERS * LAYER_BYTES + 2 * LAYER_BYTES + 4096 * LAYERS
+        assert stats.host_peak_bytes <= host_bytes
+
+
+def test_packed_weights_give_way_to_what_needs_host_memory(device: torch.device) -> None:
+    """Gradients do, which would have had room without them."""
+    model, plain = frozen(), frozen()
+    host_bytes = 2 * LAYERS * LAYER_BYTES + 10 * LAYER_BYTES
+    with torch.no_grad():
+        want = model(inputs())
+    with offload(model, device, host_memory=host_bytes) as handle:
+        held = passes(model, handle, want).host_bytes
+        assert held > 9 * LAYER_BYTES
+        handle._ledger.host_budget_bytes = held + LAYER_BYTES  # type: ignore[attr-defined]
+        for one in (model, plain):
+            one[2].requires_grad_(True)
+            one[3].requires_grad_(True)
+            one(inputs()[:1]).nan_to_num().square().mean().backward()
+        assert torch.equal(bits(model[2].weight.grad), bits(plain[2].weight.grad))
+        assert torch.equal(bits(model[3].weight.grad), bits(plain[3].weight.grad))
+        stats = passes(model, handle, want, 3)
+        assert stats.host_peak_bytes <= held + LAYER_BYTES
+
+
+def test_what_is_no_quicker_ends(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_loads, "_WORTH", 0.0)
+    model = frozen()
+    with torch.no_grad():
+        want = model(inputs())
+    with offload(model, device) as handle:
+        seen = []
+        for _ in range(16):
+            seen.append(passes(model, handle, want, 1).onload_packed_bytes)
+        assert max(seen) > 0
+        assert seen[-3:] == [0, 0, 0]
+        stats = handle.stats()
+        assert stats.host_bytes < (LAYERS + 0.1) * LAYER_BYTES
+        assert stats.onloads <= 3  # in a budget of four and a half blocks of six
+
+
+@pytest.mark.parametrize("wrong", ["bits", "error"])
+def test_a_kernel_that_does_not_work_is_not_used(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    right: Callable[..., None] = packed_loads.unpack_on_device
+
+    def unpack(packed: object, into: torch.Tensor) -> None:
+        if wrong == "error":
+            raise RuntimeError("no C compiler")
+        right(packed, into)
+        into[-1:] ^= 1
+
+    monkeypatch.setattr(packed_loads, "unpack_on_device", unpack)
+    model = frozen()
+    with torch.no_grad():
+        want = model(inputs())
+    with warnings.catch_warnings(record=True) as told, offload(model, device) as handle:
+        warnings.simplefilter("always")
+        assert passes(model, handle, want).onload_packed_bytes == 0
+    assert [str(one.message) for one in told if "kernel that unpacks" in str(one.message)]
