@@ -282,6 +282,35 @@ def the_first_rank_chooses(device: str) -> None:
         millrace.offload(Model(), device=device, onload="gather")
 
 
+@contextlib.contextmanager
+def hooked(model: nn.Module, layer: int, hook: Callable[..., Any]) -> Iterator[None]:
+    handle = model.layers[layer].register_forward_hook(hook)  # type: ignore[index,union-attr,operator]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def computing_with(model: nn.Module, layers: tuple[int, ...]) -> Callable[..., torch.Tensor]:
+    """A hook that computes with these layers, too, for nothing."""
+
+    def computes(_module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            output = output + 0 * model.layers[layer](args[0], None)  # type: ignore[index,operator]
+        return output
+
+    return computes
+
+
+def backward_as_one_process(model: nn.Module, single: nn.Module, number: int) -> None:
+    """Gradients of all ranks' batches of that number."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    model(batch(rank, number)).backward()
+    for one in range(world):
+        (single(batch(one, number)) / world).backward()
+    same_gradients(model, single)
+
+
 def ranks_that_go_their_own_ways(device: str) -> None:
     """A rank evaluates alone, computes something else, raises: results stay right, and training goes on as gathered."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
@@ -290,12 +319,6 @@ def ranks_that_go_their_own_ways(device: str) -> None:
     def raises(*_: Any) -> None:
         raise ZeroDivisionError
 
-    def computes_more(_module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return output + 0 * model.layers[0](args[0], None)  # type: ignore[index,operator]
-
-    def hooked(layer: int, hook: Callable[..., Any]) -> Any:
-        return model.layers[layer].register_forward_hook(hook)  # type: ignore[index,union-attr,operator]
-
     with offloaded(model, device) as handle:
         mine, theirs = (optim.AdamW(one.parameters(), lr=0.01) for one in (model, single))
         for number in range(12):
@@ -303,19 +326,13 @@ def ranks_that_go_their_own_ways(device: str) -> None:
                 with torch.no_grad():
                     assert torch.equal(model(batch(9, number)).cpu(), single(batch(9, number)))
             if number in (6, 7):  # each rank at another place
-                hook = hooked(2 + rank % 3, raises)
-                with contextlib.suppress(ZeroDivisionError):
+                with contextlib.suppress(ZeroDivisionError), hooked(model, 2 + rank % 3, raises):
                     model(batch(rank, number))
-                hook.remove()
-            hook = hooked(3, computes_more) if number == 8 and rank == world - 1 else None
             if number == 10:
                 handle.reset_stats()
-            model(batch(rank, number)).backward()
-            if hook is not None:
-                hook.remove()
-            for one in range(world):
-                (single(batch(one, number)) / world).backward()
-            same_gradients(model, single)
+            astray = hooked(model, 3, computing_with(model, (0,)))
+            with astray if number == 8 and rank == world - 1 else contextlib.nullcontext():
+                backward_as_one_process(model, single, number)
             for optimizer in (mine, theirs):
                 optimizer.step()
                 optimizer.zero_grad()
@@ -323,36 +340,22 @@ def ranks_that_go_their_own_ways(device: str) -> None:
         assert handle.stats().demand_onloads == 0
 
 
-def a_rank_goes_astray_and_needs_more(at: int, instead: tuple[int, ...]) -> None:
+def a_rank_goes_astray_and_needs_more(at: int, more: tuple[int, ...]) -> None:
     """It computes with other layers, too. What it needs then others may gather once they have its gradients."""
-    rank, world = distributed.get_rank(), distributed.get_world_size()
-    model, single = Model(), Model()
-
-    def goes_astray(_module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        for number in instead:
-            output = output + 0 * model.layers[number](args[0], None)  # type: ignore[index,operator]
-        return output
-
+    rank, model, single = distributed.get_rank(), Model(), Model()
     with offloaded(model) as handle:
         for number in range(6):
             model.zero_grad()
             single.zero_grad()
-            hook = None
-            if number in (3, 4) and rank == number - 3:
-                hook = model.layers[at].register_forward_hook(goes_astray)  # type: ignore[index,union-attr,operator]
-            model(batch(rank, number)).backward()
-            if hook is not None:
-                hook.remove()
-            for one in range(world):
-                (single(batch(one, number)) / world).backward()
-            same_gradients(model, single)
+            astray = hooked(model, at, computing_with(model, more))
+            with astray if number == 3 + rank else contextlib.nullcontext():
+                backward_as_one_process(model, single, number)
         assert handle.stats().demand_onloads > 0
 
 
 def reductions_are_in_flight(device: str) -> None:
     """Two at once: the thread that computes goes on while the others have come to neither, the next reduction while
     the sums of the one before wait. Gradients of no more than two blocks are leaving, and results stay right."""
-    rank, world = distributed.get_rank(), distributed.get_world_size()
     model, single = Model(), Model()
     second_given, second_reduced = threading.Event(), threading.Event()
     leaving: list[int] = []
@@ -396,9 +399,6 @@ def reductions_are_in_flight(device: str) -> None:
             rounds.clear()
             model.zero_grad()
             single.zero_grad()
-            model(batch(rank, number)).backward()
-            for one in range(world):
-                (single(batch(one, number)) / world).backward()
-            same_gradients(model, single)
+            backward_as_one_process(model, single, number)
     under_way = list(itertools.accumulate(leaving))
     assert (max(under_way), under_way[-1]) == (2, 0)
