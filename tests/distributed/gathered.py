@@ -17,6 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import millrace
 from millrace import DiskError, Offloaded, RankError, optim
+from millrace.memory.disk.checksums import Checksums
+from millrace.memory.disk.extent import Extent
 from millrace.weights.model.slot import Slot
 from millrace.weights.movement.block import Block, Presence
 from millrace.weights.movement.device_sums import DeviceSums
@@ -183,23 +185,36 @@ def read_bytes() -> int:
 
 
 def reads_from_disk(directory: str, device: str, trains_all: bool) -> None:
-    """Of each block a rank reads 1/N, and whole pages at its borders; gradients, weights are those of one process."""
+    """Of each block a rank reads and checks 1/N, and whole pages at its borders; gradients, weights are those of one
+    process.
+    """
     rank, world = distributed.get_rank(), distributed.get_world_size()
     gathered: list[int] = []
-    begins = Gathers._begins
+    checked: list[float] = []  # of each block that was handed over to reads, the share that they compare
+    begins, note_all = Gathers._begins, Checksums.note_all
 
     def counts(gathers: Gathers, block: Block) -> tuple[int, str]:
         gathered.append(block.nbytes * block.is_fetched)
         return begins(gathers, block)
 
+    def notes(checksums: Checksums, extent: Extent, *more: Any) -> None:
+        note_all(checksums, extent, *more)
+        _, known = checksums._handed_over[extent]
+        checked.append(sum(one is not None for one in known) / len(known))
+
     model, single = OnDisk(trains_all=trains_all), OnDisk(trains_all=trains_all)
-    with mock.patch.object(Gathers, "_begins", counts), on_disk(model, directory, device, "gather") as handle:
+    with (
+        mock.patch.object(Gathers, "_begins", counts),
+        mock.patch.object(Checksums, "note_all", notes),
+        on_disk(model, directory, device, "gather") as handle,
+    ):
         mine, theirs = (optim.SGD(one.parameters(), lr=0.1) for one in (model, single))
         for number in range(12):
             if number == 6:
                 handle.synchronize()
                 handle.reset_stats()
                 gathered.clear()
+                checked.clear()
                 before = read_bytes()
             model(rows(rank, number)).backward()
             for one in range(world):
@@ -221,6 +236,8 @@ def reads_from_disk(directory: str, device: str, trains_all: bool) -> None:
         borders = 4096 * (world + 1) * loads + 3 * max(gathered)  # of guesses that were under way, too
         assert part - 3 * max(gathered) <= stats.fetch_bytes <= 1.01 * part + borders, (part, stats.fetch_bytes, loads)
         assert borders < 0.2 * part
+        assert checked or not trains_all
+        assert max(checked, default=0) < 1 / world + 0.1
         if store.direct and not trains_all:  # which the system reads as memory, too
             assert abs(read - stats.fetch_bytes) <= 0.01 * part + borders, (read, stats.fetch_bytes)
 
