@@ -39,7 +39,7 @@ class Bank:
         self._holds: list[Key | None] = [None] * slots
         self._contents: dict[int, object] = {}  # of a block's homes when its experts were loaded
 
-    def check(self, block: Block, contents: object) -> None:
+    def forget_stale(self, block: Block, contents: object) -> None:
         """Experts of the block that were loaded from other contents of its homes are gone."""
         if self._contents.get(block.index) != contents:
             for key in [key for key in self.places if key[0] == block.index]:

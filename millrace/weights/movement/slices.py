@@ -232,7 +232,7 @@ class Slices:
     def _look_at(self, block: Block, bank: Bank, count: int) -> None:
         """Experts of the block may be read, and what is in the bank is what homes hold."""
         block.keep_leaf_writes()
-        bank.check(block, block.readable_contents())
+        bank.forget_stale(block, block.readable_contents())
         self._meter.experts_used(count)
 
     def _used(self, block: Block, bank: Bank, experts: Collection[int]) -> None:
@@ -248,7 +248,7 @@ class Slices:
         host_bank = self._host_banks.get(block, bank)
         if host_bank is bank:
             return
-        host_bank.check(block, block.readable_contents())
+        host_bank.forget_stale(block, block.readable_contents())
         host_bank.passing = bank.passing
         for expert in experts:
             if any((block.index, expert) in one.places for one in (host_bank, bank)):

@@ -161,7 +161,7 @@ class Budgets:
 def _rests_alone_on_disk(
     part: Part, inventory: Inventory, config: OffloadConfig, materialized: Materialized | None
 ) -> bool:
-    """Whether it has experts that no visit brings whole, and that may all rest on disk, of this process alone."""
+    """Whether it has experts that come one by one, and that may all rest on disk, of this process alone."""
     if part.experts is None or config.mesh is not None:
         return False
     parameters = [inventory.members[key].parameter for key in part.keys]
