@@ -121,27 +121,32 @@ def ranges_lie_at_the_devices() -> None:
 
     for onload in ("gather", "own"):
         asked.clear()
+        model = Model()
         with (
             mock.patch("millrace.runtime.numa.bind", binds),
             mock.patch("millrace.runtime.numa.interleave", interleaves),
             mock.patch("millrace.runtime.node.nodes_of_process", return_value=(rank,)),
             mock.patch("millrace.runtime.node.node_of", return_value=rank),
-            offloaded(Model(), onload=onload) as handle,
+            offloaded(model, onload=onload) as handle,
         ):
-            rest: Any = next(block.rest for block in handle._made if block.name == "layers.2")
-            begin, nbytes = rest._common._common.address, rest._common.nbytes
+            model(batch(rank, 0)).backward()
+            weights: Any = next(block.rest for block in handle._made if block.name == "layers.2")
+            gradients: Any = handle._gradients
+            arenas = [weights._common, *gradients._halves]
+            places = [(arena._common.address, arena.nbytes) for arena in arenas]
         whole = tuple(range(world))
-        assert (begin, nbytes, whole) in asked
-        mine = [one for one in asked if begin <= one[0] < begin + nbytes and one[2] != whole]
-        if onload == "own":
-            assert mine == []
-            continue
-        assert [node for _, _, node in mine] == list(range(world))
-        assert sum(count for _, count, _ in mine) == nbytes
-        for number, (address, count, _) in enumerate(mine):
-            assert address % 4096 == 0
-            assert abs(address - begin - nbytes * number / world) <= 2048
-            assert abs(count - nbytes / world) <= 4096
+        for begin, nbytes in places:
+            assert (begin, nbytes, whole) in asked
+            mine = [one for one in asked if begin <= one[0] < begin + nbytes and one[2] != whole]
+            if onload == "own":
+                assert mine == []
+                continue
+            assert [node for _, _, node in mine] == list(range(world))
+            assert sum(count for _, count, _ in mine) == nbytes
+            for number, (address, count, _) in enumerate(mine):
+                assert address % 4096 == 0
+                assert abs(address - begin - nbytes * number / world) <= 2048
+                assert abs(count - nbytes / world) <= 4096
 
 
 DISK_WIDE, DISK_LAYERS = 512, 8
