@@ -244,8 +244,8 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
         self._gathers: Gathers | None = None
         if self._common is not None and self._way is not None and self._way.gathers:
             self._gathers = Gathers(self._common, lambda: self._made, self._pace, self._meter, self._ledger)
-        what, packed = (self._pace, self._ledger, self._meter, self._fetching, self._gathers), self._shelf.packs
-        self._residency = Residency(config.device, self._budgets.weights_bytes, *what, packed=packed)
+        among, packs = (self._pace, self._ledger, self._meter, self._fetching, self._gathers), self._shelf.packs
+        self._residency = Residency(config.device, self._budgets.weights_bytes, *among, packed=packs)
         self._executor = Executor(streamed, self._residency, self._lanes, self._meter, config.prefetch_blocks)
         if config.disk is not None:
             self._shelf.room = Room(
@@ -258,12 +258,11 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
                 self._budgets.ranks,
             )
         gradients: Gradients | AveragedGradients
+        metered = self._lanes, self._ledger, self._meter
         if self._common is None:
-            gradients = Gradients(self._lanes, self._ledger, self._meter, self._shelf, config.grad_dtype)
+            gradients = Gradients(*metered, self._shelf, config.grad_dtype)
         else:
-            measured = self._lanes, self._ledger, self._meter
-            among_ranks = self._common, self._shelf, config.grad_dtype
-            gradients = AveragedGradients(*measured, *among_ranks, gathers=self._gathers)
+            gradients = AveragedGradients(*metered, self._common, self._shelf, config.grad_dtype, gathers=self._gathers)
         self._gradients = gradients
         buffers = ModuleBuffers(config.device, self._ledger)
         self._engine = Engine(
@@ -281,8 +280,9 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
         self.activations: ActivationOffloading | None = None  # the handle on the model's activations
         if config.activations is not None:
             store = self._shelf.private_store("activations") if config.activations.tier == "disk" else None
-            among = self._lanes, self._ledger, store, self._meter.lane_use
-            self.activations = ActivationOffloading(model, config.activations, *among)
+            self.activations = ActivationOffloading(
+                model, config.activations, self._lanes, self._ledger, store, self._meter.lane_use
+            )
 
     @property
     def plan(self) -> Plan | None:

@@ -44,11 +44,11 @@ class Reduced(Replicas):
     def __init__(self, ranks: Ranks, deal: Deal) -> None:
         super().__init__(ranks, deal)
         self._apart = ranks.apart()
-        self._order: list[torch.Tensor] = []
+        self._order: list[torch.Tensor] = []  # parameters to be trained, the last one first
         self._kinds: list[tuple[torch.dtype, torch.device, bool]] = []  # of these
         self._buckets: list[list[torch.Tensor]] = []
-        self._places: dict[torch.Tensor, int] = {}  # which of them
-        self._hooked: dict[torch.Tensor, Any] = {}  # and its node in graphs
+        self._places: dict[torch.Tensor, int] = {}  # in which of them each is
+        self._hooked: dict[torch.Tensor, Any] = {}  # and its AccumulateGrad node, with a hook, too
         self._here: dict[torch.Tensor, torch.Tensor] = {}  # gradients whose turn has not come
         self._late: dict[torch.Tensor, torch.Tensor] = {}  # those that came after it
         self._next = 0  # which bucket's turn it is
@@ -71,7 +71,7 @@ class Reduced(Replicas):
         super().take(parameters)
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._hooked:
-                itself, which = weakref.WeakMethod(self._accumulated), weakref.ref(parameter)
+                itself, which = weakref.WeakMethod(self._after_accumulation), weakref.ref(parameter)
                 handle = parameter.register_post_accumulate_grad_hook(partial(_call, itself, which))
                 weakref.finalize(self, handle.remove)
                 self._hooked[parameter] = None
@@ -99,7 +99,7 @@ class Reduced(Replicas):
 
     # backward ---------------------------------------------------------------------------------------------------------
     def _lay_out(self) -> None:
-        """Hooks are on the nodes of all parameters, which get others with another dtype or device; buckets, too."""
+        """Hooks on parameters' nodes, and buckets: anew after a change of dtype or device, which makes other nodes."""
         kinds = [(parameter.dtype, parameter.device, parameter.requires_grad) for parameter in self._order]
         if kinds == self._kinds:
             return
@@ -109,7 +109,7 @@ class Reduced(Replicas):
         for parameter, (*kind, trained) in zip(self._order, kinds, strict=True):
             node = torch.autograd.graph.get_gradient_edge(parameter).node if trained else self._hooked[parameter]
             if node is not self._hooked[parameter]:
-                before = weakref.WeakMethod(self._accumulates)
+                before = weakref.WeakMethod(self._before_accumulation)
                 handle = node.register_prehook(partial(_call, before, weakref.ref(parameter)))
                 weakref.finalize(self, handle.remove)
                 self._hooked[parameter] = node
@@ -122,14 +122,14 @@ class Reduced(Replicas):
         self._buckets += neighbours.values()
         self._places = {parameter: place for place, bucket in enumerate(self._buckets) for parameter in bucket}
 
-    def _accumulates(self, parameter: torch.Tensor) -> None:
+    def _before_accumulation(self, parameter: torch.Tensor) -> None:
         """A gradient is about to be added to what there is: that is an average already."""
         if parameter.grad is not None and parameter.grad is self._given.get(parameter):
             if not self.is_elsewhere(parameter):
                 self._before[parameter] = parameter.grad
             parameter.grad = None
 
-    def _accumulated(self, parameter: torch.Tensor) -> None:
+    def _after_accumulation(self, parameter: torch.Tensor) -> None:
         self._begin()
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:

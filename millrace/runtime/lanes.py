@@ -63,7 +63,7 @@ class Transfer:
     done: Any  # an Event; on an accelerator a timing event, so that it is a Tick too
 
     def done_while(self, doing: Callable[[], None]) -> Any:
-        """As LateTransfer's: there is one."""
+        """As LateTransfer's; it is there already."""
         return self.done
 
 

@@ -17,6 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import millrace
 from millrace import DiskError, Offloaded, RankError, optim
+from millrace.memory.disk.checksums import Checksums
+from millrace.memory.disk.extent import Extent
 from millrace.weights.model.slot import Slot
 from millrace.weights.movement.block import Block, Presence
 from millrace.weights.movement.device_sums import DeviceSums
@@ -119,27 +121,32 @@ def ranges_lie_at_the_devices() -> None:
 
     for onload in ("gather", "own"):
         asked.clear()
+        model = Model()
         with (
             mock.patch("millrace.runtime.numa.bind", binds),
             mock.patch("millrace.runtime.numa.interleave", interleaves),
             mock.patch("millrace.runtime.node.nodes_of_process", return_value=(rank,)),
             mock.patch("millrace.runtime.node.node_of", return_value=rank),
-            offloaded(Model(), onload=onload) as handle,
+            offloaded(model, onload=onload) as handle,
         ):
-            rest: Any = next(block.rest for block in handle._made if block.name == "layers.2")
-            begin, nbytes = rest._common._common.address, rest._common.nbytes
+            model(batch(rank, 0)).backward()
+            weights: Any = next(block.rest for block in handle._made if block.name == "layers.2")
+            gradients: Any = handle._gradients
+            arenas = [weights._common, *gradients._halves]
+            places = [(arena._common.address, arena.nbytes) for arena in arenas]
         whole = tuple(range(world))
-        assert (begin, nbytes, whole) in asked
-        mine = [one for one in asked if begin <= one[0] < begin + nbytes and one[2] != whole]
-        if onload == "own":
-            assert mine == []
-            continue
-        assert [node for _, _, node in mine] == list(range(world))
-        assert sum(count for _, count, _ in mine) == nbytes
-        for number, (address, count, _) in enumerate(mine):
-            assert address % 4096 == 0
-            assert abs(address - begin - nbytes * number / world) <= 2048
-            assert abs(count - nbytes / world) <= 4096
+        for begin, nbytes in places:
+            assert (begin, nbytes, whole) in asked
+            mine = [one for one in asked if begin <= one[0] < begin + nbytes and one[2] != whole]
+            if onload == "own":
+                assert mine == []
+                continue
+            assert [node for _, _, node in mine] == list(range(world))
+            assert sum(count for _, count, _ in mine) == nbytes
+            for number, (address, count, _) in enumerate(mine):
+                assert address % 4096 == 0
+                assert abs(address - begin - nbytes * number / world) <= 2048
+                assert abs(count - nbytes / world) <= 4096
 
 
 DISK_WIDE, DISK_LAYERS = 512, 8
@@ -183,23 +190,36 @@ def read_bytes() -> int:
 
 
 def reads_from_disk(directory: str, device: str, trains_all: bool) -> None:
-    """Of each block a rank reads 1/N, and whole pages at its borders; gradients, weights are those of one process."""
+    """Of each block a rank reads and checks 1/N, and whole pages at its borders; gradients, weights are those of one
+    process.
+    """
     rank, world = distributed.get_rank(), distributed.get_world_size()
     gathered: list[int] = []
-    begins = Gathers._begins
+    checked: list[float] = []  # of each block that was handed over to reads, the share that they compare
+    begins, note_all = Gathers._begins, Checksums.note_all
 
     def counts(gathers: Gathers, block: Block) -> tuple[int, str]:
         gathered.append(block.nbytes * block.is_fetched)
         return begins(gathers, block)
 
+    def notes(checksums: Checksums, extent: Extent, *more: Any) -> None:
+        note_all(checksums, extent, *more)
+        _, known = checksums._handed_over[extent]
+        checked.append(sum(one is not None for one in known) / len(known))
+
     model, single = OnDisk(trains_all=trains_all), OnDisk(trains_all=trains_all)
-    with mock.patch.object(Gathers, "_begins", counts), on_disk(model, directory, device, "gather") as handle:
+    with (
+        mock.patch.object(Gathers, "_begins", counts),
+        mock.patch.object(Checksums, "note_all", notes),
+        on_disk(model, directory, device, "gather") as handle,
+    ):
         mine, theirs = (optim.SGD(one.parameters(), lr=0.1) for one in (model, single))
         for number in range(12):
             if number == 6:
                 handle.synchronize()
                 handle.reset_stats()
                 gathered.clear()
+                checked.clear()
                 before = read_bytes()
             model(rows(rank, number)).backward()
             for one in range(world):
@@ -221,6 +241,8 @@ def reads_from_disk(directory: str, device: str, trains_all: bool) -> None:
         borders = 4096 * (world + 1) * loads + 3 * max(gathered)  # of guesses that were under way, too
         assert part - 3 * max(gathered) <= stats.fetch_bytes <= 1.01 * part + borders, (part, stats.fetch_bytes, loads)
         assert borders < 0.2 * part
+        assert checked or not trains_all
+        assert max(checked, default=0) < 1 / world + 0.1
         if store.direct and not trains_all:  # which the system reads as memory, too
             assert abs(read - stats.fetch_bytes) <= 0.01 * part + borders, (read, stats.fetch_bytes)
 
@@ -282,6 +304,35 @@ def the_first_rank_chooses(device: str) -> None:
         millrace.offload(Model(), device=device, onload="gather")
 
 
+@contextlib.contextmanager
+def hooked(model: nn.Module, layer: int, hook: Callable[..., Any]) -> Iterator[None]:
+    handle = model.layers[layer].register_forward_hook(hook)  # type: ignore[index,union-attr,operator]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def computing_with(model: nn.Module, layers: tuple[int, ...]) -> Callable[..., torch.Tensor]:
+    """A hook that computes with these layers, too, for nothing."""
+
+    def computes(_module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            output = output + 0 * model.layers[layer](args[0], None)  # type: ignore[index,operator]
+        return output
+
+    return computes
+
+
+def backward_as_one_process(model: nn.Module, single: nn.Module, number: int) -> None:
+    """Gradients of all ranks' batches of that number."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    model(batch(rank, number)).backward()
+    for one in range(world):
+        (single(batch(one, number)) / world).backward()
+    same_gradients(model, single)
+
+
 def ranks_that_go_their_own_ways(device: str) -> None:
     """A rank evaluates alone, computes something else, raises: results stay right, and training goes on as gathered."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
@@ -290,12 +341,6 @@ def ranks_that_go_their_own_ways(device: str) -> None:
     def raises(*_: Any) -> None:
         raise ZeroDivisionError
 
-    def computes_more(_module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return output + 0 * model.layers[0](args[0], None)  # type: ignore[index,operator]
-
-    def hooked(layer: int, hook: Callable[..., Any]) -> Any:
-        return model.layers[layer].register_forward_hook(hook)  # type: ignore[index,union-attr,operator]
-
     with offloaded(model, device) as handle:
         mine, theirs = (optim.AdamW(one.parameters(), lr=0.01) for one in (model, single))
         for number in range(12):
@@ -303,19 +348,13 @@ def ranks_that_go_their_own_ways(device: str) -> None:
                 with torch.no_grad():
                     assert torch.equal(model(batch(9, number)).cpu(), single(batch(9, number)))
             if number in (6, 7):  # each rank at another place
-                hook = hooked(2 + rank % 3, raises)
-                with contextlib.suppress(ZeroDivisionError):
+                with contextlib.suppress(ZeroDivisionError), hooked(model, 2 + rank % 3, raises):
                     model(batch(rank, number))
-                hook.remove()
-            hook = hooked(3, computes_more) if number == 8 and rank == world - 1 else None
             if number == 10:
                 handle.reset_stats()
-            model(batch(rank, number)).backward()
-            if hook is not None:
-                hook.remove()
-            for one in range(world):
-                (single(batch(one, number)) / world).backward()
-            same_gradients(model, single)
+            astray = hooked(model, 3, computing_with(model, (0,)))
+            with astray if number == 8 and rank == world - 1 else contextlib.nullcontext():
+                backward_as_one_process(model, single, number)
             for optimizer in (mine, theirs):
                 optimizer.step()
                 optimizer.zero_grad()
@@ -323,36 +362,22 @@ def ranks_that_go_their_own_ways(device: str) -> None:
         assert handle.stats().demand_onloads == 0
 
 
-def a_rank_goes_astray_and_needs_more(at: int, instead: tuple[int, ...]) -> None:
+def a_rank_goes_astray_and_needs_more(at: int, more: tuple[int, ...]) -> None:
     """It computes with other layers, too. What it needs then others may gather once they have its gradients."""
-    rank, world = distributed.get_rank(), distributed.get_world_size()
-    model, single = Model(), Model()
-
-    def goes_astray(_module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        for number in instead:
-            output = output + 0 * model.layers[number](args[0], None)  # type: ignore[index,operator]
-        return output
-
+    rank, model, single = distributed.get_rank(), Model(), Model()
     with offloaded(model) as handle:
         for number in range(6):
             model.zero_grad()
             single.zero_grad()
-            hook = None
-            if number in (3, 4) and rank == number - 3:
-                hook = model.layers[at].register_forward_hook(goes_astray)  # type: ignore[index,union-attr,operator]
-            model(batch(rank, number)).backward()
-            if hook is not None:
-                hook.remove()
-            for one in range(world):
-                (single(batch(one, number)) / world).backward()
-            same_gradients(model, single)
+            astray = hooked(model, at, computing_with(model, more))
+            with astray if number == 3 + rank else contextlib.nullcontext():
+                backward_as_one_process(model, single, number)
         assert handle.stats().demand_onloads > 0
 
 
 def reductions_are_in_flight(device: str) -> None:
     """Two at once: the thread that computes goes on while the others have come to neither, the next reduction while
     the sums of the one before wait. Gradients of no more than two blocks are leaving, and results stay right."""
-    rank, world = distributed.get_rank(), distributed.get_world_size()
     model, single = Model(), Model()
     second_given, second_reduced = threading.Event(), threading.Event()
     leaving: list[int] = []
@@ -396,9 +421,6 @@ def reductions_are_in_flight(device: str) -> None:
             rounds.clear()
             model.zero_grad()
             single.zero_grad()
-            model(batch(rank, number)).backward()
-            for one in range(world):
-                (single(batch(one, number)) / world).backward()
-            same_gradients(model, single)
+            backward_as_one_process(model, single, number)
     under_way = list(itertools.accumulate(leaving))
     assert (max(under_way), under_way[-1]) == (2, 0)

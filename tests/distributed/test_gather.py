@@ -77,9 +77,9 @@ def test_ranges_lie_at_the_devices(nursery: Nursery, tmp_path: Path, world_size:
     run(nursery, tmp_path, world_size, "g.ranges_lie_at_the_devices")
 
 
-@pytest.mark.parametrize(("at", "instead"), [(3, (4, 1, 2)), (1, (4,))])
-def test_a_rank_goes_astray(nursery: Nursery, tmp_path: Path, at: int, instead: tuple[int, ...]) -> None:
-    run(nursery, tmp_path, 2, f"g.a_rank_goes_astray_and_needs_more, {at}, {instead}")
+@pytest.mark.parametrize(("at", "more"), [(3, (4, 1, 2)), (1, (4,))])
+def test_a_rank_goes_astray(nursery: Nursery, tmp_path: Path, at: int, more: tuple[int, ...]) -> None:
+    run(nursery, tmp_path, 2, f"g.a_rank_goes_astray_and_needs_more, {at}, {more}")
 
 
 @pytest.mark.parametrize("device", ["cpu", "emu"])

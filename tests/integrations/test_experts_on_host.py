@@ -375,5 +375,6 @@ def test_experts_that_are_kept_keep_their_values(tmp_path: Path, monkeypatch: py
         assert all(map(same, answer(model, PROMPT, tokens=8), answer(plain, PROMPT, tokens=8)))
         assert all(same(weight, values) for weight, values in kept)
         assert host_slots(handle) == 0
+        held_bytes = handle.stats().host_bytes
         kept.clear()
-        assert handle.stats().host_bytes < options["host_memory"] - EXPERTS * expert_bytes(plain) // 2
+        assert handle.stats().host_bytes <= held_bytes - EXPERTS * expert_bytes(plain)

@@ -151,7 +151,7 @@ def test_the_node_of_a_device(machine: Path, tmp_path: Path, monkeypatch: pytest
 
 
 @needs_libnuma
-def test_binding_is_the_kernels_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_binding_is_the_kernels_policy() -> None:
     memory = mmap.mmap(-1, 4 * PAGE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     assert numa.bind(address, 4 * PAGE, 0)

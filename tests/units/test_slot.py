@@ -203,7 +203,7 @@ def test_binding_swaps_leaf_and_home(weight: nn.Parameter) -> None:
     block = block_of(weight)
     loaded(block)
     weight.requires_grad_(False)
-    block.bind()
+    block.bind(adopts=True)
     leaf = block.container[0]
     assert leaf is block.slots[0].leaf
     assert not leaf.requires_grad  # as its home

@@ -200,6 +200,40 @@ def test_guesses_of_frozen_blocks_outlive_a_step(compute_device: torch.device, t
     assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
 
 
+def test_nothing_is_guessed_while_a_fetch_is_promised(compute_device: torch.device, tmp_path: Path):
+    """It may need all chunks of the ring when another thread asks for it."""
+    model = build().requires_grad_(False)
+    with offload(model, compute_device, tmp_path) as handle:
+        fetching, (one, other, *_) = handle._fetching, layers_on_disk(handle)
+        assert fetching is not None
+        fetching.ahead(other, 0)
+        fetch = fetching.promise(one)
+        assert not fetching._ahead
+        assert not fetching.ahead(other, 0)
+        assert not fetching._ahead
+        fetch.ask(None)
+        fetching.kept(fetch)
+        fetching.ahead(other, 0)
+        assert list(fetching._ahead) == [other]
+
+
+def test_records_of_reads_go_with_them(tokens: torch.Tensor, tmp_path: Path):
+    """Where the CPU is the device, and has room for several blocks: what is asked for waits for no turn."""
+    model = Decoder(layers=60, width=32).requires_grad_(False)
+    budgets = {"device_memory": "256KiB", "host_memory": "640KiB"}
+    with (
+        millrace.offload(model, device="cpu", disk=tmp_path, blocks=[model.layers], **budgets) as handle,
+        torch.no_grad(),
+    ):
+        kept = []
+        for _ in range(4):
+            handle.reset_stats()
+            model(tokens)
+            assert handle.stats().fetch_bytes > 0
+            kept.append(len(handle._fetching._turns._under_way))  # type: ignore[union-attr]
+    assert max(kept) < 60  # not even one for each block
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_ctrl_c_at_any_line_of_a_fetch_leaves_nobody_waiting(
     compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, trains: bool

@@ -134,21 +134,21 @@ class Twice(nn.Module):
         return first + Product.apply(hidden, self.inner.weight)  # type: ignore[no-any-return]
 
 
-def test_a_home_that_is_written_to_within_a_call(compute_device: torch.device) -> None:
+@pytest.mark.parametrize("block", ["0", "0.inner"])  # bound while the home is written to, or lent
+def test_a_home_that_is_written_to_within_a_call(compute_device: torch.device, block: str) -> None:
     torch.manual_seed(0)
-    model = Twice()
+    model = nn.Sequential(Twice())
     plain = copy.deepcopy(model)
     hidden = torch.randn(2, 8)
 
     def doubling(weight: nn.Parameter) -> Callable[[], object]:
         return lambda: weight.data.mul_(2)
 
-    plain.write = doubling(plain.inner.weight)
-    with torch.no_grad(), millrace.offload(model, device=compute_device, device_memory=4096, blocks=[model.inner]):
-        kept = model.inner.weight
-        model.write = doubling(kept)
+    plain[0].write = doubling(plain[0].inner.weight)
+    blocks = [model.get_submodule(block)]
+    with torch.no_grad(), millrace.offload(model, device=compute_device, device_memory=4096, blocks=blocks):
+        kept = model[0].inner.weight
+        model[0].write = doubling(kept)
         for _ in range(3):
             assert torch.equal(model(hidden.to(compute_device)).cpu(), plain(hidden))
-        assert torch.equal(kept, plain.inner.weight)
-        model.write = lambda: None
-        del kept
+        assert torch.equal(kept, plain[0].inner.weight)

@@ -7,7 +7,7 @@ from typing import Any
 
 from millrace.planning.cost.experts import ExpertCut, cut_of, loads_of
 from millrace.planning.cost.hardware import Hardware
-from millrace.planning.cost.packing import mean_read_share, packs
+from millrace.planning.cost.packing import mean_read_share
 from millrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 from millrace.planning.cost.tiers import Tiers
 from millrace.planning.cost.work import Method, Place, Spread, Training, Work
@@ -37,7 +37,7 @@ class Decoding:
     - `even`: with even routing; `rates`: by the share of experts that is there; `given`: by the one that was given.
     - `whole`: with whole layers; what is decoded where no experts come one by one.
     - `disk_share`: of the weights that travel, those that rest on disk; `experts_disk_share`: of experts that come one
-      by one, those that come from there, with even routing. Host memory has others: what the device gave up.
+      by one, those that come from there, with even routing. The others were given up by the device to host memory.
     """
 
     sequences: int
@@ -104,8 +104,8 @@ def decoding_of(
     budget = shape.weight_bytes
     if method.streamed:
         budget = max(0, tiers.streaming_bytes - max(0, cache_bytes - free_bytes))
-    packed = packs(shape, work, spread, method, hardware)
-    parts = _Parts(shape, token, method, hardware, tiers, work.sequence_length, packed=packed)
+    read_share = mean_read_share(shape, work, spread, method, hardware)
+    parts = _Parts(shape, token, method, hardware, tiers, work.sequence_length, read_share)
     cut = cut_of(shape, token, spread, method, budget)
     whole = parts.rate(1.0, max(0, shape.weight_bytes - budget), None)
     found = Decoding(
@@ -145,8 +145,7 @@ class _Parts:
         hardware: Hardware,
         tiers: Tiers,
         context: int,
-        *,
-        packed: bool,
+        read_share: float,
     ) -> None:
         self._shape = shape
         self._tokens = token.tokens
@@ -155,11 +154,11 @@ class _Parts:
         if method.weights is Place.DISK:
             room = tiers.capacity[Place.HOST] - tiers.total(Place.HOST)
             self.disk_share = min(1.0, max(0.0, 1.0 - room / shape.weight_bytes))
-        self._read_share = mean_read_share(shape) if packed else 1.0
+        self._read_share = read_share
         self.compute_seconds = sum(self._compute_seconds(block, context) for block in shape.blocks)
 
     def experts_disk_share(self, cut: ExpertCut) -> float:
-        """Experts have their part of the host memory that weights have: for single ones, if not all have room."""
+        """Host memory has experts that the device gave up, in experts' part of the room that it has for weights."""
         all_bytes = cut.layers * cut.count * cut.expert_bytes
         return cut.read_share((1.0 - self.disk_share) * all_bytes) if self.disk_share else 0.0
 

@@ -79,13 +79,15 @@ class ExpertCut:
         return min(self.held_share, left / self.count)
 
     def passing_hit_rate(self, wanted: float) -> float:
-        """The same where calls pass through, as they want nearly all of a layer: what has room beside those of one."""
+        """As `hit_rate`, of calls that want nearly all of each layer: those before have left in each bank what has room
+        beside the experts of one call. 0 for calls that want fewer.
+        """
         banks, slots = self.banks
         there = banks * max(0.0, slots - wanted) if passes_through(wanted, self.count) else 0.0
         return min(1.0, there / (self.layers * wanted))
 
     def read_share(self, host_bytes: float) -> float:
-        """Of the experts that come, those from disk, where others have so much host memory: what the device gave up."""
+        """The share of the experts that come which is read from disk; the host has so many bytes of those given up."""
         away = self.layers * self.count - self.slots
         return max(0.0, 1.0 - host_bytes / self.expert_bytes / away) if away else 0.0
 

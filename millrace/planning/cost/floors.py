@@ -9,7 +9,7 @@ from millrace.planning.cost.collectives import changes, collective_seconds, redu
 from millrace.planning.cost.experts import cut_of, pass_loads
 from millrace.planning.cost.formulas import tokens_to_hide
 from millrace.planning.cost.hardware import OVER_LINK, Hardware
-from millrace.planning.cost.packing import mean_read_share, packs
+from millrace.planning.cost.packing import mean_read_share
 from millrace.planning.cost.shape import ModelShape
 from millrace.planning.cost.sharing import Crossing, crossing_of
 from millrace.planning.cost.tiers import block_seconds, leaving_layers, recompute_seconds
@@ -75,7 +75,7 @@ def floors_of(
         onload = loaded / hardware.onload_bytes_per_second
         if method.weights is Place.DISK:
             updated_there = held * weights if changed else 0.0
-            read = mean_read_share(shape) if packs(shape, work, spread, method, hardware) else 1.0
+            read = mean_read_share(shape, work, spread, method, hardware)
             fetch, spill = fetch + held * loaded * read + updated_there, spill + updated_there
     elif changed:
         onload = method.host_share * weights / hardware.onload_bytes_per_second
@@ -179,7 +179,7 @@ def hiding_tokens(
         hidden["onload"] = tokens(loaded * bits / 8 * (2 if training else 1), hardware.onload_bytes_per_second)
     if method.weights is Place.DISK:
         rate = hardware.disk_read_bytes_per_second / hardware.devices
-        read = mean_read_share(shape) if packs(shape, work, spread, method, hardware) else 1.0
+        read = mean_read_share(shape, work, spread, method, hardware)
         hidden["fetch of weights"] = tokens(read * held * bits / 8 * (2 if training else 1), rate)
     if training and method.state is not Place.DEVICE and shape.trainable:
         trained = method.host_share * updated * shape.trainable / shape.parameters

@@ -262,7 +262,7 @@ def _shared(
 def _traffic(
     block: BlockShape, work: Work, spread: Spread, method: Method, read: float, *, leaves: bool
 ) -> BlockTraffic:
-    """`read`: of the bytes that come from disk, what is read there."""
+    """`read`: the share of the bytes that come from disk which is read, see packing.py."""
     activations = round(block.activation_bytes(work.tokens)) if leaves else 0
     spills = method.activations is Activations.SPILLED
     shard = int(spread.divided(block.weight_bytes, 3, block.expert_share))

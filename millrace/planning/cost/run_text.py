@@ -20,7 +20,7 @@ _LINE = 72  # columns of the time line
 _NOTICED = 0.05  # of a lane's time: latency
 _SHOWN = 4  # stalls and helps
 _BOUND = 0.85  # of a step: what is in use for longer bounds it
-_TOLD_SHARE = 0.99  # of the bytes that are read where weights are packed: if it is more, nothing is told
+_TOLD_SHARE = 0.99  # of the bytes on disk: if more is read, as few weights are packed, nothing is told
 _USED = 0.1  # what is in use for less is not told
 _RESOURCES = {
     "onload": "the link to the device",
@@ -204,8 +204,8 @@ def _closing(plan: RunPlan, run: Run) -> list[str]:
             f"wear      {size_text(plan.written_bytes)} written to disk a step: the drives are guaranteed "
             f"{plan.wear_steps:,.0f} steps"
         )
-    share = mean_read_share(plan.model)
-    if share < _TOLD_SHARE and any(held.purpose == "packed weights" for held in run.tiers.held):
+    share = mean_read_share(plan.part, plan.work, plan.spread, run.method, plan.hardware)
+    if share < _TOLD_SHARE:
         lines.append(f"packed    weights that have come a few times are read in {share:.2f} of their bytes")
     if plan.codec_cores:
         lines.append(

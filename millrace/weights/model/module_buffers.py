@@ -157,7 +157,7 @@ class ModuleBuffers:
             if isinstance(buffer, HostBuffer):
                 self._places[id(module._buffers), name] = module._buffers, buffer
 
-    def bind(self, *, adopts: bool = True) -> None:
+    def bind(self, *, adopts: bool) -> None:
         """Modules have the device's copies; or what `torch.func.functional_call` has put there, which stays its own."""
         self._lent.clear()
         for (key, name), (container, buffer) in self._places.items():

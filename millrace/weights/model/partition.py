@@ -21,7 +21,7 @@ __all__ = ["Part", "Partition", "partition"]
 
 _ADAPTER_SHARE = 0.1  # of all bytes: so many trainable ones, beside frozen ones, count as adapters
 _SMALL_SHARE = 1 / 16  # of a unit: a leaf below that is not worth a trip of its own
-_MISSING_SHARE = 1 / 32  # of what has no room: the largest unit of a model that decodes, see `_unit_of_decoding`
+_MISSING_SHARE = 1 / 32  # of what has no room: the unit of a model that decodes, see `_unit_of_decoding`
 _VISIT_BYTES = 2 * 2**20  # what crosses a link of 25 to 50 GB/s while the host makes one visit
 
 
@@ -100,8 +100,9 @@ class _Cutter:
         elif blocks == "auto":
             self._cut_experts()
             unit_bytes = self._repeated_layer_bytes() or self._budget_bytes // 2
-            if self._decodes() and 2 * self._unit_of_decoding() <= unit_bytes:
-                unit_bytes = merge_bytes = self._unit_of_decoding()
+            fine_bytes = self._unit_of_decoding()
+            if self._decodes() and 2 * fine_bytes <= unit_bytes:
+                unit_bytes = merge_bytes = fine_bytes
         else:
             self._cut_experts()
             unit_bytes = parse_bytes(blocks, name="blocks")
@@ -182,11 +183,11 @@ class _Cutter:
         return not self._model.training and callable(getattr(self._model, "generate", None))
 
     def _unit_of_decoding(self) -> int:
-        """Bytes of the blocks that suit a model which nearly fits, where each weight is used for little compute.
+        """Bytes of the blocks that suit a model that nearly fits and uses each weight for little compute.
 
-        In each pass, the block that comes has room only once another one has computed, so about one block more crosses
-        the link than has no room: it should be small beside that. But visits take the host longer than the link needs
-        where blocks are too many.
+        A block has room only once another one has computed, so in each pass about one block more crosses the link than
+        has no room: it should be small beside that. But the host visits all blocks in a pass, also those that stay: if
+        they are too many, that takes longer than the link needs.
         """
         total_bytes = self._nbytes(list(self._inventory.members))
         missing_bytes = total_bytes - self._budget_bytes

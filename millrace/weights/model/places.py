@@ -83,7 +83,9 @@ class Places:
         return strong + len(self._attributes) + len(self.compounds)
 
     def bind(self, *, adopts: bool) -> None:
-        """The modules compute with the leaves, where they have the homes; `adopts`: or what becomes the home now."""
+        """The modules that have the homes compute with the leaves; `adopts`: so do those to which the user has given
+        another parameter, which becomes the home.
+        """
         for module, parameters, held in self._modules:
             present = module()
             if present is None:
@@ -122,7 +124,7 @@ class Places:
             compound.undo_rewrites()
 
     def hide_leaves(self) -> None:
-        """Whoever asks a module for a parameter comes to its `_parameters`."""
+        """Modules find the parameters in `_parameters` when they are asked for them."""
         for module, _, held in self._modules:
             present = module()
             if present is not None:
@@ -139,7 +141,7 @@ class Places:
             self._adopt_compound(compound, place.get())
 
     def _adopt_replacement(self, place: Place, slot: Slot) -> bool:
-        """What the user put in the home's place, if anything, is the home now. Whether the home was another one."""
+        """Whether the user put another parameter in the home's place: it is the home now."""
         held = place.get()
         if held is slot.home or not _is_replacement(held):
             return False

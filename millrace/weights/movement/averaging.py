@@ -115,9 +115,10 @@ class AveragedGradients:
             largest_bytes = max(largest_bytes, aligned(len(slots)) + self._sums.given_bytes(slots))
         if largest_bytes > self._half_bytes:
             self._halves, self._half_bytes = [], 0
-            of = self._node, self._node.size * largest_bytes, self._lanes.device, self._ledger, _PURPOSE
-            self._shelf.make_room(2 * whole_pages(of[1]))
-            self._halves = [SharedArena(*of, by_ranks=True) for _ in range(2)]
+            node, nbytes = self._node, self._node.size * largest_bytes
+            self._shelf.make_room(2 * whole_pages(nbytes))
+            where = self._lanes.device, self._ledger, _PURPOSE
+            self._halves = [SharedArena(node, nbytes, *where, by_ranks=True) for _ in range(2)]
             self._half_bytes = largest_bytes
 
     def take(self, slot: Slot) -> None:
@@ -241,10 +242,9 @@ class AveragedGradients:
         flags = []
         with without_overrides():
             for slot in slots:
-                adds = slot.home.grad is not None or slot in self._averaged
+                homes, held = self._homes[slot], slot.home.grad
+                adds = held is not None or slot in self._averaged
                 flags.append(_GIVES * (slot in gradients or slot in from_host) | _ADDS * adds)
-                homes = self._homes[slot]
-                held = slot.home.grad
                 replaced = held is None or not homes.has_lent(slot, held)
                 if replaced and slot not in self._averaged and homes.is_kept(slot):
                     homes.leave_to_user()
@@ -328,8 +328,8 @@ class AveragedGradients:
         return averaged
 
     def _next_round(self, what: str) -> tuple[int, SharedArena, Job[list[Slot]] | None]:
-        """Its number, the memory that it takes turns with, which no rank reads on the host any more, and the sums that
-        were made there last.
+        """Its number; its half of the memory, which no rank reads on the host any more; and the job that summed up
+        there last.
         """
         self._rounds += 1
         number, turn = self._pass * _IN_A_PASS + self._rounds, self._rounds % 2

@@ -1,4 +1,4 @@
-"""What lies in slots on the device, or in host memory where that is the device? Experts, in buffers of equal slots."""
+"""Which experts are in which slots of the device, or of host memory where the CPU is the device?"""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Arrival:
 
 
 class Bank:
-    """Slots in one buffer, and what is in them: experts of so many blocks. `in_host`: of the host budget."""
+    """Equal slots in one buffer, and what is in them: experts of so many blocks. `in_host`: of the host budget."""
 
     def __init__(self, buffer: torch.Tensor, slots: int, blocks: int, *, in_host: bool = False) -> None:
         self.buffer = buffer
@@ -39,7 +39,7 @@ class Bank:
         self._holds: list[Key | None] = [None] * slots
         self._contents: dict[int, object] = {}  # of a block's homes when its experts were loaded
 
-    def check(self, block: Block, contents: object) -> None:
+    def forget_stale(self, block: Block, contents: object) -> None:
         """Experts of the block that were loaded from other contents of its homes are gone."""
         if self._contents.get(block.index) != contents:
             for key in [key for key in self.places if key[0] == block.index]:
@@ -92,8 +92,8 @@ class Bank:
 def banks_in_host(
     slots: int, slot_bytes: int, device_slots: int, layers: Sequence[Block], ledger: Ledger
 ) -> dict[Block, Bank]:
-    """Banks of so many slots in all, for as many of the layers as their part of all slots says; the others have the
-    device's.
+    """By block, its bank. Together they have so many slots, and as large a share of the layers as of all slots: the
+    other layers use the banks on the device.
     """
     own = layers[: max(1, round(len(layers) * slots / (slots + device_slots)))]
     banks = max(1, min(slots // max(block.experts.count for block in own if block.experts is not None), len(own)))

@@ -281,8 +281,8 @@ class Block(HomesInFiles):
             self.updates = [LostUpdate(f"block {self.name!r}")]
 
     # binding ----------------------------------------------------------------------------------------------------------
-    def bind(self, *, adopts: bool = True) -> None:
-        """The modules' attributes become the leaves; `adopts`: parameters that took the place of homes, too."""
+    def bind(self, *, adopts: bool) -> None:
+        """The modules' attributes become the leaves; `adopts`: what took the place of homes becomes the home first."""
         self.places.bind(adopts=adopts)
 
     def unbind(self) -> None:

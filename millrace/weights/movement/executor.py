@@ -38,8 +38,8 @@ class Executor:
         self._blocks = list(blocks)
         self._residency = residency
         self._gathers = residency.gathers
-        self._follows = False  # the first rank's course, on which blocks are gathered;
-        self._followed = False  # in the last cycle
+        self._follows = False  # whether the cycle has the first rank's course, on which blocks are gathered
+        self._followed = False  # the same of the last cycle
         self._lanes = lanes
         self._meter = meter
         self._book = TraceBook()
@@ -92,7 +92,7 @@ class Executor:
         self._close()
         self._followed, self._follows = self._follows, False
         if self._followed:
-            self._take_part(rest=True)
+            self._take_part(to_the_end=True)
         if self._course is not None and not self._course.strayed:
             step = self._course.end()
             loads = [self._blocks[index] for index in step.loads]
@@ -250,20 +250,21 @@ class Executor:
     @property
     def _reached(self) -> float:
         """The visit that the pass has come to; beyond all, where it does not go as agreed: others wait for gathers."""
-        goes = self._follows and self._course is not None and not self._course.strayed
-        return self._course.position if goes else math.inf  # type: ignore[union-attr]
+        if self._follows and self._course is not None and not self._course.strayed:
+            return self._course.position
+        return math.inf
 
-    def _take_part(self, until: Block | None = None, *, rest: bool = False) -> None:
-        """Gathers that are due begin: up to the first whose home is being updated, or at least to a block; `rest`: all.
+    def _take_part(self, until: Block | None = None, *, to_the_end: bool = False) -> None:
+        """Gathers that are due begin: up to the first whose home is being updated, or at least to a block; or all.
         A rank that has gone astray uses none: others may need its gradients before these are due.
         """
-        gathers, reached = self._gathers, math.inf if rest else self._reached
+        gathers, reached = self._gathers, math.inf if to_the_end else self._reached
         while gathers is not None and (block := gathers.due(reached)) is not None:
             if until is None and reached < math.inf and (self._pauses or block.being_updated):
                 return
             gathers.begin()
             until = None if block is until else until
-            is_used = rest or reached < math.inf
+            is_used = to_the_end or reached < math.inf
             if is_used and block.buffer is None and self._residency.fits(block):
                 self._residency.reserve(block)
             if is_used and block.buffer is not None and not block.is_current(self._moment):

@@ -160,18 +160,18 @@ class Gathers:
 
         `copies`: of the whole, where it rests in memory, and then of what comes on top of it. Neither blocks.
         """
+        part = self.part_of(block)
         brought: Transfer | LateTransfer
         read: Event
         if block.is_fetched and self.fetching is not None:
             others = list(copies)
-            fetch = self.fetching.onload(self.part_of(block), Target(buffer, after, ()))
-            brought, read = LateTransfer(Lane.ONLOAD, self.own_bytes(block), fetch.arrived), fetch
+            fetch = self.fetching.onload(part, Target(buffer, after, ()))
+            brought, read = LateTransfer(Lane.ONLOAD, part.own_bytes, fetch.arrived), fetch
         else:
             (_, memory), *others = copies
-            brought, read = self._pace.submit(Lane.ONLOAD, self._parts(block, buffer, memory), after)
+            brought, read = self._pace.submit(Lane.ONLOAD, part.copies(buffer, memory), after)
         number, what = self._begins(block)
-        ranges = self._ranges(block)
-        submitted = self._thread.submit(self._gather, brought, buffer.detach(), ranges, others, number, block.name)
+        submitted = self._thread.submit(self._gather, brought, buffer.detach(), part, others, number)
         self._meter.onloaded(brought.nbytes + sum(source.nbytes for _, source in others))
 
         def others_come() -> None:
@@ -183,16 +183,14 @@ class Gathers:
 
         return Gathered(len(buffer), submitted, others_come), Submitted(submitted) if others else read
 
-    def own_bytes(self, block: Block) -> int:
-        """How much of a block comes over this rank's link."""
-        end, own = self._ranges(block)
-        return int(own.stop - own.start) + block.nbytes - end
-
     def part_of(self, block: Block) -> "OwnPart":
-        """What this rank brings of a block that rests on disk."""
-        end, own = self._ranges(block)
-        parts = [(own.start, own.stop), (end, block.nbytes)]
-        return OwnPart(block, tuple((begin, stop - begin, begin) for begin, stop in parts if begin < stop))
+        """What this rank brings of a block: one of as many equal ranges as there are ranks, and what is behind them."""
+        unit, ranks = block.rest.range_bytes, self._node.size
+        length = block.nbytes // ranks // unit * unit
+        own = self._node.rank * length, length
+        behind = ranks * length, block.nbytes - ranks * length
+        ranges = tuple((first, nbytes, first) for first, nbytes in (own, behind) if nbytes)
+        return OwnPart(block, ranks * length, ranges)
 
     def take_part(self, block: Block) -> None:
         """As `onload`, for the other ranks' sake alone."""
@@ -201,18 +199,18 @@ class Gathers:
             largest_bytes = max(one.nbytes for one in self._blocks())
             self._scratch = torch.empty(largest_bytes, dtype=torch.uint8, device=self._lanes.device)
             self._ledger.add(Tier.DEVICE, _PURPOSE, largest_bytes)
-        whole, after = self._scratch[: block.nbytes].detach(), self._lanes.mark()
+        part, whole, after = self.part_of(block), self._scratch[: block.nbytes].detach(), self._lanes.mark()
         bring: Callable[[], Transfer | LateTransfer]
         if block.is_fetched and self.fetching is not None:
-            bring = partial(_fetched, self.fetching, self.fetching.promise(self.part_of(block)), whole, after)
+            bring = partial(_fetched, self.fetching, self.fetching.promise(part), whole, after)
         elif block.rest.memory is not None:
-            bring = partial(self._lanes.copy, Lane.ONLOAD, self._parts(block, whole, block.rest.memory), after)
+            bring = partial(self._lanes.copy, Lane.ONLOAD, part.copies(whole, block.rest.memory), after)
         else:
             raise RankError(f"block {block.name!r} is to be gathered, and is not there on this rank")
         number, _ = self._begins(block)
-        done = self._thread.submit(self._fill, bring, whole, self._ranges(block), number, block.name)
+        done = self._thread.submit(self._fill, bring, whole, part, number)
         block.read_until(Submitted(done))
-        self._meter.onloaded(self.own_bytes(block))
+        self._meter.onloaded(part.own_bytes)
 
     def close(self) -> None:
         """Waits for what is under way, and ends the thread."""
@@ -225,33 +223,21 @@ class Gathers:
         self._counters.post(_BEGUN, self._begun)
         return self._begun, _what(block.name)
 
-    def _parts(self, block: Block, buffer: torch.Tensor, memory: torch.Tensor) -> list[Copy]:
-        """What this rank brings."""
-        end, own = self._ranges(block)
-        return [(buffer[part].detach(), memory[part]) for part in (own, slice(end, None)) if len(buffer[part])]
-
-    def _ranges(self, block: Block) -> "_Ranges":
-        """Where the ranks' ranges end, which are equally large, and this rank's; each brings the few bytes behind."""
-        unit = block.rest.range_bytes
-        length = block.nbytes // self._node.size // unit * unit
-        return length * self._node.size, slice(length * self._node.rank, length * (self._node.rank + 1))
-
     def _gather(
         self,
         brought: Transfer | LateTransfer,
         buffer: torch.Tensor,
-        ranges: "_Ranges",
+        part: "OwnPart",
         others: Sequence[Copy],
         number: int,
-        name: str,
     ) -> Transfer:
         """On the thread: the collective, once all ranks have come to it."""
+        end, name = part.gathered_bytes, part.block.name
         what = _what(name)
         try:
             here = brought.done  # raises what kept it from coming, before others count on this rank
             self._counters.post(_ENTERED, number)
             self._counters.wait(_ENTERED, number, what, in_pass=False)
-            end, _ = ranges
             rows = buffer[:end].view(self._node.size, -1) if end else None
             moved = self._lanes.together(
                 Among.GATHER, lambda: None if rows is None else self._group.gather(rows, what), end, here
@@ -266,20 +252,12 @@ class Gathers:
         return moved
 
     def _fill(
-        self,
-        bring: Callable[[], Transfer | LateTransfer],
-        scratch: torch.Tensor,
-        ranges: "_Ranges",
-        number: int,
-        name: str,
+        self, bring: Callable[[], Transfer | LateTransfer], scratch: torch.Tensor, part: "OwnPart", number: int
     ) -> Transfer:
         """On the thread: a gather of which this rank needs nothing. The next one may use the same memory."""
-        moved = self._gather(bring(), scratch, ranges, (), number, name)
+        moved = self._gather(bring(), scratch, part, (), number)
         moved.done.synchronize()
         return moved
-
-
-_Ranges = tuple[int, slice]
 
 
 def _what(name: str) -> str:
@@ -288,14 +266,27 @@ def _what(name: str) -> str:
 
 @dataclass(frozen=True)
 class OwnPart:
-    """This rank's part of a block, as Fetching takes it."""
+    """What this rank brings of a block, as Fetching takes it: a range of its first `gathered_bytes`, which ranks send
+    each other, and what is behind these.
+    """
 
     block: Block
+    gathered_bytes: int
     ranges: tuple[Range, ...]
 
     @property
     def nbytes(self) -> int:
+        """Of the whole block, which is what it takes on the device."""
         return self.block.nbytes
+
+    @property
+    def own_bytes(self) -> int:
+        """What crosses this rank's link."""
+        return sum(nbytes for _, nbytes, _ in self.ranges)
+
+    def copies(self, buffer: torch.Tensor, memory: torch.Tensor) -> list[Copy]:
+        """From the memory where the block rests."""
+        return [(buffer[at : at + nbytes].detach(), memory[at : at + nbytes]) for at, nbytes, _ in self.ranges]
 
     @property
     def contents(self) -> object:

@@ -72,10 +72,9 @@ class GivenUp:
         """
         self._forget(key)
         if len(self._places) >= self._room:
-            if all(other in wanted for other in self._places):
-                self._keeping.went(key)
-                return
-            going = self._keeping.victim(key[0], {*self._places, key}, wanted)
+            going = key
+            if not all(other in wanted for other in self._places):
+                going = self._keeping.victim(key[0], {*self._places, key}, wanted)
             if going == key:
                 self._keeping.went(key)
                 return

@@ -182,7 +182,7 @@ class Residency:
     def load_seconds(self, block: Block, link: LinkSpeed, among: LinkSpeed | None = None) -> float:
         """How long the slowest part of the way to the device takes for a block; `among`: it is gathered so fast."""
         if among is not None and self.gathers is not None:
-            own_bytes = self.gathers.own_bytes(block)
+            own_bytes = self.gathers.part_of(block).own_bytes
             fetch_seconds = 0.0 if self.fetching is None or not block.is_fetched else self.fetching.seconds(own_bytes)
             return max(fetch_seconds, link.load_seconds(own_bytes), among.load_seconds(block.nbytes))
         if not block.is_fetched:

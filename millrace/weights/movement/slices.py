@@ -110,7 +110,7 @@ class Slices:
             self._leave(bank)
 
     def _leave(self, bank: Bank) -> None:
-        """A bank in host memory, whose blocks have those on the device from now on."""
+        """Gives up a bank in host memory: its blocks use those on the device from now on."""
         for slot in list(bank.arriving):
             self._settle(bank, slot)
         self._host_banks = {block: other for block, other in self._host_banks.items() if other is not bank}
@@ -119,8 +119,9 @@ class Slices:
         """The bank for a call that uses these of the block's experts; of so many slots, where that is given. Raises
         BudgetError where there is no room for it.
 
-        In host memory is what calls come back to that choose: what passes through does so on the device. With gradients
-        nothing else decides, as a checkpoint has to compute again in a bank like that of forward.
+        A call that passes through uses a bank on the device, also where the block has one in host memory, unless that
+        has slots for all its experts. With gradients it always does: a checkpoint has to compute again in a bank of the
+        same size.
         """
         passing = block.experts is not None and passes_through(len(used), block.experts.count)
         bank = self._host_banks.get(block)
@@ -231,29 +232,29 @@ class Slices:
     def _look_at(self, block: Block, bank: Bank, count: int) -> None:
         """Experts of the block may be read, and what is in the bank is what homes hold."""
         block.keep_leaf_writes()
-        bank.check(block, block.readable_contents())
+        bank.forget_stale(block, block.readable_contents())
         self._meter.experts_used(count)
 
     def _used(self, block: Block, bank: Bank, experts: Collection[int]) -> None:
         bank.keeping.used(block.index, experts, passing=bank.passing)
-        home = self._host_banks.get(block, bank)
-        if home is not bank:
-            home.keeping.used(block.index, experts, passing=bank.passing)
+        host_bank = self._host_banks.get(block, bank)
+        if host_bank is not bank:
+            host_bank.keeping.used(block.index, experts, passing=bank.passing)
         if self._given_up is not None and block.is_fetched:
             self._given_up.used(block.index, experts, passing=bank.passing)
 
     def _fill_host(self, block: Block, bank: Bank, experts: Iterable[int]) -> None:
         """What passes through the device stays in the block's bank in host memory, too, as long as that has slots."""
-        home = self._host_banks.get(block, bank)
-        if home is bank:
+        host_bank = self._host_banks.get(block, bank)
+        if host_bank is bank:
             return
-        home.check(block, block.readable_contents())
-        home.passing = bank.passing
+        host_bank.forget_stale(block, block.readable_contents())
+        host_bank.passing = bank.passing
         for expert in experts:
-            if any((block.index, expert) in one.places for one in (home, bank)):
+            if any((block.index, expert) in one.places for one in (host_bank, bank)):
                 continue
-            if (slot := home.free_slot()) is not None:
-                self._load(block, expert, home, slot, ())
+            if (slot := host_bank.free_slot()) is not None:
+                self._load(block, expert, host_bank, slot, ())
 
     def place_of(self, tensor: torch.Tensor) -> tuple[Bank, int] | None:
         """The bank in which a tensor lies, and bytes from its beginning; None for any other tensor."""
@@ -305,11 +306,11 @@ class Slices:
         if host is not None and block.is_fetched:
             kept = host.take(key, bank.contents_of(block), passing=bank.passing)
         self._empty(bank, slot, wanted)
-        home = self._host_banks.get(block, bank)
-        here = None if home is bank else home.places.get(key)
+        host_bank = self._host_banks.get(block, bank)
+        here = None if host_bank is bank else host_bank.places.get(key)
         if here is not None:
-            self._meter.expert_host_loads += here not in home.arriving  # it comes from disk right now
-            self.arrive(home, here)
+            self._meter.expert_host_loads += here not in host_bank.arriving  # it comes from disk right now
+            self.arrive(host_bank, here)
         # Whoever computes with what was in the slot is done with it, and so is whoever copies it to the host.
         after = self._lanes.mark() if host is None else host.all_left()
         with plain_tensors(), torch.no_grad():
@@ -320,8 +321,8 @@ class Slices:
                 arrival = Arrival(transfer, self._residency.next_number())
                 self._meter.expert_host_loads += 1
             elif here is not None:
-                place = [(bank.memory(slot, self.slot_bytes), home.memory(here, self.slot_bytes))]
-                transfer, home.read[here] = self._residency.pace.submit(Lane.ONLOAD, place, after)
+                place = [(bank.memory(slot, self.slot_bytes), host_bank.memory(here, self.slot_bytes))]
+                transfer, host_bank.read[here] = self._residency.pace.submit(Lane.ONLOAD, place, after)
                 arrival = Arrival(transfer, self._residency.next_number())
             elif block.is_fetched:
                 arrival = self._fetch(block, expert, bank, slot, after)
@@ -369,7 +370,7 @@ class Slices:
 
 
 class _OneExpert:
-    """Of a block that rests on disk, for the way from there."""
+    """An expert of a block that rests on disk, as Fetching takes it."""
 
     def __init__(self, block: Block, ranges: Sequence[Range]) -> None:
         self._block = block

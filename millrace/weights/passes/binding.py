@@ -24,8 +24,8 @@ class Bindable(Protocol):
 def bind(blocks: Iterable[Bindable], *, adopts: bool = True) -> None:
     """One more user of each block: with the first one the modules' attributes become the leaves.
 
-    Not `adopts`: the homes stay what they were, as gradients of their leaves are on their way, whatever the user has
-    put in their places since.
+    `adopts`: parameters that the user has put in the place of homes are the homes from now on. Not in a backward, whose
+    gradients are those of the homes that the forward had.
     """
     for block in blocks:
         block.users += 1

@@ -161,14 +161,12 @@ class Budgets:
 def _rests_alone_on_disk(
     part: Part, inventory: Inventory, config: OffloadConfig, materialized: Materialized | None
 ) -> bool:
-    """Whether it has experts that no visit brings whole, and that may all rest on disk, of this process alone."""
+    """Whether it has experts that come one by one, and that may all rest on disk, of this process alone."""
     if part.experts is None or config.mesh is not None:
         return False
     parameters = [inventory.members[key].parameter for key in part.keys]
-    if any(
-        p.requires_grad for p in parameters
-    ):  # training would read whole layers from disk, which have room elsewhere
-        return False
+    if any(p.requires_grad for p in parameters):
+        return False  # training would read whole layers from disk, which have room elsewhere
     if any(site.training and not takes_single_experts(site) for site in part.sites):
         return False
     in_files = materialized is not None and all(materialized.name_of(p) is not None for p in parameters)

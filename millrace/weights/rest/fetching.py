@@ -268,7 +268,7 @@ def _covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 class Fetchable(Protocol):
-    """A block that rests on disk, of `nbytes`; or a part of it."""
+    """A block that rests on disk, or a part of it; `nbytes`: what that takes on the device."""
 
     @property
     def nbytes(self) -> int: ...

@@ -228,8 +228,8 @@ class Shelf:
 
     def _shared(self, name: str, nbytes: int, *, in_memory: bool) -> SharedRest:
         if in_memory and self._node is not None:
-            of = self._node, nbytes, self._device, self._ledger, "weights"
-            return SharedRest(SharedArena(*of, by_ranks=True), nbytes)
+            arena = SharedArena(self._node, nbytes, self._device, self._ledger, "weights", by_ranks=True)
+            return SharedRest(arena, nbytes)
         rest = self.writable_rest_for(name, nbytes)
         if not isinstance(rest, SharedRest):
             raise TypeError(f"block {name!r} is of one process")

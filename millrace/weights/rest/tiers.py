@@ -27,7 +27,7 @@ class Rest(ABC):
     on_disk = False
     homes: "Homes | None" = None  # where those of its parameters lie that travel in another dtype; None: anywhere
     has_own_files = False  # that this process alone writes
-    range_bytes = 16  # of which ranges are multiples that ranks bring each alone
+    range_bytes = 16  # where each rank brings a range of a block, its length is a multiple of this
     filled = False  # past the page cache: the files have what the places show, until `flush`
 
     @abstractmethod
@@ -42,7 +42,7 @@ class Rest(ABC):
 
     def flush(self, ranges: Sequence[Range] | None = None) -> None:  # noqa: B027  # nothing to do where places are read
         """What was written through the places goes to where the pieces are read, and leaves this process's memory;
-        `ranges`: only these are read until the next one.
+        `ranges`: until the next flush only these are read.
         """
 
     def take_homes(self, slots: Sequence[Slot], *, keeps: bool = False) -> None:
@@ -78,7 +78,7 @@ class HostRest(Rest):
 class DiskRest(Rest):
     """Bytes in an extent of a disk store, mapped for the places, and read by `chunk_bytes`.
 
-    `spilled` is told how many bytes go there. `ranks`: of so many each may bring a range, whose checksums are its own.
+    `spilled` is told how many bytes go there. `ranks`: each of so many may read a range by itself, and check it.
     """
 
     on_disk = has_own_files = True
@@ -367,7 +367,9 @@ def _runs(wanted: Iterable[tuple[str, int, int, int]], chunk_bytes: int) -> list
 
 
 def _grain_bytes(nbytes: int, chunk_bytes: int) -> int:
-    """Whole pages, in a chunk, of which so many bytes hold a whole number with as little behind as may be."""
+    """The length of checksummed pieces: whole pages, at most a chunk, so that whole pieces leave the least of `nbytes`
+    behind them.
+    """
     pages, least = nbytes // DISK_ALIGNMENT_BYTES, max(1, -(-nbytes // chunk_bytes))
     grains = {max(1, pages // count) for count in range(least, least + 8)}
     return max(grains, key=lambda grain: (pages // grain * grain, grain)) * DISK_ALIGNMENT_BYTES
