@@ -239,3 +239,32 @@ def test_a_home_that_is_written_to_within_a_call(compute_device: torch.device) -
         assert torch.equal(kept, plain.inner.weight)
         model.write = lambda: None
         del kept
+
+
+class Forwarding(nn.Module):
+    """As PEFT's models: what it has not, the module inside may have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "inner":
+                raise
+            return getattr(self.inner, name)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden)  # type: ignore[no-any-return]
+
+
+def test_copies_of_a_wrapper_are_wrappers() -> None:
+    model = Forwarding()
+    names = vars(copy.deepcopy(model)).keys()
+    with millrace.offload(model, device="cpu", device_memory=2 * 512):
+        copied = copy.deepcopy(model)
+        assert type(copied) is Forwarding
+        assert vars(copied).keys() == names
+        assert torch.equal(copied(torch.ones(1, 8)), model(torch.ones(1, 8)))
