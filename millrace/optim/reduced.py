@@ -2,8 +2,8 @@
 
 Neighbours of one owner, once they are complete, are averaged over all ranks into the owner's, and the others let go of
 theirs. Buckets go in one order on all ranks, the reverse of the optimizer's, whatever a rank's own backward does: what
-comes early waits for its turn. When a backward ends, ranks tell each other what they have: what some did not use, they
-give zeros for.
+comes early waits for its turn. When a backward ends, each rank gives zeros for what it did not use, as others may wait
+for that; then ranks tell each other what they had.
 """
 
 import gc
@@ -52,6 +52,7 @@ class Reduced(Replicas):
         self._here: dict[torch.Tensor, torch.Tensor] = {}  # gradients whose turn has not come
         self._late: dict[torch.Tensor, torch.Tensor] = {}  # those that came after it
         self._next = 0  # which bucket's turn it is
+        self._own: list[int] = []  # what this rank says of each parameter
         self._in_flight: deque[_Bucket] = deque()
         self._in_flight_bytes = 0
         self._before: dict[torch.Tensor, torch.Tensor] = {}  # averages of earlier backwards, which are added to
@@ -161,8 +162,22 @@ class Reduced(Replicas):
         self._present = _Backward.under_way()
         self._present.add(self)
 
+    @torch.no_grad()
+    def give_rest(self, *, waits: bool) -> None:
+        """The backward returned: averages of all whose turn has not come begin. `waits`: as few at a time as during it.
+
+        Also of what this rank did not use, which others may be waiting for: these do not come to the end otherwise.
+        """
+        self._own = [
+            _HERE * (self._places[one] < self._next or one in self._here) | _LATE * (one in self._late)
+            for one in self._order
+        ]
+        for bucket in self._buckets[self._next :]:
+            if bucket[0].requires_grad:
+                self._reduce(bucket, self._here, waits=waits)
+
     def ended(self, *, completed: bool) -> None:
-        """The backward returned, or raised: then some ranks may wait for others in vain."""
+        """What began in it is over, or it raised: then some ranks may wait for others in vain."""
         self._present = None
         self._has_failed = True
         if completed:
@@ -171,25 +186,19 @@ class Reduced(Replicas):
             self._has_failed = False
 
     def _finish(self) -> None:
-        """What some ranks have and others have not, what came late, and all that is on its way."""
+        """What came late, and all that is on its way."""
         order = self._order
-        own = [
-            _HERE * (self._places[one] < self._next or one in self._here) | _LATE * (one in self._late) for one in order
-        ]
-        said = dict(zip(order, zip(*self.ranks.numbers(own), strict=True), strict=True))
-        for which, there, buckets in (
-            (_HERE, self._here, self._buckets[self._next :]),
-            (_LATE, self._late, self._buckets),
-        ):
-            for bucket in buckets:
-                given = [parameter for parameter in bucket if any(one & which for one in said[parameter])]
-                if given:
-                    self._reduce(given, there)
+        said = dict(zip(order, zip(*self.ranks.numbers(self._own), strict=True), strict=True))
+        for bucket in self._buckets:
+            given = [parameter for parameter in bucket if any(one & _LATE for one in said[parameter])]
+            if given:
+                self._reduce(given, self._late)
         self._next = 0
         while self._in_flight:
             self._arrive()
         for parameter in order:
             if not any(said[parameter]):
+                self._before.pop(parameter, None)  # what there was, or nothing
                 continue
             if self.is_elsewhere(parameter):
                 parameter.grad = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(
@@ -200,13 +209,15 @@ class Reduced(Replicas):
             self._given[parameter] = parameter.grad
 
     @torch.no_grad()
-    def _reduce(self, parameters: Sequence[torch.Tensor], there: dict[torch.Tensor, torch.Tensor]) -> None:
+    def _reduce(
+        self, parameters: Sequence[torch.Tensor], there: dict[torch.Tensor, torch.Tensor], *, waits: bool = True
+    ) -> None:
         """Begins the averages of one owner's, to which a rank that has none gives zeros."""
         gradients = []
         for parameter in parameters:
             gradient, laid_out = there.pop(parameter, None), torch.empty_like(parameter, device="meta")
             if gradient is None:
-                gradient = torch.zeros_like(parameter)
+                gradient = torch.full_like(parameter, -0.0)  # to which anything may be added without a change
             elif gradient.stride() != laid_out.stride():
                 gradient = torch.empty_like(parameter).copy_(gradient)
             gradients.append(gradient.as_strided((gradient.numel(),), (1,)))
@@ -216,7 +227,7 @@ class Reduced(Replicas):
         self._in_flight.append(_Bucket(work, flat, parameters, gradients if owner == self.ranks.own else []))
         self._in_flight_bytes += flat.nbytes
         del flat, gradient, gradients
-        while self._in_flight_bytes > _IN_FLIGHT_BYTES and len(self._in_flight) > 1:
+        while waits and self._in_flight_bytes > _IN_FLIGHT_BYTES and len(self._in_flight) > 1:
             self._arrive()
 
     def _arrive(self) -> None:
@@ -299,8 +310,11 @@ class _Backward:
         present = type(self)._present
         if present is not None and present() is self:
             type(self)._present = None
+        self._those.sort(key=lambda one: one.number)
+        if completed:
+            for one in self._those:  # where others wait for those of one of several, these do not wait for another's
+                one.give_rest(waits=len(self._those) == 1)
         while self._those:  # where one of them raises, the others are told when autograd lets go of this
-            self._those.sort(key=lambda one: one.number)
             self._those.pop(0).ended(completed=completed)
 
 

@@ -249,7 +249,15 @@ def _plain(module: nn.Module) -> Iterator[None]:
 
 def _deepcopy(module: nn.Module, _own: Any, memo: dict[int, Any]) -> Any:
     with _plain(module):
-        return copy.deepcopy(module, memo)
+        if hasattr(type(module), "__deepcopy__"):
+            return copy.deepcopy(module, memo)
+        module.__dict__["__deepcopy__"] = None  # or a wrapper's `__getattr__` gives that of the module inside
+        try:
+            copied = copy.deepcopy(module, memo)
+        finally:
+            del module.__dict__["__deepcopy__"]
+        del copied.__dict__["__deepcopy__"]
+        return copied
 
 
 def _reduce_ex(module: nn.Module, _own: Any, protocol: Any) -> Any:

@@ -330,8 +330,8 @@ def neighbours_leave_together() -> None:
         backward(theirs, 0)
         same_averages(ours, theirs)
         assert chunks <= len(calls) <= chunks * world < 2 * layers, calls
-        used = [one for one in ours.parameters() if one.grad is not None]
-        assert sum(count for count, _ in calls) == sum(map(torch.numel, used))
+        trained = [one for one in ours.parameters() if one.requires_grad]
+        assert sum(count for count, _ in calls) == sum(map(torch.numel, trained))  # each once, also what nobody uses
         every: list[Any] = [None] * world
         distributed.all_gather_object(every, calls)
         assert all(one == calls for one in every)
@@ -425,10 +425,45 @@ def a_backward_raises(file: str, rank: int) -> None:
     print("done")
 
 
-def micro_batches_are_added_up(together_bytes: int = 25 << 20) -> None:
+def micro_batches_are_added_up(together_bytes: int = 25 << 20, in_flight_bytes: int = 64 << 20) -> None:
     """Averages of micro-batches, in their order; some use parameters that others do not, on one rank or on all."""
-    with mock.patch("millrace.optim.reduced._TOGETHER_BYTES", together_bytes):
+    with (
+        mock.patch("millrace.optim.reduced._TOGETHER_BYTES", together_bytes),
+        mock.patch("millrace.optim.reduced._IN_FLIGHT_BYTES", in_flight_bytes),
+    ):
         _micro_batches_are_added_up()
+
+
+def ranks_use_different_parameters() -> None:
+    """Each has more on its way than may be, and waits for another's; of one optimizer, and of two over every layer."""
+    with (
+        mock.patch("millrace.optim.reduced._TOGETHER_BYTES", 1 << 10),
+        mock.patch("millrace.optim.reduced._IN_FLIGHT_BYTES", 1 << 11),
+    ):
+        rank = distributed.get_rank()
+        for optimizers in (1, 2):
+            ours = nn.ModuleList(nn.Linear(16, 16) for _ in range(12))
+            shares = [[p for layer in ours[one::optimizers] for p in layer.parameters()] for one in range(optimizers)]
+            for share in shares:
+                optim.SGD(share, lr=0.1, mesh=mesh(), zero_stage=2)  # nobody's, so it does nothing
+            mine = [optim.SGD(share, lr=0.1, mesh=mesh(), zero_stage=2) for share in shares]
+            plain = copy.deepcopy(ours)
+            theirs = torch.optim.SGD(plain.parameters(), lr=0.1, fused=True)
+            for step in range(3):
+                for model in (ours, plain):
+                    hidden = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+                    for number, layer in enumerate(model):
+                        if number % 4 != 2 * rank and number != step:  # the latter nobody uses
+                            hidden = layer(hidden).tanh()
+                    hidden.square().mean().backward()
+                for number, layer in enumerate(plain):
+                    for one in layer.parameters() if number != step else ():
+                        one.grad = torch.zeros_like(one) if one.grad is None else one.grad / 2
+                        distributed.all_reduce(one.grad)
+                for optimizer in (*mine, theirs):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert same(ours, plain)
 
 
 def _micro_batches_are_added_up() -> None:

@@ -72,6 +72,8 @@ def test_four_ranks(nursery: Nursery, tmp_path: Path, program: str) -> None:
         "a_rank_fails",
         "micro_batches_are_added_up",
         "micro_batches_are_added_up, 8192",
+        "micro_batches_are_added_up, 8192, 8192",
+        "ranks_use_different_parameters",
         "optimizers_end_in_one_order",
         "another_dtype_comes_later",
         "parameters_that_are_used_again",

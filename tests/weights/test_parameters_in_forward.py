@@ -1,6 +1,7 @@
 """What do modules see of their parameters while they compute? What they would see without us, however they look."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -69,8 +70,34 @@ def written_to(inner: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
     return hidden
 
 
+def exchanged(inner: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    """Through the dict, with every way in which a dict is written."""
+    own, half = dict(inner._parameters), inner.weight * 0.5
+    inner._parameters.update(weight=half)  # type: ignore[arg-type]
+    first = inner(hidden)
+    inner._parameters.clear()
+    inner._parameters |= {"weight": half * 3, "bias": None}  # type: ignore[dict-item]
+    second = inner(hidden)
+    inner._parameters.update(own)
+    return first + second + inner(hidden)  # type: ignore[no-any-return]
+
+
+def looked_up(inner: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    assert inner._parameters.get("other", inner) is inner
+    return Product.apply(hidden, inner._parameters.get("weight"))  # type: ignore[no-any-return]
+
+
+class Halved(nn.Linear):
+    """Whoever asks for its weight gets something made of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        held = super().__getattr__(name)
+        return held * 0.5 if name == "weight" else held
+
+
 USES: dict[str, Callable[[nn.Linear, torch.Tensor], torch.Tensor]] = {
-    use.__name__: use for use in (other_values, past_attributes, by_copy, replaced, taken_off, written_to)
+    use.__name__: use
+    for use in (other_values, past_attributes, by_copy, replaced, taken_off, written_to, exchanged, looked_up)
 }
 
 
@@ -120,6 +147,66 @@ def test_as_without_us(compute_device: torch.device, name: str, blocks_on_device
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(seen, expected, strict=True))
 
 
+def in_front(device: torch.device) -> nn.Sequential:
+    """A tensor of the user's own, as an attribute of the instance, has the place of a weight."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    vars(model[1])["weight"] = torch.full((8, 8), 0.25, device=device)
+    return model
+
+
+def halved(_device: torch.device) -> nn.Sequential:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    for layer in model:
+        layer.__class__ = Halved
+    return model
+
+
+@pytest.mark.parametrize("make", [in_front, halved])
+@pytest.mark.parametrize("blocks_on_device", [2, 4])
+def test_what_the_model_has_in_front_of_its_weights(
+    compute_device: torch.device, make: Callable[[torch.device], nn.Sequential], blocks_on_device: int
+) -> None:
+    torch.manual_seed(0)
+    model = make(compute_device)
+    plain = make(torch.device("cpu"))
+    plain.load_state_dict(model.state_dict())
+    before = [vars(module).get("weight") for module in model]
+    expected = trained(plain, torch.device("cpu"))
+    with millrace.offload(
+        model, device=compute_device, device_memory=blocks_on_device * 512, blocks=[*model]
+    ) as handle:
+        seen = trained(model, compute_device)
+        assert all(vars(module).get("weight") is held for module, held in zip(model, before, strict=True))
+        assert handle.stats().onload_bytes >= 3 * 4 * 8 * 9 * 4
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(seen, expected, strict=True))
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda held: pickle.loads(pickle.dumps(held))])
+def test_duplicates_of_what_modules_hold(duplicate: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """They are plain dicts, of no module."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with millrace.offload(model, device="cpu", device_memory=2 * 512, blocks=[*model]):
+        model(torch.ones(1, 8))
+        copied = duplicate(model[0]._parameters)
+        assert type(copied) is dict
+        assert list(copied) == ["weight", "bias"]
+        assert torch.equal(copied["weight"], model[0].weight)
+
+
+def kept(inner: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    if inner.training:
+        vars(inner)["cached"] = inner.weight
+    return inner(hidden)  # type: ignore[no-any-return]
+
+
+def test_copies_have_what_a_forward_put_into_its_module() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Using(kept))
+    with millrace.offload(model, device="cpu", device_memory=2 * 512, blocks=[*model]):
+        model(torch.ones(1, 8))
+        copied = copy.deepcopy(model)
+        assert torch.equal(vars(copied[1].inner)["cached"], copied[1].inner.weight)
+
+
 class Twice(nn.Module):
     """Uses its weight, lets `write` do something, and uses it again, each time past torch functions."""
 
@@ -152,3 +239,36 @@ def test_a_home_that_is_written_to_within_a_call(compute_device: torch.device, b
         for _ in range(3):
             assert torch.equal(model(hidden.to(compute_device)).cpu(), plain(hidden))
         assert torch.equal(kept, plain[0].inner.weight)
+
+        assert torch.equal(kept, plain.inner.weight)
+        model.write = lambda: None
+        del kept
+
+
+class Forwarding(nn.Module):
+    """As PEFT's models: what it has not, the module inside may have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "inner":
+                raise
+            return getattr(self.inner, name)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden)  # type: ignore[no-any-return]
+
+
+def test_copies_of_a_wrapper_are_wrappers() -> None:
+    model = Forwarding()
+    names = vars(copy.deepcopy(model)).keys()
+    with millrace.offload(model, device="cpu", device_memory=2 * 512):
+        copied = copy.deepcopy(model)
+        assert type(copied) is Forwarding
+        assert vars(copied).keys() == names
+        assert torch.equal(copied(torch.ones(1, 8)), model(torch.ones(1, 8)))

@@ -1,7 +1,8 @@
 """Where do modules keep the parameters of a block? In `_parameters`, and in lists such as an RNN's.
 
 While a block is bound, lists hold its leaves. `_parameters` hold the homes at all times; in front of each, the leaf is
-an attribute of the instance, which Python finds before it asks `nn.Module.__getattr__`.
+an attribute of the instance, which Python finds before it asks `nn.Module.__getattr__`. A class with a `__getattr__` of
+its own is asked all the same (it may give a masked weight), and comes to the leaf through `_parameters`.
 """
 
 import weakref
@@ -31,7 +32,7 @@ class Place:
     def get(self) -> Any:
         """What is there; None where there is nothing any more."""
         if isinstance(self.container, dict):
-            return self.container.get(self.key)
+            return dict.get(self.container, self.key)
         held = self.container[self.key] if self.key < len(self.container) else None
         return held() if self.weakly and held is not None else held
 
@@ -90,16 +91,17 @@ class Places:
             present = module()
             if present is None:
                 continue
-            attributes = present.__dict__
+            attributes = present.__dict__ if type(present).__getattr__ is nn.Module.__getattr__ else None
             for name, slot, leaf in held:
                 home = slot.home
-                if parameters.get(name) is not home:
+                if dict.get(parameters, name) is not home:
                     if not (adopts and self._adopt_replacement(Place(parameters, name), slot)):
                         continue
                     home = slot.home
                 if leaf.requires_grad != home.requires_grad:
                     slot.follow_requires_grad()
-                attributes[name] = leaf
+                if attributes is not None:
+                    attributes.setdefault(name, leaf)  # not in the place of what the user has put there
         for place, slot in self._others:
             if place.get() is slot.home or (adopts and self._adopt_replacement(place, slot)):
                 slot.follow_requires_grad()

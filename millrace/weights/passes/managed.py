@@ -7,7 +7,7 @@ while the model computes.
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,8 @@ class LendingDict(dict[str, Any]):
 
 class Parameters(LendingDict):
     """A module's `_parameters`. What is put here, or taken from here, is so as well for who asks the module: an
-    attribute of the instance that is in front of it goes (weights/model/places.py).
+    attribute of the instance that is in front of it goes (weights/model/places.py). Who goes through all of it has
+    homes, as from `parameters()`.
     """
 
     def __init__(self, held: Mapping[str, Any], module: nn.Module) -> None:
@@ -60,6 +61,25 @@ class Parameters(LendingDict):
     def pop(self, name: str, *default: Any) -> Any:
         self._reveal(name)
         return super().pop(name, *default)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def clear(self) -> None:
+        for name in list(self):
+            del self[name]
+
+    update = MutableMapping.update  # by __setitem__
+
+    def __ior__(self, others: Any) -> "Parameters":  # type: ignore[override,misc]
+        self.update(others)
+        return self
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        return dict, (dict(self.items()),)
 
     def _reveal(self, name: str) -> None:
         module = self._module()
@@ -171,7 +191,7 @@ class Managed:
             for name, parameter in parameters.items()
         }
         plain_buffers = {name: plain_buffer(buffer) for name, buffer in buffers.items()}
-        leaves = {name: held for name, held in attributes.items() if issubclass(type(held), Leaf)}
+        leaves = {name: attributes[name] for name in parameters if isinstance(attributes.get(name), Leaf)}
         try:
             for name in leaves:
                 del attributes[name]
