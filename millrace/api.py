@@ -114,8 +114,9 @@ def offload(
       node, through the mesh's process group; for devices that reach each other faster than the host (NVLink). With
       three or more ranks, gradients are then summed in the order of that group's collective. "auto": both are tried,
       the faster one is used, and the report says which.
-    - `packed`: frozen bfloat16 weights that come from disk again and again are kept in `disk` packed as well, without
-      loss, where that is quicker: three quarters of the bytes are read then, after writing them once. False: not.
+    - `packed`: frozen bfloat16 weights that come again and again are kept packed as well, without loss, where that is
+      quicker: those from disk in `disk`, and those from host memory, for an accelerator with Triton, in what the host
+      budget leaves. Three quarters of the bytes are read, or cross the link, then. False: not.
 
     Raises BudgetError when a budget is too small, LayoutError for parameters that cannot travel (on meta, sparse, or
     trained tensor subclasses), StateError for a model that is offloaded already, is wrapped for data-parallel training,

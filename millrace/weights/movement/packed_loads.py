@@ -16,6 +16,7 @@ import torch
 from millrace.memory.arena import Arena, whole_pages
 from millrace.memory.ledger import Ledger, Tier
 from millrace.memory.packed import Packed, pack, pack_into, unpack_on_device, unpacks_by_kernel
+from millrace.runtime.host import available_host_bytes
 from millrace.runtime.lanes import Copy, Event, Lane, Lanes, Transfer
 from millrace.runtime.link import LinkSpeed
 from millrace.runtime.threads import OneThread
@@ -29,7 +30,7 @@ _LOADS_BEFORE = 3  # with the same contents: then it is clear that they come aga
 _MOST_PIECE_BYTES, _LEAST_PIECE_BYTES = 32 << 20, 8 << 20  # of weights; less costs the host more than it saves
 _PIECES_OF_BUDGET = 64
 _MOST_SHARE = 0.8  # of its bytes, that a packed piece takes: others cross as they are
-_HOST_SHARE = 0.5  # of what the host budget leaves
+_HOST_SHARE = 0.5  # of what the host budget, and the machine, have left
 _BUDGET_BLOCKS = 3  # that computing and loading side by side want: none of these may lose its room
 _WORTH = 0.95  # of a plain load's time
 _JUDGED_BLOCKS, _JUDGED_SEND = 3, 2
@@ -125,8 +126,8 @@ class PackedLoads:
         half_bytes, free = scratch.nbytes // 2, self._lanes.mark()
         self._halves = [_Half(part, free) for part in scratch.split(half_bytes)]
         self._piece_bytes = int(half_bytes / _MOST_SHARE) // 256 * 256
-        budget_bytes = self._ledger.host_budget_bytes or 0
-        self._room = _Room(int((budget_bytes - self._ledger.held_bytes(Tier.HOST)) * _HOST_SHARE))
+        left_bytes = (self._ledger.host_budget_bytes or 0) - self._ledger.held_bytes(Tier.HOST)
+        self._room = _Room(int(min(left_bytes, available_host_bytes()) * _HOST_SHARE))  # optimizers are in no budget
         self._ledger.spare = weakref.WeakMethod(self._give_way)
         self._thread = OneThread("millrace-pack")
         check = partial(_unpacks_right, self._device, self._halves[0].memory, self._halves[1].memory, free)

@@ -125,7 +125,7 @@ class Shelf:
 
     `disk`: the directory of the disk tier, if there is one; it is opened when it is needed. `materialized`: parameters
     that lie in a checkpoint. Closes both. `node`: whose ranks share the memory of blocks. `packed`: whether what comes
-    from disk again and again is packed there.
+    again and again may be packed.
     """
 
     def __init__(
