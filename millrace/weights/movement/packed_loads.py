@@ -104,6 +104,7 @@ class PackedLoads:
         self._room = _Room(0)
         self._thread: OneThread | None = None
         self._plain_link = LinkSpeed([])  # how fast plain loads were
+        self._is_judged = False
         self._changed = False  # load times, since `changed` was asked
 
     @property
@@ -144,10 +145,13 @@ class PackedLoads:
         return changed
 
     def is_worth_it(self) -> bool:
-        """Whether packed loads are quicker than plain ones were, as far as is known. Waits for nothing."""
+        """Whether packed loads are quicker than plain ones were, as far as is known: judged once. Waits for nothing."""
+        if self._is_judged or self._scratch is None:
+            return True
         known = [(block.nbytes, packed.judged) for block, packed in self._blocks.items() if packed.judged is not None]
         if len(known) < _JUDGED_BLOCKS or not all(transfer.done.query() for _, transfer in known):
             return True
+        self._is_judged = True
         packed_seconds = sum(self._lanes.seconds(transfer.begun, transfer.done) for _, transfer in known)
         plain_seconds = sum(self._plain_link.load_seconds(nbytes) for nbytes, _ in known)
         return packed_seconds <= _WORTH * plain_seconds
