@@ -126,7 +126,7 @@ class PackedLoads:
         self._scratch, self._plain_link = scratch, link
         half_bytes, free = scratch.nbytes // 2, self._lanes.mark()
         self._halves = [_Half(part, free) for part in scratch.split(half_bytes)]
-        self._piece_bytes = int(half_bytes / _MOST_SHARE) // 256 * 256
+        self._piece_bytes = min(_MOST_PIECE_BYTES, int(half_bytes / _MOST_SHARE) // 256 * 256)
         left_bytes = (self._ledger.host_budget_bytes or 0) - self._ledger.held_bytes(Tier.HOST)
         self._room = _Room(int(min(left_bytes, available_host_bytes()) * _HOST_SHARE))  # optimizers are in no budget
         self._ledger.spare = weakref.WeakMethod(self._give_way)
@@ -186,6 +186,7 @@ class PackedLoads:
         self._blocks.clear()
         if self._thread is not None:
             self._thread.shutdown(wait=True)
+            self._thread = None
         for half in self._halves:
             self._lanes.wait(half.free)
         self._halves = []
@@ -199,24 +200,25 @@ class PackedLoads:
             half.free.synchronize()
 
     def _send(self, packed: _PackedBlock, buffer: torch.Tensor, copies: Sequence[Copy], after: Event) -> Transfer:
-        plain: list[Copy] = []
         begun, end = None, after
         for piece in packed.pieces:
             place = slice(piece.first, piece.first + piece.nbytes)
             if piece.packed is None:
-                plain.append((buffer[place], copies[0][1][place]))
-                continue
-            half = self._halves[0]
-            self._halves.reverse()
-            there = half.memory[: piece.packed.memory.nbytes]
-            crossing = self._lanes.copy(Lane.ONLOAD, [(there, piece.packed.memory)], half.free)
-            begun, packed.last_read = begun or crossing.begun, crossing.done
-            came = Packed(there, piece.packed.words, piece.packed.escapes)
-            half.free = end = self._lanes.unpack(partial(unpack_on_device, came, buffer[place]), (crossing.done, after))
+                crossing = self._lanes.copy(Lane.ONLOAD, [(buffer[place], copies[0][1][place])], after)
+                end = self._lanes.unpack(_nothing, (crossing.done,))
+            else:
+                half = self._halves[0]
+                self._halves.reverse()
+                there = half.memory[: piece.packed.memory.nbytes]
+                crossing = self._lanes.copy(Lane.ONLOAD, [(there, piece.packed.memory)], half.free)
+                came = Packed(there, piece.packed.words, piece.packed.escapes)
+                job = partial(unpack_on_device, came, buffer[place])
+                half.free = end = self._lanes.unpack(job, (crossing.done, after))
+            packed.last_read = crossing.done
+            begun = crossing.begun if begun is None else begun
         nbytes = packed.crossing_bytes
-        if plain or copies[1:]:
-            last = self._lanes.copy(Lane.ONLOAD, [*plain, *copies[1:]], end)
-            end = last.done
+        if copies[1:]:
+            end = self._lanes.copy(Lane.ONLOAD, copies[1:], end).done
             nbytes += sum(source.nbytes for _, source in copies[1:])
         self._meter.crossed_packed(packed.crossing_bytes, buffer.nbytes)
         transfer = Transfer(Lane.ONLOAD, (), nbytes, begun, end)
@@ -248,8 +250,10 @@ class PackedLoads:
         work = Arena(self._halves[0].memory.nbytes, torch.device("cpu"), self._ledger, "weights").tensor
         pieces: list[_Piece] = []
         taken_bytes = 0
-        for first in range(0, len(memory), self._piece_bytes):
-            part, packed_piece = memory[first : first + self._piece_bytes], None
+        count = -(-len(memory) // self._piece_bytes)
+        piece_bytes = -(-len(memory) // count // 256) * 256
+        for first in range(0, len(memory), piece_bytes):
+            part, packed_piece = memory[first : first + piece_bytes], None
             if packed.is_dropped:
                 return
             nbytes = pack_into(part, work(0, self._halves[0].memory.nbytes))
@@ -275,7 +279,11 @@ def _pack(loads: "weakref.ref[PackedLoads]", packed: _PackedBlock, memory: torch
 
 
 def _half_bytes(piece_bytes: int) -> int:
-    return int(piece_bytes * _MOST_SHARE) // 256 * 256
+    return -(-int(piece_bytes * _MOST_SHARE) // 256) * 256
+
+
+def _nothing() -> None:
+    pass
 
 
 def _unpacks_right(device: torch.device, packed_place: torch.Tensor, place: torch.Tensor, free: Event) -> bool:
