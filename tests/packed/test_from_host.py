@@ -1,5 +1,6 @@
 """Do frozen weights that come from host memory again and again cross the link packed, and are right bit for bit?"""
 
+import gc
 import threading
 import time
 import warnings
@@ -466,3 +467,20 @@ def test_trained_weights_cost_no_device_memory_and_thawed_ones_no_host_memory(de
         thawed = passes(model, handle, want)
         assert thawed.onload_packed_bytes == 0
         assert thawed.host_bytes < stats.host_bytes - 3 * LAYER_BYTES
+
+
+@pytest.mark.parametrize("count", [6, 9])
+def test_a_model_that_goes_without_remove(device: torch.device, count: int) -> None:
+    """Nothing is unpacked any more where others have memory."""
+    model = frozen()
+    handle = offload(model, device)
+    with torch.no_grad():
+        for _ in range(count):
+            model(inputs())
+            wait_for_packing(handle)
+    assert loads_of(handle).held_bytes > 0
+    del model, handle
+    gc.collect()
+    other = torch.full((BUDGET,), 7, dtype=torch.uint8, device=device)
+    torch.accelerator.synchronize()
+    assert other.eq(7).all()

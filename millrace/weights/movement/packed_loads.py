@@ -4,6 +4,8 @@ A piece crosses in its packed form to one of two halves of a little device memor
 the block's buffer, on a lane of its own, while the next piece crosses to the other half. See docs/design/packed.md.
 """
 
+import contextlib
+import os
 import threading
 import warnings
 import weakref
@@ -106,6 +108,14 @@ class PackedLoads:
         self._thread: OneThread | None = None
         self._plain_link = LinkSpeed([])  # how fast plain loads were
         self._changed = False  # load times, since `changed` was asked
+        self._process = os.getpid()
+
+    def __del__(self) -> None:
+        """Where a model goes without `remove()`: what is unpacked is not written over, and neither is its place."""
+        if self._halves and self._process == os.getpid():
+            with contextlib.suppress(RuntimeError):
+                self.finish()
+                self._lanes.copy(Lane.ONLOAD, (), self._lanes.mark()).done.synchronize()
 
     @property
     def held_bytes(self) -> int:
