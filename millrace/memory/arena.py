@@ -46,8 +46,9 @@ class Arena:
 
     def __init__(self, nbytes: int, device: torch.device, ledger: Ledger, purpose: str) -> None:
         self.nbytes = whole_pages(nbytes)
-        ledger.check_host(self.nbytes, purpose)
-        self._memory, self.pinned = host_memory(self.nbytes, device, ledger, purpose)
+        with ledger.making(self.nbytes):
+            ledger.check_host(self.nbytes, purpose)
+            self._memory, self.pinned = host_memory(self.nbytes, device, ledger, purpose)
 
     def tensor(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Bytes `offset` to `offset + nbytes` as a tensor of shape (elements,) with a storage of its own.

@@ -1,9 +1,10 @@
 """How many bytes does millrace hold, in which tier and for what? Counted as they come and go, with the peaks."""
 
+import contextlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 
 from millrace.config import format_bytes
@@ -38,6 +39,7 @@ class Ledger:
         self._budgeted_held = 0
         self._budgeted_peak = 0
         self._locked_bytes = self._refused_bytes = 0
+        self._made_bytes = 0  # of host memory, being made now
         # Called with host bytes that are missing, by any thread: lets go of what only saves time, as far as it has any.
         self.spare: weakref.WeakMethod[Callable[[int], None]] | None = None
 
@@ -54,6 +56,29 @@ class Ledger:
             return False
         make_room(self.held_bytes(Tier.HOST) + nbytes - self.host_budget_bytes)
         return self.fits(nbytes)
+
+    def take_spare(self, purpose: str, nbytes: int) -> bool:
+        """Books host memory for what only saves time, before it is made, if there is room for twice as much (it is
+        booked once more while it is made) beside all that is held or being made. False: nothing is booked.
+        """
+        with self._lock:
+            wanted_bytes = self._tier_held[Tier.HOST] + self._made_bytes + 2 * nbytes
+            if self.host_budget_bytes is not None and wanted_bytes > self.host_budget_bytes:
+                return False
+            self._held[Tier.HOST, purpose] += nbytes
+            self._tier_held[Tier.HOST] += nbytes
+            return True
+
+    @contextlib.contextmanager
+    def making(self, nbytes: int) -> Iterator[None]:
+        """Host memory is made inside of it, after a look at the budget, and booked: nobody takes it as spare."""
+        with self._lock:
+            self._made_bytes += nbytes
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._made_bytes -= nbytes
 
     def check_host(self, nbytes: int, purpose: str) -> None:
         """Raises BudgetError when `nbytes` more in host memory are over the budget. To be asked before allocating."""

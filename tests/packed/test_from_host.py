@@ -1,7 +1,11 @@
 """Do frozen weights that come from host memory again and again cross the link packed, and are right bit for bit?"""
 
+import gc
+import threading
+import time
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +13,10 @@ from torch import nn
 
 import millrace
 from millrace.memory.arena import whole_pages
+from millrace.memory.ledger import Tier
+from millrace.runtime.threads import OneThread
 from millrace.weights.movement import packed_loads, planner
+from millrace.weights.movement.packed_loads import PackedLoads
 
 WIDTH = 2048
 LAYERS = 6
@@ -60,9 +67,18 @@ def passes(model: nn.Module, handle: millrace.Offloaded, want: torch.Tensor, cou
         with torch.no_grad():
             assert torch.equal(bits(model(inputs())), bits(want))
         handle.synchronize()
-        if (thread := handle._residency.packed_loads._thread) is not None:  # type: ignore[attr-defined]
-            thread.submit(int).result()  # what was asked for is packed
+        wait_for_packing(handle)
     return handle.stats()
+
+
+def loads_of(handle: millrace.Offloaded) -> PackedLoads:
+    return handle._residency.packed_loads  # type: ignore[attr-defined]
+
+
+def wait_for_packing(handle: millrace.Offloaded) -> None:
+    thread = loads_of(handle)._thread
+    if thread is not None and not thread._shutdown:
+        thread.submit(int).result()
 
 
 def offload(model: nn.Module, device: torch.device, **settings: object) -> millrace.Offloaded:
@@ -278,3 +294,193 @@ def test_a_kernel_that_does_not_work_is_not_used(
         warnings.simplefilter("always")
         assert passes(model, handle, want).onload_packed_bytes == 0
     assert [str(one.message) for one in told if "kernel that unpacks" in str(one.message)]
+
+
+def test_random_numbers_are_those_of_the_plain_run(device: torch.device) -> None:
+    """The kernel is tried out on words that nobody else draws."""
+    model = frozen()
+    with torch.no_grad():
+        want = model(inputs())
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with offload(model, device) as handle:
+        assert passes(model, handle, want).onload_packed_bytes > 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_comes_later_has_the_room_that_it_has_without_packing(device: torch.device) -> None:
+    model = nn.ModuleList(frozen())
+    model.forward = lambda x: [x := layer(x) for layer in list(model)[:LAYERS]][-1]  # type: ignore[method-assign]
+    with torch.no_grad():
+        want = model(inputs())
+    with offload(model, device) as handle:
+        assert passes(model, handle, want).onload_packed_bytes > 0
+        rows = (BUDGET - LAYER_BYTES) // (2 * WIDTH) - 16
+        model.append(nn.Linear(WIDTH, rows, bias=False, dtype=torch.bfloat16))
+        stats = passes(model, handle, want, 3)
+        assert stats.onload_packed_bytes == 0
+        assert stats.device_peak_bytes <= BUDGET
+        assert loads_of(handle).held_bytes == 0
+
+
+class Calling(nn.Linear):
+    """Its weight is in use while the next one computes."""
+
+    next: "list[Calling]"
+    calls = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        for other in self.next if self.calls else []:
+            x = other(x)
+        return x
+
+
+def test_blocks_in_use_at_once_have_the_room_that_they_have_without_packing(device: torch.device) -> None:
+    torch.manual_seed(0)
+    layers = [Calling(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(8)]
+    for index, layer in enumerate(layers):
+        layer.next = layers[index + 1 : index + 2] if index % 4 < 3 else []
+    model = nn.Sequential(*layers).requires_grad_(False)
+    with torch.no_grad():
+        want = model(inputs())
+    with offload(model, device, blocks=layers) as handle:
+        for calls in (False, True):
+            for layer in layers:
+                layer.calls = calls and layer in (layers[0], layers[1], layers[2])
+            with torch.no_grad():
+                want = inputs()
+                for index in (0, 1, 2, 3, 1, 2, 3, 2, 3, *range(3, 8)) if calls else range(8):
+                    want = nn.functional.linear(want, layers[index].weight, layers[index].bias)
+            stats = passes(model, handle, want)
+            assert (stats.onload_packed_bytes > 0) is not calls
+            assert stats.device_peak_bytes <= BUDGET
+
+
+def test_what_is_being_packed_gives_way_as_well(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = frozen()
+    with torch.no_grad():
+        want = model(inputs())
+    right = packed_loads.pack_into
+    found: list[bool] = []
+    with offload(model, device) as handle:
+        ledger = handle._ledger  # type: ignore[attr-defined]
+        passes(model, handle, want, 1)
+        host_bytes = handle.stats().host_bytes + 64 * LAYER_BYTES
+        ledger.host_budget_bytes = host_bytes
+
+        def pack_into(source: torch.Tensor, memory: torch.Tensor) -> int:
+            if ledger.held_bytes(Tier.HOST) > host_bytes - 62 * LAYER_BYTES and not found and not asking.is_alive():
+                asking.start()
+                while asking.is_alive() and room().nbytes > room().taken_bytes:
+                    time.sleep(0)
+            return right(source, memory)
+
+        def room() -> Any:
+            return loads_of(handle)._room
+
+        asking = threading.Thread(target=lambda: found.append(ledger.has_room(64 * LAYER_BYTES)))
+        monkeypatch.setattr(packed_loads, "pack_into", pack_into)
+        passes(model, handle, want)
+        asking.join()
+        assert found == [True]
+        assert handle.stats().host_bytes == host_bytes - 64 * LAYER_BYTES
+
+
+def test_nobody_takes_host_memory_that_is_being_made(device: torch.device) -> None:
+    with offload(frozen(), device) as handle:
+        ledger = handle._ledger  # type: ignore[attr-defined]
+        ledger.host_budget_bytes = ledger.held_bytes(Tier.HOST) + 4 * LAYER_BYTES
+        assert ledger.take_spare("weights", LAYER_BYTES)
+        ledger.add(Tier.HOST, "weights", -LAYER_BYTES)
+        with ledger.making(3 * LAYER_BYTES):
+            assert not ledger.take_spare("weights", LAYER_BYTES)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_after_an_interrupt_amid_a_load(device: torch.device, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Where a kernel was submitted, and nobody had noted its end."""
+    model = frozen()
+    with torch.no_grad():
+        want = model(inputs())
+    with offload(model, device) as handle:
+        passes(model, handle, want)
+        lanes = handle._lanes
+        right, calls = lanes.unpack, [0]
+
+        def unpack(*given: Any) -> Any:
+            end = right(*given)
+            calls[0] += 1
+            if calls[0] == at:
+                raise KeyboardInterrupt
+            return end
+
+        monkeypatch.setattr(lanes, "unpack", unpack)
+        with pytest.raises(KeyboardInterrupt), torch.no_grad():
+            model(inputs().expand(2, 3, WIDTH))
+        held = torch.ones(BUDGET // 4, device=device)  # in memory that came free
+        stats = passes(model, handle, want, 3)
+        assert held.eq(1).all()
+        assert stats.onload_packed_bytes > 0
+        assert stats.device_peak_bytes <= BUDGET
+
+
+@pytest.mark.parametrize("where", ["shutdown", "_drop"])
+def test_after_an_interrupt_amid_the_end(device: torch.device, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    model = frozen()
+    with torch.no_grad():
+        want = model(inputs())
+    with offload(model, device) as handle:
+        assert passes(model, handle, want).onload_packed_bytes > 0
+        owner: Any = OneThread if where == "shutdown" else PackedLoads
+        with monkeypatch.context() as patch:
+            patch.setattr(PackedLoads, "is_worth_it", lambda _: False)
+
+            def interrupted(*_: Any, **__: Any) -> None:
+                raise KeyboardInterrupt
+
+            patch.setattr(owner, where, interrupted)
+            with pytest.raises(KeyboardInterrupt), torch.no_grad():
+                model(inputs())
+        stats = passes(model, handle, want, 3)
+        assert stats.onload_packed_bytes == 0
+        assert loads_of(handle).held_bytes == 0
+        assert not loads_of(handle)._halves
+        residency = handle._residency  # type: ignore[attr-defined]
+        assert residency.held_bytes == sum(block.nbytes for block in residency.present())
+        assert stats.device_peak_bytes <= BUDGET
+
+
+def test_trained_weights_cost_no_device_memory_and_thawed_ones_no_host_memory(device: torch.device) -> None:
+    model = frozen()
+    with torch.no_grad():
+        want = model(inputs())
+    with offload(model, device) as handle:
+        blocks = handle._blocks()
+        assert loads_of(handle).wanted_bytes(blocks, BUDGET, LAYER_BYTES) > 0
+        model.requires_grad_(True)
+        assert loads_of(handle).wanted_bytes(blocks, BUDGET, LAYER_BYTES) == 0
+        model.requires_grad_(False)
+        stats = passes(model, handle, want)
+        assert stats.onload_packed_bytes > 0
+        model.requires_grad_(True)
+        thawed = passes(model, handle, want)
+        assert thawed.onload_packed_bytes == 0
+        assert thawed.host_bytes < stats.host_bytes - 3 * LAYER_BYTES
+
+
+@pytest.mark.parametrize("count", [6, 9])
+def test_a_model_that_goes_without_remove(device: torch.device, count: int) -> None:
+    """Nothing is unpacked any more where others have memory."""
+    model = frozen()
+    handle = offload(model, device)
+    with torch.no_grad():
+        for _ in range(count):
+            model(inputs())
+            wait_for_packing(handle)
+    assert loads_of(handle).held_bytes > 0
+    del model, handle
+    gc.collect()
+    other = torch.full((BUDGET,), 7, dtype=torch.uint8, device=device)
+    torch.accelerator.synchronize()
+    assert other.eq(7).all()

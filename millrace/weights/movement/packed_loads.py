@@ -4,15 +4,18 @@ A piece crosses in its packed form to one of two halves of a little device memor
 the block's buffer, on a lane of its own, while the next piece crosses to the other half. See docs/design/packed.md.
 """
 
+import contextlib
+import os
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
+from millrace.errors import BudgetError, StateError
 from millrace.memory.arena import Arena, whole_pages
 from millrace.memory.ledger import Ledger, Tier
 from millrace.memory.packed import Packed, pack, pack_into, unpack_on_device, unpacks_by_kernel
@@ -86,6 +89,7 @@ class _Room:
     nbytes: int  # in all
     taken_bytes: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock)  # of this, and of who reads pieces or drops them
+    packing: threading.RLock = field(default_factory=threading.RLock)  # while pieces are made: never within `lock`
 
 
 class PackedLoads:
@@ -106,20 +110,30 @@ class PackedLoads:
         self._plain_link = LinkSpeed([])  # how fast plain loads were
         self._is_judged = False
         self._changed = False  # load times, since `changed` was asked
+        self._process = os.getpid()
+
+    def __del__(self) -> None:
+        """Where a model goes without `remove()`: what is unpacked is not written over, and neither is its place."""
+        if self._halves and self._process == os.getpid():
+            with contextlib.suppress(RuntimeError):
+                self.finish()
+                self._lanes.copy(Lane.ONLOAD, (), self._lanes.mark()).done.synchronize()
 
     @property
     def held_bytes(self) -> int:
         """Of device memory, beside blocks."""
         return 0 if self._scratch is None else self._scratch.nbytes
 
-    def wanted_bytes(self, budget_bytes: int, largest_bytes: int) -> int:
-        """Device memory that `open` takes of a budget for blocks; 0: it is not to be opened."""
+    def wanted_bytes(self, blocks: Iterable[Block], budget_bytes: int, largest_bytes: int) -> int:
+        """Device memory that `open` takes of a budget for these blocks; 0: it is not to be opened."""
         piece_bytes = min(_MOST_PIECE_BYTES, budget_bytes // _PIECES_OF_BUDGET, largest_bytes) // 256 * 256
         wanted_bytes = 2 * _half_bytes(piece_bytes)
-        blocks = min(_BUDGET_BLOCKS, budget_bytes // max(1, largest_bytes))
-        has_room = blocks * largest_bytes + wanted_bytes <= budget_bytes
+        count = min(_BUDGET_BLOCKS, budget_bytes // max(1, largest_bytes))
+        has_room = count * largest_bytes + wanted_bytes <= budget_bytes
         worth_it = self._may_open and self._scratch is None and piece_bytes >= _LEAST_PIECE_BYTES
-        return wanted_bytes if worth_it and has_room and self._ledger.host_budget_bytes is not None else 0
+        if not (worth_it and has_room) or self._ledger.host_budget_bytes is None:
+            return 0
+        return wanted_bytes if any(map(_may_be_packed, blocks)) else 0
 
     def open(self, scratch: torch.Tensor, link: LinkSpeed) -> None:
         """From now on blocks are packed that come again and again. `link`: how fast loads were until now."""
@@ -146,8 +160,10 @@ class PackedLoads:
 
     def is_worth_it(self) -> bool:
         """Whether packed loads are quicker than plain ones were, as far as is known: judged once. Waits for nothing."""
-        if self._is_judged or self._scratch is None:
+        if self._scratch is None:
             return True
+        if self._is_judged or not self._may_open:
+            return self._may_open  # False: Ctrl-C has struck amid `close`
         known = [(block.nbytes, packed.judged) for block, packed in self._blocks.items() if packed.judged is not None]
         if len(known) < _JUDGED_BLOCKS or not all(transfer.done.query() for _, transfer in known):
             return True
@@ -161,9 +177,19 @@ class PackedLoads:
 
         None: nothing was submitted, as it is not packed.
         """
-        if self._scratch is None or not copies or copies[0][0] is not buffer or buffer.nbytes < _LEAST_PIECE_BYTES:
+        if (
+            self._scratch is None
+            or not self._may_open
+            or not copies
+            or copies[0][0] is not buffer
+            or buffer.nbytes < _LEAST_PIECE_BYTES
+        ):
             return None
-        if not is_frozen(block.slots) or block.memory_is_kept:  # whoever keeps memory may write to it, unnoticed
+        if not is_frozen(block.slots):
+            if block in self._blocks:
+                self._drop(self._blocks.pop(block))
+            return None
+        if block.memory_is_kept:  # whoever keeps it may write to it, unnoticed
             return None
         contents = block.contents, block.rest
         packed = self._blocks.get(block)
@@ -178,9 +204,11 @@ class PackedLoads:
         with self._room.lock:
             return self._send(packed, buffer, copies, after) if packed.pieces else None
 
-    def close(self) -> torch.Tensor | None:
-        """Nothing is packed any more, ever after. The device memory that `open` was given, when compute may have it."""
-        scratch, self._scratch, self._may_open = self._scratch, None, False
+    def close(self) -> torch.Tensor:
+        """Nothing is packed any more, ever after. The device memory that `open` was given, which compute may have."""
+        if self._scratch is None:
+            raise StateError("packed loads were closed before they were opened")
+        self._may_open = False
         for packed in self._blocks.values():
             self._drop(packed)
         self._blocks.clear()
@@ -192,12 +220,13 @@ class PackedLoads:
         self._halves = []
         self._ledger.spare = None
         self._changed = True
+        scratch, self._scratch = self._scratch, None
         return scratch
 
     def finish(self) -> None:
         """The host waits until nothing is unpacked any more."""
-        for half in self._halves:
-            half.free.synchronize()
+        if self._halves:  # not the ends of what they hold: Ctrl-C may have struck before these were noted
+            self._lanes.unpack(_nothing, ()).synchronize()
 
     def _send(self, packed: _PackedBlock, buffer: torch.Tensor, copies: Sequence[Copy], after: Event) -> Transfer:
         begun, end = None, after
@@ -244,31 +273,58 @@ class PackedLoads:
                 nbytes -= packed.held_bytes
                 self._drop(packed)
             self._room.nbytes = self._room.taken_bytes
+        with self._room.packing:  # what is in the making finds no room any more, and goes as well
+            pass
 
     def pack(self, packed: _PackedBlock, memory: torch.Tensor) -> None:
         """On the thread that packs, of what `memory` has. Where there is no room any more, nothing of it is packed."""
-        work = Arena(self._halves[0].memory.nbytes, torch.device("cpu"), self._ledger, "weights").tensor
+        with self._room.packing:
+            self._pack(packed, memory)
+
+    def _pack(self, packed: _PackedBlock, memory: torch.Tensor) -> None:
+        arena = self._arena(self._halves[0].memory.nbytes, torch.device("cpu"))
+        if arena is None:
+            return
+        work = arena.tensor
         pieces: list[_Piece] = []
         taken_bytes = 0
         count = -(-len(memory) // self._piece_bytes)
         piece_bytes = -(-len(memory) // count // 256) * 256
         for first in range(0, len(memory), piece_bytes):
             part, packed_piece = memory[first : first + piece_bytes], None
-            if packed.is_dropped:
+            if packed.is_dropped or self._room.taken_bytes + taken_bytes > self._room.nbytes:
                 return
             nbytes = pack_into(part, work(0, self._halves[0].memory.nbytes))
             if nbytes:
                 taken_bytes += whole_pages(nbytes)
-                if self._room.taken_bytes + taken_bytes > self._room.nbytes or not self._ledger.fits(nbytes):
+                if self._room.taken_bytes + taken_bytes > self._room.nbytes:
                     return
-                place = Arena(nbytes, self._device, self._ledger, "weights").tensor(0, nbytes)
-                packed_piece = Packed.in_memory(place.copy_(work(0, nbytes)))
+                if (arena := self._arena(nbytes, self._device)) is None:
+                    return
+                packed_piece = Packed.in_memory(arena.tensor(0, nbytes).copy_(work(0, nbytes)))
             pieces.append(_Piece(first, len(part), packed_piece))
         with self._room.lock:
-            if not packed.is_dropped and taken_bytes:
+            has_room = self._room.taken_bytes + taken_bytes <= self._room.nbytes
+            if not packed.is_dropped and taken_bytes and has_room:
                 self._room.taken_bytes += taken_bytes
                 packed.pieces = pieces
                 self._changed = True
+
+    def _arena(self, nbytes: int, device: torch.device) -> Arena | None:
+        """Host memory that nobody else wants; None where there is none."""
+        nbytes = whole_pages(nbytes)
+        if not self._ledger.take_spare("weights", nbytes):
+            return None
+        try:
+            return Arena(nbytes, device, self._ledger, "weights")
+        except BudgetError:  # somebody else has just taken it
+            return None
+        finally:
+            self._ledger.add(Tier.HOST, "weights", -nbytes)  # the arena books its own
+
+
+def _may_be_packed(block: Block) -> bool:
+    return not block.is_fetched and block.nbytes >= _LEAST_PIECE_BYTES and is_frozen(block.slots)
 
 
 def _pack(loads: "weakref.ref[PackedLoads]", packed: _PackedBlock, memory: torch.Tensor) -> None:
@@ -278,19 +334,21 @@ def _pack(loads: "weakref.ref[PackedLoads]", packed: _PackedBlock, memory: torch
         present.pack(packed, memory)
 
 
-def _half_bytes(piece_bytes: int) -> int:
-    return -(-int(piece_bytes * _MOST_SHARE) // 256) * 256
-
-
 def _nothing() -> None:
     pass
+
+
+def _half_bytes(piece_bytes: int) -> int:
+    return -(-int(piece_bytes * _MOST_SHARE) // 256) * 256
 
 
 def _unpacks_right(device: torch.device, packed_place: torch.Tensor, place: torch.Tensor, free: Event) -> bool:
     """Whether the device's kernel works, and its bits are the host's: it was compiled on this machine just now."""
     count = place.nbytes // 4  # words, in half of the place
     every = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16)  # word that there is: most escape
-    words = torch.cat([every, torch.randn(count - len(every), device="cpu").to(torch.bfloat16).view(torch.int16)])
+    own = torch.Generator("cpu").manual_seed(0)  # the user's goes on as in the plain run
+    usual = torch.randn(count - len(every), generator=own, dtype=torch.float32, device="cpu").to(torch.bfloat16)
+    words = torch.cat([every, usual.view(torch.int16)])
     memory = pack(words)
     if memory is None:
         return False

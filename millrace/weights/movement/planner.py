@@ -34,8 +34,9 @@ class Planner:
         try:
             plan = make_plan(self._problem(trace, changed, in_parts_bytes, rows_bytes))
             if trace.refined and plan.predicted.stall_seconds > _WAITS * plan.predicted.compute_seconds:
-                largest_bytes = max(block.nbytes for block in self._blocks)
-                if self._residency.pack_loads(largest_bytes, self._meter.link()):  # which takes some of the budget
+                blocks = [block for block in self._blocks if not block.travels_in_parts]
+                if self._residency.pack_loads(blocks, self._largest_bytes(trace), self._meter.link()):
+                    # That took some of the budget.
                     plan = make_plan(self._problem(trace, changed, in_parts_bytes, rows_bytes))
             return plan
         except Exception as error:  # whatever it is: no pass depends on a plan
@@ -50,12 +51,16 @@ class Planner:
                 )
             return None
 
+    def _largest_bytes(self, trace: Trace) -> int:
+        """What a visit needs."""
+        return max(sum(self._blocks[index].nbytes for index in blocks) for blocks, _ in trace.visits)
+
     def _problem(self, trace: Trace, changed: frozenset[int], in_parts_bytes: int, rows_bytes: int) -> Problem:
         link, among = self._meter.link(), None
         if self._residency.gathers is not None and any(phase is Phase.BACKWARD for _, phase in trace.visits):
             among = self._meter.link(Among.GATHER)
         budget_bytes = self._residency.streaming_budget_bytes
-        largest = max(sum(self._blocks[index].nbytes for index in blocks) for blocks, _ in trace.visits)
+        largest = self._largest_bytes(trace)
         budget_bytes -= min(in_parts_bytes, budget_bytes - largest)
         if any(block.row_bytes for block in self._blocks):
             budget_bytes -= max(0, min(rows_bytes, int(budget_bytes * _MOST_ROWS_SHARE), budget_bytes - largest))

@@ -190,11 +190,9 @@ class Residency:
         read_bytes = block.nbytes - block.packed.saved_bytes
         return max(0.0 if self.fetching is None else self.fetching.seconds(read_bytes), link.load_seconds(block.nbytes))
 
-    def pack_loads(self, largest_bytes: int, link: LinkSpeed) -> bool:
-        """From now on what comes from host memory again and again crosses the link packed, if there is room for that.
-        Between passes; not again once it was found to be no use.
-        """
-        nbytes = self.packed_loads.wanted_bytes(self.streaming_budget_bytes, largest_bytes)
+    def pack_loads(self, blocks: Iterable[Block], largest_bytes: int, link: LinkSpeed) -> bool:
+        """Between passes: from now on `blocks` that come again and again cross packed, if visits leave room for it."""
+        nbytes = self.packed_loads.wanted_bytes(blocks, self.streaming_budget_bytes, largest_bytes)
         if not nbytes or self.pace.is_limited or self.clear(nbytes, (), lambda block: block.order) < nbytes:
             return False
         self.packed_loads.open(self.allot(nbytes), link)
@@ -207,9 +205,10 @@ class Residency:
         return self.packed_loads.changed()
 
     def _end_packed_loads(self) -> None:
-        scratch = self.packed_loads.close()
-        if scratch is not None:
-            self.take_back(scratch)
+        if self.packed_loads.held_bytes:
+            self.intact = False
+            self.take_back(self.packed_loads.close())
+            self.intact = True
 
     def wait_for_consumed_reads(self) -> None:
         """The host waits until every copy that compute relies on has read its home."""
@@ -273,7 +272,9 @@ class Residency:
 
         Raises BudgetError when even that is not enough.
         """
-        if self.clear(block.nbytes, keep, next_use) >= block.nbytes:
+        if self.clear(block.nbytes, keep, next_use) < block.nbytes:
+            self._end_packed_loads()
+        if self.fits(block):
             return
         in_use = ", ".join(repr(other.name) for other in self.present())
         whole = " as a whole, as more is done with it than looking rows up," if block.row_bytes else ""
@@ -323,14 +324,15 @@ class Residency:
 
     def check_resident(self, what: str, nbytes: int, largest: Block) -> None:
         """Raises BudgetError when `nbytes` more that stay would leave no room for the largest block."""
+        if nbytes + largest.nbytes > self.streaming_budget_bytes:
+            self._end_packed_loads()
         missing_bytes = nbytes + largest.nbytes - self.streaming_budget_bytes
         if missing_bytes > 0:
             raise BudgetError(
                 f"what came after offload() stays on the device: {what} need {format_bytes(nbytes)} beside block"
-                f" {largest.name!r} of {format_bytes(largest.nbytes)};"
-                f" device_memory allows both {format_bytes(self.streaming_budget_bytes)}; raise it by"
-                f" {format_bytes(missing_bytes, at_least=True)}, or call remove() on the handle, change the model, and"
-                " offload it then"
+                f" {largest.name!r} of {format_bytes(largest.nbytes)}; device_memory allows both "
+                f"{format_bytes(self.streaming_budget_bytes)}; raise it by {format_bytes(missing_bytes, at_least=True)}"
+                ", or call remove() on the handle, change the model, and offload it then"
             )
 
     def shrink(self, nbytes: int) -> None:
