@@ -4,7 +4,8 @@ import gc
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 import millrace
 from millrace.memory.arena import whole_pages
 from millrace.memory.ledger import Tier
+from millrace.runtime import lanes
 from millrace.runtime.threads import OneThread
 from millrace.weights.movement import packed_loads, planner
 from millrace.weights.movement.packed_loads import PackedLoads
@@ -484,3 +486,35 @@ def test_a_model_that_goes_without_remove(device: torch.device, count: int) -> N
     other = torch.full((BUDGET,), 7, dtype=torch.uint8, device=device)
     torch.accelerator.synchronize()
     assert other.eq(7).all()
+
+
+@pytest.mark.emu("lazy", "random:0")
+@pytest.mark.parametrize("missing", ["what crossed is there", "the buffer is free", "what crossed before is unpacked"])
+def test_edge_11_pieces_take_turns(
+    device: torch.device, emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    """Each wait is taken out (docs/design/ordering.md), and the race detector names what it then finds."""
+    unpack, copy = lanes._StreamLanes.unpack, lanes._StreamLanes.copy
+    never_recorded = torch.Event("emu")
+
+    def unpack_early(self: Any, job: Callable[[], None], after: Sequence[Any]) -> Any:
+        if len(after) == 2:
+            after = after[1:] if missing == "what crossed is there" else after[:1]
+        return unpack(self, job, after)
+
+    def copy_early(self: Any, lane: Any, copies: Any, after: Any) -> Any:
+        packed = len(copies) == 1 and copies[0][0].nbytes == copies[0][1].nbytes < LAYER_BYTES // 2
+        return copy(self, lane, copies, never_recorded if packed else after)
+
+    model = frozen()
+    with offload(model, device) as handle, torch.no_grad():
+        assert passes(model, handle, frozen()(inputs())).onload_packed_bytes > 0
+        assert emu_device.take_reports() == []
+        if missing == "what crossed before is unpacked":
+            monkeypatch.setattr(lanes._StreamLanes, "copy", copy_early)
+        else:
+            monkeypatch.setattr(lanes._StreamLanes, "unpack", unpack_early)
+        for _ in range(3):
+            model(inputs())
+        handle.synchronize()
+        assert emu_device.take_reports()
