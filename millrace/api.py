@@ -281,9 +281,8 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
         self.activations: ActivationOffloading | None = None  # the handle on the model's activations
         if config.activations is not None:
             store = self._shelf.private_store("activations") if config.activations.tier == "disk" else None
-            self.activations = ActivationOffloading(
-                model, config.activations, self._lanes, self._ledger, store, self._meter.lane_use
-            )
+            resources = self._lanes, self._ledger, store, self._meter.lane_use
+            self.activations = ActivationOffloading(model, config.activations, *resources)
 
     @property
     def plan(self) -> Plan | None:

@@ -1,5 +1,6 @@
 """Do frozen weights that come from disk again and again come packed, with the bits of the plain run?"""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from millrace.errors import DiskError
 from millrace.memory.disk import DiskStore
 from millrace.memory.disk.file import DirectFile
 from millrace.weights.rest import fetching
+from tests.packed import models
+from tests.packed.models import Adapted, bits
 
 WIDTH = 1024
 LAYERS = 8
@@ -19,43 +22,13 @@ PASSES = 9  # until everything that comes often enough is packed, whatever was g
 LAYER_BYTES = 2 * WIDTH * WIDTH + 2 * WIDTH
 BUDGETS = {"device_memory": 5 * LAYER_BYTES // 2, "host_memory": 3 * LAYER_BYTES}
 
+frozen, inputs = partial(models.frozen, WIDTH, LAYERS), partial(models.inputs, WIDTH)
+
 
 @pytest.fixture(autouse=True)
 def _always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Speeds of this machine decide nothing."""
     monkeypatch.setattr(fetching, "_TIMES_AS_FAST", 0)
-
-
-class Adapted(nn.Module):
-    """A frozen layer, and what is trained beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16).requires_grad_(False)
-        self.down = nn.Linear(WIDTH, 2, bias=False, dtype=torch.bfloat16)
-        self.up = nn.Linear(2, WIDTH, bias=False, dtype=torch.bfloat16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.base(x) + self.up(self.down(x)))
-
-
-def frozen(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(LAYERS)))
-    with torch.no_grad():
-        for layer in model:
-            layer.weight.normal_(0, 0.03)
-            layer.weight[3, :4] = torch.tensor([-0.0, 1e-40, 1e-30, 0.0])
-        model[-1].weight[3, :4] = torch.tensor([float("inf"), float("-inf"), 3e38, float("nan")])  # one column of all
-    return model.requires_grad_(False)
-
-
-def inputs(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().view(torch.uint8)
 
 
 def passes(model: nn.Module, handle: millrace.Offloaded, want: torch.Tensor, count: int = PASSES) -> millrace.Stats:
@@ -205,8 +178,8 @@ def test_what_the_model_writes_is_what_computes(compute_device: torch.device, tm
 def test_adapters_on_frozen_weights(compute_device: torch.device, tmp_path: Path) -> None:
     """Frozen layers come packed in forward and backward; what is trained never is."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Adapted() for _ in range(LAYERS)))
-    plain = nn.Sequential(*(Adapted() for _ in range(LAYERS)))
+    model = nn.Sequential(*(Adapted(WIDTH) for _ in range(LAYERS)))
+    plain = nn.Sequential(*(Adapted(WIDTH) for _ in range(LAYERS)))
     plain.load_state_dict(model.state_dict())
     x = torch.randn(3, WIDTH, dtype=torch.bfloat16)
     bases = [layer.base for layer in model]

@@ -5,6 +5,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -19,12 +20,16 @@ from millrace.runtime import lanes
 from millrace.runtime.threads import OneThread
 from millrace.weights.movement import packed_loads, planner
 from millrace.weights.movement.packed_loads import PackedLoads
+from tests.packed import models
+from tests.packed.models import Adapted, bits
 
 WIDTH = 2048
 LAYERS = 6
 LAYER_BYTES = 2 * WIDTH * WIDTH + 2 * WIDTH
 BUDGET = 9 * LAYER_BYTES // 2
 PASSES = 10
+
+frozen, inputs = partial(models.frozen, WIDTH, LAYERS), partial(models.inputs, WIDTH)
 
 
 @pytest.fixture(autouse=True)
@@ -41,25 +46,6 @@ def _always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def device(emu_device: object) -> torch.device:
     emu_device.configure(device_memory=1 << 30)  # type: ignore[attr-defined]  # operators take some beside
     return torch.device("emu", 0)
-
-
-def frozen(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(LAYERS)))
-    with torch.no_grad():
-        for layer in model:
-            layer.weight.normal_(0, 0.03)
-            layer.weight[3, :4] = torch.tensor([-0.0, 1e-40, 1e-30, 0.0])
-        model[-1].weight[3, :4] = torch.tensor([float("inf"), float("-inf"), 3e38, float("nan")])
-    return model.requires_grad_(False)
-
-
-def inputs() -> torch.Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().view(torch.uint8)
 
 
 def passes(model: nn.Module, handle: millrace.Offloaded, want: torch.Tensor, count: int = PASSES) -> millrace.Stats:
@@ -192,22 +178,9 @@ def test_words_that_do_not_pack_cross_as_they_are(device: torch.device) -> None:
         assert 0.86 < stats.onload_bytes / (stats.onloads * LAYER_BYTES) < 0.9
 
 
-class Adapted(nn.Module):
-    """A frozen layer, and what is trained beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16).requires_grad_(False)
-        self.down = nn.Linear(WIDTH, 2, bias=False, dtype=torch.bfloat16)
-        self.up = nn.Linear(2, WIDTH, bias=False, dtype=torch.bfloat16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.base(x) + self.up(self.down(x)))
-
-
 def adapted() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Adapted() for _ in range(LAYERS)))
+    return nn.Sequential(*(Adapted(WIDTH) for _ in range(LAYERS)))
 
 
 def test_frozen_weights_with_trained_adapters_in_blocks_of_their_own(device: torch.device) -> None:

@@ -279,9 +279,9 @@ class PackedLoads:
     def pack(self, packed: _PackedBlock, memory: torch.Tensor) -> None:
         """On the thread that packs, of what `memory` has. Where there is no room any more, nothing of it is packed."""
         with self._room.packing:
-            self._pack(packed, memory)
+            self._make_pieces(packed, memory)
 
-    def _pack(self, packed: _PackedBlock, memory: torch.Tensor) -> None:
+    def _make_pieces(self, packed: _PackedBlock, memory: torch.Tensor) -> None:
         arena = self._arena(self._halves[0].memory.nbytes, torch.device("cpu"))
         if arena is None:
             return
