@@ -16,9 +16,9 @@ help:
 setup: $(READY)
 
 # torch goes in first and alone, so that no other requirement chooses its version or build.
-$(READY): pyproject.toml constraints.txt setup.py $(wildcard millrace/*/csrc/* millrace/*/*/csrc/*)
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard headrace/*/csrc/* headrace/*/*/csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "millrace needs Python 3.11 or later; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+		|| { echo "headrace needs Python 3.11 or later; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
@@ -47,10 +47,10 @@ test-triton: $(READY)
 	PYTHONPATH=build/triton OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/packed/test_device.py
 
 # A Llama with random weights learns to write Python, in device memory for a quarter of its weights. Its first losses
-# are compared, to the last bit, with those of the same model trained without millrace.
+# are compared, to the last bit, with those of the same model trained without headrace.
 demo: $(READY)
 	@rm -rf build/demo
-	$(BIN)/millrace train \
+	$(BIN)/headrace train \
 		--text "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" \
 		--include '*.py' --exclude 'site-packages/*' 'dist-packages/*' 'test/*' \
 		--device-memory 25% --compare-plain 5 \
@@ -62,7 +62,7 @@ bench: $(READY)
 		echo "== $$benchmark"; PYTHONPATH=. $(BIN)/python "$$benchmark" || exit 1; \
 	done
 
-# millrace beside accelerate, transformers, FSDP2, DeepSpeed and torchao, in an environment with the last two beside ours.
+# headrace beside accelerate, transformers, FSDP2, DeepSpeed and torchao, in an environment with the last two beside ours.
 bench-rivals: $(READY)
 	$(BIN)/python -m venv build/rivals
 	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \

@@ -16,12 +16,12 @@ _ANY_PYTHON = not sysconfig.get_config_var("Py_GIL_DISABLED")
 setup(
     ext_modules=[
         Extension(
-            "millrace.optim._kernel",
-            sources=["millrace/optim/csrc/kernel.cpp"],
+            "headrace.optim._kernel",
+            sources=["headrace/optim/csrc/kernel.cpp"],
             depends=[
-                "millrace/optim/csrc/kernel.h",
-                "millrace/optim/csrc/kernel_body.h",
-                "millrace/optim/csrc/kernel_numbers.h",
+                "headrace/optim/csrc/kernel.h",
+                "headrace/optim/csrc/kernel_body.h",
+                "headrace/optim/csrc/kernel_numbers.h",
             ],
             extra_compile_args=_FLAGS,
             language="c++",
@@ -29,8 +29,8 @@ setup(
             optional=True,  # without a compiler the package installs all the same
         ),
         Extension(
-            "millrace.memory.packed._kernel",
-            sources=["millrace/memory/packed/csrc/packed.cpp"],
+            "headrace.memory.packed._kernel",
+            sources=["headrace/memory/packed/csrc/packed.cpp"],
             extra_compile_args=_FLAGS,
             language="c++",
             py_limited_api=_ANY_PYTHON,

@@ -3,7 +3,7 @@
     PYTHONPATH=. python benchmarks/activation_saves.py [--quick]
 
 A chain of tanh, each of which saves its output. Microseconds that the thread of the step computes for each save,
-forward and backward together, less those without millrace; the medians of rounds. `recorded` is the first forward, with
+forward and backward together, less those without headrace; the medians of rounds. `recorded` is the first forward, with
 the plan that is made of it; `planned` goes as planned, and everything stays; at `other sizes` every forward has a shape
 of its own, and there is room for all; at `ceiling` there is room for a quarter.
 """
@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-import millrace
+import headrace
 
 ROWS, LEAST_WIDTH, WIDTHS = 64, 16, 97
 SETTLED_AFTER = 3
@@ -48,7 +48,7 @@ def measure(saves: int, width: Callable[[int], int], device_memory: int, rounds:
     """Of the first step, and of those that come when it has settled."""
     model = Chain(saves)
     plain = statistics.median(microseconds(model, width(index)) for index in range(SETTLED_AFTER))
-    with millrace.offload_activations(model, min_bytes=0, device_memory=device_memory):
+    with headrace.offload_activations(model, min_bytes=0, device_memory=device_memory):
         steps = [microseconds(model, width(index)) - plain for index in range(SETTLED_AFTER + rounds)]
     return steps[0], statistics.median(steps[SETTLED_AFTER:])
 

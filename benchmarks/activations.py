@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import millrace
+import headrace
 from emulator import emu
-from millrace.planning import ActivationPlan
+from headrace.planning import ActivationPlan
 
 WIDTH = 1024
 TOKENS = 2048
@@ -131,7 +131,7 @@ def device_peaks(model: nn.Module, handle: Any) -> DevicePeaks:
     and its gradient in backward; the weights; and the gradients of these, where they are not offloaded of one matrix.
     """
     accelerator, value_bytes = torch.accelerator, SAVED_BYTES // LINEARS
-    streamed = isinstance(handle, millrace.Offloaded)
+    streamed = isinstance(handle, headrace.Offloaded)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     accelerator.synchronize()
     handle.reset_stats()
@@ -173,7 +173,7 @@ def row(ratio: float, recompute: bool, device_memory: int | None) -> str:
     rival, _ = plain(ratio, recompute, lambda: torch.autograd.graph.save_on_cpu(pin_memory=True))
     configure(ratio, recompute)
     model = drop_gradients(Decoder(recompute).to("emu"))
-    with millrace.offload_activations(model, device_memory=device_memory) as handle:
+    with headrace.offload_activations(model, device_memory=device_memory) as handle:
         offloaded, offloaded_peak = measure(lambda: cycle(model))
         plan = handle.plan
     check_races()
@@ -193,7 +193,7 @@ def with_weights(ratio: float, activations: bool) -> tuple[float, ActivationPlan
     """Seconds of a step with the weights offloaded: four blocks on the device at once."""
     configure(ratio, recompute=False)
     model = Decoder(recompute=False)
-    with millrace.offload(
+    with headrace.offload(
         model, device="emu", device_memory=4 * BLOCK_BYTES, blocks=[model.layers], activations=activations
     ) as handle:
         seconds, _ = measure(lambda: cycle(model))

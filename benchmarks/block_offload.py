@@ -10,7 +10,7 @@ pull request 1223: Wan 2.1 on an H100): 74.6 s resident, 121.6 s with sequential
 Virtual time on the emulated accelerator, the decoder of `overlap.py` (24 equal blocks), at this ratio and others: the
 step over the one with all weights on the device, and beside it the blocks that are there at once, by the allocator's
 peak. "Ahead" is the design as its documentation tells it, with 2 reserved blocks (`overlap_rivals.py`);
-`enable_offload` is millrace's call of the same name and count (`millrace.compat`), and the last ones millrace's own
+`enable_offload` is headrace's call of the same name and count (`headrace.compat`), and the last ones headrace's own
 with a budget of 2 blocks and of as many as "ahead" holds.
 """
 
@@ -21,10 +21,10 @@ import torch
 from overlap import LINEARS, WIDTH, Case, Decoder, configure, cycle, settled_seconds
 from overlap_rivals import ahead_of_residents, synchronous
 
-import millrace
+import headrace
 from emulator import emu
-from millrace.compat.mindie_sd import enable_offload
-from millrace.formulas import reserved_peak_blocks
+from headrace.compat.mindie_sd import enable_offload
+from headrace.formulas import reserved_peak_blocks
 
 RESERVED = 2
 BLOCK_BYTES = LINEARS * WIDTH * WIDTH * 4
@@ -70,7 +70,7 @@ def enabled(model: Decoder) -> None:
 
 
 def planned(blocks: int) -> Callable[[Decoder], object]:
-    return lambda model: millrace.offload(
+    return lambda model: headrace.offload(
         model, device="emu", device_memory=blocks * BLOCK_BYTES, blocks=[model.layers]
     )
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import millrace
-import millrace.optim
+import headrace
+import headrace.optim
 
 LAYERS, WIDTH, TOKENS = 24, 768, 256
 
@@ -40,8 +40,8 @@ def figures(tier: str, directory: Path, rounds: int) -> list[float]:
     if tier == "disk":
         weights = {"disk": directory / "weights", "host_memory": nbytes // 2}
         state = {"tier": "disk", "disk": directory / "state"}
-    handle = millrace.offload(model, device="cpu", device_memory=nbytes // 3, blocks=[model.layers], **weights)
-    optimizer = millrace.optim.AdamW(model.parameters(), lr=1e-4, overlap="forward", **state)
+    handle = headrace.offload(model, device="cpu", device_memory=nbytes // 3, blocks=[model.layers], **weights)
+    optimizer = headrace.optim.AdamW(model.parameters(), lr=1e-4, overlap="forward", **state)
     inputs = torch.randn(1, TOKENS, WIDTH)
 
     def step() -> None:
@@ -55,12 +55,12 @@ def figures(tier: str, directory: Path, rounds: int) -> list[float]:
     for number in range(rounds):
         alone = seconds(step)
         begin = time.perf_counter()
-        saving = millrace.save(directory / f"beside-{number}", model, optimizer, wait=False)
+        saving = headrace.save(directory / f"beside-{number}", model, optimizer, wait=False)
         call = time.perf_counter() - begin
         beside = seconds(step)
         saving.wait()
         step()
-        waits = seconds(lambda: millrace.save(directory / "waits", model, optimizer))
+        waits = seconds(lambda: headrace.save(directory / "waits", model, optimizer))
         found.append([beside / alone, call / alone, waits / alone, saving.waited_seconds / alone])
         for name in (f"beside-{number}", "waits"):
             shutil.rmtree(directory / name)

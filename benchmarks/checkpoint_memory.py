@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-import millrace
-import millrace.optim
+import headrace
+import headrace.optim
 from benchmarks.larger_than_ram import TOKENS, config_of, interpreter_bytes, peak_bytes, run_capped, write
-from millrace.config import format_bytes, parse_bytes
+from headrace.config import format_bytes, parse_bytes
 
 STAGING_BYTES = 192 << 20  # of the optimizer's state
 GRADIENTS_BYTES = 2 * 2 * 4096 * 11008 * 4  # of two blocks, on the CPU as compute device
@@ -43,7 +43,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def child(directory: Path, host_memory: str, device_memory: str, work: str) -> None:
     """In the capped process. Prints a line of JSON."""
-    model, handle = millrace.from_pretrained(
+    model, handle = headrace.from_pretrained(
         directory / "model",
         device="cpu",
         host_memory=host_memory,
@@ -51,7 +51,7 @@ def child(directory: Path, host_memory: str, device_memory: str, work: str) -> N
         blocks="64MiB",
         disk=directory / f"spill-{work}",
     )
-    optimizer = millrace.optim.Lion(
+    optimizer = headrace.optim.Lion(
         model.parameters(), lr=1e-4, tier="disk", disk=directory / f"state-{work}", state_dtype="8bit"
     )
     step(model, optimizer) if work == "save" else None
@@ -59,10 +59,10 @@ def child(directory: Path, host_memory: str, device_memory: str, work: str) -> N
     anew()
     before, begin = peak_bytes(), time.perf_counter()
     if work == "save":
-        saving = millrace.save(directory / "checkpoint", model, optimizer)
+        saving = headrace.save(directory / "checkpoint", model, optimizer)
         nbytes = saving.nbytes
     else:
-        millrace.load(directory / "checkpoint", model, optimizer)
+        headrace.load(directory / "checkpoint", model, optimizer)
         nbytes = sum(path.stat().st_size for path in (directory / "checkpoint").iterdir())
     found = {"before": before, "peak": peak_bytes(), "seconds": time.perf_counter() - begin, "nbytes": nbytes}
     step(model, optimizer)

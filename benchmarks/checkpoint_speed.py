@@ -6,7 +6,7 @@ A model of that size in float32 and the state of AdamW for it (twice as much), b
 contestants save, and load what they saved into a model and an optimizer that are there; nothing is in the page cache
 before a load, and a save counts until its files are on the drive (fsync). The drive's own speed, of direct requests of
 8 MiB, 4 in flight, is measured in each round, before and after; ratios are over the better of the two, and medians.
-millrace fsyncs, checksums and verifies all of it; the others do not.
+headrace fsyncs, checksums and verifies all of it; the others do not.
 """
 
 import argparse
@@ -27,9 +27,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-import millrace
-import millrace.optim
-from millrace.config import format_bytes, parse_bytes
+import headrace
+import headrace.optim
+from headrace.config import format_bytes, parse_bytes
 
 REQUEST_BYTES, IN_FLIGHT = 8 << 20, 4
 
@@ -76,10 +76,10 @@ class Contestants:
         self.accelerator = accelerate.Accelerator(cpu=True)
         self.accelerator.prepare(model, optimizer)
 
-    def millrace(self, path: Path) -> tuple[Callable[[], None], Callable[[], None]]:
+    def headrace(self, path: Path) -> tuple[Callable[[], None], Callable[[], None]]:
         return (
-            lambda: millrace.save(path, self.model, self.optimizer) and None,
-            lambda: millrace.load(path, self.model, self.optimizer),
+            lambda: headrace.save(path, self.model, self.optimizer) and None,
+            lambda: headrace.load(path, self.model, self.optimizer),
         )
 
     def torch(self, path: Path) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -140,7 +140,7 @@ def main() -> None:
     width = 2048
     layers = max(1, parse_bytes(arguments.size) // (4 * width * width))
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
-    optimizer = millrace.optim.AdamW(model.parameters())
+    optimizer = headrace.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
@@ -154,7 +154,7 @@ def main() -> None:
         for number in range(arguments.rounds):
             before = drive_rates(directory, nbytes // 2)
             rates: dict[tuple[str, str], float] = {}
-            for who in ("millrace", "torch", "safetensors", "dcp", "accelerate"):
+            for who in ("headrace", "torch", "safetensors", "dcp", "accelerate"):
                 path = directory / f"{who}-{number}"
                 save, load = getattr(contestants, who)(path)
                 os.sync()

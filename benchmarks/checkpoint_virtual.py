@@ -3,8 +3,8 @@
     PYTHONPATH=. python benchmarks/checkpoint_virtual.py
 
 The step of `overlap_updates.py` with `overlap="forward"`, without a checkpoint, and with one that begins in every step,
-into host memory that has room for a copy of all. The copy is modelled, and `millrace.save` is not called: as
-`millrace.save(wait=False)` does, it reads weights and moments while nothing else uses the host's memory, and an update
+into host memory that has room for a copy of all. The copy is modelled, and `headrace.save` is not called: as
+`headrace.save(wait=False)` does, it reads weights and moments while nothing else uses the host's memory, and an update
 waits until what it changes has been copied. A copy reads and writes 12 bytes per parameter. The bar is 1.05.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 from overlap import Case, resident_seconds, settled_seconds
 from overlap_updates import BUDGET_BLOCKS, RATIOS, Host, measured
 
-import millrace
+import headrace
 from emulator import emu
-from millrace.optim import AdamW
+from headrace.optim import AdamW
 
 COPY_BYTES = 24  # per parameter: weight and two moments in float32, read and written
 
@@ -62,7 +62,7 @@ class Saver:
 
 @contextlib.contextmanager
 def saving(saver: Saver) -> Iterator[None]:
-    """Beside the updates that `overlap_updates.modelled` has put in the place of millrace's."""
+    """Beside the updates that `overlap_updates.modelled` has put in the place of headrace's."""
     perform = AdamW._perform
 
     def copied_first(self: AdamW, members: Sequence[Any], scale: float) -> None:
@@ -88,7 +88,7 @@ def step_seconds(case: Case, ratio: float, forward_seconds: float, *, save: bool
         with saving(savers[0]):
             yield
 
-    def measure(_handle: millrace.Offloaded, step: Callable[[], None]) -> float:
+    def measure(_handle: headrace.Offloaded, step: Callable[[], None]) -> float:
         def step_with_checkpoint() -> None:
             savers[0].begin()
             step()

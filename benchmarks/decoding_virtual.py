@@ -25,9 +25,9 @@ import torch
 import transformers
 from experts_virtual import BAR, LINK, SLOWER, configure
 
-import millrace
-from millrace.planning import lower_bound
-from millrace.weights.model import partition
+import headrace
+from headrace.planning import lower_bound
+from headrace.weights.model import partition
 
 LAYERS, HIDDEN, TOKENS = 16, 256, 40
 CASES = ((3, "auto"), (12, "auto"), (15, "auto"), (12, "layers"), (15, "layers"))  # layers that have room, and blocks
@@ -115,7 +115,7 @@ def main() -> None:
             layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
             limit = sum(parameter.nbytes for parameter in model.parameters()) - (LAYERS - room) * layer + 2**16
             blocks = "auto" if cut == "auto" else layer
-            with millrace.offload(model, device="emu", device_memory=limit, blocks=blocks) as handle:
+            with headrace.offload(model, device="emu", device_memory=limit, blocks=blocks) as handle:
                 seconds, nbytes = measured(model, way, handle)
                 plan = handle.plan
             simple = max(nbytes / LINK, resident)

@@ -9,7 +9,7 @@ before each forward. `host_memory` and `device_memory` are a tenth of the weight
   4 in flight), right after each forward; the median of these ratios. What rests in host memory is not counted.
 - memory: the most resident memory of the process (VmHWM) over what it had with everything imported.
 
-Beside millrace and accelerate stands the forward of the same model from RAM: what disk time could hide.
+Beside headrace and accelerate stands the forward of the same model from RAM: what disk time could hide.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from disk_stream import drive
 
-from millrace.config import format_bytes, parse_bytes
+from headrace.config import format_bytes, parse_bytes
 
 HIDDEN = 2048
 
@@ -79,11 +79,11 @@ def drop_cache(directory: Path) -> None:
             os.close(descriptor)
 
 
-def open_millrace(directory: Path, total: int) -> tuple[torch.nn.Module, Callable[[], int]]:
-    import millrace
+def open_headrace(directory: Path, total: int) -> tuple[torch.nn.Module, Callable[[], int]]:
+    import headrace
 
     budget = {"device_memory": total // 10, "host_memory": total // 10, "disk": directory / "spill"}
-    model, handle = millrace.from_pretrained(directory, trainable=False, device="cpu", **budget)
+    model, handle = headrace.from_pretrained(directory, trainable=False, device="cpu", **budget)
 
     def fetched_bytes() -> int:
         nbytes = handle.stats().fetch_bytes
@@ -114,7 +114,7 @@ def open_in_ram(directory: Path, total: int) -> tuple[torch.nn.Module, Callable[
     return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=weights, dtype="auto"), lambda: total
 
 
-CONTESTANTS = {"millrace": open_millrace, "accelerate": open_accelerate, "in RAM": open_in_ram}
+CONTESTANTS = {"headrace": open_headrace, "accelerate": open_accelerate, "in RAM": open_in_ram}
 
 
 def contest(name: str, directory: Path, rounds: int, tokens: int) -> None:
@@ -123,7 +123,7 @@ def contest(name: str, directory: Path, rounds: int, tokens: int) -> None:
     from transformers import AutoModelForCausalLM  # noqa: F401
     from transformers.utils.logging import disable_progress_bar
 
-    import millrace  # noqa: F401
+    import headrace  # noqa: F401
 
     disable_progress_bar()
     transformers.LlamaForCausalLM  # noqa: B018  # imports what it needs
@@ -179,7 +179,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.contestant:
         contest(arguments.contestant, arguments.directory, arguments.rounds, arguments.tokens)
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-", dir=arguments.directory) as name:
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=arguments.directory) as name:
         directory = Path(name)
         make_model(directory, arguments.size)
         os.sync()

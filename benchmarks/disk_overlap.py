@@ -5,15 +5,15 @@
 One process holds the same Llama twice: once read from its checkpoint with a tenth of its weights as `host_memory` and
 as `device_memory` (the device is the CPU), once in RAM. In each round, for each number of tokens, in random order:
 
-- millrace: three forward passes, one right after the other, because each reads ahead for the next (with --train: and
+- headrace: three forward passes, one right after the other, because each reads ahead for the next (with --train: and
   backward; gradients are new, and go to disk).
 - compute: the same with the weights in RAM, by plain PyTorch.
 - drive: as many bytes as these passes read from disk (and wrote there) by a plain loop of direct requests of 8 MiB, 4
   in flight, which does nothing else.
 - beside: compute and drive at the same time, neither of which waits for the other.
 
-Shown are medians for one pass, and medians over the rounds of two ratios: max(drive, compute) / millrace, and beside /
-millrace. The first has the floor of a machine on which the two share nothing. Where they share processors and memory,
+Shown are medians for one pass, and medians over the rounds of two ratios: max(drive, compute) / headrace, and beside /
+headrace. The first has the floor of a machine on which the two share nothing. Where they share processors and memory,
 beside is what a pass could reach at best, since its compute has to wait for the drive, too.
 """
 
@@ -34,10 +34,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from disk_model import drop_cache, make_model, open_in_ram
 
-import millrace
-from millrace.config import format_bytes, parse_bytes
-from millrace.memory.disk.extent import PIECE_BYTES
-from millrace.memory.pages import map_pages
+import headrace
+from headrace.config import format_bytes, parse_bytes
+from headrace.memory.disk.extent import PIECE_BYTES
+from headrace.memory.pages import map_pages
 
 THREADS = 4
 PASSES = 3
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--train", action="store_true")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-", dir=arguments.directory) as name:
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=arguments.directory) as name:
         directory, target = Path(name), Path(name) / "written"
         make_model(directory, arguments.size)
         files = sorted(directory.glob("*.safetensors"))
@@ -106,7 +106,7 @@ def main() -> None:
                 os.posix_fallocate(file.fileno(), 0, total)
         os.sync()
         budget = int(total * arguments.share)
-        model, handle = millrace.from_pretrained(
+        model, handle = headrace.from_pretrained(
             directory,
             trainable=arguments.train,
             device="cpu",
@@ -123,7 +123,7 @@ def main() -> None:
 
 def measure(
     arguments: argparse.Namespace,
-    handle: millrace.Offloaded,
+    handle: headrace.Offloaded,
     model: torch.nn.Module,
     plain: torch.nn.Module,
     tokens: int,
@@ -139,7 +139,7 @@ def measure(
         reading.join()
 
     cases: dict[str, Callable[[], None]] = {
-        "millrace": lambda: passes(model, tokens, arguments.train),
+        "headrace": lambda: passes(model, tokens, arguments.train),
         "compute": lambda: passes(plain, tokens, arguments.train),
         "drive": lambda: drive(files, target, read_bytes, written_bytes),
         "beside": beside,
@@ -154,7 +154,7 @@ def measure(
             processor = time.process_time()
             taken = seconds(cases[name])
             processor = time.process_time() - processor
-            if name == "millrace":
+            if name == "headrace":
                 stats = handle.stats()
                 read_bytes, written_bytes = stats.fetch_bytes, stats.spill_bytes
             if number >= 1:
@@ -168,7 +168,7 @@ def measure(
         for name, times in found.items()
     )
     print(
-        f"{tokens:5} tokens: {medians}; max / millrace {reached:.2f}, beside / millrace {possible:.2f};"
+        f"{tokens:5} tokens: {medians}; max / headrace {reached:.2f}, beside / headrace {possible:.2f};"
         f" read {format_bytes(read_bytes // PASSES)}, written {format_bytes(written_bytes // PASSES)},"
         f" load {os.getloadavg()[0]:.1f}",
         flush=True,

@@ -26,11 +26,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from millrace.config import format_bytes, parse_bytes
-from millrace.memory.disk import Checkpoint, DiskStore, StagingRing
-from millrace.memory.disk.extent import PIECE_BYTES
-from millrace.memory.ledger import Ledger
-from millrace.memory.pages import map_pages
+from headrace.config import format_bytes, parse_bytes
+from headrace.memory.disk import Checkpoint, DiskStore, StagingRing
+from headrace.memory.disk.extent import PIECE_BYTES
+from headrace.memory.ledger import Ledger
+from headrace.memory.pages import map_pages
 
 EXTENT_BYTES = 64 << 20
 SLOTS = 4
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-", dir=arguments.directory) as directory:
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=arguments.directory) as directory:
         path = Path(directory) / "model.safetensors"
         count = arguments.size // EXTENT_BYTES
         tensor = torch.randint(0, 256, (EXTENT_BYTES,), dtype=torch.uint8)

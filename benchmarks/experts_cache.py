@@ -10,13 +10,13 @@ experts that was there:
 - lru: the one that was used longest ago goes. Over all layers, and with the room split by layer where it is enough.
 - lfu: the one that was used least goes; counts halve every so many tokens (ageing). Of as many uses, the oldest.
 - fixed: those that were used most in the first half of the trace stay for good; others come and go.
-- ours: what `millrace.planning.Keeping` says: lfu 64, within the layer's share of the room.
+- ours: what `headrace.planning.Keeping` says: lfu 64, within the layer's share of the room.
 - belady: the one that is used farthest in the future goes. No rule loads less.
 
 A second table is of two tiers: beside a disk, host memory has room for so many experts as well. Reads from disk for
 each token, where the device keeps what `ours` says, and the host
 
-- layers: whole layers, as many as have room, spread evenly: what millrace does.
+- layers: whole layers, as many as have room, spread evenly: what headrace does.
 - fixed: the experts that were used most in the first half of the trace and are not the device's own share of them.
 - passed: what passes through on its way to the device, by the same rule as the device's.
 - given up: what the device gives up, by the same rule, and nothing that the device has; it crosses the link back.
@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from millrace.planning import Keeping, Key
+from headrace.planning import Keeping, Key
 
 Trace = list[list[Key]]  # what each call wants
 LAYERS, EXPERTS, ROUTED = 8, 32, 4

@@ -8,13 +8,13 @@ names of its state dict. Contestants, each in a process of its own, decode in tu
 token what the page cache has of files is dropped, as it would be gone where the model is larger than memory (but for
 pages that a contestant has mapped). Tokens are drawn at random; routing by random weights is uneven all the same.
 
-- experts: millrace; `host_memory` and `device_memory` are `--share` of the weights each, the device is the CPU.
+- experts: headrace; `host_memory` and `device_memory` are `--share` of the weights each, the device is the CPU.
 - blocks: the same, without single experts: all of a layer's come, as other blocks do.
 - accelerate: `dispatch_model` to "disk", which reads the same files, module by module.
 
 `--prompt`: tokens in each call, without a cache. `--drive`: reads take as long as on a drive that gives so many bytes a
 second, one after the other; then without accelerate, which maps the files, and without blocks. `--against`: another
-contestant is the millrace in that directory, such as a checkout of another version.
+contestant is the headrace in that directory, such as a checkout of another version.
 
 Bytes are those that the process had from the drive (`/proc/self/io`); the median of all rounds but the first, and from
 the least to the most.
@@ -39,9 +39,9 @@ from disk_model import drop_cache
 from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-import millrace
-from millrace.config import format_bytes, parse_bytes
-from millrace.weights.model.partition import _Cutter
+import headrace
+from headrace.config import format_bytes, parse_bytes
+from headrace.weights.model.partition import _Cutter
 
 HIDDEN, INTERMEDIATE, EXPERTS, ROUTED = 768, 384, 64, 4
 LAYER_BYTES = 2 * (3 * EXPERTS * HIDDEN * INTERMEDIATE + 4 * HIDDEN**2)
@@ -93,13 +93,13 @@ def write(config: Qwen3MoeConfig, directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def open_millrace(config: Qwen3MoeConfig, directory: Path, share: float, *, single: bool) -> Any:
+def open_headrace(config: Qwen3MoeConfig, directory: Path, share: float, *, single: bool) -> Any:
     if not single:
         _Cutter._cut_experts = lambda _self: None  # type: ignore[method-assign]
     model = on_meta(config)
     total = sum(parameter.nbytes for parameter in model.parameters())
     budgets = {"device_memory": int(total * share), "host_memory": int(total * share)}
-    handle = millrace.offload(model, device="cpu", checkpoint=directory, **budgets)
+    handle = headrace.offload(model, device="cpu", checkpoint=directory, **budgets)
     return model, handle
 
 
@@ -148,7 +148,7 @@ def contest(
     if name == "accelerate":
         model, handle = open_accelerate(config, directory)
     else:
-        model, handle = open_millrace(config, directory, share, single=name != "blocks")
+        model, handle = open_headrace(config, directory, share, single=name != "blocks")
     past, digest, drawn = None, 0, torch.Generator().manual_seed(0)
     print("ready", flush=True)
     for _ in sys.stdin:

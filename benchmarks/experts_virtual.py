@@ -34,10 +34,10 @@ import transformers
 from experts_cache import EXPERTS, LAYERS, ROUTED, Trace, drawn_trace, learned_trace
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-import millrace
+import headrace
 from emulator import emu
-from millrace.planning.bounds import fewest_bytes
-from millrace.weights.model.partition import _Cutter
+from headrace.planning.bounds import fewest_bytes
+from headrace.weights.model.partition import _Cutter
 
 HIDDEN, INTERMEDIATE = 256, 256
 SLOWER = 200
@@ -148,8 +148,8 @@ def measured(implementation: str, trace: Trace, slots: int, others: float, *, wh
         if whole:
             stack.enter_context(patch.object(_Cutter, "_cut_experts", lambda _cutter: None))
         try:
-            handle = stack.enter_context(millrace.offload(model, device="emu", device_memory=limit))
-        except millrace.BudgetError:
+            handle = stack.enter_context(headrace.offload(model, device="emu", device_memory=limit))
+        except headrace.BudgetError:
             return None
         return decode(model, Routed(model, trace), handle)
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import millrace
-from millrace.optim import AdamW
+import headrace
+from headrace.optim import AdamW
 
 
 def memory_bytes(name: str) -> int:
@@ -47,7 +47,7 @@ def run(layers: int, width: int, directory: Path, **settings: object) -> tuple[f
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     model = build(layers, width)
     model.load_state_dict(torch.load(weights), assign=True)
-    handle = millrace.offload(model, device="cpu", device_memory=3 * 2 * width * width, blocks=list(model))
+    handle = headrace.offload(model, device="cpu", device_memory=3 * 2 * width * width, blocks=list(model))
     optimizer = AdamW(model.parameters(), **settings)  # type: ignore[arg-type]
     for _ in range(3):
         model(torch.randn(8, width).bfloat16()).float().square().mean().backward()

@@ -27,8 +27,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import millrace
-from millrace.config import format_bytes, parse_bytes
+import headrace
+from headrace.config import format_bytes, parse_bytes
 
 WIDTH = 4096
 TOKENS = 16
@@ -83,7 +83,7 @@ def peak_bytes() -> int:
 def child(directory: Path, host_memory: str, device_memory: str, optimizer_of: str) -> None:
     """In the capped process: one forward pass, two training steps. Prints a line of JSON."""
     begin = time.perf_counter()
-    model, handle = millrace.from_pretrained(
+    model, handle = headrace.from_pretrained(
         directory, device="cpu", host_memory=host_memory, device_memory=device_memory, disk=directory / "spill"
     )
     seconds = {"load": time.perf_counter() - begin}
@@ -102,7 +102,7 @@ def child(directory: Path, host_memory: str, device_memory: str, optimizer_of: s
             optimizer = torch.optim.SGD(model.parameters(), lr=10.0, foreach=False)
         else:
             state = {"tier": "disk", "disk": directory / "state"}  # of bfloat16 weights: the bits that they lack
-            optimizer = millrace.optim.SGD(model.parameters(), lr=10.0, **state)
+            optimizer = headrace.optim.SGD(model.parameters(), lr=10.0, **state)
         begin = time.perf_counter()
         optimizer.step()
         seconds["step"] = time.perf_counter() - begin
@@ -137,13 +137,13 @@ def child(directory: Path, host_memory: str, device_memory: str, optimizer_of: s
 
 def interpreter_bytes() -> int:
     """What a process with PyTorch and transformers takes before it has a model."""
-    code = "import millrace, torch, transformers.models.llama.modeling_llama; from benchmarks.larger_than_ram import *"
+    code = "import headrace, torch, transformers.models.llama.modeling_llama; from benchmarks.larger_than_ram import *"
     return int(subprocess.check_output([sys.executable, "-c", f"{code}; print(peak_bytes())"], text=True))
 
 
 def cap(limit_bytes: int) -> tuple[Path | None, Callable[[], None]]:
     """A cgroup with that limit, if this user may make one, and what a new process calls to live under the limit."""
-    group = _CGROUPS / f"millrace-{os.getpid()}"
+    group = _CGROUPS / f"headrace-{os.getpid()}"
     try:
         group.mkdir()
         (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--host-memory", default="2GiB")
     parser.add_argument("--device-memory", default="512MiB")
     parser.add_argument("--directory", type=Path, default=Path())
-    parser.add_argument("--optimizer", choices=["torch", "millrace"], default="torch", help="whose SGD")
+    parser.add_argument("--optimizer", choices=["torch", "headrace"], default="torch", help="whose SGD")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child is not None:

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from overlap import MEASURED, SETTLED_AFTER, TOKENS, WIDTH, Case, Decoder, configure, settled_seconds
 
-import millrace
+import headrace
 from emulator import emu
-from millrace.report import Stats
+from headrace.report import Stats
 
 RATIOS = (1.5, 4.0)
 MICRO_BATCHES = 8
@@ -63,7 +63,7 @@ def measure(case: Case, together: bool) -> Measured:
     configure(case)
     model = case.build()
     budget_bytes = case.budget_blocks * weight_bytes(model) // len(model.layers)
-    handle = millrace.offload(model, device="emu", device_memory=budget_bytes, blocks=[model.layers])
+    handle = headrace.offload(model, device="emu", device_memory=budget_bytes, blocks=[model.layers])
     number = itertools.count()
 
     def step() -> None:

@@ -28,9 +28,9 @@ from disk_stream import drive
 from larger_than_ram import ALLOWANCE_BYTES, LAYER_BYTES, config_of, interpreter_bytes, run_capped, write
 from peft import LoraConfig, get_peft_model
 
-import millrace
-from millrace.config import format_bytes, parse_bytes
-from millrace.integrations.transformers import open_pretrained
+import headrace
+from headrace.config import format_bytes, parse_bytes
+from headrace.integrations.transformers import open_pretrained
 
 _CGROUPS = Path("/sys/fs/cgroup/blkio")
 READ_AHEAD_SECONDS = 1.0  # more than what was read ahead takes to arrive, beside which nothing is measured
@@ -42,7 +42,7 @@ def child(arguments: argparse.Namespace) -> None:
     model, weight_files = open_pretrained(directory)
     torch.manual_seed(0)
     adapted: Any = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False))
-    handle = millrace.offload(
+    handle = headrace.offload(
         adapted,
         device="cpu",
         host_memory=arguments.host_memory,
@@ -94,7 +94,7 @@ def held_to(bytes_per_second: int, directory: Path) -> Iterator[None]:
     if not bytes_per_second:
         yield
         return
-    group, device = _CGROUPS / f"millrace-{os.getpid()}", os.stat(directory).st_dev
+    group, device = _CGROUPS / f"headrace-{os.getpid()}", os.stat(directory).st_dev
     group.mkdir()
     limit = f"{os.major(device)}:{os.minor(device)} {bytes_per_second}"
     (group / "blkio.throttle.read_bps_device").write_text(limit)
@@ -127,7 +127,7 @@ def main() -> None:
     if arguments.child is not None:
         child(arguments)
         return
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-", dir=arguments.directory) as name:
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=arguments.directory) as name:
         size = write(config_of(parse_bytes(arguments.size)), Path(name))
         os.sync()
         budgets = parse_bytes(arguments.host_memory) + parse_bytes(arguments.device_memory)

@@ -1,8 +1,8 @@
-"""What would millrace's plan of many devices come to, and what was published of others? Simulated, as Markdown tables.
+"""What would headrace's plan of many devices come to, and what was published of others? Simulated, as Markdown tables.
 
     PYTHONPATH=. python benchmarks/many_devices.py [--only 8B]
 
-Each row is a call of `millrace.plan`: no figure of millrace here was measured. Published figures were read where the
+Each row is a call of `headrace.plan`: no figure of headrace here was measured. Published figures were read where the
 row says (docs/many_devices.md has the addresses); two rates are fitted, to one row each, and marked.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import millrace
-from millrace.planning.cost import Place, RunPlan
-from millrace.planning.cost.run_text import size_text
+import headrace
+from headrace.planning.cost import Place, RunPlan
+from headrace.planning.cost.run_text import size_text
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",
@@ -104,7 +104,7 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def plan(self) -> RunPlan:
-        return millrace.plan(self.config, **(FORWARD | self.settings))
+        return headrace.plan(self.config, **(FORWARD | self.settings))
 
 
 def on(machine: str, nodes: int = 1, devices: int = 8, **settings: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
-import millrace
+import headrace
 from emulator import emu
 
 RATIOS = (0.9, 1.5, 3.0)
@@ -77,9 +77,9 @@ def measured(onload: str, ratio: float, budget: int) -> dict[str, Any]:
     settings: dict[str, Any] = {"device_memory": budget * block_bytes, "blocks": [model.layers], "onload": onload}
     group = mock.Mock(return_value=Collectives(PEER_RATE * bandwidth))
     with (
-        mock.patch("millrace.weights.movement.gathering.DeviceGroup", group),
-        mock.patch("millrace.weights.movement.device_sums.DeviceGroup", group),
-        millrace.offload(model, device="emu", mesh=mesh, **settings) as handle,
+        mock.patch("headrace.weights.movement.gathering.DeviceGroup", group),
+        mock.patch("headrace.weights.movement.device_sums.DeviceGroup", group),
+        headrace.offload(model, device="emu", mesh=mesh, **settings) as handle,
     ):
         cycle = _cycles(model)
         for _ in range(SETTLED_AFTER - overlap.SETTLED_AFTER):

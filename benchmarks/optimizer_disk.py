@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from millrace.memory.arena import Arena
-from millrace.memory.disk import DiskStore
-from millrace.memory.ledger import Ledger
-from millrace.optim import AdamW, threads
+from headrace.memory.arena import Arena
+from headrace.memory.disk import DiskStore
+from headrace.memory.ledger import Ledger
+from headrace.optim import AdamW, threads
 
 REQUEST_BYTES = 8 << 20
 

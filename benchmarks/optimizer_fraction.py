@@ -6,12 +6,12 @@ Published, by Megatron-Bridge (its page on CPU offloading and that page's card):
 pipeline 2, expert 4, on two nodes of 8 H100; 20 steps with 0 to 100% of Adam's state on the host, and 100% with copies
 beside the update.
 
-Planned: the same run by `millrace.plan`. Two figures are fitted and the rest is what the plan makes of them: the
+Planned: the same run by `headrace.plan`. Two figures are fitted and the rest is what the plan makes of them: the
 operations per second, such that 0% takes what was measured, and the rate of host memory for the update, from the
 slope (134 GB/s for 8 devices: the update in PyTorch, not the machine, is the limit). Micro-batches of one sequence of
 4,096 tokens, two for each replica, are assumed.
 
-Run: a decoder that stays on the emulated accelerator, in virtual time, with `device_fraction` of `millrace.optim.AdamW`
+Run: a decoder that stays on the emulated accelerator, in virtual time, with `device_fraction` of `headrace.optim.AdamW`
 for what is not on the host. The link and the host's rate are such that all of the update, and all of the copies, take
 as many times the step as published (2.89 and 0.31); the rows between are what comes of it.
 """
@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from overlap import Case, configure, resident_seconds, settled_seconds
 
-import millrace
+import headrace
 from emulator import emu
-from millrace.optim import AdamW
-from millrace.planning.cost import Place, RunPlan
+from headrace.optim import AdamW
+from headrace.planning.cost import Place, RunPlan
 
 MODEL = {
     "model_type": "qwen3_moe",
@@ -52,8 +52,8 @@ UPDATE = PUBLISHED_BESIDE_MS / PUBLISHED_MS[0] - 1  # of all parameters, over a 
 
 
 def planned(share: float) -> RunPlan:
-    """The published run, as `millrace plan` has it."""
-    return millrace.plan(
+    """The published run, as `headrace plan` has it."""
+    return headrace.plan(
         MODEL,
         hardware="8xh100",
         devices=8,

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-import millrace
+import headrace
 
 BLOCKS = 48
 WIDTH = 8
@@ -68,7 +68,7 @@ def compared(
     """For each part of the run: seconds of the plain layer, and what ours takes more. The budget holds `blocks`."""
     block_bytes = sum(parameter.nbytes for parameter in plain[0].parameters()) + PARAMETERS * 64
     model, on_device = copy.deepcopy(plain), copy.deepcopy(plain).to(device)
-    with millrace.offload(model, device=device, device_memory=blocks * block_bytes, blocks=list(model)):
+    with headrace.offload(model, device=device, device_memory=blocks * block_bytes, blocks=list(model)):
         for _ in range(6):
             run(model, hidden)
         pairs = [(run(on_device, hidden), run(model, hidden)) for _ in range(ROUNDS)]

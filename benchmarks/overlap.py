@@ -22,9 +22,9 @@ from overlap_rivals import ahead_of_residents, synchronous
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import millrace
+import headrace
 from emulator import emu
-from millrace.planning import lower_bound
+from headrace.planning import lower_bound
 
 WIDTH = 1024
 TOKENS = 512
@@ -161,7 +161,7 @@ def measure(case: Case) -> dict[str, float]:
     bandwidth = configure(case)
     model = case.build()
     budget_bytes = case.budget_blocks * WIDTH * WIDTH * 4 * max(case.linears if case.model == "uneven" else [LINEARS])
-    with millrace.offload(model, device="emu", device_memory=budget_bytes, blocks=[model.layers]) as handle:
+    with headrace.offload(model, device="emu", device_memory=budget_bytes, blocks=[model.layers]) as handle:
         seconds = settled_seconds(lambda: cycle(model, case.mode))
         plan = handle.plan
         if plan is None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from millrace.runtime.autograd import in_backward
+from headrace.runtime.autograd import in_backward
 
 __all__ = ["ahead_of_residents", "synchronous"]
 

@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 import torch
 from overlap import BLOCKS, Case, configure, resident_seconds, settled_seconds
 
-import millrace
+import headrace
 from emulator import emu
-from millrace.optim import AdamW, norms
-from millrace.optim.norms import GradientNorms
-from millrace.optim.overlap import Updater
-from millrace.runtime.pending import Pending
+from headrace.optim import AdamW, norms
+from headrace.optim.norms import GradientNorms
+from headrace.optim.overlap import Updater
+from headrace.runtime.pending import Pending
 
 RATIOS = (0.25, 0.5, 1.0, 1.5, 2.0)  # update of all blocks over forward of all blocks
 UPDATE_BYTES, NORM_BYTES = 28, 4  # per parameter, in float32
@@ -112,7 +112,7 @@ def measured(
     ratio: float,
     forward_seconds: float,
     overlap: str,
-    measure: Callable[[millrace.Offloaded, Callable[[], None]], T],
+    measure: Callable[[headrace.Offloaded, Callable[[], None]], T],
     beside: Callable[[Host], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> T:
     """What `measure` finds of the handle of a model and its step, which it runs as often as it likes.
@@ -127,7 +127,7 @@ def measured(
     clip = None if overlap == "backward" else 1.0
     with (
         modelled(host),
-        millrace.offload(
+        headrace.offload(
             model, device="emu", device_memory=BUDGET_BLOCKS * block_bytes, blocks=[model.layers]
         ) as handle,
     ):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from emulator import emu
-from millrace.compat import OffloadTrainingManager
+from headrace.compat import OffloadTrainingManager
 
 WIDTH, LAYERS, ROWS, STEPS = 4096, 10, 512, 6
 PUBLISHED_GB = {False: 4.0, True: 1.4}

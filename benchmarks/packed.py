@@ -28,8 +28,8 @@ from pathlib import Path
 
 import torch
 
-from millrace.config import format_bytes, parse_bytes
-from millrace.memory.packed import GROUP_WORDS, Packed, level, pack, unpack
+from headrace.config import format_bytes, parse_bytes
+from headrace.memory.packed import GROUP_WORDS, Packed, level, pack, unpack
 
 CHUNK_WORDS = 4 << 20  # what the ring of staging memory holds in a chunk
 SPEED_CHUNKS = 32
@@ -174,7 +174,7 @@ def from_disk(directory: Path, size: int, rounds: int, all_tokens: list[int], ra
     from layer_major_disk import held_to
     from transformers.utils.logging import disable_progress_bar
 
-    import millrace
+    import headrace
 
     disable_progress_bar()
     make_model(directory, size)
@@ -184,12 +184,12 @@ def from_disk(directory: Path, size: int, rounds: int, all_tokens: list[int], ra
     made = {}
     for name in ("packed", "plain"):
         budget = {"device_memory": total // 10, "host_memory": total // 10, "disk": directory / name}
-        made[name] = millrace.from_pretrained(
+        made[name] = headrace.from_pretrained(
             directory, trainable=False, device="cpu", packed=name == "packed", **budget
         )
     print(f"{format_bytes(total)} of weights, budgets of {format_bytes(total // 10)} each")
 
-    def forward(name: str, ids: torch.Tensor) -> tuple[float, float, torch.Tensor, "millrace.Stats"]:
+    def forward(name: str, ids: torch.Tensor) -> tuple[float, float, torch.Tensor, "headrace.Stats"]:
         model, handle = made[name]
         drop_cache(directory)
         handle.reset_stats()
@@ -250,7 +250,7 @@ def main() -> None:
     parser.add_argument("--drive-rate", default="1GB,0")
     arguments = parser.parse_args()
     if arguments.disk:
-        with tempfile.TemporaryDirectory(prefix="millrace-bench-", dir=arguments.directory) as name:
+        with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=arguments.directory) as name:
             tokens = [int(count) for count in arguments.tokens.split(",")]
             rates = [parse_bytes(rate) for rate in arguments.drive_rate.split(",")]
             from_disk(Path(name), arguments.size, arguments.rounds, tokens, rates)

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-import millrace
-from millrace.config import format_bytes, parse_bytes
-from millrace.memory.packed import Packed, pack, unpack_on_device
-from millrace.weights.movement import packed_loads
+import headrace
+from headrace.config import format_bytes, parse_bytes
+from headrace.memory.packed import Packed, pack, unpack_on_device
+from headrace.weights.movement import packed_loads
 
 RATIOS = 4.0, 1.5, 1.0, 0.5
 WARM_PASSES = 12, 4, 4  # until loads come again and again; until plans count on what was packed; and follow them
@@ -44,7 +44,7 @@ def one_pass(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         return model(inputs)  # type: ignore[no-any-return]
 
 
-def wait_for_packing(handle: millrace.Offloaded) -> None:
+def wait_for_packing(handle: headrace.Offloaded) -> None:
     """Until a thread takes no more host memory for that: in virtual time passes leave it none."""
     before = -1
     while before != (before := handle.stats().host_bytes):
@@ -134,7 +134,7 @@ def main() -> None:
         for packed in (False, True):
             model = model_of(chosen.layers, width)
             room_bytes = chosen.room * layer_bytes + (64 << 20)
-            handle = millrace.offload(model, device=device, device_memory=room_bytes, packed=packed)
+            handle = headrace.offload(model, device=device, device_memory=room_bytes, packed=packed)
             for passes in WARM_PASSES:
                 for _ in range(passes):
                     results.append(one_pass(model, inputs))

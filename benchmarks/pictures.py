@@ -85,7 +85,7 @@ def overlap() -> str:
     def group(kind: str, ratio: float, blocks: int) -> list[Bar]:
         row = rf"^uniform {kind} +{ratio} +{blocks} blocks +\S+ +\S+ +\S+ +"
         return [
-            Bar("millrace", number(row + r"(\S+)", content), ours=True),
+            Bar("headrace", number(row + r"(\S+)", content), ours=True),
             Bar("prefetch beside fixed residents", number(row + r"\S+ \| +\S+ +(\S+)", content)),
             Bar("each layer when it is needed", number(row + r"\S+ \| +(\S+)", content)),
         ]
@@ -104,11 +104,11 @@ def overlap() -> str:
 
 def disk() -> str:
     content = newest("disk-*.txt")
-    ours, theirs = (number(rf"{name}: loaded.* forward (\S+) s", content) for name in ("millrace", "accelerate"))
+    ours, theirs = (number(rf"{name}: loaded.* forward (\S+) s", content) for name in ("headrace", "accelerate"))
     return bars(
-        "A forward over 4 GiB of weights on disk, over millrace's time",
+        "A forward over 4 GiB of weights on disk, over headrace's time",
         "shorter: CPU and a virtual drive, 2 cores, wall-clock; 4 tokens, budgets of 410 MiB.",
-        {"": [Bar("millrace", 1.0, ours=True), Bar("accelerate, disk_offload", theirs / ours)]},
+        {"": [Bar("headrace", 1.0, ours=True), Bar("accelerate, disk_offload", theirs / ours)]},
     )
 
 
@@ -120,8 +120,8 @@ def experts() -> str:
         "CPU and a virtual drive, 2 cores that others used too, wall-clock; 2 GiB for each tier.",
         {
             "": [
-                Bar("millrace, expert by expert", rates[0] / rates[2], ours=True),
-                Bar("millrace, whole layers", rates[1] / rates[2], ours=True),
+                Bar("headrace, expert by expert", rates[0] / rates[2], ours=True),
+                Bar("headrace, whole layers", rates[1] / rates[2], ours=True),
                 Bar("accelerate, disk_offload", 1.0),
             ]
         },
@@ -140,8 +140,8 @@ def optimizer() -> str:
         "shorter: CPU, 2 busy cores, 67 M parameters, medians of paired rounds.",
         {
             "": [
-                Bar("millrace, bfloat16 weights", over("ours"), ours=True),
-                Bar("millrace, float32 weights", over("ours, float32"), ours=True),
+                Bar("headrace, bfloat16 weights", over("ours"), ours=True),
+                Bar("headrace, float32 weights", over("ours, float32"), ours=True),
                 Bar("DeepSpeedCPUAdam, bfloat16", over("DeepSpeed bfloat16")),
                 Bar("DeepSpeedCPUAdam, float32", over("DeepSpeed float32")),
                 Bar("PyTorch, fused float32", over("fused float32")),
@@ -155,10 +155,10 @@ def rivals() -> str:
     content = newest("rivals-*.txt")
 
     def over(task: str, name: str) -> float:
-        return number(rf"^{task}: millrace over {name}: (\S+) ", content)
+        return number(rf"^{task}: headrace over {name}: (\S+) ", content)
 
     return bars(
-        "millrace's time over that of others, medians of paired turns",
+        "headrace's time over that of others, medians of paired turns",
         "shorter: CPU and a virtual drive, 2 cores that others used too.",
         {
             "": [

@@ -15,7 +15,7 @@ where all weights stay on the device, none visit it, and gradients go as they co
 `device_memory` activations have no budget.
 
 Weights from disk are in wall-clock time (`predicted_disk.py`). With `--cpu` also others, with the CPU as device, by
-what `millrace.probe()` measures just before; the spread of the steps themselves stands beside it. There is no bar: the
+what `headrace.probe()` measures just before; the spread of the steps themselves stands beside it. There is no bar: the
 CPU copies and computes with the same cores.
 """
 
@@ -37,9 +37,9 @@ from overlap_updates import UPDATE_BYTES, measured
 from predicted_disk import disk_rows
 from torch import nn
 
-import millrace
+import headrace
 from emulator import emu
-from millrace.planning.cost import (
+from headrace.planning.cost import (
     Activations,
     Hardware,
     Method,
@@ -50,8 +50,8 @@ from millrace.planning.cost import (
     Work,
     shape_of_module,
 )
-from millrace.planning.cost.forecast import Run, run_of
-from millrace.planning.cost.lanes import CostLane
+from headrace.planning.cost.forecast import Run, run_of
+from headrace.planning.cost.lanes import CostLane
 
 UNLIMITED = 1e18
 TRAINING, RECOMPUTING, INFERENCE = "training", "recomputing", "inference"
@@ -129,7 +129,7 @@ def predict(
     return run_of(shape, work, Spread(), method, machine, budget_bytes)
 
 
-def compare(name: str, run: Run, handle: millrace.Offloaded, step: Callable[[], None]) -> Row:
+def compare(name: str, run: Run, handle: headrace.Offloaded, step: Callable[[], None]) -> Row:
     """A settled step and its peak bytes, as the ledger counted them, and the peak of all steps up to there."""
     seconds = settled_seconds(step)
     whole = handle.stats().device_peak_bytes
@@ -166,7 +166,7 @@ def weights_rows() -> Iterator[Row]:
         model = case.build()
         budget_bytes = budget_blocks * max(sum(p.nbytes for p in layer.parameters()) for layer in model.layers)
         run = predict(model, hardware(bandwidth), mode, budget_bytes, work)
-        with millrace.offload(model, device="emu", device_memory=budget_bytes, blocks=[model.layers]) as handle:
+        with headrace.offload(model, device="emu", device_memory=budget_bytes, blocks=[model.layers]) as handle:
             name = f"{kind} {mode}, load/compute {ratio}, {budget_blocks} blocks"
             yield compare(name, run, handle, _step(model, mode))
         gc.collect()
@@ -218,13 +218,13 @@ def activation_rows() -> Iterator[Row]:
         budget_bytes = 4 * saved.BLOCK_BYTES if with_weights else None
         run = run_of(shape_of_module(model), work, Spread(), method, hardware(bandwidth), budget_bytes)
         if with_weights:
-            handle = millrace.offload(
+            handle = headrace.offload(
                 model, device="emu", device_memory=budget_bytes, blocks=[model.layers], activations=True
             )
             offloading = handle.activations
         else:
             planned = held_bytes(run, Place.DEVICE, "activations")
-            handle = offloading = millrace.offload_activations(
+            handle = offloading = headrace.offload_activations(
                 saved.drop_gradients(model.to("emu")), device_memory=planned if ceiling else None
             )
         with handle:
@@ -284,7 +284,7 @@ def llama_rows() -> Iterator[Row]:
         work = Work(batch_size=batch, sequence_length=length, gradient_bytes=4, master_bytes=0, state_bytes=0)
         budget_bytes = int(memory.removesuffix("MiB")) << 20
         run = predict(model, hardware(bandwidth, flops=2e12), TRAINING, budget_bytes, work)
-        with millrace.offload(model, device="emu", device_memory=memory) as handle:
+        with headrace.offload(model, device="emu", device_memory=memory) as handle:
             # On the device: a batch that is copied there waits behind what is loaded ahead over the same link.
             tokens = torch.zeros(batch, length, dtype=torch.long, device="emu")
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -302,7 +302,7 @@ def cpu_rows() -> Iterator[str]:
     """Wall-clock on the CPU: predicted, measured in the median, and the spread of the steps."""
     from overlap import Decoder
 
-    probed = millrace.probe("cpu", cache=False)
+    probed = headrace.probe("cpu", cache=False)
     machine = probed.hardware.changed(flops_per_second=probed.matmul_flops_per_second["float32"])
     work = Work(sequence_length=TOKENS, gradient_bytes=4, master_bytes=0)
     for mode, blocks in ((TRAINING, 3), (TRAINING, 6), (RECOMPUTING, 3), (INFERENCE, 3)):
@@ -310,7 +310,7 @@ def cpu_rows() -> Iterator[str]:
         model = Decoder([4] * 8, mode == RECOMPUTING)
         budget_bytes = blocks * 4 * WIDTH * WIDTH * 4
         run = predict(model, machine, mode, budget_bytes, work)
-        with millrace.offload(model, device="cpu", device_memory=budget_bytes, blocks=[model.layers]):
+        with headrace.offload(model, device="cpu", device_memory=budget_bytes, blocks=[model.layers]):
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
             hidden = torch.randn(TOKENS, WIDTH)
             taken = []

@@ -16,11 +16,11 @@ from unittest import mock
 import torch
 from overlap import WIDTH, Decoder
 
-import millrace
-from millrace.memory.disk.file import DirectFile
-from millrace.planning.cost import Activations, Hardware, Method, Place, Spread, Training, Work, shape_of_module
-from millrace.planning.cost.forecast import run_of
-from millrace.planning.cost.lanes import CostLane
+import headrace
+from headrace.memory.disk.file import DirectFile
+from headrace.planning.cost import Activations, Hardware, Method, Place, Spread, Training, Work, shape_of_module
+from headrace.planning.cost.forecast import run_of
+from headrace.planning.cost.lanes import CostLane
 
 DRIVES = [(rate, budget, trains) for trains in (False, True) for rate, budget in ((200e6, 2), (400e6, 4))]
 
@@ -62,7 +62,7 @@ def disk_rows(hardware: Hardware) -> Iterator[str]:
             tempfile.TemporaryDirectory(dir="/dev/shm") as directory,
             mock.patch.object(DirectFile, "read", drive(DirectFile.read)),
             mock.patch.object(DirectFile, "write", drive(DirectFile.write)),
-            millrace.offload(
+            headrace.offload(
                 model,
                 device="cpu",
                 device_memory=blocks * block_bytes,

@@ -7,12 +7,12 @@ Contestants of a task are processes of their own that take turns, one unit of wo
 machine does meets them alike; what is told are medians of paired ratios, from the least to the most. The device is the
 CPU. `make bench-rivals` installs the others beside the project's own environment.
 
-- disk: a forward over weights in safetensors files, of which a tenth may be in each tier of millrace; accelerate's disk
+- disk: a forward over weights in safetensors files, of which a tenth may be in each tier of headrace; accelerate's disk
   offload, which is that of transformers (`device_map`). The page cache is dropped before each turn.
-- load: the most resident memory while a model is opened and runs once, over the bytes of its weights. millrace's
+- load: the most resident memory while a model is opened and runs once, over the bytes of its weights. headrace's
   `host_memory` and `device_memory` are a tenth of them each.
 - sharded: a training step of a model of eight layers: `fully_shard` with `CPUOffloadPolicy` in a group of one process,
-  and `millrace.offload` with a quarter of the weights on the device; PyTorch's fused AdamW in both, and equal losses.
+  and `headrace.offload` with a quarter of the weights on the device; PyTorch's fused AdamW in both, and equal losses.
 - update: what `optimizer_step.py` prints, with DeepSpeedCPUAdam where it runs.
 - ZeRO-Infinity reads drives by libaio on machines that have it; where it cannot run the reason is printed.
 """
@@ -35,13 +35,13 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from disk_model import drop_cache, make_model, open_accelerate, open_millrace, peak_bytes
+from disk_model import drop_cache, make_model, open_accelerate, open_headrace, peak_bytes
 
-from millrace.config import format_bytes, parse_bytes
+from headrace.config import format_bytes, parse_bytes
 
 RESULTS = Path(__file__).parent / "results"
 WIDTH, LAYERS, TOKENS = 1024, 8, 256
-WARM_UP = 2  # turns: millrace records the first, and plans the second
+WARM_UP = 2  # turns: headrace records the first, and plans the second
 Turn = Callable[[], float]  # one unit of work; what it came to
 
 
@@ -91,11 +91,11 @@ def steps_of(offload: Callable[[nn.Sequential], object]) -> Callable[[Path, int]
     return begin
 
 
-def by_millrace(model: nn.Sequential) -> object:
-    import millrace
+def by_headrace(model: nn.Sequential) -> object:
+    import headrace
 
     quarter = sum(parameter.nbytes for parameter in model.parameters()) // 4
-    return millrace.offload(model, device="cpu", device_memory=quarter)
+    return headrace.offload(model, device="cpu", device_memory=quarter)
 
 
 def by_fsdp(model: nn.Sequential) -> object:
@@ -134,10 +134,10 @@ def open_whole(directory: Path, total: int) -> tuple[nn.Module, Any]:
 
 
 TASKS: dict[str, dict[str, Callable[[Path, int], Turn]]] = {
-    "disk": {"millrace": forward_of(open_millrace), "accelerate": forward_of(open_accelerate)},
-    "sharded": {"millrace": steps_of(by_millrace), "FSDP2": steps_of(by_fsdp)},
+    "disk": {"headrace": forward_of(open_headrace), "accelerate": forward_of(open_accelerate)},
+    "sharded": {"headrace": steps_of(by_headrace), "FSDP2": steps_of(by_fsdp)},
     "load": {
-        "millrace": loaded_by(open_millrace),
+        "headrace": loaded_by(open_headrace),
         "accelerate": loaded_by(open_accelerate),
         "transformers": loaded_by(open_whole),
     },
@@ -151,7 +151,7 @@ def contest(task: str, name: str, directory: Path) -> None:
     import transformers
     from transformers.utils.logging import disable_progress_bar
 
-    import millrace  # noqa: F401
+    import headrace  # noqa: F401
 
     disable_progress_bar()
     transformers.LlamaForCausalLM  # noqa: B018  # imports what it needs, before memory is counted
@@ -203,16 +203,16 @@ def compete(task: str, directory: Path, rounds: int) -> dict[str, list[tuple[flo
 
 def told(task: str, taken: dict[str, list[tuple[float, float]]]) -> list[str]:
     """A line for each rival."""
-    ours = taken.pop("millrace")
+    ours = taken.pop("headrace")
     if task == "load":
-        taken = {"millrace": ours, **taken}
+        taken = {"headrace": ours, **taken}
         return [f"load: {name}: peak of {turns[0][1]:.2f} of the weights' bytes" for name, turns in taken.items()]
     lines = []
     for name, theirs in taken.items():
         assert [value for _, value in ours] == [value for _, value in theirs], f"{name} computes something else"
         ratios = sorted(mine[0] / other[0] for mine, other in zip(ours, theirs, strict=True))
         spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-        lines.append(f"{task}: millrace over {name}: {statistics.median(ratios):.2f} ({spread}), equal results")
+        lines.append(f"{task}: headrace over {name}: {statistics.median(ratios):.2f} ({spread}), equal results")
     return lines
 
 
@@ -255,7 +255,7 @@ def main() -> None:
         f" {platform.python_version()}; {versions()}",
         "",
     ]
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-", dir=arguments.directory) as name:
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=arguments.directory) as name:
         directory = Path(name)
         make_model(directory, arguments.size)
         os.sync()

@@ -2,7 +2,7 @@
 
     python benchmarks/step_on_disk.py [--size 12GiB] [--rounds 3] [--directory .]
 
-A bfloat16 Llama in a memory cgroup, as in larger_than_ram.py; one backward, and steps of millrace's SGD with
+A bfloat16 Llama in a memory cgroup, as in larger_than_ram.py; one backward, and steps of headrace's SGD with
 `tier="disk"` (whose state is the bits that bfloat16 lacks). Timed are
 
 - moving: blocks of a checkpoint go to the store before the first step; every other block as an image past the page
@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from disk_overlap import drive
 from larger_than_ram import ALLOWANCE_BYTES, LAYER_BYTES, config_of, interpreter_bytes, run_capped, write
 
-import millrace
-from millrace.config import format_bytes, parse_bytes
-from millrace.optim import elements
-from millrace.weights.rest.tiers import CheckpointRest
+import headrace
+from headrace.config import format_bytes, parse_bytes
+from headrace.optim import elements
+from headrace.weights.rest.tiers import CheckpointRest
 
 BYTES_READ, BYTES_WRITTEN = 6, 4  # for each parameter: weight, gradient and remainder; weight and remainder
 PARTS = 4  # of what the plain loop moves: the file that it writes has room for one
@@ -39,7 +39,7 @@ PARTS = 4  # of what the plain loop moves: the file that it writes has room for 
 
 def child(directory: Path, host_memory: str, device_memory: str, rounds: int) -> None:
     """In the capped process. Prints a line of JSON."""
-    model, handle = millrace.from_pretrained(
+    model, handle = headrace.from_pretrained(
         directory, device="cpu", host_memory=host_memory, device_memory=device_memory, disk=directory / "spill"
     )
     tokens = torch.arange(16).view(1, -1)
@@ -61,7 +61,7 @@ def child(directory: Path, host_memory: str, device_memory: str, rounds: int) ->
         with mock.patch.object(CheckpointRest, "is_as_in_files", way == "files"):
             taken = timed(lambda half=half: [block.make_writable() for block in half] and None)
         found[f"moving by {way}, GB/s"] = [sum(block.nbytes for block in half) / taken / 1e9]
-    optimizer = millrace.optim.SGD(model.parameters(), lr=1e-3, tier="disk", disk=directory / "state")
+    optimizer = headrace.optim.SGD(model.parameters(), lr=1e-3, tier="disk", disk=directory / "state")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     target = directory / "written"
     with target.open("wb") as file:

@@ -31,10 +31,10 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-import millrace
-import millrace.optim
+import headrace
+import headrace.optim
 from benchmarks import zoo_diffusers, zoo_transformers
-from millrace.runtime.tensors import map_tensors, tensors_in
+from headrace.runtime.tensors import map_tensors, tensors_in
 
 SECONDS = 90  # for the plain runs of one architecture in one place, and for the offloaded one
 STEPS = 2
@@ -47,11 +47,11 @@ LIBRARIES: dict[str, Any] = {"transformers": zoo_transformers, "diffusers": zoo_
 SETTINGS = (
     "two training steps and an inference, plain and offloaded, compared bit for bit. *CPU*: the CPU as the device, with"
     " a budget for half of the weights; *all of it at once*: blocks on disk, activations on the host, recomputation"
-    " where the model has it, and millrace's AdamW beside the next forward; *emulated"
+    " where the model has it, and headrace's AdamW beside the next forward; *emulated"
     " accelerator*: judged for races, too. Each runs in a process of its own."
 )
 LEGEND = (
-    "*equal*: to the last bit, within the budget. *refused*: an error of millrace's own. *failed*: another error, or no"
+    "*equal*: to the last bit, within the budget. *refused*: an error of headrace's own. *failed*: another error, or no"
     " answer, after the plain runs. *wrong*: other bits, more than the budget, or a race. *not built*: no plain run to"
     " compare with: the model is not built small, takes none of the inputs, has no answer in time, or two plain runs"
     " differ."
@@ -125,7 +125,7 @@ def compare(
             stats = handle.stats()
             blocks = len(handle.plan.problem.block_bytes) if handle.plan else 0
             handle.remove()
-        except millrace.MillraceError as error:
+        except headrace.HeadraceError as error:
             return {"result": "refused", "reason": str(error)}
         except Exception as error:
             return {"result": "failed", "reason": f"{type(error).__name__}: {error}"}
@@ -149,12 +149,12 @@ def plain_outcome(model: nn.Module, inputs: dict[str, Any], place: str, device: 
     return outcome(model.to(device), dict(map_tensors(inputs, lambda tensor: tensor.to(device))), make_optimizer)
 
 
-def _offload(model: Any, options: dict[str, Any]) -> millrace.Offloaded:
+def _offload(model: Any, options: dict[str, Any]) -> headrace.Offloaded:
     """With twice the budget as long as that is too small."""
     for _ in range(5):
         try:
-            return millrace.offload(model, **options)
-        except millrace.BudgetError as error:
+            return headrace.offload(model, **options)
+        except headrace.BudgetError as error:
             kept = error
             options["device_memory"] *= 2
     raise kept
@@ -174,7 +174,7 @@ def _optimizer(place: str, model: Any, directory: str | None) -> Callable[[Any],
         model.enable_gradient_checkpointing()
     if place == "everything":
         overlap: Any = "none" if directory is None else "forward"
-        return lambda parameters: millrace.optim.AdamW(parameters, lr=1e-3, overlap=overlap)
+        return lambda parameters: headrace.optim.AdamW(parameters, lr=1e-3, overlap=overlap)
     return lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, foreach=False)
 
 

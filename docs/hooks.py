@@ -1,7 +1,7 @@
 """What of the site is made when it is built? Pages of files beside docs/, tables of what the code knows, and a check.
 
-`<!-- symptoms -->` in a page becomes what `millrace doctor --symptoms` knows, `<!-- command NAME -->` what
-`millrace NAME --help` prints: neither can differ from the program.
+`<!-- symptoms -->` in a page becomes what `headrace doctor --symptoms` knows, `<!-- command NAME -->` what
+`headrace NAME --help` prints: neither can differ from the program.
 """
 
 import posixpath
@@ -12,8 +12,8 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
-from millrace.cli.main import build_parser
-from millrace.cli.symptoms import SYMPTOMS
+from headrace.cli.main import build_parser
+from headrace.cli.symptoms import SYMPTOMS
 
 ROOT = Path(__file__).parent.parent
 BESIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
@@ -58,7 +58,7 @@ def sentence(text: str) -> str:
 def capital(text: str) -> str:
     """With a capital at the beginning, but for names."""
     first = text.split(maxsplit=1)[0]
-    return text if first == "millrace" or "_" in first else text[0].upper() + text[1:]
+    return text if first == "headrace" or "_" in first else text[0].upper() + text[1:]
 
 
 def escaped(text: str) -> str:

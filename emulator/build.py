@@ -1,7 +1,7 @@
 """Builds the emulator's extension module with plain g++, once for each set of inputs.
 
 The result is cached under a hash of everything that decides it: the sources, the flags, the compiler, the
-versions of torch and Python. The cache is `$MILLRACE_EMULATOR_CACHE`, else `millrace/emulator` in the user's
+versions of torch and Python. The cache is `$HEADRACE_EMULATOR_CACHE`, else `headrace/emulator` in the user's
 cache directory. Run this file to build ahead of time; `import emulator.emu` builds on demand.
 """
 
@@ -74,10 +74,10 @@ def header_flags() -> list[str]:
 
 
 def cache_directory() -> Path:
-    if chosen := os.environ.get("MILLRACE_EMULATOR_CACHE"):
+    if chosen := os.environ.get("HEADRACE_EMULATOR_CACHE"):
         return Path(chosen)
     user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(user_cache) / "millrace" / "emulator"
+    return Path(user_cache) / "headrace" / "emulator"
 
 
 def fingerprint() -> str:

@@ -4,7 +4,7 @@ import tiny
 import torch
 from accelerate import Accelerator
 
-import millrace
+import headrace
 
 DEVICE_MEMORY = "2MiB"  # for 4.2 MiB of weights
 
@@ -12,7 +12,7 @@ DEVICE_MEMORY = "2MiB"  # for 4.2 MiB of weights
 def main(device=None, device_memory=DEVICE_MEMORY, offload=True):
     accelerator = Accelerator(cpu=str(device) == "cpu", gradient_accumulation_steps=2)
     model = tiny.llama()
-    handle = millrace.offload(model, device=device, device_memory=device_memory) if offload else None
+    handle = headrace.offload(model, device=device, device_memory=device_memory) if offload else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = torch.utils.data.DataLoader(tiny.batches(), batch_size=None)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

@@ -11,7 +11,7 @@ from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from peft import LoraConfig
 from transformers import T5Config, T5EncoderModel
 
-import millrace
+import headrace
 
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 4, "num_heads": 4}
 VAE = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2], "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
@@ -48,7 +48,7 @@ def main(device=None, device_memory="2MiB", offload=True, lora=False):
     if lora:
         model.requires_grad_(False).add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
     parts = (encoder, vae, model) if offload else ()
-    handles = [millrace.offload(part, device=device, device_memory=device_memory) for part in parts]
+    handles = [headrace.offload(part, device=device, device_memory=device_memory) for part in parts]
     with tempfile.TemporaryDirectory() as directory:
         encode(encoder, vae, directory)
         train(model, directory)

@@ -5,7 +5,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 from peft import LoraConfig
 
-import millrace
+import headrace
 
 DEVICE_MEMORY = "1MiB"  # for 3.4 MiB of weights
 SIZES = {"num_layers": 4, "num_single_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4}
@@ -23,7 +23,7 @@ def transformer():
 
 def main(device=None, device_memory=DEVICE_MEMORY, offload=True):
     model = transformer()
-    handle = millrace.offload(model, device=device, device_memory=device_memory) if offload else None
+    handle = headrace.offload(model, device=device, device_memory=device_memory) if offload else None
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     for _ in range(4):
         latents, noise = torch.randn(2, 16, 16), torch.randn(2, 16, 16)  # of two images: 16 patches, 16 channels

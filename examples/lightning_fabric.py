@@ -4,7 +4,7 @@ import lightning
 import tiny
 import torch
 
-import millrace
+import headrace
 
 DEVICE_MEMORY = "2MiB"  # for 4.2 MiB of weights
 
@@ -12,7 +12,7 @@ DEVICE_MEMORY = "2MiB"  # for 4.2 MiB of weights
 def main(device=None, device_memory=DEVICE_MEMORY, offload=True, epochs=1, checkpoints=None, resume_from=None):
     fabric = lightning.Fabric(accelerator="cpu" if str(device) == "cpu" else "auto", devices=1)
     model = tiny.llama()
-    handle = millrace.offload(model, device=device, device_memory=device_memory) if offload else None
+    handle = headrace.offload(model, device=device, device_memory=device_memory) if offload else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     wrapped, optimizer = fabric.setup(model, optimizer)
     state = {"model": wrapped, "optimizer": optimizer, "epoch": 0}

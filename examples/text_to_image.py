@@ -8,7 +8,7 @@ import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
-import millrace
+import headrace
 
 DEVICE_MEMORY = "600KiB"  # for 4.4 MiB of weights
 CLIP = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -37,7 +37,7 @@ def main(device=None, device_memory=DEVICE_MEMORY, offload=True):
     pipe = pipeline()
     for model in (pipe.text_encoder, pipe.text_encoder_2, pipe.transformer, pipe.vae):
         model.eval()
-    handle = millrace.offload_pipeline(pipe, device=device, device_memory=device_memory) if offload else None
+    handle = headrace.offload_pipeline(pipe, device=device, device_memory=device_memory) if offload else None
     generator = torch.Generator().manual_seed(0)
     pipe.set_progress_bar_config(disable=True)
     image = pipe(

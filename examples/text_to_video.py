@@ -8,7 +8,7 @@ import torch
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 from transformers import T5Config, T5EncoderModel
 
-import millrace
+import headrace
 
 DEVICE_MEMORY = "600KiB"  # for 1.8 MiB of weights
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 4, "num_heads": 4}
@@ -31,7 +31,7 @@ def main(device=None, device_memory=DEVICE_MEMORY, offload=True):
     pipe = pipeline()
     for model in (pipe.text_encoder, pipe.transformer, pipe.vae):
         model.eval()
-    handle = millrace.offload_pipeline(pipe, device=device, device_memory=device_memory) if offload else None
+    handle = headrace.offload_pipeline(pipe, device=device, device_memory=device_memory) if offload else None
     pipe.set_progress_bar_config(disable=True)
     video = pipe(
         "water turns the wheel",

@@ -5,15 +5,15 @@ import tempfile
 import tiny
 from transformers import Trainer, TrainingArguments
 
-import millrace
-from millrace.integrations.transformers import MillraceCallback, optimizer_cls_and_kwargs
+import headrace
+from headrace.integrations.transformers import HeadraceCallback, optimizer_cls_and_kwargs
 
 DEVICE_MEMORY = "2MiB"  # for 4.2 MiB of weights
 
 
 def main(device=None, device_memory=DEVICE_MEMORY, offload=True, output=None):
     model = tiny.llama()
-    handle = millrace.offload(model, device=device, device_memory=device_memory) if offload else None
+    handle = headrace.offload(model, device=device, device_memory=device_memory) if offload else None
     arguments = TrainingArguments(
         output or tempfile.mkdtemp(),
         per_device_train_batch_size=2,
@@ -28,7 +28,7 @@ def main(device=None, device_memory=DEVICE_MEMORY, offload=True, output=None):
         arguments,
         train_dataset=[{name: rows[0] for name, rows in batch.items()} for batch in tiny.batches(16, size=1)],
         optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(arguments, overlap="forward") if offload else None,
-        callbacks=[MillraceCallback(handle, save=True)] if offload else None,
+        callbacks=[HeadraceCallback(handle, save=True)] if offload else None,
     )
     trainer.train()
     return model, handle

@@ -6,7 +6,7 @@ import tiny
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
 
-import millrace
+import headrace
 
 DEVICE_MEMORY = "2MiB"  # for 4.2 MiB of weights
 
@@ -14,7 +14,7 @@ DEVICE_MEMORY = "2MiB"  # for 4.2 MiB of weights
 def main(device=None, device_memory=DEVICE_MEMORY, offload=True, output=None):
     base = tiny.llama()
     model = get_peft_model(base, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
-    handle = millrace.offload(model, device=device, device_memory=device_memory) if offload else None
+    handle = headrace.offload(model, device=device, device_memory=device_memory) if offload else None
     arguments = TrainingArguments(
         output or tempfile.mkdtemp(),
         per_device_train_batch_size=2,

@@ -11,7 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from trl import DPOConfig, DPOTrainer
 
-import millrace
+import headrace
 
 DEVICE_MEMORY = "2MiB"  # for 4.2 MiB of weights in each of two models
 
@@ -21,7 +21,7 @@ def main(device=None, device_memory=DEVICE_MEMORY, offload=True, output=None, lo
     if lora:
         model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
     models = [model] if lora else [model, reference]
-    handles = [millrace.offload(one, device=device, device_memory=device_memory) for one in models if offload]
+    handles = [headrace.offload(one, device=device, device_memory=device_memory) for one in models if offload]
     texts = tiny.docstrings()
     rows = [
         {"prompt": f"{name}:", "chosen": f" {text[:60]}", "rejected": f" {text[-60:]}"} for name, text in texts.items()

@@ -6,7 +6,7 @@ import tiny
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-import millrace
+import headrace
 
 DEVICE_MEMORY = "2MiB"  # for 4.2 MiB of weights
 
@@ -17,7 +17,7 @@ def reward_for_letters(completions, **_):
 
 def main(device=None, device_memory=DEVICE_MEMORY, offload=True, output=None):
     model = tiny.llama()
-    handle = millrace.offload(model, device=device, device_memory=device_memory) if offload else None
+    handle = headrace.offload(model, device=device, device_memory=device_memory) if offload else None
     arguments = GRPOConfig(
         output or tempfile.mkdtemp(),
         per_device_train_batch_size=4,

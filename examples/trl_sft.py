@@ -6,14 +6,14 @@ import tiny
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
-import millrace
+import headrace
 
 DEVICE_MEMORY = "2MiB"  # for 4.2 MiB of weights
 
 
 def main(device=None, device_memory=DEVICE_MEMORY, offload=True, output=None):
     model = tiny.llama()
-    handle = millrace.offload(model, device=device, device_memory=device_memory) if offload else None
+    handle = headrace.offload(model, device=device, device_memory=device_memory) if offload else None
     rows = [{"prompt": f"{name}:", "completion": f" {text}"} for name, text in tiny.docstrings().items()]
     arguments = SFTConfig(
         output or tempfile.mkdtemp(),

@@ -1,6 +1,6 @@
 """How does a test start processes of its own without importing PyTorch in each? From one that has imported it already.
 
-The `nursery` fixture runs Python code in a child that was forked from a process in which millrace is imported, and in
+The `nursery` fixture runs Python code in a child that was forked from a process in which headrace is imported, and in
 which nothing has happened yet. The code is the end of the child's main module: an exception, Ctrl-C and the end of the
 interpreter are what they are in a script.
 """
@@ -19,7 +19,7 @@ _MAIN = """
 import json, os, sys
 import torch._dynamo  # the first optimizer imports it
 import torch.distributed.checkpoint.state_dict, torch.distributed.fsdp, torch.distributed.tensor.parallel
-import millrace.optim
+import headrace.optim
 while True:
     order = json.loads(sys.stdin.readline() or "null")
     if order is None:
@@ -131,6 +131,6 @@ def _nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 @pytest.fixture
 def nursery(_nursery: Nursery) -> Iterator[Nursery]:
-    """Starts processes that have millrace imported."""
+    """Starts processes that have headrace imported."""
     yield _nursery
     _nursery.end_children()

@@ -21,8 +21,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from millrace.cli.main import build_parser, main
-from millrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer
+from headrace.cli.main import build_parser, main
+from headrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer
 from tests.ahead.test_probe import small as small_probe  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parent.parent
@@ -96,11 +96,11 @@ def test_commands_of_a_page_run(page: Path, page_directory: Path, capsys: pytest
             if program == "make":  # each takes minutes, and calls what continuous integration calls
                 assert set(arguments) <= set(targets), line
             elif program == "pip":
-                assert set(re.findall(r"millrace\[(\w+)\]", line)) <= set(extras), line
+                assert set(re.findall(r"headrace\[(\w+)\]", line)) <= set(extras), line
             elif program == "python":  # tests/examples runs them
                 assert (ROOT / arguments[0]).is_file(), line
             else:
-                assert program == "millrace", f"{line}: make this test know what it is to do"
+                assert program == "headrace", f"{line}: make this test know what it is to do"
                 fine = (0, 1) if arguments[0] == "doctor" else (0,)  # 1: something is wrong with this machine
                 with contextlib.suppress(SystemExit) if arguments[-1] == "--help" else contextlib.nullcontext():
                     assert main(arguments) in fine, f"{line}\n{capsys.readouterr().err}"
@@ -109,9 +109,9 @@ def test_commands_of_a_page_run(page: Path, page_directory: Path, capsys: pytest
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_within_a_text_are_there(page: Path):
     text = page.read_text()
-    assert not re.search(r"^ {4,}(\$ )?(millrace|make|pip|python) ", text, re.MULTILINE), "in a block of ```sh it runs"
+    assert not re.search(r"^ {4,}(\$ )?(headrace|make|pip|python) ", text, re.MULTILINE), "in a block of ```sh it runs"
     parser = build_parser()
-    for command in re.findall(r"`millrace( [^`]+)`", text):
+    for command in re.findall(r"`headrace( [^`]+)`", text):
         name, *rest = shlex.split(command)
         assert name in parser.commands, command
         known = {option for action in parser.commands[name]._actions for option in action.option_strings}
@@ -160,7 +160,7 @@ def test_the_tests_that_a_page_names_are_there(page: Path):
                 assert (ROOT / name).exists(), f"row {number}: {name}"
 
 
-NAMED = re.compile(r"`(millrace/[\w/]+\.py)`(?: \(((?:`[\w.]+`(?:, )?)+)\))?")
+NAMED = re.compile(r"`(headrace/[\w/]+\.py)`(?: \(((?:`[\w.]+`(?:, )?)+)\))?")
 
 
 def names_in(file: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""Which names does millrace export? A change here is a change for users: it belongs in the changelog."""
+"""Which names does headrace export? A change here is a change for users: it belongs in the changelog."""
 
 import importlib
 import inspect
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-import millrace
-from millrace.cli.main import build_parser
+import headrace
+from headrace.cli.main import build_parser
 
 GOLDEN = Path(__file__).parent / "golden" / "public_api.txt"
 MODULES = ["", ".optim", ".formulas", ".checkpoint", ".compat", ".compat.megatron", ".integrations.transformers"]
@@ -19,13 +19,13 @@ MODULES = ["", ".optim", ".formulas", ".checkpoint", ".compat", ".compat.megatro
 
 # What functions return: nobody calls these classes.
 MADE_BY_CALLS = [
-    millrace.ActivationOffloading,
-    millrace.ActivationStats,
-    millrace.Offloaded,
-    millrace.Probe,
-    millrace.RunPlan,
-    millrace.Saving,
-    millrace.Stats,
+    headrace.ActivationOffloading,
+    headrace.ActivationStats,
+    headrace.Offloaded,
+    headrace.Probe,
+    headrace.RunPlan,
+    headrace.Saving,
+    headrace.Stats,
 ]
 
 
@@ -47,7 +47,7 @@ def described(name: str, value: Any) -> Iterator[str]:
     yield name if value in MADE_BY_CALLS else f"{name}{signature(value)}"
     for member in sorted(dir(value)) if isinstance(value, type) else ():
         owner = next((one for one in value.__mro__ if member in vars(one)), object)
-        if not member.startswith("_") and owner.__module__.startswith("millrace"):
+        if not member.startswith("_") and owner.__module__.startswith("headrace"):
             found = inspect.getattr_static(value, member)
             function = getattr(found, "__func__", found)
             yield f"{name}.{member}{signature(function) if inspect.isfunction(function) else ''}"
@@ -55,12 +55,12 @@ def described(name: str, value: Any) -> Iterator[str]:
 
 def public_api() -> Iterator[str]:
     for suffix in MODULES:
-        module = importlib.import_module(f"millrace{suffix}")
+        module = importlib.import_module(f"headrace{suffix}")
         for name in sorted(module.__all__):
-            yield from described(f"millrace{suffix}.{name}", getattr(module, name))
+            yield from described(f"headrace{suffix}.{name}", getattr(module, name))
     for command, parser in build_parser().commands.items():
         for option in sorted(option for action in parser._actions for option in action.option_strings):
-            yield f"millrace {command} {option}"
+            yield f"headrace {command} {option}"
 
 
 def test_signatures_are_those_that_were_released(request: pytest.FixtureRequest):
@@ -73,5 +73,5 @@ def test_signatures_are_those_that_were_released(request: pytest.FixtureRequest)
 
 
 def test_pytorchs_compiler_is_not_loaded_before_it_is_needed():
-    code = "import sys, millrace; sys.exit('torch._dynamo' in sys.modules)"
+    code = "import sys, headrace; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

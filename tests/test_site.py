@@ -10,11 +10,11 @@ from benchmarks.pictures import IMAGES, PICTURES
 from tests.test_documents import PAGES, ROOT, name_of
 
 MODULES = {
-    "millrace": {"__version__"},
-    "millrace.optim": set(),
-    "millrace.formulas": set(),
-    "millrace.checkpoint": set(),
-    "millrace.compat": set(),
+    "headrace": {"__version__"},
+    "headrace.optim": set(),
+    "headrace.formulas": set(),
+    "headrace.checkpoint": set(),
+    "headrace.compat": set(),
 }
 
 

@@ -1,7 +1,7 @@
-"""How fast is millrace on this accelerator, beside the device alone, beside others, and beside what is possible?
+"""How fast is headrace on this accelerator, beside the device alone, beside others, and beside what is possible?
 
     PYTHONPATH=. python -m benchmarks.gpu CASE [--size 8b] [--device-memory 8GiB,16GiB] [--tokens 2048,8192] [--steps 4]
-        [--ways millrace,plain] [--output FILE.jsonl]
+        [--ways headrace,plain] [--output FILE.jsonl]
 
 README.md beside this file says what each figure means, and which commands to run first. Each way runs in a process of
 its own, all with the same weights and batches; what cannot run says why, and the others go on. Without an accelerator
@@ -23,8 +23,8 @@ import torch
 from benchmarks.gpu.cases import CASES, Case, Job, jobs_of, sizes_of
 from benchmarks.gpu.machine import heading
 from benchmarks.gpu.table import Table, judged
-from millrace.config import parse_bytes
-from millrace.planning.cost import Hardware
+from headrace.config import parse_bytes
+from headrace.planning.cost import Hardware
 
 
 def arguments() -> argparse.Namespace:
@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--size", type=words, help=f"several with commas: {', '.join(sizes_of('train'))}")
-    parser.add_argument("--device-memory", type=sizes, metavar="BYTES", help="millrace's budgets, such as 8GiB,16GiB")
+    parser.add_argument("--device-memory", type=sizes, metavar="BYTES", help="headrace's budgets, such as 8GiB,16GiB")
     parser.add_argument("--host-memory", type=parse_bytes, metavar="BYTES", help="with weights on disk")
     parser.add_argument("--tokens", type=numbers, help="of a step; when decoding, rows: 1,8,64")
     parser.add_argument("--steps", type=int, metavar="N", help="on the clock")
@@ -114,7 +114,7 @@ def run(case: Case, chosen: argparse.Namespace, found: dict[str, Any], write: An
         ways=chosen.ways,
     )
     for job in jobs:
-        with tempfile.TemporaryDirectory(prefix="millrace-gpu-", dir=chosen.directory) as directory:
+        with tempfile.TemporaryDirectory(prefix="headrace-gpu-", dir=chosen.directory) as directory:
             for row in rows_of(replace(job, directory=directory), found["hardware"], chosen.limit):
                 row = judged(row, done, hardware)
                 done.append(row)
@@ -141,7 +141,7 @@ def main() -> None:
     print("; ".join(f"{name} {value}" for name, value in head.items() if name != "versions"))
     print(", ".join(f"{name} {version}" for name, version in head["versions"].items()), flush=True)
     rows = [row for case in CASES[chosen.case] for row in run(case, chosen, found, write)]
-    sys.exit(any("failed" in row and row["way"] in ("plain", "millrace") for row in rows))
+    sys.exit(any("failed" in row and row["way"] in ("plain", "headrace") for row in rows))
 
 
 if __name__ == "__main__":

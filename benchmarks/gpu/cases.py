@@ -9,8 +9,8 @@ from torch import nn
 from benchmarks.gpu.models import DITS, LLAMAS, dit, layers_of, llama, nbytes_of
 
 MIB, GIB = 2**20, 2**30
-TRAIN = ("plain", "millrace", "fsdp2", "deepspeed", "torchao", "roundpipe")
-DECODE = ("plain", "millrace", "accelerate", "fsdp2", "deepspeed")
+TRAIN = ("plain", "headrace", "fsdp2", "deepspeed", "torchao", "roundpipe")
+DECODE = ("plain", "headrace", "accelerate", "fsdp2", "deepspeed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class Job:
     """One way to do one kind of work, in a process of its own, with each of `loads` in turn.
 
     `kind`: "train", "lora", "decode", "dit" or "activations". `loads`: tokens of a step; when decoding, rows.
-    `device_memory`, or a `share` of the weights: the budget, which only millrace has. `directory`: the process's own;
+    `device_memory`, or a `share` of the weights: the budget, which only headrace has. `directory`: the process's own;
     weights rest there where `disk`.
     """
 
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case(
             kind="lora",
             about="adapters beside a frozen model",
-            ways=("plain", "millrace", "fsdp2", "deepspeed"),
+            ways=("plain", "headrace", "fsdp2", "deepspeed"),
             size="14b",
             loads=(8192,),
             shares=(0.25,),
@@ -85,7 +85,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case(
             kind="dit",
             about="denoising steps of a video DiT",
-            ways=("plain", "millrace", "diffusers", "accelerate"),
+            ways=("plain", "headrace", "diffusers", "accelerate"),
             size="14b",
             loads=(16384,),
         ),
@@ -94,7 +94,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case(
             kind="decode",
             about="decoding, weights on disk",
-            ways=("plain", "millrace", "accelerate"),
+            ways=("plain", "headrace", "accelerate"),
             size="8b",
             loads=(1, 8),
             shares=(0.25,),
@@ -104,7 +104,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case(
             kind="train",
             about="full fine-tune, weights on disk",
-            ways=("plain", "millrace"),
+            ways=("plain", "headrace"),
             size="3b",
             loads=(8192,),
             shares=(0.25,),
@@ -116,7 +116,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case(
             kind="activations",
             about="what autograd saves",
-            ways=("plain", "millrace", "save_on_cpu", "checkpointing"),
+            ways=("plain", "headrace", "save_on_cpu", "checkpointing"),
             size="1.5b",
             loads=(8192,),
         ),
@@ -132,7 +132,7 @@ def meta_model(kind: str, size: str) -> nn.Module:
 
 def with_budgets(job: Job, model: nn.Module) -> Job:
     """Where none are given: shares of the weights, or device memory for three blocks of the DiT."""
-    if job.way != "millrace" or job.kind == "activations":
+    if job.way != "headrace" or job.kind == "activations":
         return job
     weight_bytes = nbytes_of(model)
     budget, host = int(weight_bytes * job.share), weight_bytes // 4 if job.disk else None
@@ -160,7 +160,7 @@ def jobs_of(
         for way in case.ways:
             if ways is not None and way not in ways:
                 continue
-            for budget, share in budgets if way == "millrace" else [(None, 0.0)]:
+            for budget, share in budgets if way == "headrace" else [(None, 0.0)]:
                 yield Job(
                     case=name,
                     kind=case.kind,
@@ -171,7 +171,7 @@ def jobs_of(
                     device=device,
                     device_memory=budget,
                     share=share,
-                    host_memory=host_memory if case.disk and way == "millrace" else None,
+                    host_memory=host_memory if case.disk and way == "headrace" else None,
                     disk=case.disk and way != "plain",
                 )
 

@@ -15,14 +15,14 @@ import psutil
 import torch
 from torch import Tensor
 
-import millrace
+import headrace
 from benchmarks.gpu.cases import Job, meta_model, with_budgets
 from benchmarks.gpu.floor import forecast, must_of
 from benchmarks.gpu.machine import open_device
 from benchmarks.gpu.ways import Running, no_room, way_of
 from benchmarks.gpu.work import SEQUENCE, Stage, is_training, stages
-from millrace.config import format_bytes
-from millrace.planning.cost import Hardware
+from headrace.config import format_bytes
+from headrace.planning.cost import Hardware
 
 Row = dict[str, Any]
 
@@ -83,7 +83,7 @@ def run(job: Job, hardware: Hardware, file: Path) -> None:
         said = f"{format_bytes(held)} held of {format_bytes(total_bytes)}; {str(error).splitlines()[0]:.120}"
         rows.write({"skipped": f"out of memory: {said}"})
     except Exception as error:
-        if job.way in ("plain", "millrace"):
+        if job.way in ("plain", "headrace"):
             raise
         lines = str(error).strip().splitlines() or [""]
         rows.write({"skipped": f"{type(error).__name__}: {lines[0]:.200}"})
@@ -144,7 +144,7 @@ def told(result: Tensor) -> Any:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def of_weights(handle: millrace.Offloaded, turns: int) -> Row:
+def of_weights(handle: headrace.Offloaded, turns: int) -> Row:
     """What the handle on the weights tells, of one turn."""
     record = handle.report().record
     stats = record.stats
@@ -179,7 +179,7 @@ def of_weights(handle: millrace.Offloaded, turns: int) -> Row:
     }
 
 
-def of_activations(handle: millrace.ActivationOffloading, turns: int) -> Row:
+def of_activations(handle: headrace.ActivationOffloading, turns: int) -> Row:
     stats = handle.stats()
     return {
         "stall_seconds": stats.stall_seconds / turns,
@@ -192,7 +192,7 @@ def of_activations(handle: millrace.ActivationOffloading, turns: int) -> Row:
 
 def predicted(job: Job, model: torch.nn.Module, stage: Stage, load: int, hardware: Hardware) -> Row:
     """What is known of a turn without running it: the cost model's forecast, and the bytes that have to cross."""
-    if job.way != "millrace" or job.kind == "activations":
+    if job.way != "headrace" or job.kind == "activations":
         return {}
     rows, sequence = load, stage.tokens // load
     if job.kind == "dit":

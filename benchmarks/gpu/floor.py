@@ -9,9 +9,9 @@ from torch import nn
 from benchmarks.gpu.cases import Job
 from benchmarks.gpu.models import llama_config, nbytes_of
 from benchmarks.gpu.work import RANK, is_training
-from millrace.planning.cost import Activations, Hardware, Method, Overlap, Place, Spread, Training, Work
-from millrace.planning.cost.forecast import run_of
-from millrace.shapes import shape_of
+from headrace.planning.cost import Activations, Hardware, Method, Overlap, Place, Spread, Training, Work
+from headrace.planning.cost.forecast import run_of
+from headrace.shapes import shape_of
 
 UPDATE_BYTES = 26  # of host memory, for each bfloat16 parameter: gradient, weight, master's other half, two moments
 
@@ -69,7 +69,7 @@ def floor_of(row: dict[str, Any], compute_seconds: float, hardware: Hardware) ->
 
 
 def forecast(job: Job, model: nn.Module, rows: int, sequence: int, hardware: Hardware) -> float:
-    """Seconds of a turn as `millrace plan` simulates it, with the job's budget for the weights."""
+    """Seconds of a turn as `headrace plan` simulates it, with the job's budget for the weights."""
     kind = {"train": Training.FULL, "lora": Training.ADAPTER}.get(job.kind, Training.NONE)
     described: Any = model if job.kind == "dit" else llama_config(job.size)
     method = Method(

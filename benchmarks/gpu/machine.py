@@ -11,13 +11,13 @@ from typing import Any
 import psutil
 import torch
 
-import millrace
-from millrace.ahead import HardwareNotFound, cached_probe
-from millrace.config import format_bytes
-from millrace.optim import kernel
-from millrace.planning.cost import Hardware
-from millrace.runtime.device import resolve_device
-from millrace.runtime.probe import dram_rate, link_rates, update_rate
+import headrace
+from headrace.ahead import HardwareNotFound, cached_probe
+from headrace.config import format_bytes
+from headrace.optim import kernel
+from headrace.planning.cost import Hardware
+from headrace.runtime.device import resolve_device
+from headrace.runtime.probe import dram_rate, link_rates, update_rate
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "diffusers", "deepspeed", "torchao", "roundpipe")
 
@@ -32,7 +32,7 @@ def open_device(name: str) -> torch.device:
 
 
 def measure(name: str, directory: str) -> dict[str, Any]:
-    """The device, and the machine's rates: as `millrace probe` measured them before, or does now.
+    """The device, and the machine's rates: as `headrace probe` measured them before, or does now.
 
     Of the emulated accelerator a few small copies: its speed means nothing.
     """
@@ -51,7 +51,7 @@ def rates_of(device: torch.device, directory: str) -> Hardware:
             return found
     except (HardwareNotFound, ValueError):
         pass
-    probe = millrace.probe(device, disk=directory)
+    probe = headrace.probe(device, disk=directory)
     print(probe.to_text(), file=sys.stderr)
     return probe.hardware
 
@@ -90,7 +90,7 @@ def heading(found: dict[str, Any]) -> dict[str, Any]:
         "disk": f"{hardware.disk_read_bytes_per_second / 1e9:.2f} GB/s read,"
         f" {hardware.disk_write_bytes_per_second / 1e9:.2f} written",
         "python": platform.python_version(),
-        "millrace": millrace.__version__ + ("" if kernel.available() else ", without its native kernel"),
+        "headrace": headrace.__version__ + ("" if kernel.available() else ", without its native kernel"),
         "versions": {name: version_of(name) for name in PACKAGES},
     }
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from benchmarks.gpu.cases import Case
 from benchmarks.gpu.floor import floor_of
-from millrace.config import counted, format_bytes
-from millrace.planning.cost import Hardware
+from headrace.config import counted, format_bytes
+from headrace.planning.cost import Hardware
 
 Row = dict[str, Any]
 KEY = "kind", "size", "load", "stage"
@@ -26,7 +26,7 @@ def judged(row: Row, before: list[Row], hardware: Hardware) -> Row:
         row |= {"compared_with": other["way"], "results_equal": count}
         if count < len(row["results"]):
             row["differing"] = f"{row['results'][count]!s:.60}, not {other['results'][count]!s:.60}"
-    if row["way"] == "millrace" and row["kind"] != "activations":
+    if row["way"] == "headrace" and row["kind"] != "activations":
         compute_seconds = (plain or row)["compute_seconds"]
         floors = floor_of(row, compute_seconds, hardware)
         binds = max(floors, key=lambda name: floors[name])
@@ -122,7 +122,7 @@ def details(row: Row) -> list[str]:
             if name in row
         ]
         lines.append("; ".join([*rates, *ratios]))
-    elif row["way"] == "millrace":
+    elif row["way"] == "headrace":
         line = f"waited {row['stall_seconds']:.3f} s; out {format_bytes(row['offload_bytes'])}"
         lines.append(f"{line}, in {format_bytes(row['onload_bytes'])}; {row['demand_onloads']} on demand")
     if row.get("note"):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import millrace
+import headrace
 from benchmarks.gpu.cases import GIB, Job
 from benchmarks.gpu.models import layers_of
 from benchmarks.gpu.work import SEQUENCE, build, is_training
@@ -27,7 +27,7 @@ Step = Callable[[Tensor], Tensor]
 class Running:
     """A job under way: `step` trains on a batch, (rows, tokens), and gives its loss; `model` is called to infer.
 
-    `note`: in what the way differs from what a user of millrace gets.
+    `note`: in what the way differs from what a user of headrace gets.
     """
 
     model: Any
@@ -90,10 +90,10 @@ def plain(job: Job, device: torch.device) -> Running:
     return Running(model=model, step=stepping(model, optimizer, clip=True, clock=clock), clock=clock, note=note)
 
 
-def with_millrace(job: Job, device: torch.device) -> Running:
+def with_headrace(job: Job, device: torch.device) -> Running:
     """Weights within the budget, masters and moments in float32 on the host."""
     model = build(job)
-    handle = millrace.offload(
+    handle = headrace.offload(
         model,
         device=device,
         device_memory=job.device_memory,
@@ -102,7 +102,7 @@ def with_millrace(job: Job, device: torch.device) -> Running:
     )
     if not is_training(job):
         return Running(model=model, handle=handle)
-    optimizer = millrace.optim.AdamW(trained(model), **ADAMW, max_grad_norm=CLIP, overlap="forward")
+    optimizer = headrace.optim.AdamW(trained(model), **ADAMW, max_grad_norm=CLIP, overlap="forward")
     return Running(model=model, step=stepping(model, optimizer, clip=False), handle=handle)
 
 
@@ -255,10 +255,10 @@ def activations_saved_on_cpu(job: Job, device: torch.device) -> Running:
     return running
 
 
-def activations_with_millrace(job: Job, device: torch.device) -> Running:
+def activations_with_headrace(job: Job, device: torch.device) -> Running:
     running = activations_kept(job, device)
     min_bytes = 1024 if job.size == "tiny" else "1MiB"
-    running.handle = millrace.offload_activations(running.model, min_bytes=min_bytes)
+    running.handle = headrace.offload_activations(running.model, min_bytes=min_bytes)
     return running
 
 
@@ -274,7 +274,7 @@ class Way:
 HOST = {"train": 14, "lora": 2, "decode": 2, "dit": 2}
 WAYS: dict[str, Way] = {
     "plain": Way(plain, {}, {"train": 8, "lora": 2, "decode": 2, "dit": 2}),
-    "millrace": Way(with_millrace, HOST, {}),
+    "headrace": Way(with_headrace, HOST, {}),
     "fsdp2": Way(fsdp2, HOST | {"train": 18}, {}),  # 16, and page-locked tensors are rounded up
     "deepspeed": Way(with_deepspeed, HOST | {"train": 18}, {}),
     "accelerate": Way(with_accelerate, HOST, {}),
@@ -284,7 +284,7 @@ WAYS: dict[str, Way] = {
 }
 ACTIVATION_WAYS: dict[str, Way] = {
     "plain": Way(activations_kept, {}, {"activations": 4}),
-    "millrace": Way(activations_with_millrace, {}, {"activations": 4}),
+    "headrace": Way(activations_with_headrace, {}, {"activations": 4}),
     "save_on_cpu": Way(activations_saved_on_cpu, {}, {"activations": 4}),
     "checkpointing": Way(activations_recomputed, {}, {"activations": 4}),
 }

@@ -23,7 +23,7 @@ class Stage:
     name: str
     turn: Turn
     tokens: int  # of a turn
-    warm_up: int = 3  # millrace records the first, and plans the second
+    warm_up: int = 3  # headrace records the first, and plans the second
     turns: int | None = None  # on the clock; None: as the job says
 
 

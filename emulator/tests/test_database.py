@@ -1,6 +1,6 @@
 """Do the operators of PyTorch's own database give on the emulator what they give on the CPU, or raise as there?
 
-Three samples of each operator in four dtypes; with MILLRACE_EMULATOR_DATABASE=all every sample in every dtype, which
+Three samples of each operator in four dtypes; with HEADRACE_EMULATOR_DATABASE=all every sample in every dtype, which
 takes some minutes.
 """
 
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.emu("random:0"),
     pytest.mark.filterwarnings("ignore"),  # what PyTorch says of its own samples
 ]
-EVERYTHING = os.environ.get("MILLRACE_EMULATOR_DATABASE") == "all"
+EVERYTHING = os.environ.get("HEADRACE_EMULATOR_DATABASE") == "all"
 PARTS = 12  # of the database, so that no test takes long
 SAMPLES = None if EVERYTHING else 3  # of each operator and dtype
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.complex64)

@@ -47,7 +47,7 @@ TESTS = """
 @pytest.fixture
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("MILLRACE_EMULATOR_CACHE", str(CACHE))
+    monkeypatch.setenv("HEADRACE_EMULATOR_CACHE", str(CACHE))
     pytester.makeconftest('pytest_plugins = ["emulator.fixtures"]')
     return pytester
 

@@ -1,4 +1,4 @@
-"""How does Ctrl-C strike at a chosen moment? As the n-th function of millrace's is entered."""
+"""How does Ctrl-C strike at a chosen moment? As the n-th function of headrace's is entered."""
 
 import sys
 from types import FrameType
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.activations.models import step
 
-FOLDERS = ("/millrace/activations/", "/millrace/memory/pool", "/millrace/compat/")
+FOLDERS = ("/headrace/activations/", "/headrace/memory/pool", "/headrace/compat/")
 SWALLOWED = ("__del__", "<genexpr>")  # where nobody hears of it
 
 

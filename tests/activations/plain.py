@@ -1,4 +1,4 @@
-"""What does a kind of model give without millrace? Trained once for each kind, however many tests compare with it."""
+"""What does a kind of model give without headrace? Trained once for each kind, however many tests compare with it."""
 
 import functools
 from typing import Any

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import millrace
-from millrace.runtime.autograd import top_hooks
+import headrace
+from headrace.runtime.autograd import top_hooks
 from tests.activations.models import ROWS, SAVED_BYTES, WIDTH, Stack, assert_same, results, rows, step
 
 WORDS = 2 * WIDTH  # the logits are twice what a layer saves
@@ -42,7 +42,7 @@ def test_a_loss_counts_and_leaves(backward_inside: bool, compute_device: torch.d
     wanted = expected(compute_device, (0, 1))
     model = Speaks().to(compute_device)
     budget = 6 * SAVED_BYTES
-    with millrace.offload_activations(model, min_bytes=4096, device_memory=budget) as handle:
+    with headrace.offload_activations(model, min_bytes=4096, device_memory=budget) as handle:
         for _ in range(4):
             model.zero_grad()
             with handle.forward():
@@ -65,7 +65,7 @@ def test_each_backward_of_a_block_begins_another_forward(compute_device: torch.d
     plain, model = Speaks().to(compute_device), Speaks().to(compute_device)
     for seed in (0, 1):
         loss_of(plain, compute_device, seed).backward()
-    with millrace.offload_activations(model, min_bytes=4096, device_memory=0) as handle:
+    with headrace.offload_activations(model, min_bytes=4096, device_memory=0) as handle:
         for _ in range(3):
             model.zero_grad()
             with handle.forward():
@@ -93,7 +93,7 @@ def test_gradients_inside_of_the_model_do_not_end_its_forward(compute_device: to
 
     wanted = step(Penalised().to(compute_device), rows(compute_device))
     model = Penalised().to(compute_device)
-    with millrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
+    with headrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
         for _ in range(4):
             assert_same(step(model, rows(compute_device)), wanted)
         plan = handle.plan
@@ -104,7 +104,7 @@ def test_gradients_inside_of_the_model_do_not_end_its_forward(compute_device: to
 def test_a_block_that_breaks_off(compute_device: torch.device) -> None:
     wanted = expected(compute_device, (0,))
     model = Speaks().to(compute_device)
-    with millrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
+    with headrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
         for _ in range(3):
             with contextlib.suppress(KeyboardInterrupt), handle.forward():
                 loss_of(model, compute_device)
@@ -117,7 +117,7 @@ def test_a_block_that_breaks_off(compute_device: torch.device) -> None:
             assert_same(results(model, loss), wanted)
             with torch.no_grad(), handle.forward():
                 loss_of(model, compute_device)
-        with handle.forward(), pytest.raises(millrace.StateError, match="inside of another"):
+        with handle.forward(), pytest.raises(headrace.StateError, match="inside of another"):
             handle.forward().__enter__()
 
 
@@ -125,7 +125,7 @@ def test_with_weights(compute_device: torch.device) -> None:
     wanted = expected(compute_device, (0,))
     model = Speaks()
     settings: dict[str, Any] = {"min_bytes": 0, "device_memory": 0}
-    with millrace.offload(model, device=compute_device, activations=settings) as handle:
+    with headrace.offload(model, device=compute_device, activations=settings) as handle:
         assert handle.activations is not None
         for _ in range(4):
             model.zero_grad()

@@ -4,17 +4,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import millrace
+import headrace
 from tests.activations.models import ROWS, SAVED_BYTES, Layer, Stack, assert_same, rows, step
 from tests.matrix.compare import Allocations
 
 LAYERS = 12
 
 
-def settled(device: torch.device, steps: int = 3, **settings: object) -> tuple[Stack, millrace.ActivationOffloading]:
+def settled(device: torch.device, steps: int = 3, **settings: object) -> tuple[Stack, headrace.ActivationOffloading]:
     """A model whose plan is final."""
     model = Stack(LAYERS).to(device)
-    handle = millrace.offload_activations(model, min_bytes=0, **settings)  # type: ignore[arg-type]
+    handle = headrace.offload_activations(model, min_bytes=0, **settings)  # type: ignore[arg-type]
     for _ in range(steps):
         step(model, rows(device))
     handle.reset_stats()
@@ -78,7 +78,7 @@ def test_the_peak_saving_is_as_planned(emu_device, budget_tensors, keeps_gradien
     x = rows(device, count=8 * ROWS)
     peak_bytes(plain, x)
     budget = budget_tensors * 8 * SAVED_BYTES
-    with millrace.offload_activations(model, min_bytes=0, device_memory=budget) as handle:
+    with headrace.offload_activations(model, min_bytes=0, device_memory=budget) as handle:
         for _ in range(3):
             peak_bytes(model, x)
         offloaded = peak_bytes(model, x)
@@ -110,7 +110,7 @@ def test_the_peak_saving_counts_what_recomputation_makes(emu_device, checkpointi
         drop_gradients(model)
         models.append(model.to(device))
     plain, model = models
-    with millrace.offload_activations(model, min_bytes=0, device_memory=3 * 8 * SAVED_BYTES) as handle:
+    with headrace.offload_activations(model, min_bytes=0, device_memory=3 * 8 * SAVED_BYTES) as handle:
         for _ in range(3):
             peak_bytes(model, x)
         saved = peak_bytes(plain, x) - peak_bytes(model, x)
@@ -178,7 +178,7 @@ def test_a_storage_is_stored_once_and_comes_back_with_its_strides(compute_device
     x = rows(compute_device)
     expected = step(Stack(3, Thrice).to(compute_device), x)
     model = Stack(3, Thrice).to(compute_device)
-    with millrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
+    with headrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
         for _ in range(3):
             assert_same(step(model, x), expected)
         plan = handle.plan
@@ -195,7 +195,7 @@ def test_a_small_part_of_a_large_tensor_goes_alone(compute_device):
     wide = nn.Sequential(nn.Linear(128, 128), Part()).to(compute_device)
     x = rows(compute_device)
     expected = step(wide, x)
-    with millrace.offload_activations(wide, min_bytes=0, device_memory=0) as handle:
+    with headrace.offload_activations(wide, min_bytes=0, device_memory=0) as handle:
         assert_same(step(wide, x), expected)
         plan = handle.plan
     assert plan is not None
@@ -221,7 +221,7 @@ def test_at_most_so_many_copies_are_in_flight(compute_device):
 
 def test_small_tensors_stay(compute_device):
     model = Stack(4).to(compute_device)
-    with millrace.offload_activations(model, device_memory=0) as handle:  # 1 MiB is the least
+    with headrace.offload_activations(model, device_memory=0) as handle:  # 1 MiB is the least
         step(model, rows(compute_device))
         assert handle.stats().offload_bytes == 0
 
@@ -244,11 +244,11 @@ def test_marked_tensors_stay(compute_device):
     class Marks(Layer):
         def forward(self, x: Tensor) -> Tensor:
             y = self.linear(x)
-            millrace.mark_not_offload(y)
+            headrace.mark_not_offload(y)
             return y.sin() + y.view(32, 256).cos().view_as(y)
 
     model = Stack(4, Marks).to(compute_device)
-    with millrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
+    with headrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
         step(model, rows(compute_device))
         assert handle.stats().offloads == 4  # the inputs of the linear maps
 
@@ -263,7 +263,7 @@ def test_a_tensor_that_the_user_keeps_does_not_leave(compute_device):
             return y
 
     model = Stack(6, Keeps).to(compute_device)
-    with millrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
+    with headrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
         for _ in range(3):
             step(model, rows(compute_device))
             kept.clear()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import millrace
+import headrace
 from tests.activations.models import SAVED_BYTES, Stack, assert_same, results, rows, step
 
 
@@ -35,7 +35,7 @@ def test_compiled(make: Callable[[], nn.Module]) -> None:
     """Compiled code returns other tensors over the memory that it saved: they are stored once all the same."""
     expected = step(make(), rows("cpu"))
     model = make()
-    with millrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
+    with headrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
         for _ in range(4):
             assert_same(step(model, rows("cpu")), expected)
         plan = handle.plan
@@ -49,8 +49,8 @@ def test_compiled(make: Callable[[], nn.Module]) -> None:
 def test_compilation_around_it_is_refused() -> None:
     model = Stack(2)
     with (
-        millrace.offload_activations(model, min_bytes=0),
-        pytest.raises(millrace.StateError, match="compile first"),
+        headrace.offload_activations(model, min_bytes=0),
+        pytest.raises(headrace.StateError, match="compile first"),
     ):
         torch.compile(model, backend="aot_eager")(rows("cpu"))
 
@@ -68,9 +68,9 @@ def test_autocast(with_weights: bool, compute_device: torch.device) -> None:
     settings: dict[str, Any] = {"min_bytes": 0, "device_memory": 0}
     model = Stack()
     if with_weights:
-        handle: Any = millrace.offload(model, device=compute_device, activations=settings)
+        handle: Any = headrace.offload(model, device=compute_device, activations=settings)
     else:
-        handle = millrace.offload_activations(model.to(compute_device), **settings)
+        handle = headrace.offload_activations(model.to(compute_device), **settings)
     with handle:
         for _ in range(4):
             assert_same(run(model), expected)
@@ -109,10 +109,10 @@ def test_transformers(checkpointing: bool | None, with_weights: bool, compute_de
     settings: dict[str, Any] = {"min_bytes": 0, "device_memory": 0}
     model = make()
     if with_weights:
-        handle: Any = millrace.offload(model, device=compute_device, activations=settings)
+        handle: Any = headrace.offload(model, device=compute_device, activations=settings)
         activations = handle.activations
     else:
-        handle = activations = millrace.offload_activations(model.to(compute_device), **settings)
+        handle = activations = headrace.offload_activations(model.to(compute_device), **settings)
     with handle:
         for _ in range(4):
             assert_same(run(model), expected)

@@ -11,17 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.activations import course as course_file
-from millrace.activations.course import Course, Expected
-from millrace.activations.decisions import Basis, ByCeiling, Decisions, Unplanned
-from millrace.activations.item import Item, Presence
-from millrace.activations.meter import ActivationMeter
-from millrace.activations.stash import Stash
-from millrace.config import ActivationConfig
-from millrace.memory.ledger import Ledger
-from millrace.planning import ActivationPlan, ActivationProblem, Saved, plan_activations
-from millrace.runtime.lanes import Lanes, open_lanes
-from millrace.runtime.link import LaneUse
+from headrace.activations import course as course_file
+from headrace.activations.course import Course, Expected
+from headrace.activations.decisions import Basis, ByCeiling, Decisions, Unplanned
+from headrace.activations.item import Item, Presence
+from headrace.activations.meter import ActivationMeter
+from headrace.activations.stash import Stash
+from headrace.config import ActivationConfig
+from headrace.memory.ledger import Ledger
+from headrace.planning import ActivationPlan, ActivationProblem, Saved, plan_activations
+from headrace.runtime.lanes import Lanes, open_lanes
+from headrace.runtime.link import LaneUse
 
 Items = list["weakref.ref[Item]"]
 SIZES = [1, 64, 100, 1000, 1000, 1000, 4096]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import millrace
-from millrace.memory.disk import DiskStore
-from millrace.memory.ledger import Tier
+import headrace
+from headrace.memory.disk import DiskStore
+from headrace.memory.ledger import Tier
 from tests.activations.models import SAVED_BYTES, Stack, assert_same, results, rows, step
 from tests.activations.test_orders import ORDERS, Script
 from tests.matrix.compare import budget_bytes, to_device, train, weight_bytes
@@ -45,7 +45,7 @@ def test_kind(case: Case, checkpointing: str, with_weights: bool, compute_device
     model = case.build(checkpointing)
     settings: dict[str, Any] = {"min_bytes": 0, "device_memory": 0, "tier": "disk"}
     if with_weights:
-        handle = millrace.offload(
+        handle = headrace.offload(
             model,
             device=compute_device,
             device_memory=budget_bytes(model, case.share),
@@ -55,7 +55,7 @@ def test_kind(case: Case, checkpointing: str, with_weights: bool, compute_device
         activations = handle.activations
     else:
         model.to(compute_device)
-        activations = handle = millrace.offload_activations(model, **settings, host_memory="256KiB", disk=tmp_path)
+        activations = handle = headrace.offload_activations(model, **settings, host_memory="256KiB", disk=tmp_path)
     with handle:
         train(model, batches, forward).assert_equals(plain)
         assert activations is not None
@@ -70,7 +70,7 @@ def test_short_host_memory_is_shared_with_weights(tier: str, compute_device: tor
     """Nothing is said of how much of it is for whom."""
     expected = step(Stack(12).to(compute_device), rows(compute_device))
     model = Stack(12)
-    with millrace.offload(
+    with headrace.offload(
         model,
         device=compute_device,
         device_memory=weight_bytes(model) // 3,
@@ -88,7 +88,7 @@ def test_short_host_memory_is_shared_with_weights(tier: str, compute_device: tor
 @pytest.mark.parametrize("order", ORDERS[1:5], ids=lambda order: order.__name__)
 def test_orders(order: Script, compute_device: torch.device, tmp_path: Path) -> None:
     plain, model = Stack(12).to(compute_device), Stack(12).to(compute_device)
-    with millrace.offload_activations(
+    with headrace.offload_activations(
         model, min_bytes=0, device_memory=0, tier="disk", disk=tmp_path, host_memory=HOST_BYTES
     ) as handle:
         for index in range(3):
@@ -103,7 +103,7 @@ def test_orders(order: Script, compute_device: torch.device, tmp_path: Path) -> 
 
 def test_disk_is_used_again(compute_device: torch.device, tmp_path: Path) -> None:
     model = Stack(12).to(compute_device)
-    with millrace.offload_activations(
+    with headrace.offload_activations(
         model, min_bytes=0, device_memory=0, tier="disk", disk=tmp_path, host_memory=HOST_BYTES
     ) as handle:
         for _ in range(2):
@@ -116,15 +116,15 @@ def test_disk_is_used_again(compute_device: torch.device, tmp_path: Path) -> Non
 
 def test_a_fault_of_the_disk_is_raised(compute_device: torch.device, tmp_path: Path, monkeypatch: Any) -> None:
     def broken(self: DiskStore, *_: Any) -> None:
-        raise millrace.DiskError(5, "the drive is gone")
+        raise headrace.DiskError(5, "the drive is gone")
 
     model = Stack(12).to(compute_device)
     expected = step(model, rows(compute_device))
     settings: dict[str, Any] = {"min_bytes": 0, "device_memory": 0, "tier": "disk", "host_memory": HOST_BYTES}
-    with millrace.offload_activations(model, **settings, disk=tmp_path / "broken"):
+    with headrace.offload_activations(model, **settings, disk=tmp_path / "broken"):
         with monkeypatch.context() as patch:
             patch.setattr(DiskStore, "_read_piece", broken)
-            with pytest.raises(millrace.DiskError, match="the drive is gone"):
+            with pytest.raises(headrace.DiskError, match="the drive is gone"):
                 step(model, rows(compute_device))
         assert_same(step(model, rows(compute_device)), expected)
 
@@ -133,17 +133,17 @@ def test_after_a_full_disk_all_is_as_before(compute_device: torch.device, tmp_pa
     """Each step on a full disk raises; the first one after it is right, and nothing is held for those that failed."""
 
     def full(self: DiskStore, *_: Any) -> None:
-        raise millrace.DiskError(errno.ENOSPC, "no space is left")
+        raise headrace.DiskError(errno.ENOSPC, "no space is left")
 
     model = Stack(12).to(compute_device)
     expected = step(model, rows(compute_device))
     settings: dict[str, Any] = {"min_bytes": 0, "device_memory": 0, "tier": "disk", "host_memory": HOST_BYTES}
-    with millrace.offload_activations(model, **settings, disk=tmp_path) as handle:
+    with headrace.offload_activations(model, **settings, disk=tmp_path) as handle:
         for _ in range(2):
             with monkeypatch.context() as patch:
                 patch.setattr(DiskStore, "_write_piece", full)
                 for _ in range(2):
-                    with pytest.raises(millrace.DiskError, match="no space is left"):
+                    with pytest.raises(headrace.DiskError, match="no space is left"):
                         step(model, rows(compute_device))
             for _ in range(2):
                 assert_same(step(model, rows(compute_device)), expected)
@@ -159,21 +159,21 @@ def test_what_the_disk_did_not_take_is_used_from_the_host(
 
     def full(self: DiskStore, *_: Any) -> None:
         may_write.wait()
-        raise millrace.DiskError(errno.ENOSPC, "no space is left")
+        raise headrace.DiskError(errno.ENOSPC, "no space is left")
 
     model, x = Stack(2).to(compute_device), rows(compute_device)
     expected = step(model, x)
     model.zero_grad()
-    with millrace.offload_activations(model, min_bytes=0, all_leave=True, tier="disk", disk=tmp_path) as handle:
+    with headrace.offload_activations(model, min_bytes=0, all_leave=True, tier="disk", disk=tmp_path) as handle:
         monkeypatch.setattr(DiskStore, "_write_piece", full)
         try:
             loss = model(x).square().sum()
         finally:
             may_write.set()
-        with pytest.raises(millrace.DiskError, match="no space is left"):
+        with pytest.raises(headrace.DiskError, match="no space is left"):
             handle._store.synchronize()  # type: ignore[union-attr]
         handle._stash.between_moves(lambda: None)  # what a destructor raises is lost, so it does not hear of it
-        with pytest.raises(millrace.DiskError, match="no space is left"):
+        with pytest.raises(headrace.DiskError, match="no space is left"):
             handle.stats()
         monkeypatch.undo()
         loss.backward()
@@ -207,7 +207,7 @@ def test_what_nobody_needs_is_not_asked_of_the_disk(
         write_piece(self, *args)
 
     monkeypatch.setattr(DiskStore, "_write_piece", late)
-    with millrace.offload_activations(model, min_bytes=0, all_leave=True, tier="disk", disk=tmp_path) as handle:
+    with headrace.offload_activations(model, min_bytes=0, all_leave=True, tier="disk", disk=tmp_path) as handle:
         try:
             assert_same(step(model, rows(compute_device)), expected)
         finally:
@@ -226,17 +226,17 @@ def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         ({"tier": "tape"}, "neither"),
     ):
         with pytest.raises(ValueError, match=text):
-            millrace.offload_activations(model, **settings)  # type: ignore[arg-type]
+            headrace.offload_activations(model, **settings)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="need a directory"):
-        millrace.offload(model, device="cpu", activations={"tier": "disk"})
+        headrace.offload(model, device="cpu", activations={"tier": "disk"})
     assert type(model) is Stack
 
 
 def test_one_item_must_fit_into_host_memory(compute_device: torch.device, tmp_path: Path) -> None:
     model = Stack().to(compute_device)
     with (
-        millrace.offload_activations(model, min_bytes=0, tier="disk", disk=tmp_path, host_memory="16KiB"),
-        pytest.raises(millrace.BudgetError, match="activations need"),
+        headrace.offload_activations(model, min_bytes=0, tier="disk", disk=tmp_path, host_memory="16KiB"),
+        pytest.raises(headrace.BudgetError, match="activations need"),
     ):
         step(model, rows(compute_device))
 
@@ -244,7 +244,7 @@ def test_one_item_must_fit_into_host_memory(compute_device: torch.device, tmp_pa
 def test_weights_and_activations_share_a_directory(compute_device: torch.device, tmp_path: Path) -> None:
     expected = step(Stack(12).to(compute_device), rows(compute_device))
     model = Stack(12)
-    with millrace.offload(
+    with headrace.offload(
         model,
         device=compute_device,
         device_memory=weight_bytes(model) // 3,

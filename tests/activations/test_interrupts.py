@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import millrace
-from millrace.memory.ledger import Tier
-from millrace.runtime.autograd import top_hooks
+import headrace
+from headrace.memory.ledger import Tier
+from headrace.runtime.autograd import top_hooks
 from tests.activations.interrupts import Calls
 from tests.activations.models import SAVED_BYTES, Stack, assert_same, rows, step
 
@@ -21,7 +21,7 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(tier: str, compute_device: 
     expected = step(Stack(LAYERS).to(compute_device), x)
     model = Stack(LAYERS).to(compute_device)
     disk = tmp_path if tier == "disk" else None
-    with millrace.offload_activations(model, min_bytes=0, device_memory=0, tier=tier, disk=disk) as handle:
+    with headrace.offload_activations(model, min_bytes=0, device_memory=0, tier=tier, disk=disk) as handle:
         for _ in range(3):
             step(model, x)
         counted = Calls()
@@ -54,8 +54,8 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(tier: str, compute_device: 
 def test_an_interrupt_at_the_end_of_a_call_does_not_keep_it_open() -> None:
     """At each function that ends a call, one after the other: the next call begins a forward of its own."""
     expected, model = step(Stack(3), rows("cpu")), Stack(3)
-    files = ("/millrace/activations/calls",)
-    with millrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
+    files = ("/headrace/activations/calls",)
+    with headrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
         step(model, rows("cpu"))
         counted = Calls(folders=files)
         counted.during(model, rows("cpu"))
@@ -73,7 +73,7 @@ def test_an_interrupt_at_the_end_of_a_call_does_not_keep_it_open() -> None:
 
 def test_statistics_can_be_read_after_an_interrupt_and_remove(compute_device: torch.device) -> None:
     model = Stack(LAYERS)
-    with millrace.offload(
+    with headrace.offload(
         model, device=compute_device, device_memory="1MiB", activations={"min_bytes": 0, "all_leave": True}
     ) as handle:
         activations = handle.activations

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import millrace
+import headrace
 from tests.activations.plain import STEPS, plain_run
 from tests.matrix.compare import Allocations, is_counted, to_device, train
 from tests.matrix.models import CASES, CHECKPOINTING, Case
@@ -33,7 +33,7 @@ def check(case: Case, checkpointing: str, training: str, compute_device: torch.d
     plain, plain_bytes = plain_run(case.name, checkpointing, training, compute_device)
     model = case.build(checkpointing, training).to(compute_device)
     allocations = Allocations(compute_device)
-    with millrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
+    with headrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
         train(model, batches, forward, after_forward=allocations.forward_done).assert_equals(plain)
         stats, plan = handle.stats(), handle.plan
     assert plan is not None

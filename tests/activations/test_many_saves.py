@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import millrace
+import headrace
 
-PACKAGE = str(Path(millrace.__file__).parent)
+PACKAGE = str(Path(headrace.__file__).parent)
 FEW, MANY = 48, 192
 MOST_GROWTH = 1.15  # of the operations per save: some are logarithmic; to look at all items each time gives 1.3 to 8
 ROW_BYTES = 1024 * 4
@@ -65,7 +65,7 @@ def operations_per_save(saves: int, settings: dict[str, Any], forwards: int, row
     share = settings.pop("ceiling_share", None)
     if share is not None:
         settings["device_memory"] = int(share * saves * ROW_BYTES)
-    with millrace.offload_activations(model, min_bytes=0, **settings) as handle:
+    with headrace.offload_activations(model, min_bytes=0, **settings) as handle:
         for index in range(forwards):
             step(model, rows(index))
         count = operations(lambda: step(model, rows(forwards)))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import millrace
+import headrace
 from tests.activations.models import ROWS, SAVED_BYTES, WIDTH, assert_same, rows, step
 
 
@@ -171,7 +171,7 @@ ODD: list[Any] = [
 
 def check(odd: Callable[[Tensor], Tensor], device: torch.device, budget: int) -> None:
     plain, model = Between(odd).to(device), Between(odd).to(device)
-    with millrace.offload_activations(model, min_bytes=0, device_memory=budget) as handle:
+    with headrace.offload_activations(model, min_bytes=0, device_memory=budget) as handle:
         for seed in range(3):
             assert_same(step(model, rows(device, seed)), step(plain, rows(device, seed)))
         assert handle.stats().offloads > 0
@@ -221,7 +221,7 @@ def test_a_value_that_is_dropped(compute_device: torch.device) -> None:
     plain = step(model, rows(compute_device))
     expected = list(metrics)
     for settings in ({"device_memory": 0}, {}, {"all_leave": True}):
-        with millrace.offload_activations(model, min_bytes=0, **settings) as handle:
+        with headrace.offload_activations(model, min_bytes=0, **settings) as handle:
             for _ in range(3):
                 metrics.clear()
                 assert_same(step(model, rows(compute_device)), plain)
@@ -239,7 +239,7 @@ def test_what_is_dropped_counts_alike_in_every_forward(compute_device: torch.dev
         return y.tanh() * y
 
     model = Between(logged).to(compute_device)
-    with millrace.offload_activations(model, min_bytes=0, device_memory=4 * SAVED_BYTES) as handle:
+    with headrace.offload_activations(model, min_bytes=0, device_memory=4 * SAVED_BYTES) as handle:
         for count in (ROWS, ROWS, ROWS, 2 * ROWS, 3 * ROWS, 4 * ROWS):
             step(model, rows(compute_device, count=count))
             assert handle.stats().host_held_bytes == 0

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import millrace
-from millrace.runtime.autograd import top_hooks
+import headrace
+from headrace.runtime.autograd import top_hooks
 from tests.activations.models import SAVED_BYTES, Layer, Stack, assert_same, results, rows, step
 from tests.activations.test_odd_models import Between
 from tests.matrix.compare import same, weight_bytes
@@ -31,11 +31,11 @@ class WritesToWhatItSaved(torch.autograd.Function):
 
 
 def test_a_backward_that_writes_to_what_others_saved_raises(compute_device: torch.device) -> None:
-    """As without millrace: what one node was given, the next one sees changed."""
+    """As without headrace: what one node was given, the next one sees changed."""
     model = Between(lambda x: x.sin() + WritesToWhatItSaved.apply(x)).to(compute_device)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         step(model, rows(compute_device))
-    with millrace.offload_activations(model, **EVERYTHING):
+    with headrace.offload_activations(model, **EVERYTHING):
         for _ in range(3):
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 step(model, rows(compute_device))
@@ -46,7 +46,7 @@ def test_a_backward_that_writes_to_what_others_saved_raises(compute_device: torc
 
 
 def test_under_function_transforms(compute_device: torch.device) -> None:
-    """PyTorch allows no hooks there: the call goes as without millrace."""
+    """PyTorch allows no hooks there: the call goes as without headrace."""
     model = Stack(3).to(compute_device)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     x = rows(compute_device).detach()
@@ -62,7 +62,7 @@ def test_under_function_transforms(compute_device: torch.device) -> None:
 
     expected = transformed()
     plain = step(model, rows(compute_device))
-    with millrace.offload_activations(model, **EVERYTHING):
+    with headrace.offload_activations(model, **EVERYTHING):
         assert_same(transformed(), expected)
         with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
             assert_same(step(model, rows(compute_device)), plain)
@@ -85,7 +85,7 @@ def test_forward_mode_derivatives(compute_device: torch.device) -> None:
             return results(model, tangent)
 
     expected = run()
-    with millrace.offload_activations(model, **EVERYTHING) as handle:
+    with headrace.offload_activations(model, **EVERYTHING) as handle:
         for _ in range(3):
             assert_same(run(), expected)
         assert handle.stats().offloads > 0
@@ -108,8 +108,8 @@ def test_a_model_that_calls_another_one(compute_device: torch.device) -> None:
     outer = Outer().to(compute_device)
     expected = step(outer, rows(compute_device))
     with (
-        millrace.offload_activations(inner, **EVERYTHING),
-        millrace.offload_activations(outer, **EVERYTHING) as handle,
+        headrace.offload_activations(inner, **EVERYTHING),
+        headrace.offload_activations(outer, **EVERYTHING) as handle,
     ):
         for _ in range(3):
             assert_same(step(outer, rows(compute_device)), expected)
@@ -136,7 +136,7 @@ def test_threads_that_share_a_model(compute_device: torch.device) -> None:
         except BaseException as error:
             failures.append(error)
 
-    with millrace.offload_activations(model, **EVERYTHING) as handle:
+    with headrace.offload_activations(model, **EVERYTHING) as handle:
         threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
         for thread in threads:
             thread.start()
@@ -151,9 +151,9 @@ def test_a_model_that_moved_is_refused(compute_device: torch.device) -> None:
     if compute_device.type == "cpu":
         return
     model = Stack(2)
-    with millrace.offload_activations(model):
+    with headrace.offload_activations(model):
         model.to(compute_device)
-        with pytest.raises(millrace.StateError, match="when the model is on its device"):
+        with pytest.raises(headrace.StateError, match="when the model is on its device"):
             step(model, rows(compute_device))
 
 
@@ -178,7 +178,7 @@ def test_what_is_compiled_as_one_graph(compiles: str) -> None:
     torch._dynamo.reset()
     expected = step(make(), rows("cpu"))
     model = make()
-    with millrace.offload_activations(model, **EVERYTHING) as handle:
+    with headrace.offload_activations(model, **EVERYTHING) as handle:
         with torch.no_grad():
             model(rows("cpu"))
         for _ in range(3):
@@ -202,7 +202,7 @@ def test_what_is_compiled_as_one_graph(compiles: str) -> None:
 def test_settings_of_a_wrong_kind_are_named(settings: dict[str, Any], text: str) -> None:
     model = Stack(2)
     with pytest.raises((TypeError, ValueError), match=text):
-        millrace.offload_activations(model, **settings)
+        headrace.offload_activations(model, **settings)
     assert type(model) is Stack
 
 
@@ -227,12 +227,12 @@ def test_a_forward_inside_of_a_backward_leaves_too(with_weights: bool, compute_d
     expected = cached(Stack(LAYERS).to(compute_device))
     model = Stack(LAYERS)
     if with_weights:
-        handle = millrace.offload(
+        handle = headrace.offload(
             model, device=compute_device, device_memory=weight_bytes(model) // 2, activations=EVERYTHING
         )
         activations = handle.activations
     else:
-        activations = handle = millrace.offload_activations(model.to(compute_device), **EVERYTHING)
+        activations = handle = headrace.offload_activations(model.to(compute_device), **EVERYTHING)
     assert activations is not None
     with handle:
         for _ in range(3):
@@ -257,7 +257,7 @@ def test_a_checkpoint_around_the_whole_model(compute_device: torch.device) -> No
     model = Stack(LAYERS).to(compute_device)
     for reentrant in (True, False):
         expected = checkpointed(model, reentrant)
-        with millrace.offload_activations(model, **EVERYTHING) as handle:
+        with headrace.offload_activations(model, **EVERYTHING) as handle:
             for _ in range(3):
                 assert_same(checkpointed(model, reentrant), expected)
             assert (handle.stats().offload_bytes > 0) == reentrant

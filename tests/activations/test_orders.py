@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import millrace
-from millrace.runtime.autograd import top_hooks
+import headrace
+from headrace.runtime.autograd import top_hooks
 from tests.activations.models import SAVED_BYTES, Layer, Stack, assert_same, results, rows, step
 
 Script = Callable[[nn.Module, torch.device, int], list[Tensor]]
@@ -111,7 +111,7 @@ ORDERS = [
 @pytest.mark.parametrize("budget", [0, None])
 def test_orders(order: Script, budget: int | None, compute_device: torch.device) -> None:
     plain, model = Stack().to(compute_device), Stack().to(compute_device)
-    with millrace.offload_activations(model, min_bytes=0, device_memory=budget) as handle:
+    with headrace.offload_activations(model, min_bytes=0, device_memory=budget) as handle:
         for index in range(5):
             plain.zero_grad()
             model.zero_grad()
@@ -128,7 +128,7 @@ def test_a_backward_of_a_part_does_not_spoil_the_plan(compute_device: torch.devi
 
     for partial in ((0, 1, 2), (1,), (3, 5)):
         model = Stack().to(compute_device)
-        with millrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
+        with headrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
             for index in range(8):
                 if index in partial:
                     part(model)
@@ -170,7 +170,7 @@ def test_a_step_may_break_off(where: str, error: type[BaseException], compute_de
     expected = step(plain, rows(compute_device))
     trap = model.layers[2]
     assert isinstance(trap, Trap)
-    with millrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
+    with headrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
         for index in range(6):
             trap.armed = (where, error) if index % 2 else None
             if trap.armed:
@@ -194,7 +194,7 @@ def test_a_tensor_changed_in_place_is_noticed(compute_device: torch.device) -> N
 
     for budget in (0, 2**30):
         model = nn.Sequential(nn.Linear(128, 128), Changes()).to(compute_device)
-        with millrace.offload_activations(model, min_bytes=0, device_memory=budget):
+        with headrace.offload_activations(model, min_bytes=0, device_memory=budget):
             for _ in range(3):
                 loss = model(rows(compute_device)).sum()
                 with pytest.raises(RuntimeError, match="modified by an inplace operation: a tensor of shape"):
@@ -213,7 +213,7 @@ def test_a_checkpoint_around_the_model_recomputes_it(reentrant: bool, compute_de
     expected = step(model, rows(compute_device))
     calls: list[int] = []
     model.layers[0].register_forward_hook(lambda *_: calls.append(1))
-    with millrace.offload_activations(model, min_bytes=0, device_memory=0):
+    with headrace.offload_activations(model, min_bytes=0, device_memory=0):
         for _ in range(3):
             model.zero_grad()
             loss = checkpoint(model, rows(compute_device), use_reentrant=reentrant).square().sum()
@@ -231,7 +231,7 @@ def test_hooks_of_the_user_around_the_model_stay_theirs(compute_device: torch.de
         packed.append(tensor.nbytes)
         return tensor
 
-    with millrace.offload_activations(model, min_bytes=0, device_memory=0):
+    with headrace.offload_activations(model, min_bytes=0, device_memory=0):
         model.zero_grad()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = model(rows(compute_device)).square().sum()
@@ -242,7 +242,7 @@ def test_hooks_of_the_user_around_the_model_stay_theirs(compute_device: torch.de
 
 def test_saved_tensors_can_be_looked_at(compute_device: torch.device) -> None:
     model = Stack().to(compute_device)
-    with millrace.offload_activations(model, min_bytes=0, device_memory=0):
+    with headrace.offload_activations(model, min_bytes=0, device_memory=0):
         for _ in range(3):
             output = model(rows(compute_device))
             assert torch.equal(output.grad_fn._saved_result, output)
@@ -253,7 +253,7 @@ def test_removed_between_forward_and_backward(compute_device: torch.device) -> N
     model = Stack().to(compute_device)
     expected = step(model, rows(compute_device))
     model.zero_grad()
-    handle = millrace.offload_activations(model, min_bytes=0, device_memory=0)
+    handle = headrace.offload_activations(model, min_bytes=0, device_memory=0)
     loss = model(rows(compute_device)).square().sum()
     handle.remove()
     assert type(model) is Stack
@@ -268,7 +268,7 @@ def test_removed_between_forward_and_backward(compute_device: torch.device) -> N
 def test_copies_and_pickles_are_plain(compute_device: torch.device) -> None:
     model = Stack().to(compute_device)
     expected = step(model, rows(compute_device))
-    with millrace.offload_activations(model, min_bytes=0, device_memory=0):
+    with headrace.offload_activations(model, min_bytes=0, device_memory=0):
         copied = copy.deepcopy(model)
         buffer = io.BytesIO()
         torch.save(model, buffer)
@@ -296,30 +296,30 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         ({"most_in_flight": 0}, ValueError, "most_in_flight=0"),
     ):
         with pytest.raises(error, match=text):
-            millrace.offload_activations(model, **settings)  # type: ignore[arg-type]
+            headrace.offload_activations(model, **settings)  # type: ignore[arg-type]
         assert type(model) is Stack
     with pytest.raises(TypeError, match="give a torch"):
-        millrace.offload_activations(model.forward)  # type: ignore[arg-type]
+        headrace.offload_activations(model.forward)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="give tensors"):
-        millrace.mark_not_offload([1.0])  # type: ignore[arg-type]
+        headrace.mark_not_offload([1.0])  # type: ignore[arg-type]
 
 
 def test_twice_is_refused() -> None:
     model = Stack(2)
     with (
-        millrace.offload_activations(model),
-        pytest.raises(millrace.StateError, match="offloaded already"),
+        headrace.offload_activations(model),
+        pytest.raises(headrace.StateError, match="offloaded already"),
     ):
-        millrace.offload_activations(model)
-    with millrace.offload(Stack(2), device="cpu") as _:
+        headrace.offload_activations(model)
+    with headrace.offload(Stack(2), device="cpu") as _:
         pass
 
 
 def test_host_memory_is_kept_to(compute_device: torch.device) -> None:
     model = Stack().to(compute_device)
     with (
-        millrace.offload_activations(model, min_bytes=0, host_memory="64KiB"),
-        pytest.raises(millrace.BudgetError, match="activations need"),
+        headrace.offload_activations(model, min_bytes=0, host_memory="64KiB"),
+        pytest.raises(headrace.BudgetError, match="activations need"),
     ):
         step(model, rows(compute_device))
 
@@ -336,7 +336,7 @@ def test_a_backward_inside_of_the_forward(compute_device: torch.device) -> None:
     model = Penalised().to(compute_device)
     expected = step(model, rows(compute_device))
     for budget in (None, 0, 5 * SAVED_BYTES):
-        with millrace.offload_activations(model, min_bytes=0, device_memory=budget, all_leave=budget is None) as handle:
+        with headrace.offload_activations(model, min_bytes=0, device_memory=budget, all_leave=budget is None) as handle:
             for _ in range(5):
                 assert_same(step(model, rows(compute_device)), expected)
             assert handle.stats().offloads > 0
@@ -347,7 +347,7 @@ def test_the_collector_ends_a_backward_in_the_middle_of_a_move(compute_device: t
     """One that raised, and that somebody kept in a cycle: what it brought back goes after the move."""
     model = Stack().to(compute_device)
     expected = step(model, rows(compute_device))
-    with millrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
+    with headrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
         for _ in range(3):
             step(model, rows(compute_device))
         kept = loss_of(model, compute_device, 0)
@@ -372,7 +372,7 @@ def test_the_collector_waits_for_no_thread(compute_device: torch.device) -> None
     """It may come while a thread begins, in the midst of what waiting for another one would wait for."""
     model, may_end = Stack(2).to(compute_device), threading.Event()
     try:
-        with millrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
+        with headrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
             step(model, rows(compute_device))
             lanes = handle._lanes
         job = lanes.run(may_end.wait, lanes.mark())
@@ -399,7 +399,7 @@ def test_a_destructor_does_not_wait_for_a_move(compute_device: torch.device) -> 
     """The collector may run it on a thread that the move waits for: one that reads or writes."""
     model = Stack().to(compute_device)
     expected = step(model, rows(compute_device))
-    with millrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
+    with headrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
         stash = handle._stash
         seen: list[str] = []
         thread = threading.Thread(target=lambda: stash.between_moves(lambda: seen.append("ended")), daemon=True)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-from millrace.cli.report import tables
-from millrace.report import Report, RunRecord
+import headrace
+from headrace.cli.report import tables
+from headrace.report import Report, RunRecord
 from tests.activations.models import Stack
 
 WIDTH = 512
@@ -67,7 +67,7 @@ def test_copies_no_slower_than_compute_cost_nothing(slow_link: Any, ratio: float
     slow_link(ratio)
     plain = step_seconds(Stack(LAYERS, Wide, recompute).to("emu"))
     model = Stack(LAYERS, Wide, recompute).to("emu")
-    with millrace.offload_activations(model, min_bytes=0) as handle:
+    with headrace.offload_activations(model, min_bytes=0) as handle:
         seconds = step_seconds(model)
         plan = handle.plan
     assert plan is not None
@@ -84,7 +84,7 @@ def test_lengths_that_change_cost_nothing(slow_link: Any) -> None:
     seconds = []
     for offloads in (False, True):
         model = Stack(LAYERS, Wide).to("emu")
-        handle = millrace.offload_activations(model, min_bytes=0) if offloads else None
+        handle = headrace.offload_activations(model, min_bytes=0) if offloads else None
         seconds.append([step_seconds(model, 0, 1, rows=rows) for rows in steps])
     assert handle is not None
     stats = handle.stats()
@@ -99,7 +99,7 @@ def test_slow_copies_leave_as_far_as_they_hide(slow_link: Any) -> None:
     slow_link(3.0)
     plain = step_seconds(Stack(LAYERS, Wide).to("emu"))
     model = Stack(LAYERS, Wide).to("emu")
-    with millrace.offload_activations(model, min_bytes=0) as handle:
+    with headrace.offload_activations(model, min_bytes=0) as handle:
         seconds = step_seconds(model)
         plan = handle.plan
     assert plan is not None
@@ -114,9 +114,9 @@ def test_the_report_says_which_copy_was_waited_for(slow_link: Any, with_weights:
     settings: dict[str, Any] = {"min_bytes": 0, "all_leave": True}
     model = Stack(LAYERS, Wide)
     if with_weights:
-        handle: Any = millrace.offload(model, device="emu", device_memory="1GiB", activations=settings)
+        handle: Any = headrace.offload(model, device="emu", device_memory="1GiB", activations=settings)
     else:
-        handle = millrace.offload_activations(model.to("emu"), **settings)
+        handle = headrace.offload_activations(model.to("emu"), **settings)
     with handle:
         step_seconds(model)
         handle.reset_stats()
@@ -151,7 +151,7 @@ def test_weights_over_the_same_link(slow_link: Any) -> None:
     seconds = []
     for activations in (False, {"min_bytes": 0}):
         model = Stack(LAYERS, Wide)
-        with millrace.offload(
+        with headrace.offload(
             model, device="emu", device_memory=budget, blocks=[model.layers], activations=activations
         ) as handle:
             seconds.append(step_seconds(model, settled_after=6))

@@ -1,6 +1,6 @@
 """Are programs exact that nobody thought of? Random ones, with all that they save on its way.
 
-`MILLRACE_PROGRAMS=1000 pytest tests/activations/test_programs.py` runs so many on each device, `MILLRACE_FIRST_PROGRAM`
+`HEADRACE_PROGRAMS=1000 pytest tests/activations/test_programs.py` runs so many on each device, `HEADRACE_FIRST_PROGRAM`
 says from which number on.
 """
 
@@ -18,15 +18,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import millrace
-from millrace.memory.ledger import Tier
-from millrace.runtime.autograd import top_hooks
+import headrace
+from headrace.memory.ledger import Tier
+from headrace.runtime.autograd import top_hooks
 from tests.activations.pieces import Made
 from tests.activations.programs import Program, plainly
 from tests.matrix.compare import allocated_bytes, is_counted, same
 
-PROGRAMS = int(os.environ.get("MILLRACE_PROGRAMS", "10"))
-FIRST = int(os.environ.get("MILLRACE_FIRST_PROGRAM", "0"))
+PROGRAMS = int(os.environ.get("HEADRACE_PROGRAMS", "10"))
+FIRST = int(os.environ.get("HEADRACE_FIRST_PROGRAM", "0"))
 DISK_HOST_BYTES = 256 << 10  # more than what is on its way at once
 
 
@@ -50,8 +50,8 @@ def test_random_programs(tier: str, compute_device: torch.device, tmp_path: Path
     moved: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def offloading(model: Made) -> Iterator[millrace.ActivationOffloading]:
-        with millrace.offload_activations(model, **settings_of(number, tier, tmp_path / str(number))) as handle:
+    def offloading(model: Made) -> Iterator[headrace.ActivationOffloading]:
+        with headrace.offload_activations(model, **settings_of(number, tier, tmp_path / str(number))) as handle:
             yield handle
             stats = handle.stats()
             moved["leaves"] += stats.offload_bytes

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import millrace
-from millrace.activations.stash import Stash
+import headrace
+from headrace.activations.stash import Stash
 from tests.activations.models import SAVED_BYTES, Layer, Stack, assert_same, rows, step
 from tests.matrix.compare import allocated_bytes
 
@@ -19,7 +19,7 @@ def test_megatron_7398_a_reload_does_not_race_its_own_copy_out(emu_device: Modul
     emu_device.configure(d2h_bytes_per_second=1e6)
     expected = step(Stack().to("emu"), rows("emu"))
     model = Stack().to("emu")
-    with millrace.offload_activations(model, min_bytes=0, device_memory=0):
+    with headrace.offload_activations(model, min_bytes=0, device_memory=0):
         for _ in range(4):
             assert_same(step(model, rows("emu")), expected)
     assert emu_device.take_reports() == []
@@ -29,7 +29,7 @@ def test_megatron_7398_a_reload_does_not_race_its_own_copy_out(emu_device: Modul
 def test_torchtune_1867_no_nan(emu_device: ModuleType) -> None:
     """Memory that was let go of is poisoned with NaN: a copy that came too late, or a reload, would bring it in."""
     model = Stack(12).to("emu")
-    with millrace.offload_activations(model, min_bytes=0, device_memory=2 * SAVED_BYTES):
+    with headrace.offload_activations(model, min_bytes=0, device_memory=2 * SAVED_BYTES):
         for seed in range(5):
             assert not any(result.isnan().any() for result in step(model, rows("emu", seed)))
 
@@ -51,7 +51,7 @@ def test_torchtune_2683_subclasses_are_left_alone(compute_device: torch.device) 
 
     expected = step(Stack(4, Wraps).to(compute_device), rows(compute_device))
     model = Stack(4, Wraps).to(compute_device)
-    with millrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
+    with headrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
         for _ in range(3):
             assert_same(step(model, rows(compute_device)), expected)
         assert handle.stats().skipped > 0
@@ -62,7 +62,7 @@ def test_trl_4280_a_graph_outlives_the_next_forward(compute_device: torch.device
     """There a second forward wiped what was known of the first one's tensors."""
     expected = step(Stack().to(compute_device), rows(compute_device))
     model = Stack().to(compute_device)
-    with millrace.offload_activations(model, min_bytes=0, device_memory=0):
+    with headrace.offload_activations(model, min_bytes=0, device_memory=0):
         losses = [model(rows(compute_device)).square().sum() for _ in range(4)]
         for loss in losses[::-1]:
             model.zero_grad()
@@ -75,7 +75,7 @@ def test_transformer_engine_1582_memory_is_freed(emu_device: ModuleType) -> None
     model, x = Stack(16).to(device), rows(device)
     model(x).sum().backward()
     before = allocated_bytes(device)
-    with millrace.offload_activations(model, min_bytes=0, device_memory=2 * SAVED_BYTES):
+    with headrace.offload_activations(model, min_bytes=0, device_memory=2 * SAVED_BYTES):
         for _ in range(3):
             step(model, x)
         loss = model(x).sum()
@@ -100,7 +100,7 @@ def test_weights_are_not_copied_as_activations(compute_device: torch.device) -> 
             return torch.tanh(y * self.linear.weight[:64] + y * self.linear.weight.view(2, 64, 128)[1])
 
     model = Stack(3, Uses).to(compute_device)
-    with millrace.offload_activations(model, min_bytes=4096, device_memory=0) as handle:
+    with headrace.offload_activations(model, min_bytes=4096, device_memory=0) as handle:
         for _ in range(2):
             step(model, rows(compute_device))
         plan = handle.plan
@@ -114,7 +114,7 @@ def test_weights_are_not_copied_as_activations(compute_device: torch.device) -> 
 def test_the_host_waits_for_nothing(emu_device: ModuleType, budget_tensors: int | None) -> None:
     budget = None if budget_tensors is None else budget_tensors * SAVED_BYTES
     model = Stack().to("emu")
-    with millrace.offload_activations(model, min_bytes=0, device_memory=budget):
+    with headrace.offload_activations(model, min_bytes=0, device_memory=budget):
         for _ in range(3):
             step(model, rows("emu"))
         x = rows("emu")
@@ -129,7 +129,7 @@ def test_the_host_waits_for_nothing(emu_device: ModuleType, budget_tensors: int 
 # order ----------------------------------------------------------------------------------------------------------------
 def train(steps: int = 4) -> None:
     model = Stack().to("emu")
-    with millrace.offload_activations(model, min_bytes=0, device_memory=0):
+    with headrace.offload_activations(model, min_bytes=0, device_memory=0):
         for seed in range(steps):
             step(model, rows("emu", seed))
 
@@ -143,7 +143,7 @@ def found(emu: ModuleType) -> str:
 @pytest.mark.emu("random:0")
 @pytest.mark.parametrize("lane", ["offload", "onload"])
 def test_copies_wait_for_what_compute_was_given(emu_device: ModuleType, monkeypatch, lane: str) -> None:
-    from millrace.runtime import lanes
+    from headrace.runtime import lanes
 
     copy = lanes._StreamLanes.copy
 
@@ -201,7 +201,7 @@ def test_host_memory_is_given_away_behind_its_copies(
         put_back(self, item)
 
     model = Stack().to("emu")
-    with millrace.offload_activations(model, min_bytes=0, device_memory=3 * SAVED_BYTES):
+    with headrace.offload_activations(model, min_bytes=0, device_memory=3 * SAVED_BYTES):
         for _ in range(3):
             step(model, rows("emu"))
         if takes_edge_away:

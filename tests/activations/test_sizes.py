@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import millrace
-from millrace.activations import book as book_module
+import headrace
+from headrace.activations import book as book_module
 from tests.activations.models import SAVED_BYTES, Layer, Stack, assert_same, results, rows
 from tests.matrix.compare import allocated_bytes, is_counted
 
@@ -95,7 +95,7 @@ def test_sizes_that_change(
     make: Callable[[], nn.Module], call: Call, ceiling: int | None, compute_device: torch.device
 ) -> None:
     plain, model = make().to(compute_device), make().to(compute_device)
-    with millrace.offload_activations(model, min_bytes=0, device_memory=ceiling) as handle:
+    with headrace.offload_activations(model, min_bytes=0, device_memory=ceiling) as handle:
         for index in range(FORWARDS):
             expected, plain_bytes, plain_peak_bytes = run(plain, call, compute_device, index)
             got, after_forward_bytes, peak_bytes = run(model, call, compute_device, index)
@@ -134,7 +134,7 @@ def test_settings_hold_for_any_size(
     make: Callable[[], nn.Module] = Experts if call is random_experts else lambda: Stack(LAYERS)
     disk = tmp_path if "tier" in settings else None
     plain, model = make().to(compute_device), make().to(compute_device)
-    with millrace.offload_activations(model, min_bytes=0, disk=disk, **settings) as handle:
+    with headrace.offload_activations(model, min_bytes=0, disk=disk, **settings) as handle:
         run(model, call, compute_device, 3)  # is recorded, and everything leaves
         handle.reset_stats()
         saved_bytes = 0
@@ -170,7 +170,7 @@ def gradients(model: nn.Module, count: int) -> list[Tensor]:
 
 def test_kinds_of_inputs_that_never_come_again_are_forgotten() -> None:
     expected = gradients(First(), 80)
-    with millrace.offload_activations(model := First(), min_bytes=1) as handle:
+    with headrace.offload_activations(model := First(), min_bytes=1) as handle:
         found = gradients(model, 80)
         book = handle._passes.book
         assert len(book._known) <= 64
@@ -186,7 +186,7 @@ def test_a_planner_that_fails_is_named_once_and_does_not_fail_the_step(monkeypat
     expected = gradients(First(), 3)
     monkeypatch.setattr(book_module, "plan_activations", fails)
     with (
-        millrace.offload_activations(model := First(), min_bytes=1) as handle,
+        headrace.offload_activations(model := First(), min_bytes=1) as handle,
         pytest.warns(RuntimeWarning, match="planner of activations failed.*IndexError: no such choice") as told,
     ):
         found = gradients(model, 3)

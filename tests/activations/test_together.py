@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import millrace
-from millrace.optim import AdamW
+import headrace
+from headrace.optim import AdamW
 from tests.activations.models import SAVED_BYTES, Stack, assert_same, rows, step
 from tests.matrix.compare import budget_bytes, train, weight_bytes
 from tests.matrix.test_peft import adapted, batches, forward
@@ -22,9 +22,9 @@ EVERYTHING: dict[str, Any] = {"min_bytes": 0, "device_memory": 0}
 def offloaded(model: nn.Module, device: torch.device, *, with_weights: bool) -> tuple[Any, Any]:
     """The handle, and that of the activations."""
     if not with_weights:
-        handle = millrace.offload_activations(model.to(device), **EVERYTHING)
+        handle = headrace.offload_activations(model.to(device), **EVERYTHING)
         return handle, handle
-    both = millrace.offload(model, device=device, device_memory=budget_bytes(model, 0.5), activations=EVERYTHING)
+    both = headrace.offload(model, device=device, device_memory=budget_bytes(model, 0.5), activations=EVERYTHING)
     return both, both.activations
 
 
@@ -115,7 +115,7 @@ def _one_process() -> Iterator[None]:
 def check_wrapped(wrap: Callable[[nn.Module], nn.Module], device: torch.device, *, wrapped_first: bool) -> None:
     model, inner = wrap(Stack().to(device)), Stack().to(device)
     outer = wrap(inner) if wrapped_first else inner
-    with millrace.offload_activations(outer, **EVERYTHING) as handle:
+    with headrace.offload_activations(outer, **EVERYTHING) as handle:
         outer = outer if wrapped_first else wrap(outer)
         for seed in range(4):
             assert_same(step(outer, rows(device, seed)), step(model, rows(device, seed)))
@@ -151,7 +151,7 @@ def test_prepared_by_accelerate() -> None:
 
     expected = run(Stack(), lambda *both: both)
     model = Stack()
-    with millrace.offload_activations(model, **EVERYTHING) as handle:
+    with headrace.offload_activations(model, **EVERYTHING) as handle:
         assert_same(run(model, accelerate.Accelerator(cpu=True).prepare), expected)
         assert handle.stats().planned_forwards >= 2
 
@@ -176,7 +176,7 @@ def test_updates_beside_the_passes(overlap: str, checkpointing: str, compute_dev
 
     def train_with(activations: Any, overlap: str) -> tuple[list[Tensor], Any]:
         model = Stack(checkpointing=checkpointing)
-        with millrace.offload(
+        with headrace.offload(
             model, device=compute_device, device_memory=weight_bytes(model) // 3, activations=activations
         ) as handle:
             got = run(model, overlap)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import millrace
+import headrace
 from tests.activations.models import SAVED_BYTES, Stack, assert_same, rows, step
 from tests.activations.plain import STEPS, plain_run
 from tests.matrix.compare import Allocations, budget_bytes, is_counted, to_device, train, weight_bytes
@@ -38,7 +38,7 @@ def check(case: Case, checkpointing: str, training: str, compute_device: torch.d
     for activations in (False, settings) if compares_bytes else (settings,):
         model = case.build(checkpointing, training)
         allocations = Allocations(compute_device)
-        with millrace.offload(
+        with headrace.offload(
             model,
             device=compute_device,
             device_memory=budget_bytes(model, case.share),
@@ -66,7 +66,7 @@ def test_device_bytes_drop_by_the_bytes_on_the_host(emu_device):
     after_forward, held = [], 0
     for activations in (False, {"min_bytes": 0, "device_memory": 4 * SAVED_BYTES}):
         model = Stack(12)
-        with millrace.offload(
+        with headrace.offload(
             model, device="emu", device_memory=weight_bytes(model) // 3, activations=activations
         ) as handle:
             for _ in range(4):
@@ -86,7 +86,7 @@ def test_every_schedule_of_the_device(emu_device):
     expected = step(Stack(12).to("emu"), rows("emu"))
     model = Stack(12)
     activations = {"min_bytes": 0, "device_memory": 3 * SAVED_BYTES}
-    with millrace.offload(model, device="emu", device_memory=weight_bytes(model) // 3, activations=activations):
+    with headrace.offload(model, device="emu", device_memory=weight_bytes(model) // 3, activations=activations):
         for _ in range(5):
             assert_same(step(model, rows("emu")), expected)
     assert emu_device.take_reports() == []
@@ -108,7 +108,7 @@ def test_an_optimizer_of_ours_and_micro_batches(micro_batches: int, compute_devi
 
     expected = run(Stack().to(compute_device))
     model = Stack()
-    with millrace.offload(
+    with headrace.offload(
         model,
         device=compute_device,
         device_memory=weight_bytes(model) // 2,
@@ -119,7 +119,7 @@ def test_an_optimizer_of_ours_and_micro_batches(micro_batches: int, compute_devi
 
 def test_the_report_speaks_of_both(compute_device: torch.device) -> None:
     model = Stack()
-    with millrace.offload(model, device=compute_device, activations={"min_bytes": 0, "device_memory": 0}) as handle:
+    with headrace.offload(model, device=compute_device, activations={"min_bytes": 0, "device_memory": 0}) as handle:
         for _ in range(3):
             step(model, rows(compute_device))
         report = str(handle.report())
@@ -133,7 +133,7 @@ def test_the_report_speaks_of_both(compute_device: torch.device) -> None:
 
 def test_copies_are_in_the_timeline(compute_device: torch.device) -> None:
     model = Stack()
-    with millrace.offload(model, device=compute_device, activations={"min_bytes": 0, "device_memory": 0}) as handle:
+    with headrace.offload(model, device=compute_device, activations={"min_bytes": 0, "device_memory": 0}) as handle:
         for _ in range(4):
             step(model, rows(compute_device))
         record = handle.report().record
@@ -150,12 +150,12 @@ def test_copies_are_in_the_timeline(compute_device: torch.device) -> None:
 
 def test_what_cannot_be_combined_is_refused() -> None:
     model = Stack(2)
-    with millrace.offload(model, device="cpu"), pytest.raises(millrace.StateError, match="activations=True"):
-        millrace.offload_activations(model)
-    with millrace.offload_activations(model), pytest.raises(millrace.StateError, match="activations=True"):
-        millrace.offload(model, device="cpu")
+    with headrace.offload(model, device="cpu"), pytest.raises(headrace.StateError, match="activations=True"):
+        headrace.offload_activations(model)
+    with headrace.offload_activations(model), pytest.raises(headrace.StateError, match="activations=True"):
+        headrace.offload(model, device="cpu")
     with pytest.raises(TypeError, match="neither True nor a dict"):
-        millrace.offload(model, device="cpu", activations=1)  # type: ignore[arg-type]
+        headrace.offload(model, device="cpu", activations=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="model has 2 layers"):
-        millrace.offload(model, device="cpu", activations={"layers": 3})
+        headrace.offload(model, device="cpu", activations={"layers": 3})
     assert type(model) is Stack

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli.main import main
+from headrace.cli.main import main
 from tests.cost.conftest import LLAMA_8B
 
 
@@ -25,7 +25,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         code = int(left.code or 0)
     printed = capsys.readouterr()
     assert (code, printed.out) == (2, "")
-    assert printed.err.startswith(f"millrace {arguments[0]}: ")
+    assert printed.err.startswith(f"headrace {arguments[0]}: ")
     assert printed.err.count("\n") == 1
     return printed.err
 
@@ -102,7 +102,7 @@ def test_a_measurement_that_cannot_be_kept_is_not_begun(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(Path("good.json").absolute()))
-    monkeypatch.setattr("millrace.ahead.link_rates", lambda device: pytest.fail("measured"))
+    monkeypatch.setattr("headrace.ahead.link_rates", lambda device: pytest.fail("measured"))
     said = refused(["probe", "--device", "cpu"], capsys)
     assert "the measurement cannot be kept in" in said
     assert "--no-cache" in said
@@ -110,5 +110,5 @@ def test_a_measurement_that_cannot_be_kept_is_not_begun(
 
 def test_reports(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no run at none; give the --output of" in refused(["report", "none"], capsys)
-    assert "directory directory has no millrace-run.json; give" in refused(["report", "directory"], capsys)
+    assert "directory directory has no headrace-run.json; give" in refused(["report", "directory"], capsys)
     assert "no run record of version 3" in refused(["report", "good.json"], capsys)

@@ -10,10 +10,10 @@ import psutil
 import pytest
 import torch
 
-from millrace.cli.main import build_parser, main
-from millrace.cli.symptoms import SYMPTOMS
-from millrace.runtime import checks, page_locks
-from millrace.runtime.checks import Machine, findings
+from headrace.cli.main import build_parser, main
+from headrace.cli.symptoms import SYMPTOMS
+from headrace.runtime import checks, page_locks
+from headrace.runtime.checks import Machine, findings
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -222,7 +222,7 @@ def test_old_torch_and_refused_direct_access(files: Path, tmp_path: Path, monkey
 
     monkeypatch.setattr(checks.os, "open", refuse)
     found = problems(files, tmp_path)
-    assert any("torch is 2.4.1; millrace needs 2.11" in problem for problem in found)
+    assert any("torch is 2.4.1; headrace needs 2.11" in problem for problem in found)
     assert any("refuses direct access (Invalid argument)" in problem for problem in found)
     assert [path.name for path in tmp_path.iterdir()] == ["root"]
 
@@ -294,10 +294,10 @@ def test_symptoms_by_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no symptom has 'cuda' and 'pipeline'" in capsys.readouterr().err
 
 
-def test_symptoms_are_named_as_millrace_names_them() -> None:
+def test_symptoms_are_named_as_headrace_names_them() -> None:
     """What a row quotes is in some message of the package, and not in the table alone."""
     written = "".join(
-        text for path in (ROOT / "millrace").rglob("*.py") if path.name != "symptoms.py" for text in _texts(path)
+        text for path in (ROOT / "headrace").rglob("*.py") if path.name != "symptoms.py" for text in _texts(path)
     )
     for row in SYMPTOMS:
         assert row.says in written, row.says

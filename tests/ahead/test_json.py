@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-import millrace
-from millrace.cli.main import main
-from millrace.planning.cost import MACHINES
+import headrace
+from headrace.cli.main import main
+from headrace.planning.cost import MACHINES
 from tests.cost.conftest import LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B
 
 PAGE = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
@@ -112,7 +112,7 @@ def test_a_plan_that_does_not_fit_has_the_same_keys(tmp_path: Path, capsys: pyte
 
 
 def test_state_in_8_bits_is_a_fraction_of_a_byte_more() -> None:
-    plans = [millrace.plan(LLAMA_8B, hardware="h100", state_dtype=dtype).to_dict() for dtype in ("float32", "8bit")]
+    plans = [headrace.plan(LLAMA_8B, hardware="h100", state_dtype=dtype).to_dict() for dtype in ("float32", "8bit")]
     assert [plan["work"]["state_bytes"] for plan in plans] == [8.0, 2.0625]
 
 

@@ -1,4 +1,4 @@
-"""Does `millrace plan` say the same as `millrace.plan()`, and does it refuse what it cannot plan?"""
+"""Does `headrace plan` say the same as `headrace.plan()`, and does it refuse what it cannot plan?"""
 
 import json
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
-import millrace
-from millrace.cli.main import main
+import headrace
+from headrace.cli.main import main
 from tests.cost.conftest import LLAMA_8B, LLAMA_70B
 
 
@@ -27,10 +27,10 @@ def config(tmp_path: Path) -> Path:
 
 def test_the_command_prints_the_plan(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(config), "--hardware", "4090", "--batch-size", "4"]) == 0
-    assert capsys.readouterr().out == millrace.plan(str(config), hardware="4090", batch_size=4).to_text()
+    assert capsys.readouterr().out == headrace.plan(str(config), hardware="4090", batch_size=4).to_text()
     assert main(["plan", str(config.parent), "--hardware", "4090", "--batch-size", "4", "--json"]) == 0
     numbers = json.loads(capsys.readouterr().out)
-    planned = millrace.plan(LLAMA_8B, hardware="4090", batch_size=4)
+    planned = headrace.plan(LLAMA_8B, hardware="4090", batch_size=4)
     assert numbers["step_seconds"] == planned.step_seconds
     assert numbers["model"]["parameters"] == planned.model.parameters == 8_030_261_248
     assert {row["tier"] for row in numbers["tiers"]} == {"device", "host"}
@@ -66,7 +66,7 @@ def test_what_does_not_fit_says_what_would(tmp_path: Path, capsys: pytest.Captur
     ("arguments", "message"),
     [
         (["--hardware", "4091"], "hardware='4091' is not known; the nearest is 4090; give 3090"),
-        (["--hardware", "measured"], "run millrace probe"),
+        (["--hardware", "measured"], "run headrace probe"),
         (["--training", "half"], "training='half'; give one of full, adapter, inference"),
         (
             ["--hardware", "4090", "--devices", "3", "--tensor", "2"],
@@ -87,7 +87,7 @@ def test_a_missing_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     for path in ("my-modle/", "./my-modle", "/my-modle"):  # no names: transformers is not asked
         assert main(["plan", path]) == 2
         assert capsys.readouterr().err == (
-            f"millrace plan: there is no directory or file {path!r}; give a model's directory or its config.json\n"
+            f"headrace plan: there is no directory or file {path!r}; give a model's directory or its config.json\n"
         )
 
 
@@ -95,15 +95,15 @@ def test_a_model_on_meta_is_planned_and_stays_there() -> None:
     config = transformers.LlamaConfig(**{key: LLAMA_70B[key] for key in LLAMA_70B if key != "model_type"})
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    planned = millrace.plan(model, hardware="h100")
+    planned = headrace.plan(model, hardware="h100")
     assert planned.model.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-    described = millrace.plan(LLAMA_70B, hardware="h100")
+    described = headrace.plan(LLAMA_70B, hardware="h100")
     assert planned.step_seconds == described.step_seconds
 
 
 def test_float32_weights_have_no_master() -> None:
-    planned = millrace.plan(LLAMA_8B | {"dtype": "float32"}, hardware="h100")
+    planned = headrace.plan(LLAMA_8B | {"dtype": "float32"}, hardware="h100")
     assert planned.work.master_bytes == 0
     assert planned.work.gradient_bytes == 4
     assert planned.model.weight_bytes == 4 * planned.model.parameters

@@ -6,11 +6,11 @@ from types import ModuleType
 import pytest
 import torch
 
-import millrace
-from millrace import ahead
-from millrace.cli.main import main
-from millrace.runtime.probe import dram_rate, link_rates, matmul_rates, update_rate
-from millrace.runtime.probe_disk import disk_rates
+import headrace
+from headrace import ahead
+from headrace.cli.main import main
+from headrace.runtime.probe import dram_rate, link_rates, matmul_rates, update_rate
+from headrace.runtime.probe_disk import disk_rates
 from tests.cost.conftest import LLAMA_8B
 
 
@@ -18,7 +18,7 @@ from tests.cost.conftest import LLAMA_8B
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Probing moves few bytes, and keeps its result here."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("millrace.runtime.probe._COPY_BYTES", 2**20)
+    monkeypatch.setattr("headrace.runtime.probe._COPY_BYTES", 2**20)
     monkeypatch.setattr(ahead, "link_rates", lambda device: link_rates(device, copy_bytes=2**20))
     monkeypatch.setattr(ahead, "dram_rate", lambda: dram_rate(copy_bytes=2**20))
     monkeypatch.setattr(ahead, "update_rate", lambda: update_rate(parameters=2**16))
@@ -31,10 +31,10 @@ def test_a_probe_is_kept_and_planned_with(small: Path, capsys: pytest.CaptureFix
     assert main(["probe", "--device", "cpu", "--disk", str(small)]) == 0
     assert "onload, page-locked" in capsys.readouterr().out
     hardware = ahead.cached_probe()
-    assert hardware.sources == {"all": "measured by millrace probe"}
-    assert millrace.plan(LLAMA_8B, hardware="measured").hardware.name == hardware.name
-    assert millrace.plan(LLAMA_8B).hardware.name == hardware.name
-    assert [path.name for path in small.iterdir()] == ["millrace"]  # the file that was measured with is gone
+    assert hardware.sources == {"all": "measured by headrace probe"}
+    assert headrace.plan(LLAMA_8B, hardware="measured").hardware.name == hardware.name
+    assert headrace.plan(LLAMA_8B).hardware.name == hardware.name
+    assert [path.name for path in small.iterdir()] == ["headrace"]  # the file that was measured with is gone
 
 
 @pytest.mark.emu("lazy", h2d_bytes_per_second=10e9, d2h_bytes_per_second=5e9, flops_per_second=1e12)
@@ -53,17 +53,17 @@ def test_the_device_is_measured_by_its_own_clock(emu_device: ModuleType) -> None
 def test_plans_count_with_pageable_memory_where_nothing_can_be_locked(emu_device: ModuleType, small: Path) -> None:
     stats = emu_device.stats()
     emu_device.configure(pinned_memory=stats["reserved_pinned_bytes"] + stats["registered_bytes"])
-    found = millrace.probe("emu", disk=small)
+    found = headrace.probe("emu", disk=small)
     assert not found.locked
     assert "onload, not locked" in found.to_text()
     assert any("could not be page-locked" in note for note in found.notes)
     assert found.hardware.onload_bytes_per_second == pytest.approx(found.pageable_bytes_per_second, rel=0.05)
-    planned = millrace.plan(LLAMA_8B, hardware="measured").hardware
+    planned = headrace.plan(LLAMA_8B, hardware="measured").hardware
     assert planned.onload_bytes_per_second == found.hardware.onload_bytes_per_second
 
 
 def test_contradictions_are_noted() -> None:
-    hardware = millrace.plan(LLAMA_8B, hardware="4090").hardware
+    hardware = headrace.plan(LLAMA_8B, hardware="4090").hardware
     assert ahead._implausible(hardware) == []
     cached = hardware.changed(disk_read_bytes_per_second=hardware.dram_bytes_per_second)
     assert "tmpfs" in ahead._implausible(cached)[0]
@@ -82,6 +82,6 @@ def test_a_damaged_measurement_is_told_to_plans_and_left_out_of_reports(text, tm
     path = ahead._cache_path()
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    with pytest.raises(ValueError, match="run millrace probe again"):
+    with pytest.raises(ValueError, match="run headrace probe again"):
         ahead.cached_probe()
     assert ahead.probed_rates(torch.device("cpu")) == {}

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-import millrace
-import millrace.optim
+import headrace
+import headrace.optim
 
 WIDTH, LAYERS = 64, 4
 
@@ -40,7 +40,7 @@ class Run:
 
     model: Net
     optimizer: Any
-    handle: millrace.Offloaded | None = None
+    handle: headrace.Offloaded | None = None
 
     def step(self, steps: int = 1) -> None:
         device = next(self.model.parameters()).device
@@ -52,7 +52,7 @@ class Run:
 
     def values(self) -> list[torch.Tensor]:
         """Weights and optimizer state, as they are now."""
-        if isinstance(self.optimizer, millrace.optim.optimizer.HostOptimizer):
+        if isinstance(self.optimizer, headrace.optim.optimizer.HostOptimizer):
             self.optimizer.synchronize()
         if self.handle is not None:
             self.handle.synchronize()
@@ -88,9 +88,9 @@ def run(
             "device_memory": 3 * (WIDTH + 1) * WIDTH * dtype.itemsize + 4096,
             "blocks": [model.table, *model.layers],
         }
-        handle = millrace.offload(model, device=device, **budget, **small)
+        handle = headrace.offload(model, device=device, **budget, **small)
     parameters: list[nn.Parameter] = [p for p in model.parameters() if p.dim() == 2 or optimizer != "Muon"]
-    made = getattr(millrace.optim, optimizer)(parameters, lr=1e-2, **settings)
+    made = getattr(headrace.optim, optimizer)(parameters, lr=1e-2, **settings)
     try:
         yield Run(model, made, handle)
     finally:

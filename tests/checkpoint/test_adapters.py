@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-import millrace
-import millrace.optim
+import headrace
+import headrace.optim
 from tests.checkpoint.runs import assert_equal
 from tests.checkpoint.test_other_programs import llama, train, values
 
@@ -57,13 +57,13 @@ def test_the_trainers_checkpoint_of_adapters(tmp_path: Path, settings: dict[str,
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert again.optimizer is not None
     model = adapted(seed=2, **settings)
-    handle = millrace.offload(model, device="cpu", device_memory="200KiB")
+    handle = headrace.offload(model, device="cpu", device_memory="200KiB")
     trained = [p for p in model.parameters() if p.requires_grad]
     decayed = set(again.get_decay_parameter_names(model))
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = [{"params": [p for n, p in named if (n in decayed) == wanted]} for wanted in (True, False)]
-    optimizer = millrace.optim.AdamW(groups, lr=0.5)
-    extra = millrace.load(tmp_path / "checkpoint-2", model, optimizer)
+    optimizer = headrace.optim.AdamW(groups, lr=0.5)
+    extra = headrace.load(tmp_path / "checkpoint-2", model, optimizer)
     assert extra["trainer_state"]["global_step"] == 2
     assert len(optimizer.state) == len(trained)
     assert_equal(values(model, optimizer), seen.values)
@@ -82,7 +82,7 @@ def test_one_adapter(tmp_path: Path, safe: bool, place: str) -> None:
         torch.save(state, tmp_path / "lora" / "adapter_model.bin")
         (tmp_path / "lora" / "adapter_model.safetensors").unlink()
     file = f"adapter_model.{'safetensors' if safe else 'bin'}"
-    millrace.load(tmp_path / "lora" / (file if place == "file" else ""), model)
+    headrace.load(tmp_path / "lora" / (file if place == "file" else ""), model)
     wanted.load_adapter(tmp_path / "lora", "default")
     assert_equal(values(model), values(wanted))
     assert_equal(values(model), values(source))
@@ -92,15 +92,15 @@ def test_several_adapters(tmp_path: Path) -> None:
     source, model, other = adapted("default", "fr", "de"), adapted("default", "fr", "de", seed=1), adapted("de", seed=2)
     source.save_pretrained(tmp_path / "all")
     assert {path.name for path in (tmp_path / "all").iterdir() if path.is_dir()} == {"fr", "de"}
-    millrace.load(tmp_path / "all", model)
+    headrace.load(tmp_path / "all", model)
     assert_equal(values(model), values(source))
-    millrace.load(tmp_path / "all" / "de", other)
+    headrace.load(tmp_path / "all" / "de", other)
     wanted = peft.get_peft_model_state_dict(source, adapter_name="de")
     found = peft.get_peft_model_state_dict(other, adapter_name="de")
     assert found.keys() == wanted.keys()
     assert_equal(list(found.values()), list(wanted.values()))
-    with pytest.raises(millrace.CheckpointError, match="holds an adapter 'fr', and the model has"):
-        millrace.load(tmp_path / "all", adapted("default", "de"))
+    with pytest.raises(headrace.CheckpointError, match="holds an adapter 'fr', and the model has"):
+        headrace.load(tmp_path / "all", adapted("default", "de"))
 
 
 def test_adapters_that_transformers_put_on(tmp_path: Path) -> None:
@@ -110,25 +110,25 @@ def test_adapters_that_transformers_put_on(tmp_path: Path) -> None:
         one.add_adapter(peft.LoraConfig(**LORA))
     source.save_pretrained(tmp_path / "lora")
     assert (tmp_path / "lora" / "adapter_model.safetensors").is_file()
-    millrace.load(tmp_path / "lora", model)
+    headrace.load(tmp_path / "lora", model)
     assert_equal(values(model), values(source))
 
 
 def test_adapters_that_do_not_fit(tmp_path: Path) -> None:
     adapted().save_pretrained(tmp_path / "lora")
-    with pytest.raises(millrace.CheckpointError, match="holds adapters of PEFT, and the model has none"):
-        millrace.load(tmp_path / "lora", llama())
+    with pytest.raises(headrace.CheckpointError, match="holds adapters of PEFT, and the model has none"):
+        headrace.load(tmp_path / "lora", llama())
     more = adapted(target_modules=["q_proj", "v_proj", "k_proj"])
     before = values(more)
     with pytest.raises(
-        millrace.CheckpointError, match=r"lacks .*k_proj.lora_A.weight' \(and 3 more\) of adapter 'default'"
+        headrace.CheckpointError, match=r"lacks .*k_proj.lora_A.weight' \(and 3 more\) of adapter 'default'"
     ):
-        millrace.load(tmp_path / "lora", more)
+        headrace.load(tmp_path / "lora", more)
     more.save_pretrained(tmp_path / "more")
     with pytest.raises(
-        millrace.CheckpointError, match=r"holds '[\w.]*k_proj.lora_A.weight'.*which the model does not have"
+        headrace.CheckpointError, match=r"holds '[\w.]*k_proj.lora_A.weight'.*which the model does not have"
     ):
-        millrace.load(tmp_path / "more", adapted())
+        headrace.load(tmp_path / "more", adapted())
     assert_equal(values(more), before)
 
 
@@ -137,4 +137,4 @@ def test_what_trains_beside_adapters_and_was_not_saved_is_told(tmp_path: Path) -
     model.save_pretrained(tmp_path / "lora")
     model.base_model.model.lm_head.requires_grad_(True)
     with pytest.warns(RuntimeWarning, match=r"lm_head.weight' \(and 0 more\) can be trained and is not in"):
-        millrace.load(tmp_path / "lora", model)
+        headrace.load(tmp_path / "lora", model)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import millrace
-from millrace.checkpoint import writing
+import headrace
+from headrace.checkpoint import writing
 from tests.checkpoint.runs import assert_equal, run
 
 
@@ -36,11 +36,11 @@ def test_a_step_changes_nothing_that_is_being_saved(tmp_path: Path, place: str, 
     with run(place, tmp_path / "tiers", overlap=overlap) as one:
         one.step(2)
         begun = one.values()
-        saving = millrace.save(tmp_path / "step-2", one.model, one.optimizer, wait=False)
+        saving = headrace.save(tmp_path / "step-2", one.model, one.optimizer, wait=False)
         one.step(3)
         saving.wait()
         after = one.values()
-        millrace.load(tmp_path / "step-2", one.model, one.optimizer)
+        headrace.load(tmp_path / "step-2", one.model, one.optimizer)
         assert_equal(one.values(), begun)
         one.step(3)
         assert_equal(one.values(), after)
@@ -50,13 +50,13 @@ def test_training_does_not_wait_for_the_drive(tmp_path: Path, held_up: threading
     with run("host", tmp_path) as one:
         one.step()
         begun = one.values()
-        saving = millrace.save(tmp_path / "step-1", one.model, one.optimizer, wait=False)
+        saving = headrace.save(tmp_path / "step-1", one.model, one.optimizer, wait=False)
         one.step(2)
         assert not saving.done
         assert not (tmp_path / "step-1").exists()
         held_up.set()
         saving.wait()
-        millrace.load(tmp_path / "step-1", one.model, one.optimizer)
+        headrace.load(tmp_path / "step-1", one.model, one.optimizer)
         assert_equal(one.values(), begun)
         assert one.handle is not None
         assert one.handle.stats().saved_bytes == saving.nbytes > 0
@@ -71,12 +71,12 @@ def test_optimizers_of_pytorch_wait_too(tmp_path: Path) -> None:
         model(torch.randn(4, 256)).sum().backward()
         optimizer.step()
         begun = [p.detach().clone() for p in model.parameters()]
-        saving = millrace.save(tmp_path / f"step-{number}", model, optimizer, wait=False, host_memory="24MiB")
+        saving = headrace.save(tmp_path / f"step-{number}", model, optimizer, wait=False, host_memory="24MiB")
         optimizer.step()
         assert not torch.equal(begun[0], model[0].weight)
         saving.wait()
         again = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
-        millrace.load(tmp_path / f"step-{number}", again)
+        headrace.load(tmp_path / f"step-{number}", again)
         assert_equal([p.detach() for p in again.parameters()], begun)
 
 
@@ -91,12 +91,12 @@ def test_a_write_that_nobody_held_up_is_told(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(writing._Piece, "fill", waits)
     model = torch.nn.Linear(256, 256)
-    saving = millrace.save(tmp_path / "step-1", model, wait=False)
+    saving = headrace.save(tmp_path / "step-1", model, wait=False)
     reading.wait()
     with torch.no_grad():
         model.weight.mul_(2)
     goes_on.set()
-    with pytest.raises(millrace.StateError, match="'weight' was written to while it was being saved"):
+    with pytest.raises(headrace.StateError, match="'weight' was written to while it was being saved"):
         saving.wait()
     assert list(tmp_path.iterdir()) == []
 
@@ -106,9 +106,9 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     (tmp_path / "step-x").mkdir()
     (tmp_path / "other-1").mkdir()
     for number in (1, 2, 3, 10, 11):
-        millrace.save(tmp_path / f"step-{number}", model, keep=2)
+        headrace.save(tmp_path / f"step-{number}", model, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other-1", "step-10", "step-11", "step-x"]
-    assert millrace.checkpoint.newest(tmp_path) == tmp_path / "step-11"
+    assert headrace.checkpoint.newest(tmp_path) == tmp_path / "step-11"
 
 
 def test_a_checkpoint_may_end_within_a_step(tmp_path: Path, held_up: threading.Event) -> None:
@@ -116,7 +116,7 @@ def test_a_checkpoint_may_end_within_a_step(tmp_path: Path, held_up: threading.E
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.randn(2, 64)).sum().backward()
-    saving = millrace.save(tmp_path / "step-1", model, optimizer, wait=False)
+    saving = headrace.save(tmp_path / "step-1", model, optimizer, wait=False)
 
     def ends(*_: Any) -> None:
         held_up.set()
@@ -142,10 +142,10 @@ def test_what_it_passed_through_is_given_back(tmp_path: Path) -> None:
             return mapped, threading.active_count(), len(os.listdir("/proc/self/fd"))
 
         for number in range(3):
-            millrace.save(tmp_path / f"step-{number}", one.model, one.optimizer, wait=False, keep=1).wait()
+            headrace.save(tmp_path / f"step-{number}", one.model, one.optimizer, wait=False, keep=1).wait()
         before = held()
         for number in range(3, 43):
-            millrace.save(tmp_path / f"step-{number}", one.model, one.optimizer, wait=False, keep=1).wait()
+            headrace.save(tmp_path / f"step-{number}", one.model, one.optimizer, wait=False, keep=1).wait()
         after = held()
         assert after[1:] == before[1:]
         assert after[0] - before[0] < 8 << 20

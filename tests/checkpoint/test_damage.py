@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-import millrace
-from millrace.cli.main import main
+import headrace
+from headrace.cli.main import main
 from tests.checkpoint.runs import Net, Run, assert_equal, run
 
 
@@ -21,11 +21,11 @@ def saved(tmp_path: Path) -> Iterator[tuple[Run, Path]]:
     """A run, and its checkpoint."""
     with run("host", tmp_path) as one:
         one.step(2)
-        millrace.save(tmp_path / "step-2", one.model, one.optimizer, extra={"note": list(range(100))})
+        headrace.save(tmp_path / "step-2", one.model, one.optimizer, extra={"note": list(range(100))})
         yield one, tmp_path / "step-2"
 
 
-FILES = ["model.safetensors", "optimizer.pt", "extra.pt", "millrace.json"]
+FILES = ["model.safetensors", "optimizer.pt", "extra.pt", "headrace.json"]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -37,12 +37,12 @@ def test_a_flipped_byte_anywhere_is_told(saved: tuple[Run, Path], name: str) -> 
         data = bytearray(sound)
         data[place] ^= 1 << chance.randrange(8)
         (path / name).write_bytes(data)
-        with pytest.raises(millrace.CheckpointError, match=name.replace(".", r"\.")):
-            millrace.load(path, one.model, one.optimizer)
+        with pytest.raises(headrace.CheckpointError, match=name.replace(".", r"\.")):
+            headrace.load(path, one.model, one.optimizer)
     (path / name).write_bytes(sound)
     wanted = one.values()
     one.step()
-    millrace.load(path, one.model, one.optimizer)
+    headrace.load(path, one.model, one.optimizer)
     assert_equal(one.values(), wanted)
 
 
@@ -51,8 +51,8 @@ def test_a_flipped_byte_of_a_tensor_is_told_with_its_name(saved: tuple[Run, Path
     data = bytearray((path / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (path / "model.safetensors").write_bytes(data)
-    with pytest.raises(millrace.CheckpointError, match=r"model\.safetensors: bytes .*'[a-z_.0-9]+'.*checksum"):
-        millrace.load(path, one.model, one.optimizer)
+    with pytest.raises(headrace.CheckpointError, match=r"model\.safetensors: bytes .*'[a-z_.0-9]+'.*checksum"):
+        headrace.load(path, one.model, one.optimizer)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -68,8 +68,8 @@ def test_a_file_that_is_not_whole_is_told_before_anything_changes(
     else:
         with (path / name).open("r+b") as file:
             file.truncate((path / name).stat().st_size + (1 if damage == "longer" else -1))
-    with pytest.raises(millrace.CheckpointError, match=name.replace(".", r"\.")):
-        millrace.load(path, one.model, one.optimizer)
+    with pytest.raises(headrace.CheckpointError, match=name.replace(".", r"\.")):
+        headrace.load(path, one.model, one.optimizer)
     assert_equal(one.values(), wanted)
 
 
@@ -97,43 +97,43 @@ def test_a_drive_that_fails_leaves_the_checkpoint_of_before(
     one.step()
     with monkeypatch.context() as patch:
         patch.setattr(os, call, _Fault(getattr(os, call), number, after))
-        with pytest.raises(millrace.DiskError) as raised:
-            millrace.save(path, one.model, one.optimizer, wait=wait).wait()
+        with pytest.raises(headrace.DiskError) as raised:
+            headrace.save(path, one.model, one.optimizer, wait=wait).wait()
         assert raised.value.errno == number
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["step-2"]
     one.step()  # nobody waits for what failed
-    millrace.load(path, one.model, one.optimizer)
+    headrace.load(path, one.model, one.optimizer)
     assert_equal(one.values(), wanted)
 
 
 def test_what_cannot_be_written_to_is_told(saved: tuple[Run, Path], tmp_path: Path) -> None:
     one, _ = saved
     (tmp_path / "file").write_text("no directory")
-    with pytest.raises(millrace.DiskError, match="cannot be made"):
-        millrace.save(tmp_path / "file" / "step-1", one.model)
+    with pytest.raises(headrace.DiskError, match="cannot be made"):
+        headrace.save(tmp_path / "file" / "step-1", one.model)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(millrace.DiskError, match="is no checkpoint of millrace, so it is not replaced"):
-        millrace.save(tmp_path / "mine", one.model)
+    with pytest.raises(headrace.DiskError, match="is no checkpoint of headrace, so it is not replaced"):
+        headrace.save(tmp_path / "mine", one.model)
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
 
 
 def test_bad_input_is_told(saved: tuple[Run, Path], tmp_path: Path) -> None:
     one, _ = saved
-    with pytest.raises(millrace.CheckpointError, match="extra holds what cannot be read back safely"):
-        millrace.save(tmp_path / "x", one.model, extra={"function": Net})
+    with pytest.raises(headrace.CheckpointError, match="extra holds what cannot be read back safely"):
+        headrace.save(tmp_path / "x", one.model, extra={"function": Net})
     with pytest.raises(ValueError, match="keep=2 wants a name that ends in a number"):
-        millrace.save(tmp_path / "last", one.model, keep=2)
+        headrace.save(tmp_path / "last", one.model, keep=2)
     with pytest.raises(ValueError, match="keep is 0"):
-        millrace.save(tmp_path / "step-3", one.model, keep=0)
+        headrace.save(tmp_path / "step-3", one.model, keep=0)
     with pytest.raises(TypeError, match="optimizer is a dict"):
-        millrace.save(tmp_path / "step-3", one.model, {"lr": 1})  # type: ignore[arg-type]
-    with pytest.raises(millrace.CheckpointError, match="nowhere"):
-        millrace.load(tmp_path / "nowhere", one.model)
+        headrace.save(tmp_path / "step-3", one.model, {"lr": 1})  # type: ignore[arg-type]
+    with pytest.raises(headrace.CheckpointError, match="nowhere"):
+        headrace.load(tmp_path / "nowhere", one.model)
     with torch.device("meta"):
         absent = Net(torch.float32)
-    with pytest.raises(millrace.CheckpointError, match=r"'.*' cannot be saved: it is on meta"):
-        millrace.save(tmp_path / "step-3", absent)
+    with pytest.raises(headrace.CheckpointError, match=r"'.*' cannot be saved: it is on meta"):
+        headrace.save(tmp_path / "step-3", absent)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-2"]
 
 
@@ -145,12 +145,12 @@ def test_another_model_is_refused_before_anything_changes(saved: tuple[Run, Path
         (_deeper(), r"lacks 'layers\.4"),
     ):
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        with pytest.raises(millrace.CheckpointError, match=what):
-            millrace.load(path, model)
+        with pytest.raises(headrace.CheckpointError, match=what):
+            headrace.load(path, model)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     one = Net(torch.float32)
-    with pytest.raises(millrace.CheckpointError, match="parameters in its groups"):
-        millrace.load(path, one, torch.optim.AdamW([one.table.weight]))
+    with pytest.raises(headrace.CheckpointError, match="parameters in its groups"):
+        headrace.load(path, one, torch.optim.AdamW([one.table.weight]))
 
 
 def _wider() -> Net:

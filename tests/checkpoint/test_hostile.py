@@ -15,10 +15,10 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint import FileSystemWriter
 
-import millrace
-from millrace.checkpoint.manifest import MANIFEST, PIECE_BYTES
-from millrace.memory.disk.directory import StoreDirectory
-from millrace.memory.disk.torch_files import open_torch_file
+import headrace
+from headrace.checkpoint.manifest import MANIFEST, PIECE_BYTES
+from headrace.memory.disk.directory import StoreDirectory
+from headrace.memory.disk.torch_files import open_torch_file
 from tests.checkpoint.runs import Net, Run, assert_equal, run
 
 WRITTEN = "it ran"
@@ -49,7 +49,7 @@ def saved(tmp_path: Path) -> Iterator[tuple[Run, Path]]:
     """A run, and its checkpoint."""
     with run("host", tmp_path) as one:
         one.step(2)
-        millrace.save(tmp_path / "saved" / "step-2", one.model, one.optimizer)
+        headrace.save(tmp_path / "saved" / "step-2", one.model, one.optimizer)
         yield one, tmp_path / "saved" / "step-2"
 
 
@@ -71,8 +71,8 @@ def refused(one: Run, path: Path, match: str, *, weights_may_be_loaded: bool = F
     """Loading fails as it ought to, and changes nothing."""
     one.step()
     before = one.values()
-    with pytest.raises(millrace.CheckpointError, match=match):
-        millrace.load(path, one.model, one.optimizer)
+    with pytest.raises(headrace.CheckpointError, match=match):
+        headrace.load(path, one.model, one.optimizer)
     if not weights_may_be_loaded:
         assert_equal(one.values(), before)
 
@@ -83,7 +83,7 @@ def test_a_manifest_that_was_not_changed_loads(saved: tuple[Run, Path]) -> None:
     wanted = one.values()
     one.step()
     rewrite(path, lambda content: None)
-    millrace.load(path, one.model, one.optimizer)
+    headrace.load(path, one.model, one.optimizer)
     assert_equal(one.values(), wanted)
 
 
@@ -118,12 +118,12 @@ def test_an_index_of_pickled_shards_runs_nothing_and_stays_inside(tmp_path: Path
     index = place / "pytorch_model.bin.index.json"
     for name, match in (("shard.bin", "cannot be read safely"), ("../elsewhere.bin", "leads out of it")):
         index.write_text(json.dumps({"weight_map": {"weight": name}}))
-        with pytest.raises(millrace.CheckpointError, match=match):
-            millrace.load(place, Net(torch.float32))
+        with pytest.raises(headrace.CheckpointError, match=match):
+            headrace.load(place, Net(torch.float32))
     os.mkfifo(place / "pipe.bin")  # who opens it for reading waits for ever
     index.write_text(json.dumps({"weight_map": {"weight": "pipe.bin"}}))
-    with pytest.raises(millrace.CheckpointError, match=r"lacks 'pipe\.bin'"):
-        millrace.load(place, Net(torch.float32))
+    with pytest.raises(headrace.CheckpointError, match=r"lacks 'pipe\.bin'"):
+        headrace.load(place, Net(torch.float32))
     assert not trace.exists()
 
 
@@ -207,7 +207,7 @@ def test_links_that_lead_out_are_refused(saved: tuple[Run, Path], name: str, tmp
     refused(one, path, "leads out of the checkpoint")
 
 
-@pytest.mark.parametrize("name", ["millrace.json", "extra.pt"])
+@pytest.mark.parametrize("name", ["headrace.json", "extra.pt"])
 def test_what_is_no_file_is_not_opened(saved: tuple[Run, Path], name: str) -> None:
     """Who opens a pipe for reading waits for ever."""
     one, path = saved
@@ -228,7 +228,7 @@ def test_compressed_records_are_not_unpacked(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "sound.pt") as sound, zipfile.ZipFile(tmp_path / "bomb.pt", "w") as bomb:
         for record in sound.namelist():
             bomb.writestr(record, sound.read(record), compress_type=zipfile.ZIP_DEFLATED)
-    with pytest.raises(millrace.CheckpointError, match="is compressed"):
+    with pytest.raises(headrace.CheckpointError, match="is compressed"):
         open_torch_file(tmp_path / "bomb.pt")
 
 
@@ -236,7 +236,7 @@ def test_trees_without_end_are_refused(tmp_path: Path) -> None:
     tree: list[Any] = []
     tree.append(tree)
     torch.save({"weight": torch.zeros(4), "tree": tree}, tmp_path / "endless.pt")
-    with pytest.raises(millrace.CheckpointError, match="recursion"):
+    with pytest.raises(headrace.CheckpointError, match="recursion"):
         open_torch_file(tmp_path / "endless.pt")
 
 
@@ -290,16 +290,16 @@ def test_directories_that_saves_and_spills_find_are_left_alone(tmp_path: Path) -
     (precious / "file").write_text("mine")
     place = tmp_path / "runs"
     place.mkdir()
-    for name in (".millrace-saving-x", ".millrace-before-x"):
+    for name in (".headrace-saving-x", ".headrace-before-x"):
         (place / name).symlink_to(precious)
     model = Net(torch.float32)
-    millrace.save(place / "step-1", model)
-    assert millrace.checkpoint.newest(place) == place / "step-1"
+    headrace.save(place / "step-1", model)
+    assert headrace.checkpoint.newest(place) == place / "step-1"
     disk = tmp_path / "disk"
-    (disk / ".millrace-file-directory").mkdir(parents=True)
-    (disk / ".millrace-file-link").symlink_to(precious / "file")
+    (disk / ".headrace-file-directory").mkdir(parents=True)
+    (disk / ".headrace-file-link").symlink_to(precious / "file")
     StoreDirectory(disk).close()
-    os.link(precious / "file", disk / ".millrace-lock")
-    with pytest.raises(millrace.DiskError, match="is no file of millrace"):
+    os.link(precious / "file", disk / ".headrace-lock")
+    with pytest.raises(headrace.DiskError, match="is no file of headrace"):
         StoreDirectory(disk)
     assert (precious / "file").read_text() == "mine"

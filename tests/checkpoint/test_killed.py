@@ -19,23 +19,23 @@ from tests.nursery import Nursery
 KILLS = int(os.environ.get("KILLS", "4"))
 STEPS = 12
 RUN = """
-import pathlib, sys, torch, millrace, millrace.checkpoint
+import pathlib, sys, torch, headrace, headrace.checkpoint
 sys.path.insert(0, sys.argv[4])
 from tests.checkpoint.runs import run
 place, wait, directory = sys.argv[1], sys.argv[2] == "wait", pathlib.Path(sys.argv[3])
 torch.set_num_threads(1)
 with run(place, directory / "tiers", device="cpu", overlap="forward") as one:
     done = 0
-    newest = millrace.checkpoint.newest(directory / "checkpoints")
+    newest = headrace.checkpoint.newest(directory / "checkpoints")
     if newest is not None:
-        done = millrace.load(newest, one.model, one.optimizer)["done"]
+        done = headrace.load(newest, one.model, one.optimizer)["done"]
     print("begins after", done, flush=True)
     saving = None
     while done < 12:
         one.step()
         done += 1
         before, path = saving, directory / "checkpoints" / f"step-{done}"
-        saving = millrace.save(path, one.model, one.optimizer, extra={"done": done}, keep=2, wait=wait)
+        saving = headrace.save(path, one.model, one.optimizer, extra={"done": done}, keep=2, wait=wait)
         if before is not None:
             print("whole before", done, flush=True)  # a save begins when the one before is whole
     if saving is not None:

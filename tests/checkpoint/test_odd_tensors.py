@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
+import headrace
 
 
 def freed() -> torch.Tensor:
@@ -45,17 +45,17 @@ def test_what_is_no_plain_bytes_is_refused_by_name(tmp_path: Path, kind: str, pl
         model.odd = nn.parameter.UninitializedParameter()
     else:
         model.odd = nn.Parameter(make(), False)
-    with pytest.raises(millrace.CheckpointError, match=f"{name} cannot be saved: .*{reason}"):
-        millrace.save(tmp_path / "step-1", model, optimizer)
+    with pytest.raises(headrace.CheckpointError, match=f"{name} cannot be saved: .*{reason}"):
+        headrace.save(tmp_path / "step-1", model, optimizer)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lazy_module_that_was_not_called(tmp_path: Path) -> None:
     model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
-    with pytest.raises(millrace.CheckpointError, match=r"'1\.running_mean' cannot be saved: it is not initialised yet"):
-        millrace.save(tmp_path / "step-1", model)
+    with pytest.raises(headrace.CheckpointError, match=r"'1\.running_mean' cannot be saved: it is not initialised yet"):
+        headrace.save(tmp_path / "step-1", model)
     model(torch.ones(2, 2))
-    millrace.save(tmp_path / "step-1", model)
+    headrace.save(tmp_path / "step-1", model)
 
 
 EXPANDED: dict[str, tuple[Callable[[], torch.Tensor], tuple[int, ...]]] = {
@@ -78,8 +78,8 @@ def test_expanded_tensors(tmp_path: Path, kind: str, dtype: torch.dtype) -> None
         one.register_buffer("other", make().to(kept).expand(shape))
         assert 0 in one.odd.stride()
         assert 0 in one.other.stride()
-    millrace.save(tmp_path / "step-1", model)
-    millrace.load(tmp_path / "step-1", again)
+    headrace.save(tmp_path / "step-1", model)
+    headrace.load(tmp_path / "step-1", again)
     for found, wanted in ((again.odd, model.odd), (again.other, model.other)):
         assert torch.equal(found.nan_to_num(7.0), wanted.to(dtype).nan_to_num(7.0))
         assert 0 in found.stride()
@@ -89,6 +89,6 @@ def test_other_values_do_not_fit_an_expanded_tensor(tmp_path: Path) -> None:
     model, again = nn.Module(), nn.Module()
     model.odd = nn.Parameter(torch.randn(5, 7))
     again.odd = nn.Parameter(torch.randn(1, 7).expand(5, 7))
-    millrace.save(tmp_path / "step-1", model)
-    with pytest.raises(millrace.CheckpointError, match=r"is expanded in the model .* and its elements differ"):
-        millrace.load(tmp_path / "step-1", again)
+    headrace.save(tmp_path / "step-1", model)
+    with pytest.raises(headrace.CheckpointError, match=r"is expanded in the model .* and its elements differ"):
+        headrace.load(tmp_path / "step-1", again)

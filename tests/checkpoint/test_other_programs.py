@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-import millrace
-import millrace.optim
+import headrace
+import headrace.optim
 from tests.checkpoint.runs import Net, assert_equal, run
 
 CONFIG = {
@@ -50,9 +50,9 @@ def values(model: nn.Module, optimizer: Any = None) -> list[torch.Tensor]:
 def goes_on(path: Path, wanted: list[torch.Tensor], groups: Any = None) -> Any:
     """Loads into an offloaded model whose optimizer is ours; the values are these."""
     model = llama(seed=1)
-    handle = millrace.offload(model, device="cpu", device_memory="200KiB")
-    optimizer = millrace.optim.AdamW(model.parameters() if groups is None else groups(model), lr=0.5)
-    extra = millrace.load(path, model, optimizer)
+    handle = headrace.offload(model, device="cpu", device_memory="200KiB")
+    optimizer = headrace.optim.AdamW(model.parameters() if groups is None else groups(model), lr=0.5)
+    extra = headrace.load(path, model, optimizer)
     assert_equal(values(model, optimizer), wanted)
     handle.remove()
     return extra
@@ -64,12 +64,12 @@ def test_transformers_reads_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, shard_bytes: int | None
 ) -> None:
     if shard_bytes is not None:
-        monkeypatch.setattr("millrace.checkpoint.files.SHARD_BYTES", shard_bytes)
+        monkeypatch.setattr("headrace.checkpoint.files.SHARD_BYTES", shard_bytes)
     model = llama(tied=tied)
-    handle = millrace.offload(model, device="cpu", device_memory="200KiB")
-    optimizer = millrace.optim.AdamW(model.parameters(), lr=1e-2)
+    handle = headrace.offload(model, device="cpu", device_memory="200KiB")
+    optimizer = headrace.optim.AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer)
-    millrace.save(tmp_path / "step-2", model, optimizer)
+    headrace.save(tmp_path / "step-2", model, optimizer)
     shards = len(list((tmp_path / "step-2").glob("model*.safetensors")))
     assert shards == 1 if shard_bytes is None else shards > 2
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "step-2")
@@ -88,7 +88,7 @@ def test_transformers_reads_ours(
 def test_a_mixture_of_experts_is_read_by_transformers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**CONFIG, num_local_experts=4))
-    millrace.save(tmp_path / "moe", model)
+    headrace.save(tmp_path / "moe", model)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
     assert_equal(values(again), values(model))
 
@@ -166,7 +166,7 @@ def test_files_of_torch_and_of_safetensors(tmp_path: Path) -> None:
     assert goes_on(tmp_path / "both.pt", values(model, optimizer)) == {"step": 2}
     for name in ("weights.pt", "pretrained", "pretrained/model.safetensors"):
         again = llama(seed=2)
-        millrace.load(tmp_path / name, again)
+        headrace.load(tmp_path / name, again)
         assert_equal(values(again), values(model))
 
 
@@ -185,12 +185,12 @@ def test_distributed_checkpoints(tmp_path: Path, place: str, named: bool) -> Non
     with run(place, tmp_path / "b", seed=1) as other:
         other.step()
         other.optimizer.param_groups[0]["lr"] = 5.0
-        millrace.load(tmp_path / "dcp", other.model, other.optimizer)
+        headrace.load(tmp_path / "dcp", other.model, other.optimizer)
         assert_equal(other.values(), wanted)
         assert other.optimizer.param_groups[0]["lr"] == 1e-2
         other.step()
-    with pytest.raises(millrace.CheckpointError, match="does not hold all weights"):
-        millrace.load(tmp_path / "dcp", torch.nn.LSTM(2, 2))
+    with pytest.raises(headrace.CheckpointError, match="does not hold all weights"):
+        headrace.load(tmp_path / "dcp", torch.nn.LSTM(2, 2))
 
 
 def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
@@ -206,5 +206,5 @@ def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
         ("code.pt", "cannot be read safely"),
         ("nowhere", "does not exist"),
     ):
-        with pytest.raises(millrace.CheckpointError, match=what):
-            millrace.load(tmp_path / name, model)
+        with pytest.raises(headrace.CheckpointError, match=what):
+            headrace.load(tmp_path / name, model)

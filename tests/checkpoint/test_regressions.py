@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-import millrace.optim
-from millrace.checkpoint import directory, files, writing
+import headrace
+import headrace.optim
+from headrace.checkpoint import directory, files, writing
 from tests.checkpoint.runs import assert_equal, run
 from tests.nursery import Nursery
 
@@ -35,7 +35,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def test_a_load_waits_for_the_checkpoint_that_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = small()
     train(model, optimizer)
-    millrace.save(tmp_path / "step-1", model, optimizer)
+    headrace.save(tmp_path / "step-1", model, optimizer)
     train(model, optimizer)
     wanted = [p.detach().clone() for p in model.parameters()]
     fill, reading = writing._Piece.fill, threading.Event()
@@ -45,23 +45,23 @@ def test_a_load_waits_for_the_checkpoint_that_is_being_written(tmp_path: Path, m
         fill(piece, memory)
 
     monkeypatch.setattr(writing._Piece, "fill", slow)
-    millrace.save(tmp_path / "step-2", model, optimizer, wait=False)
-    millrace.load(tmp_path / "step-1", model, optimizer)
+    headrace.save(tmp_path / "step-2", model, optimizer, wait=False)
+    headrace.load(tmp_path / "step-1", model, optimizer)
     again, _ = small(1)
-    millrace.load(tmp_path / "step-2", again)
+    headrace.load(tmp_path / "step-2", again)
     assert_equal([p.detach() for p in again.parameters()], wanted)
 
 
 def test_every_part_of_a_model_that_is_offloaded_for_itself_is_loaded(tmp_path: Path) -> None:
     torch.manual_seed(0)
     source = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    millrace.save(tmp_path / "source", source)
+    headrace.save(tmp_path / "source", source)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    handles = [millrace.offload(part, device="cpu", device_memory="1MiB") for part in model]
+    handles = [headrace.offload(part, device="cpu", device_memory="1MiB") for part in model]
     inputs = torch.randn(2, 8)
     with torch.no_grad():
         model(inputs)
-        millrace.load(tmp_path / "source", model)
+        headrace.load(tmp_path / "source", model)
         assert torch.equal(model(inputs), source(inputs))
     for handle in handles:
         handle.remove()
@@ -71,12 +71,12 @@ def test_a_checkpoint_outlives_the_optimizer_that_is_being_saved(tmp_path: Path)
     with run("disk", tmp_path / "tiers") as one:
         one.step()
         wanted = one.values()
-        saving = millrace.save(tmp_path / "step-1", one.model, one.optimizer, wait=False)
+        saving = headrace.save(tmp_path / "step-1", one.model, one.optimizer, wait=False)
         model, one.optimizer = one.model, None
         saving.wait()
     assert model is not None
     with run("host", tmp_path / "other", seed=1) as other:
-        millrace.load(tmp_path / "step-1", other.model, other.optimizer)
+        headrace.load(tmp_path / "step-1", other.model, other.optimizer)
         assert_equal(other.values(), wanted)
 
 
@@ -88,11 +88,11 @@ def test_what_failed_beside_training_is_told_by_the_next_save(tmp_path: Path, mo
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
         patch.setattr(os, "pwritev", fails)
-        saving = millrace.save(tmp_path / "step-1", model, optimizer, wait=False)
+        saving = headrace.save(tmp_path / "step-1", model, optimizer, wait=False)
         saving._writing._done.wait()
-    with pytest.raises(millrace.DiskError):
-        millrace.save(tmp_path / "step-2", model, optimizer)
-    millrace.save(tmp_path / "step-2", model, optimizer)
+    with pytest.raises(headrace.DiskError):
+        headrace.save(tmp_path / "step-2", model, optimizer)
+    headrace.save(tmp_path / "step-2", model, optimizer)
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
 
 
@@ -106,7 +106,7 @@ def test_torch_saves_as_ever_after_an_interrupt(tmp_path: Path, monkeypatch: pyt
     with monkeypatch.context() as patch:
         patch.setattr(files.torch, "save", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            millrace.save(tmp_path / "step-1", model, optimizer)
+            headrace.save(tmp_path / "step-1", model, optimizer)
     torch.save({"x": torch.ones(3)}, tmp_path / "x.pt")
     assert torch.equal(torch.load(tmp_path / "x.pt")["x"], torch.ones(3))
 
@@ -124,26 +124,26 @@ def test_every_byte_of_an_optimizers_file_is_checked(tmp_path: Path, name: str) 
         return loss
 
     optimizer.step(closure)
-    millrace.save(tmp_path / "step-1", model, optimizer)
+    headrace.save(tmp_path / "step-1", model, optimizer)
     wanted = optimizer.state_dict()
     path = tmp_path / "step-1" / "optimizer.pt"
     sound = path.read_bytes()
-    millrace.load(tmp_path / "step-1", model, optimizer)
+    headrace.load(tmp_path / "step-1", model, optimizer)
     assert repr(optimizer.state_dict()) == repr(wanted)
     chance = random.Random(name)
     for place in chance.sample(range(len(sound)), 60):
         data = bytearray(sound)
         data[place] ^= 1 << chance.randrange(8)
         path.write_bytes(data)
-        with pytest.raises(millrace.CheckpointError):
-            millrace.load(tmp_path / "step-1", model, optimizer)
+        with pytest.raises(headrace.CheckpointError):
+            headrace.load(tmp_path / "step-1", model, optimizer)
 
 
 def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     model, optimizer = small()
     optimizer.param_groups[0]["lr"] = np.float64(0.1)
-    with pytest.raises(millrace.CheckpointError, match=r"optimizer\.pt would hold what cannot be read back safely"):
-        millrace.save(tmp_path / "step-1", model, optimizer)
+    with pytest.raises(headrace.CheckpointError, match=r"optimizer\.pt would hold what cannot be read back safely"):
+        headrace.save(tmp_path / "step-1", model, optimizer)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -163,22 +163,22 @@ class _WithState(nn.Module):
 def test_what_modules_keep_besides_may_be_a_tensor(tmp_path: Path) -> None:
     model = nn.Sequential(_WithState())
     model[0].scale = torch.tensor([7.0, 8.0])
-    millrace.save(tmp_path / "one", model)
+    headrace.save(tmp_path / "one", model)
     again = nn.Sequential(_WithState())
-    millrace.load(tmp_path / "one", again)
+    headrace.load(tmp_path / "one", again)
     assert torch.equal(again[0].scale, model[0].scale)
     plain = nn.Sequential(nn.Module())
     plain[0].weight = nn.Parameter(torch.zeros(2))
-    with pytest.raises(millrace.CheckpointError, match=r"which no module of the model takes \(set_extra_state\)"):
-        millrace.load(tmp_path / "one", plain)
+    with pytest.raises(headrace.CheckpointError, match=r"which no module of the model takes \(set_extra_state\)"):
+        headrace.load(tmp_path / "one", plain)
 
 
 def test_a_state_dict_of_copies_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    millrace.save(tmp_path / "one", model)
+    headrace.save(tmp_path / "one", model)
     model._register_state_dict_hook(lambda _, state, *__: {name: value.clone() for name, value in state.items()})
-    with pytest.raises(millrace.CheckpointError, match="none of its parameters and buffers"):
-        millrace.load(tmp_path / "one", model)
+    with pytest.raises(headrace.CheckpointError, match="none of its parameters and buffers"):
+        headrace.load(tmp_path / "one", model)
 
 
 def test_conjugated_tensors(tmp_path: Path) -> None:
@@ -186,8 +186,8 @@ def test_conjugated_tensors(tmp_path: Path) -> None:
     values = torch.randn(64, 64, dtype=torch.complex64)
     model.register_buffer("buffer", values.conj())
     again.register_buffer("buffer", torch.zeros_like(values))
-    millrace.save(tmp_path / "one", model)
-    millrace.load(tmp_path / "one", again)
+    headrace.save(tmp_path / "one", model)
+    headrace.load(tmp_path / "one", again)
     assert torch.equal(again.buffer, values.conj().resolve_conj())
 
 
@@ -195,21 +195,21 @@ def test_state_that_is_not_of_parameters_and_empty_state(tmp_path: Path) -> None
     model, optimizer = small()
     train(model, optimizer)
     optimizer.state["global"] = {"seen": 3, "nothing": torch.empty(0)}  # type: ignore[index]
-    millrace.save(tmp_path / "one", model, optimizer)
+    headrace.save(tmp_path / "one", model, optimizer)
     other, another = small(1)
-    millrace.load(tmp_path / "one", other, another)
+    headrace.load(tmp_path / "one", other, another)
     assert another.state["global"]["seen"] == 3  # type: ignore[index]
 
 
 def test_files_beside_those_of_a_checkpoint_stay(tmp_path: Path) -> None:
     model, optimizer = small()
-    millrace.save(tmp_path / "last", model, optimizer)
+    headrace.save(tmp_path / "last", model, optimizer)
     (tmp_path / "last" / "tokenizer.json").write_text("mine")
-    millrace.save(tmp_path / "last", model)
+    headrace.save(tmp_path / "last", model)
     assert (tmp_path / "last" / "tokenizer.json").read_text() == "mine"
     assert not (tmp_path / "last" / "optimizer.pt").exists()
     (tmp_path / "link").symlink_to(tmp_path / "last")
-    millrace.save(tmp_path / "link", model, optimizer)
+    headrace.save(tmp_path / "link", model, optimizer)
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "last" / "optimizer.pt").exists()
 
@@ -217,14 +217,14 @@ def test_files_beside_those_of_a_checkpoint_stay(tmp_path: Path) -> None:
 def test_a_process_that_is_forked_meanwhile_ends(tmp_path: Path, nursery: Nursery) -> None:
     child = nursery.start(
         """
-import multiprocessing, sys, torch, millrace
-from millrace.checkpoint import writing
+import multiprocessing, sys, torch, headrace
+from headrace.checkpoint import writing
 import threading
 goes_on = threading.Event()
 write = writing.DirectFile.write
 writing.DirectFile.write = lambda *arguments: (goes_on.wait(), write(*arguments))
 model = torch.nn.Linear(256, 256)
-saving = millrace.save(sys.argv[1] + "/step-1", model, wait=False)
+saving = headrace.save(sys.argv[1] + "/step-1", model, wait=False)
 process = multiprocessing.get_context("fork").Process(target=print, args=("forked",))
 process.start()
 process.join(30)
@@ -245,7 +245,7 @@ def test_where_no_thread_can_be_started_nothing_is_left(tmp_path: Path, monkeypa
     start, begun = threading.Thread.start, []
 
     def fails(thread: threading.Thread) -> None:
-        if thread.name.startswith("millrace-save"):
+        if thread.name.startswith("headrace-save"):
             begun.append(thread)
             if len(begun) > 2:
                 raise RuntimeError("can't start new thread")
@@ -254,17 +254,17 @@ def test_where_no_thread_can_be_started_nothing_is_left(tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fails)
         with pytest.raises(RuntimeError, match="can't start new thread"):
-            millrace.save(tmp_path / "step-1", model, optimizer, wait=False)
+            headrace.save(tmp_path / "step-1", model, optimizer, wait=False)
     train(model, optimizer)
     assert list(tmp_path.iterdir()) == []
-    millrace.save(tmp_path / "step-1", model, optimizer)
+    headrace.save(tmp_path / "step-1", model, optimizer)
 
 
 @pytest.mark.parametrize("renames", [0, 1, 2])
 def test_a_crash_between_renames_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int) -> None:
     """Where the filesystem cannot exchange directories, and the process ends after so many of three renames."""
     model, optimizer = small()
-    millrace.save(tmp_path / "step-1", model)
+    headrace.save(tmp_path / "step-1", model)
     before = [p.detach().clone() for p in model.parameters()]
     train(model, optimizer)
     rename, left = os.rename, [renames]
@@ -279,30 +279,30 @@ def test_a_crash_between_renames_loses_nothing(tmp_path: Path, monkeypatch: pyte
         patch.setattr(directory, "_exchanged", lambda *_: False)
         patch.setattr(os, "rename", crashes)
         patch.setattr(directory.NewDirectory, "discard", lambda _: None)  # nothing is cleaned up
-        with pytest.raises(millrace.DiskError):
-            millrace.save(tmp_path / "step-1", model)
-    found = millrace.checkpoint.newest(tmp_path)
+        with pytest.raises(headrace.DiskError):
+            headrace.save(tmp_path / "step-1", model)
+    found = headrace.checkpoint.newest(tmp_path)
     assert found == tmp_path / "step-1"
     again, _ = small(1)
-    millrace.load(found, again)
+    headrace.load(found, again)
     wanted = before if renames < 2 else [p.detach() for p in model.parameters()]
     assert_equal([p.detach() for p in again.parameters()], wanted)
-    millrace.save(tmp_path / "step-1", model)
+    headrace.save(tmp_path / "step-1", model)
     with monkeypatch.context() as patch:
         patch.setattr(directory, "_exchanged", lambda *_: False)
-        millrace.save(tmp_path / "step-1", model, optimizer)
+        headrace.save(tmp_path / "step-1", model, optimizer)
     left_over = [path.name for path in tmp_path.iterdir() if "before" in path.name]
     assert left_over == []
 
 
 def test_looking_for_the_newest_removes_what_a_killed_process_left(tmp_path: Path) -> None:
     model, _ = small()
-    millrace.save(tmp_path / "step-1", model)
-    left = tmp_path / ".millrace-saving-step-0-abc"
+    headrace.save(tmp_path / "step-1", model)
+    left = tmp_path / ".headrace-saving-step-0-abc"
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half")
     under_way = directory.NewDirectory(tmp_path / "step-3")
-    assert millrace.checkpoint.newest(tmp_path) == tmp_path / "step-1"
+    assert headrace.checkpoint.newest(tmp_path) == tmp_path / "step-1"
     assert not left.exists()
     assert under_way.path.exists(), "somebody still writes that"
     under_way.discard()
@@ -310,18 +310,18 @@ def test_looking_for_the_newest_removes_what_a_killed_process_left(tmp_path: Pat
 
 
 def test_names_that_lead_out_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
-    from millrace.checkpoint.manifest import FileRecord, Manifest
+    from headrace.checkpoint.manifest import FileRecord, Manifest
 
     (tmp_path / "evil").mkdir()
     manifest = Manifest(files={"../secret": FileRecord(0, [])}, weights={})
-    (tmp_path / "evil" / "millrace.json").write_bytes(manifest.to_json())
-    with pytest.raises(millrace.CheckpointError, match="leads out of the checkpoint"):
-        millrace.load(tmp_path / "evil", nn.Linear(2, 2))
+    (tmp_path / "evil" / "headrace.json").write_bytes(manifest.to_json())
+    with pytest.raises(headrace.CheckpointError, match="leads out of the checkpoint"):
+        headrace.load(tmp_path / "evil", nn.Linear(2, 2))
 
 
 def test_an_older_one_that_cannot_go_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = small()
-    millrace.save(tmp_path / "step-1", model)
+    headrace.save(tmp_path / "step-1", model)
     rename = os.rename
 
     def fails(source: Any, target: Any) -> None:
@@ -332,7 +332,7 @@ def test_an_older_one_that_cannot_go_is_a_warning(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "rename", fails)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        millrace.save(tmp_path / "step-2", model, keep=1)
+        headrace.save(tmp_path / "step-2", model, keep=1)
     assert any("step-1 stays" in str(warning.message) for warning in told)
     assert (tmp_path / "step-2").is_dir()
 
@@ -363,7 +363,7 @@ def test_hooks_of_an_optimizers_state_dict_are_called(tmp_path: Path, kind: str)
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
         own = {"tier": "disk", "disk": tmp_path / f"state-{seed}"} if kind == "disk" else {}
-        chosen: Any = torch.optim.SGD if kind == "torch" else millrace.optim.SGD
+        chosen: Any = torch.optim.SGD if kind == "torch" else headrace.optim.SGD
         return model, chosen(model.parameters(), lr=0.1, momentum=0.9, **own)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -375,7 +375,7 @@ def test_hooks_of_an_optimizers_state_dict_are_called(tmp_path: Path, kind: str)
     step(model, optimizer)
     wanted = [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()]
     _, calls = with_hooks(optimizer)
-    saving = millrace.save(tmp_path / "one", model, optimizer, wait=False)
+    saving = headrace.save(tmp_path / "one", model, optimizer, wait=False)
     step(model, optimizer)
     saving.wait()
     assert calls == ["saved"]
@@ -383,13 +383,13 @@ def test_hooks_of_an_optimizers_state_dict_are_called(tmp_path: Path, kind: str)
     assert list(found["state"][0]) == ["half"]
     other, another = made(1)
     _, calls = with_hooks(another)
-    millrace.load(tmp_path / "one", other, another)
+    headrace.load(tmp_path / "one", other, another)
     assert calls == ["note 3.0", "loaded"]
     assert_equal([another.state[p]["momentum_buffer"] for p in other.parameters()], wanted)
     step(other, another)
     assert_equal([p.detach() for p in other.parameters()], [p.detach() for p in model.parameters()])
     narrow = other.to(torch.bfloat16)
     if kind != "torch":
-        optimizer, _ = with_hooks(millrace.optim.SGD(narrow.parameters(), lr=0.1, momentum=0.9))
-        with pytest.raises(millrace.CheckpointError, match="has hooks for load_state_dict"):
-            millrace.load(tmp_path / "one", narrow, optimizer)
+        optimizer, _ = with_hooks(headrace.optim.SGD(narrow.parameters(), lr=0.1, momentum=0.9))
+        with pytest.raises(headrace.CheckpointError, match="has hooks for load_state_dict"):
+            headrace.load(tmp_path / "one", narrow, optimizer)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import millrace
+import headrace
 from tests.checkpoint.runs import Net, Run, assert_equal, run
 
 PLACES = ("device", "host", "disk")
@@ -39,14 +39,14 @@ def test_a_run_goes_on_wherever_it_was(tmp_path: Path, optimizer: str, kind: str
     for place in PLACES:
         with run(place, tmp_path / place, optimizer, **settings) as first:
             first.step(3)
-            millrace.save(tmp_path / f"from-{place}-3", first.model, first.optimizer, extra={"place": place})
+            headrace.save(tmp_path / f"from-{place}-3", first.model, first.optimizer, extra={"place": place})
             first.step(3)  # saving changed nothing
             assert_equal(first.values(), wanted)
             assert_on_disk(place, first)
     for place, other in [(place, other) for place in PLACES for other in PLACES]:
         with run(other, tmp_path / f"{place}-{other}", optimizer, seed=1, **settings) as second:
             second.step()
-            extra = millrace.load(tmp_path / f"from-{place}-3", second.model, second.optimizer)
+            extra = headrace.load(tmp_path / f"from-{place}-3", second.model, second.optimizer)
             assert extra == {"place": place}
             second.step(3)
             assert_equal(second.values(), wanted)
@@ -55,7 +55,7 @@ def test_a_run_goes_on_wherever_it_was(tmp_path: Path, optimizer: str, kind: str
 
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor", "Muon"])
 @pytest.mark.parametrize("place", ["host", "disk"])
-def test_plain_pytorch_and_millrace_go_on_from_each_other(tmp_path: Path, name: str, place: str) -> None:
+def test_plain_pytorch_and_headrace_go_on_from_each_other(tmp_path: Path, name: str, place: str) -> None:
     def plain() -> Run:
         torch.manual_seed(5)
         model = Net(torch.float32)
@@ -65,16 +65,16 @@ def test_plain_pytorch_and_millrace_go_on_from_each_other(tmp_path: Path, name: 
 
     whole = plain()
     whole.step(3)
-    millrace.save(tmp_path / "plain-3", whole.model, whole.optimizer)
+    headrace.save(tmp_path / "plain-3", whole.model, whole.optimizer)
     whole.step(3)
     with run(place, tmp_path, name, seed=1) as ours:
-        millrace.load(tmp_path / "plain-3", ours.model, ours.optimizer)
+        headrace.load(tmp_path / "plain-3", ours.model, ours.optimizer)
         ours.step(1)
-        millrace.save(tmp_path / "ours-4", ours.model, ours.optimizer)
+        headrace.save(tmp_path / "ours-4", ours.model, ours.optimizer)
         ours.step(2)
         assert_equal(ours.values(), whole.values())
     back = plain()
-    millrace.load(tmp_path / "ours-4", back.model, back.optimizer)
+    headrace.load(tmp_path / "ours-4", back.model, back.optimizer)
     back.step(2)
     assert_equal(back.values(), whole.values())
 
@@ -84,18 +84,18 @@ def test_precision_changes_without_losing_a_bit(tmp_path: Path, place: str) -> N
     """A float32 run goes on in bfloat16 with exact masters, and back."""
     with run("host", tmp_path / "wide") as wide:
         wide.step(2)
-        millrace.save(tmp_path / "wide-2", wide.model, wide.optimizer)
+        headrace.save(tmp_path / "wide-2", wide.model, wide.optimizer)
         wanted = wide.values()
     with run(place, tmp_path / "narrow", dtype=torch.bfloat16, seed=1) as narrow:
-        millrace.load(tmp_path / "wide-2", narrow.model, narrow.optimizer)
+        headrace.load(tmp_path / "wide-2", narrow.model, narrow.optimizer)
         assert all(p.dtype == torch.bfloat16 for p in narrow.model.parameters())
-        millrace.save(tmp_path / "narrow-2", narrow.model, narrow.optimizer)
+        headrace.save(tmp_path / "narrow-2", narrow.model, narrow.optimizer)
     with run(place, tmp_path / "half", dtype=torch.float16, seed=3) as half:  # from the masters, too
-        millrace.load(tmp_path / "narrow-2", half.model, half.optimizer)
-        millrace.save(tmp_path / "half-2", half.model, half.optimizer)
+        headrace.load(tmp_path / "narrow-2", half.model, half.optimizer)
+        headrace.save(tmp_path / "half-2", half.model, half.optimizer)
     with run(place, tmp_path / "again", seed=2) as again:
         again.step()
-        millrace.load(tmp_path / "half-2", again.model, again.optimizer)
+        headrace.load(tmp_path / "half-2", again.model, again.optimizer)
         names = list(again.model.state_dict())
         rounded = {names.index("norm.running_mean"), names.index("norm.running_var")}  # buffers have no masters
         for index, (one, other) in enumerate(zip(again.values(), wanted, strict=True)):
@@ -105,11 +105,11 @@ def test_precision_changes_without_losing_a_bit(tmp_path: Path, place: str) -> N
 def test_without_an_optimizer_weights_come_alone(tmp_path: Path) -> None:
     with run("host", tmp_path) as first:
         first.step(2)
-        millrace.save(tmp_path / "both-2", first.model, first.optimizer)
+        headrace.save(tmp_path / "both-2", first.model, first.optimizer)
         wanted = {name: value.clone() for name, value in first.model.state_dict().items()}
     model = Net(torch.float32)
     before = torch.get_rng_state()
-    millrace.load(tmp_path / "both-2", model)
+    headrace.load(tmp_path / "both-2", model)
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
     assert model.head.weight is model.table.weight
@@ -120,10 +120,10 @@ def test_inside_of_a_pass_is_refused(tmp_path: Path) -> None:
         one.step()
 
         def save(*_args: Any) -> None:
-            with pytest.raises(millrace.StateError, match=r"millrace\.save was called within a forward or backward"):
-                millrace.save(tmp_path / "inside", one.model)
-            with pytest.raises(millrace.StateError, match=r"millrace\.load was called within a forward or backward"):
-                millrace.load(tmp_path / "inside", one.model)
+            with pytest.raises(headrace.StateError, match=r"headrace\.save was called within a forward or backward"):
+                headrace.save(tmp_path / "inside", one.model)
+            with pytest.raises(headrace.StateError, match=r"headrace\.load was called within a forward or backward"):
+                headrace.load(tmp_path / "inside", one.model)
 
         with contextlib.closing(_Hook(one.model.layers[1].register_forward_hook(save))):
             one.step()
@@ -139,12 +139,12 @@ class _Hook:
 def test_on_the_accelerator(tmp_path: Path, compute_device: torch.device, place: str) -> None:
     with run(place, tmp_path / "whole", device=compute_device) as whole:
         whole.step(3)
-        millrace.save(tmp_path / "half-3", whole.model, whole.optimizer)
+        headrace.save(tmp_path / "half-3", whole.model, whole.optimizer)
         whole.step(3)
         wanted = whole.values()
     for other in PLACES:
         with run(other, tmp_path / other, device=compute_device, seed=1) as second:
             second.step()
-            millrace.load(tmp_path / "half-3", second.model, second.optimizer)
+            headrace.load(tmp_path / "half-3", second.model, second.optimizer)
             second.step(3)
             assert_equal(second.values(), wanted)

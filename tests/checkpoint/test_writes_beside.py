@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-import millrace.optim
-from millrace.checkpoint import writing
+import headrace
+import headrace.optim
+from headrace.checkpoint import writing
 from tests.checkpoint.runs import assert_equal
 
 
@@ -40,7 +40,7 @@ def offloaded(place: str, disk: Path) -> Iterator[nn.Sequential]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
     tiers = {"host_memory": "160KiB", "disk": disk} if place == "disk" else {}
-    handle = millrace.offload(model, device="cpu", device_memory="300KiB", blocks=list(model), **tiers)
+    handle = headrace.offload(model, device="cpu", device_memory="300KiB", blocks=list(model), **tiers)
     with torch.no_grad():
         model(torch.ones(2, 128))
     yield model
@@ -56,7 +56,7 @@ WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
 
 def loaded(path: Path) -> list[torch.Tensor]:
     again = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
-    millrace.load(path, again)
+    headrace.load(path, again)
     return [p.detach() for p in again.parameters()]
 
 
@@ -65,7 +65,7 @@ def loaded(path: Path) -> list[torch.Tensor]:
 def test_a_write_through_data_waits(tmp_path: Path, goes_on: threading.Event, place: str, write: str) -> None:
     with offloaded(place, tmp_path / "weights") as model:
         begun = [p.detach().clone() for p in model.parameters()]
-        saving = millrace.save(tmp_path / "step-1", model, wait=False)
+        saving = headrace.save(tmp_path / "step-1", model, wait=False)
         for layer in model:
             assert isinstance(layer, nn.Linear)
             WRITES[write](layer.weight)
@@ -79,7 +79,7 @@ def test_a_write_through_data_waits(tmp_path: Path, goes_on: threading.Event, pl
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_a_write_in_place_is_told(tmp_path: Path, goes_on: threading.Event, place: str, kind: str) -> None:
     with offloaded(place, tmp_path / "weights") as model:
-        saving = millrace.save(tmp_path / "step-1", model, wait=False)
+        saving = headrace.save(tmp_path / "step-1", model, wait=False)
         if kind == "mul_":
             with torch.no_grad():
                 model[3].get_parameter("bias").mul_(2)  # whose bytes were copied, beside some that were not
@@ -87,16 +87,16 @@ def test_a_write_in_place_is_told(tmp_path: Path, goes_on: threading.Event, plac
         else:
             model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
         goes_on.set()
-        with pytest.raises(millrace.StateError, match=r"'\d.\w+' was written to while it was being saved.*after wait"):
+        with pytest.raises(headrace.StateError, match=r"'\d.\w+' was written to while it was being saved.*after wait"):
             saving.wait()
         assert not (tmp_path / "step-1").exists()
-        millrace.save(tmp_path / "step-1", model)
+        headrace.save(tmp_path / "step-1", model)
         wanted = [p.detach().clone() for p in model.parameters()]
     assert_equal(loaded(tmp_path / "step-1"), wanted)
 
 
 @pytest.mark.parametrize("kind", ["the same", "a part", "around"])
-@pytest.mark.parametrize("optimizer", ["torch", "millrace"])
+@pytest.mark.parametrize("optimizer", ["torch", "headrace"])
 def test_parameters_that_share_memory(tmp_path: Path, goes_on: threading.Event, optimizer: str, kind: str) -> None:
     """Through `.data`, without a common version; the optimizer has one of them, and the other is saved as well."""
     torch.manual_seed(0)
@@ -107,10 +107,10 @@ def test_parameters_that_share_memory(tmp_path: Path, goes_on: threading.Event, 
     model.other = nn.Parameter(torch.zeros(last - first, 128))
     model.other.data = model.memory.data[first:last]
     written = model.memory if kind == "around" else model.other
-    chosen: Any = torch.optim.AdamW if optimizer == "torch" else millrace.optim.AdamW
+    chosen: Any = torch.optim.AdamW if optimizer == "torch" else headrace.optim.AdamW
     update = chosen([written], lr=1.0)
     begun = model.memory.detach().clone()
-    saving = millrace.save(tmp_path / "step-1", model, wait=False)
+    saving = headrace.save(tmp_path / "step-1", model, wait=False)
     written.grad = torch.ones_like(written)
     update.step()
     assert not torch.equal(model.memory, begun)
@@ -118,6 +118,6 @@ def test_parameters_that_share_memory(tmp_path: Path, goes_on: threading.Event, 
     again = nn.Module()
     for name, p in model.named_parameters():
         setattr(again, name, nn.Parameter(torch.zeros_like(p)))
-    millrace.load(tmp_path / "step-1", again)
+    headrace.load(tmp_path / "step-1", again)
     assert torch.equal(again.memory, begun)
     assert torch.equal(again.other, begun[first:last])

@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-from millrace.compat import OffloadTrainingManager
-from millrace.compat.diffsynth import launch_data_process_task
+import headrace
+from headrace.compat import OffloadTrainingManager
+from headrace.compat.diffsynth import launch_data_process_task
 from tests.compat.models import Toy, Trained, run_steps
 
 # From the documentation of the original, with another import, device and size.
 EXAMPLE = """
 import torch
 from tqdm import tqdm
-from millrace.compat import OffloadTrainingManager
+from headrace.compat import OffloadTrainingManager
 
 class ToyModel(torch.nn.Module):
     def __init__(self):
@@ -185,9 +185,9 @@ def test_a_run_whose_adapters_stay_on_the_device_is_saved_and_goes_on(device: to
     undisturbed, optimizer = begin()
     for x in INPUTS[:3]:
         step(undisturbed, optimizer, x)
-    millrace.save(tmp_path / "run", undisturbed, optimizer)
+    headrace.save(tmp_path / "run", undisturbed, optimizer)
     resumed, other = begin()
-    millrace.load(tmp_path / "run", resumed, other)
+    headrace.load(tmp_path / "run", resumed, other)
     assert {p.device.type for p in resumed.parameters() if p.requires_grad} == {device.type}
     for x in INPUTS[3:]:
         step(undisturbed, optimizer, x)
@@ -219,8 +219,8 @@ def test_the_dtype_of_what_stays_on_the_device_changes_with_the_model(device: to
 
 def test_a_model_that_is_offloaded_already_is_left_as_it_is(device: torch.device):
     model = build(adapted)
-    handle = millrace.offload(model, device=device)
-    with pytest.raises(millrace.StateError, match="is offloaded already"):
+    handle = headrace.offload(model, device=device)
+    with pytest.raises(headrace.StateError, match="is offloaded already"):
         OffloadTrainingManager(model, device)
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
     handle.remove()

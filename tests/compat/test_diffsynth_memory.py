@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from millrace.compat.diffsynth import (
+from headrace.compat.diffsynth import (
     AlwaysOnGPUParamOffloader,
     BufferOffloader,
     PinnedArenaPool,

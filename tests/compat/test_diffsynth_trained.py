@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-from millrace.compat import OffloadTrainingManager
+import headrace
+from headrace.compat import OffloadTrainingManager
 
 INPUTS = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))  # (batch, width)
 
@@ -25,7 +25,7 @@ def tied_pair() -> nn.Module:
 def test_a_second_manager_is_refused_and_the_first_one_goes_on(device: torch.device):
     model = tied_pair()
     manager = OffloadTrainingManager(model, device)
-    with pytest.raises(millrace.StateError, match="is offloaded already"):
+    with pytest.raises(headrace.StateError, match="is offloaded already"):
         OffloadTrainingManager(model, device)
     model.to(torch.bfloat16)  # for which it is offloaded anew
     model(INPUTS.to(device, torch.bfloat16)).sum().backward()
@@ -58,7 +58,7 @@ def test_a_copy_is_a_plain_model_on_the_cpu(device: torch.device, copied_by: Cal
     again = copied_by(model)  # has what was written since
     assert torch.equal(again[0].weight, model[0].weight.cpu())
     assert not torch.equal(again[0].weight, copied[0].weight)
-    handle = millrace.offload(again, device=device)
+    handle = headrace.offload(again, device=device)
     assert torch.equal(again(INPUTS.to(device)), model(INPUTS.to(device)))
     assert {parameter.device.type for parameter in again.parameters()} == {"cpu"}  # nothing is left to the user there
     handle.remove()

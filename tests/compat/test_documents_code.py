@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from millrace.compat.megatron import ConfigContainer, CPUOffloadConfig, apply, override
+from headrace.compat.megatron import ConfigContainer, CPUOffloadConfig, apply, override
 from tests.activations.models import Stack, assert_same, results, rows, step
 
 LAYERS = 24  # more than the 16 that the document offloads
@@ -103,7 +103,7 @@ def test_the_example_of_mindie_sds_page(device: torch.device) -> None:
 
     x = torch.randn(3, 16).to(device)
     expected = DiTModel().to(device)(x)
-    from millrace.compat.mindie_sd import enable_offload
+    from headrace.compat.mindie_sd import enable_offload
 
     model = DiTModel()
     enable_offload(model, model.blocks, min_reserved_blocks_count=2)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from millrace.compat import HybridDeviceOptimizer
-from millrace.compat.sub_optimizers import TorchSteps
+from headrace.compat import HybridDeviceOptimizer
+from headrace.compat.sub_optimizers import TorchSteps
 from tests.optim.references import assert_equal, copies, give_gradients, parameters, ties_up
 
 SHAPES = ((128, 64), (64,), (64, 48), (48,))

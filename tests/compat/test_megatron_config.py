@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-import millrace
-from millrace.cli.main import main
-from millrace.compat.megatron import (
+import headrace
+from headrace.cli.main import main
+from headrace.compat.megatron import (
     ConfigContainer,
     CPUOffloadConfig,
     HybridDeviceOptimizer,
@@ -20,7 +20,7 @@ from millrace.compat.megatron import (
     qwen3_30b_a3b_pretrain_config,
     run_recipe,
 )
-from millrace.compat.sub_optimizers import TorchSteps
+from headrace.compat.sub_optimizers import TorchSteps
 from tests.activations.models import Stack, assert_same, rows, step
 from tests.compat.test_megatron import SHAPES, on_device
 from tests.optim.references import assert_equal, give_gradients, parameters
@@ -141,7 +141,7 @@ def test_optimizers_that_cannot_be(changes: dict[str, Any], text: str) -> None:
 def test_settings_that_do_not_exist_cannot_be_set() -> None:
     with pytest.raises(AttributeError, match="did you mean 'optimizer_cpu_offload'"):
         OptimizerConfig().optimizer_cpu_ofload = True  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match="millrace has no such setting"):
+    with pytest.raises(AttributeError, match="headrace has no such setting"):
         OptimizerConfig().barrier_with_L1_time = True  # type: ignore[attr-defined]
 
 
@@ -160,7 +160,7 @@ def test_a_config_alone_offloads_a_model(device: torch.device, activations: bool
     handle = apply(config, model, min_bytes=0)
     for _ in range(3):
         assert_same(step(model, rows(device)), expected)
-    assert isinstance(handle, millrace.Offloaded if weights else millrace.ActivationOffloading)
+    assert isinstance(handle, headrace.Offloaded if weights else headrace.ActivationOffloading)
     stats: Any = handle.stats()
     assert not weights or stats.onload_bytes > 0
     assert not (activations and not weights) or stats.offload_bytes > 0
@@ -218,7 +218,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert "iteration 3/3: loss" in shown
     assert shown.endswith("largest difference of a loss: 0\n")
     file = tmp_path / "mine.py"
-    file.write_text("from millrace.compat.megatron import qwen3_30b_a3b_pretrain_config as mine\n")
+    file.write_text("from headrace.compat.megatron import qwen3_30b_a3b_pretrain_config as mine\n")
     assert main(["run-recipe", "--recipe", f"{file}:mine", *SMALL]) == 0
 
 
@@ -247,7 +247,7 @@ def test_what_training_raises_is_no_wrong_command(monkeypatch: pytest.MonkeyPatc
 def test_a_model_without_tokens_needs_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        "from millrace.compat.megatron import ConfigContainer, CPUOffloadConfig\n"
+        "from headrace.compat.megatron import ConfigContainer, CPUOffloadConfig\n"
         "class Mine(CPUOffloadConfig):\n"
         "    def provide(self):\n"
         "        raise SystemExit('it was built')\n"

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-from millrace.compat import disable_offload, enable_offload, handle_of
+import headrace
+from headrace.compat import disable_offload, enable_offload, handle_of
 from tests.compat.models import run_steps
 
 WIDTH = 64
@@ -52,7 +52,7 @@ def build(make: Callable[[], nn.Module] = Dit) -> Any:
     return make()
 
 
-def stats_of(model: nn.Module) -> millrace.Stats:
+def stats_of(model: nn.Module) -> headrace.Stats:
     return handle_of(model).stats()
 
 

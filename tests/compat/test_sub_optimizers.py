@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from millrace.compat import HybridDeviceOptimizer
-from millrace.compat.sub_optimizers import TorchSteps
+from headrace.compat import HybridDeviceOptimizer
+from headrace.compat.sub_optimizers import TorchSteps
 from tests.compat.test_megatron import SHAPES, FusedAdam, on_device
 from tests.optim.references import assert_equal, copies, give_gradients, parameters
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import millrace
-from millrace.compat import CPUOffloadConfig, get_cpu_offload_context
-from millrace.compat.megatron import apply
-from millrace.runtime.autograd import top_hooks
+import headrace
+from headrace.compat import CPUOffloadConfig, get_cpu_offload_context
+from headrace.compat.megatron import apply
+from headrace.runtime.autograd import top_hooks
 from tests.activations.interrupts import Calls
 from tests.activations.models import SAVED_BYTES, Stack, assert_same, results, rows, step
 
@@ -148,8 +148,8 @@ def test_weights_visit_the_device(device: torch.device, activations: bool) -> No
         for _ in range(4):
             assert_same(step(model, rows(device)), expected)
     assert sync(expected[0]) is expected[0]
-    with pytest.raises(millrace.StateError, match="offloaded already"):
-        millrace.offload(model)
+    with pytest.raises(headrace.StateError, match="offloaded already"):
+        headrace.offload(model)
 
 
 def test_a_model_instead_of_contexts(device: torch.device) -> None:

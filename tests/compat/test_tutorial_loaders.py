@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import millrace
-from millrace.compat.tutorial import (
+import headrace
+from headrace.compat.tutorial import (
     DoubleBufferedLoader,
     OffloadSystemConfig,
     OffloadTier,
@@ -23,8 +23,8 @@ from millrace.compat.tutorial import (
     decompress_parameter,
     pack_layers_sequentially,
 )
-from millrace.compat.tutorial import unified as unified_module
-from millrace.compat.tutorial.compression import CompressionTrial, try_compression
+from headrace.compat.tutorial import unified as unified_module
+from headrace.compat.tutorial.compression import CompressionTrial, try_compression
 
 WIDTH = 32
 
@@ -83,14 +83,14 @@ def test_another_dtype_gets_another_buffer(device: torch.device) -> None:
 
 def test_double_buffering_refuses_what_has_no_meaning(device: torch.device) -> None:
     loader = DoubleBufferedLoader(device)
-    with pytest.raises(millrace.StateError, match="nothing was loaded yet"):
+    with pytest.raises(headrace.StateError, match="nothing was loaded yet"):
         loader.get_current_buffer()
-    with pytest.raises(millrace.StateError, match="no load was started"):
+    with pytest.raises(headrace.StateError, match="no load was started"):
         loader.swap_buffers()
     with pytest.raises(ValueError, match="has not the elements of shape"):
         loader.start_next_load(torch.ones(3), (2, 3))  # the tutorial repeats them
     loader.start_next_load(torch.ones(3))
-    with pytest.raises(millrace.StateError, match="waits for swap_buffers"):
+    with pytest.raises(headrace.StateError, match="waits for swap_buffers"):
         loader.start_next_load(torch.ones(3))
 
 
@@ -186,7 +186,7 @@ def test_packed_layers_are_offloaded_in_place(device: torch.device, tmp_path: Pa
     pack_layers_sequentially(plain, tmp_path / "layers.safetensors")
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-    millrace.offload(model, device=device, checkpoint=tmp_path / "layers.safetensors")
+    headrace.offload(model, device=device, checkpoint=tmp_path / "layers.safetensors")
     with torch.no_grad():
         assert torch.equal(model(torch.ones(1, WIDTH)).cpu(), plain(torch.ones(1, WIDTH)))
 

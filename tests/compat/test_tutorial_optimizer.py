@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-from millrace.compat.tutorial import CPUOffloadOptimizer, OffloadConfig
+import headrace
+from headrace.compat.tutorial import CPUOffloadOptimizer, OffloadConfig
 
 
 def small(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -112,17 +112,17 @@ def test_what_is_refused_leaves_the_model_as_it_was(
     model = small().requires_grad_(trained)
     with pytest.raises(ValueError, match=r"trained|lr|learning|updated"):
         CPUOffloadOptimizer(model, **settings, config=OffloadConfig(offload_parameters=True, **changes))
-    millrace.offload(model, device=device).remove()  # which raises for an offloaded one
+    headrace.offload(model, device=device).remove()  # which raises for an offloaded one
 
 
-def test_offloaded_parameters_are_millraces(device: torch.device) -> None:
+def test_offloaded_parameters_are_headraces(device: torch.device) -> None:
     ours, theirs = small(), small()
     optimizer = CPUOffloadOptimizer(ours, lr=1e-2, config=OffloadConfig(offload_parameters=True))
     reference = MasterWeights(theirs, lr=1e-2, weight_decay=0.01)
     train(ours, optimizer, device)
     assert optimizer.handle is not None
     optimizer.handle.remove()
-    millrace.offload(theirs, device=device)
+    headrace.offload(theirs, device=device)
     train(theirs, reference, device)
     assert all(torch.equal(value, state(theirs)[name]) for name, value in state(ours).items())
 

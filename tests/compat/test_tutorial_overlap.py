@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from millrace.compat.tutorial import (
+from headrace.compat.tutorial import (
     DoubleBufferedLoader,
     OffloadSystemConfig,
     OverlappedOffloader,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-from millrace.compat.tutorial import (
+import headrace
+from headrace.compat.tutorial import (
     LayerPrefetcher,
     NVMeConfig,
     NVMeOffloadManager,
@@ -18,7 +18,7 @@ from millrace.compat.tutorial import (
     OffloadTier,
     UnifiedOffloadManager,
 )
-from millrace.memory.ledger import Tier
+from headrace.memory.ledger import Tier
 
 WIDTH = 64
 LAYER_BYTES = WIDTH * WIDTH * 4
@@ -165,7 +165,7 @@ def test_host_memory_is_the_blocks_in_flight(nvme: Any, device: torch.device, pi
 def test_the_limit_of_the_gpu_holds(nvme: Any, device: torch.device) -> None:
     manager = nvme(layers(), gpu_memory_limit=2 * LAYER_BYTES)
     held = [manager.load_to_gpu(f"{index}.weight") for index in range(2)]
-    with pytest.raises(millrace.BudgetError, match=r"'2.weight' needs 16 KiB .* beside 32 KiB .* limit is 32 KiB"):
+    with pytest.raises(headrace.BudgetError, match=r"'2.weight' needs 16 KiB .* beside 32 KiB .* limit is 32 KiB"):
         manager.load_to_gpu("2.weight")
     assert manager.prefetch(["2.weight"]) == ["2.weight"]
     held.clear()
@@ -203,7 +203,7 @@ def test_two_managers_share_a_path(nvme: Any, device: torch.device) -> None:
 def test_a_managers_directory_goes_with_it_and_those_of_killed_processes_too(
     nvme: Any, device: torch.device, tmp_path: Path
 ) -> None:
-    (tmp_path / "nvme" / "millrace-tensors-99999999-0").mkdir(parents=True)  # no process has that number
+    (tmp_path / "nvme" / "headrace-tensors-99999999-0").mkdir(parents=True)  # no process has that number
     manager = nvme(layers(2))
     assert len(list((tmp_path / "nvme").iterdir())) == 1
     assert "99999999" not in next((tmp_path / "nvme").iterdir()).name
@@ -220,10 +220,10 @@ def test_errors_say_what_to_do(nvme: Any, device: torch.device, tmp_path: Path) 
     with pytest.raises(ValueError, match=r"torch.float32 of shape .* the value given is torch.float64"):
         manager.offload_from_gpu("0.weight", torch.ones(WIDTH, WIDTH, dtype=torch.float64))
     manager.close()
-    with pytest.raises(millrace.StateError, match="make a new manager"):
+    with pytest.raises(headrace.StateError, match="make a new manager"):
         manager.load_to_gpu("0.weight")
     (tmp_path / "file").write_text("")
-    with pytest.raises((ValueError, millrace.DiskError)):
+    with pytest.raises((ValueError, headrace.DiskError)):
         NVMeOffloadManager(layers(), NVMeConfig(nvme_path=str(tmp_path / "file")), device=device)
 
 
@@ -354,7 +354,7 @@ def test_gradients_and_state_rest_as_their_flags_say(unified: Any, device: torch
 def test_limits_that_are_too_small_are_refused_before_anything_changes(unified: Any, device: torch.device) -> None:
     model = layers(2)
     before = values(model)
-    with pytest.raises(millrace.BudgetError, match=r"'0.weight' needs 16 KiB on .*; the limit there is 8 KiB"):
+    with pytest.raises(headrace.BudgetError, match=r"'0.weight' needs 16 KiB on .*; the limit there is 8 KiB"):
         unified(model, LAYER_BYTES // 2, 1 << 20)
     assert all(torch.equal(value, before[name]) for name, value in values(model).items())
 
@@ -420,5 +420,5 @@ def test_a_subclass_loads_by_itself_and_is_waited_for(device: torch.device) -> N
     assert loaded == ["a", "bb", "bad"]
     with pytest.raises(KeyError, match="none of the 3"):
         prefetcher.get_layer("c")
-    with pytest.raises(millrace.StateError, match="manager="):
+    with pytest.raises(headrace.StateError, match="manager="):
         LayerPrefetcher(["a"]).get_layer("a")

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from millrace.planning import search
-from millrace.planning.cost import Hardware
+from headrace.planning import search
+from headrace.planning.cost import Hardware
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",

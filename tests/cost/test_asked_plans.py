@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-import millrace
-from millrace.cli.main import main
-from millrace.planning.cost import DRIVES, MACHINES, METHODS, Place, RunPlan
-from millrace.planning.cost.lanes import CostLane
+import headrace
+from headrace.cli.main import main
+from headrace.planning.cost import DRIVES, MACHINES, METHODS, Place, RunPlan
+from headrace.planning.cost.lanes import CostLane
 from tests.cost.conftest import QWEN3_30B_A3B, plain
 
 SMALL = plain(layers=6, hidden=1024, heads=16)
@@ -23,7 +23,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_search: No
 
 
 def planned(config: dict[str, Any] | None = None, **settings: Any) -> RunPlan:
-    return millrace.plan(config or SMALL, **{"hardware": "4090", **settings})
+    return headrace.plan(config or SMALL, **{"hardware": "4090", **settings})
 
 
 def held(plan: RunPlan, place: Place) -> dict[str, int]:
@@ -173,7 +173,7 @@ def test_experts_are_spread_over_replicas() -> None:
     assert "expert 4" in spread.to_text()
 
 
-def test_what_millrace_cannot_run_is_marked() -> None:
+def test_what_headrace_cannot_run_is_marked() -> None:
     alone = planned()
     assert alone.not_run == ()
     assert "cannot" not in alone.to_text()
@@ -181,7 +181,7 @@ def test_what_millrace_cannot_run_is_marked() -> None:
     assert many.not_run == ("tensor degree 2", "pipeline stages 2", "ZeRO stage 1 of 2 replicas")
     assert not many.to_dict()["runnable"]
     (line,) = [line for line in many.to_text().splitlines() if line.startswith("cannot")]
-    assert line == f"cannot    millrace does not run this yet, it is simulated: {', '.join(many.not_run)}"
+    assert line == f"cannot    headrace does not run this yet, it is simulated: {', '.join(many.not_run)}"
     assert planned(hardware="8xh100", devices=2, method="none").not_run == ()  # data parallel, as PyTorch has it
     copies = planned(hardware="8xh100", devices=2, nodes=2, method="stream-weights")
     assert copies.not_run == ()  # weights gathered, and gradients summed among devices
@@ -194,7 +194,7 @@ def test_what_millrace_cannot_run_is_marked() -> None:
     assert planned(optimizer_fraction=1, overlap="forward").not_run == ()
     fixes = planned(plain(layers=80, hidden=8192, heads=64), method="none").shortfall.fixes  # type: ignore[union-attr]
     assert [fix for fix in fixes if "tensor" in fix] == [
-        "a tensor degree of 2 over as many devices (millrace does not run this yet)"
+        "a tensor degree of 2 over as many devices (headrace does not run this yet)"
     ]
 
 

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-import millrace
-from millrace.planning.cost import MACHINES, Activations, Place, RunPlan
-from millrace.planning.cost.forecast import run_of
+import headrace
+from headrace.planning.cost import MACHINES, Activations, Place, RunPlan
+from headrace.planning.cost.forecast import run_of
 from tests.cost.conftest import LLAMA_8B
 from tests.cost.test_golden import MODELS
 
@@ -23,14 +23,14 @@ def planned(model: str, room: str) -> RunPlan:
     config, settings = MODELS[model]
     config = config | {"num_hidden_layers": LAYERS}
     nothing = MACHINES["h100"].changed(device_memory_bytes=1, host_memory_bytes=1)
-    considered = millrace.plan(config, hardware=nothing, **settings).options
+    considered = headrace.plan(config, hardware=nothing, **settings).options
     lacking = [dict(option.lacks) for option in considered if option.method.together == 1]
     memory = {}
     for place, share in ROOMS[room].items():
         sizes = [lacks.get(place, 0) for lacks in lacking]
         memory[place] = int(1.2 * (min(sizes) + share * (max(sizes) - min(sizes)))) + 2**30
     hardware = MACHINES["h100"].changed(device_memory_bytes=memory[Place.DEVICE], host_memory_bytes=memory[Place.HOST])
-    return millrace.plan(config, hardware=hardware, **settings)
+    return headrace.plan(config, hardware=hardware, **settings)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_the_strategies_differ() -> None:
 
 def test_moments_in_8_bits_take_a_quarter() -> None:
     def state(dtype: str) -> int:
-        plan = millrace.plan(LLAMA_8B, hardware="h100", batch_size=4, state_dtype=dtype, disk=False)
+        plan = headrace.plan(LLAMA_8B, hardware="h100", batch_size=4, state_dtype=dtype, disk=False)
         return sum(held.nbytes for held in plan.tiers.held if held.purpose == "master and state")
 
     parameters = 8_030_261_248
@@ -76,12 +76,12 @@ def test_moments_in_8_bits_take_a_quarter() -> None:
     assert state("bfloat16") == 6 * parameters
     assert state("8bit") == pytest.approx((2 + 2 * 132 / 128) * parameters, abs=8)
     with pytest.raises(ValueError, match="state_dtype='4bit'; give one of float32, bfloat16, 8bit"):
-        millrace.plan(LLAMA_8B, state_dtype="4bit")
+        headrace.plan(LLAMA_8B, state_dtype="4bit")
 
 
 def test_what_is_held_in_host_memory_is_what_the_optimizer_holds() -> None:
     """14 bytes for each bfloat16 parameter: weight and gradient 2 each, master 2, moments 8."""
-    plan = millrace.plan(LLAMA_8B, hardware="4090", batch_size=4)
+    plan = headrace.plan(LLAMA_8B, hardware="4090", batch_size=4)
     assert plan.method.state is plan.method.weights is Place.HOST
     assert plan.tiers.total(Place.HOST) == 14 * 8_030_261_248
 

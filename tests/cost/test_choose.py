@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from millrace.planning.cost import (
+from headrace.planning.cost import (
     MACHINES,
     Hardware,
     Overlap,
@@ -17,7 +17,7 @@ from millrace.planning.cost import (
     plan_run,
     shape_of_config,
 )
-from millrace.planning.cost.forecast import run_of
+from headrace.planning.cost.forecast import run_of
 from tests.cost.conftest import LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B
 
 pytestmark = pytest.mark.usefixtures("short_search")

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
-import millrace
-from millrace.planning import Phase, Problem, Visit, make_plan
-from millrace.planning.cost import Activations, BlockKind, Hardware, Method, Place, Spread, Training, Work
-from millrace.planning.cost.collectives import collective_seconds, tensor_seconds
-from millrace.planning.cost.forecast import run_of
-from millrace.planning.cost.lanes import CostLane
-from millrace.planning.cost.shape import BlockShape, ModelShape
-from millrace.planning.cost.step import StepForecast, forecast_step
-from millrace.planning.cost.traffic import BlockTraffic
+import headrace
+from headrace.planning import Phase, Problem, Visit, make_plan
+from headrace.planning.cost import Activations, BlockKind, Hardware, Method, Place, Spread, Training, Work
+from headrace.planning.cost.collectives import collective_seconds, tensor_seconds
+from headrace.planning.cost.forecast import run_of
+from headrace.planning.cost.lanes import CostLane
+from headrace.planning.cost.shape import BlockShape, ModelShape
+from headrace.planning.cost.step import StepForecast, forecast_step
+from headrace.planning.cost.traffic import BlockTraffic
 from tests.cost.conftest import LLAMA_8B
 from tests.cost.test_step import FAST
 
@@ -161,7 +161,7 @@ def test_devices_of_one_node_do_not_talk_over_the_network() -> None:
 
 
 def test_gathered_weights_are_held(exercise_node: Hardware) -> None:
-    plan = millrace.plan(LLAMA_8B, hardware=exercise_node, devices=8, zero_stage=3)
+    plan = headrace.plan(LLAMA_8B, hardware=exercise_node, devices=8, zero_stage=3)
     held = {item.purpose: item.nbytes for item in plan.tiers.held if item.place is Place.DEVICE}
     largest = sorted((block.weight_bytes for block in plan.part.blocks), reverse=True)[:2]
     assert held["gathered weights"] == pytest.approx(sum(largest) * 7 / 8, abs=2)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-import millrace
-from millrace.planning.cost import MACHINES, RunPlan, shape_of_config
-from millrace.planning.cost.experts import ExpertCut
+import headrace
+from headrace.planning.cost import MACHINES, RunPlan, shape_of_config
+from headrace.planning.cost.experts import ExpertCut
 from tests.cost.conftest import LLAMA_8B, LLAMA_70B
 
 CONFIGS = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "configs").glob("*.json")}
@@ -16,7 +16,7 @@ GB = 10**9
 
 
 def planned(model: str, **settings: Any) -> RunPlan:
-    return millrace.plan(CONFIGS[model], hardware="4090", training="inference", **settings)
+    return headrace.plan(CONFIGS[model], hardware="4090", training="inference", **settings)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_published_models(model: str, parameters: int, experts: int, routed: int
     assert cut.layers == CONFIGS[model]["num_hidden_layers"] - dense
     assert plan.decoding.wanted_experts == pytest.approx(routed)
     assert cut.slots * cut.expert_bytes + cut.other_room_bytes <= cut.budget_bytes
-    assert cut.budget_bytes <= plan.tiers.capacity[millrace.planning.cost.Place.DEVICE]
+    assert cut.budget_bytes <= plan.tiers.capacity[headrace.planning.cost.Place.DEVICE]
 
 
 def test_bytes_and_seconds_of_a_token_by_the_share_that_is_there() -> None:
@@ -94,7 +94,7 @@ def test_more_device_memory_holds_more_experts() -> None:
 def test_what_does_not_travel_alone() -> None:
     """Experts that are trained, that are stored in fewer bits, that all have room, or that several devices share."""
     for settings in ({"weight_bits": 4.5, "device_memory": 12 * GB}, {"device_memory": 100 * GB}, {"hardware": "h100"}):
-        decoding = millrace.plan(CONFIGS["qwen3-30b-a3b"], **{"hardware": "4090", "training": "inference"} | settings)
+        decoding = headrace.plan(CONFIGS["qwen3-30b-a3b"], **{"hardware": "4090", "training": "inference"} | settings)
         assert decoding.decoding is not None
         assert decoding.decoding.cut is None
         assert "experts" not in {held.purpose for held in decoding.tiers.held}
@@ -102,15 +102,15 @@ def test_what_does_not_travel_alone() -> None:
     assert roomy is not None
     assert roomy.cut is None
     assert roomy.whole.onload_bytes == 0
-    full = millrace.plan(CONFIGS["qwen3-30b-a3b"], hardware="4090")
+    full = headrace.plan(CONFIGS["qwen3-30b-a3b"], hardware="4090")
     assert full.decoding is None
     assert "experts" not in {held.purpose for held in full.tiers.held}
     assert planned("qwen3-30b-a3b", devices=2).decoding is None
-    dense = millrace.plan(LLAMA_70B, hardware="4090", training="inference").decoding
+    dense = headrace.plan(LLAMA_70B, hardware="4090", training="inference").decoding
     assert dense is not None
     assert dense.cut is None
     assert dense.whole.onload_bytes > 100 * GB
-    assert "tokens/s" in millrace.plan(LLAMA_8B, hardware="4090", training="inference").to_text().splitlines()[-1]
+    assert "tokens/s" in headrace.plan(LLAMA_8B, hardware="4090", training="inference").to_text().splitlines()[-1]
 
 
 def test_a_prompt_loads_each_expert_and_waits_for_it() -> None:
@@ -124,14 +124,14 @@ def test_a_prompt_loads_each_expert_and_waits_for_it() -> None:
     left = banks * (slots // banks - 128)
     assert left > 0
     experts = (48 * 128 - left) * 2 * 3 * 2048 * 768
-    moved = plan.run.step.moved_bytes[millrace.planning.cost.lanes.CostLane.ONLOAD]
+    moved = plan.run.step.moved_bytes[headrace.planning.cost.lanes.CostLane.ONLOAD]
     assert moved == pytest.approx(experts, rel=1e-6)
     loads = experts / MACHINES["4090"].onload_bytes_per_second
     assert plan.run.seconds == pytest.approx(loads + plan.run.floors.compute_seconds, rel=0.05)
 
 
 def test_experts_beside_adapters_come_in_both_directions() -> None:
-    plan = millrace.plan(
+    plan = headrace.plan(
         CONFIGS["qwen3-30b-a3b"],
         hardware="4090",
         training="adapter",
@@ -144,7 +144,7 @@ def test_experts_beside_adapters_come_in_both_directions() -> None:
     one = 2 * 3 * 2048 * 768
     banks = cut // one // 128
     assert banks >= 2
-    moved = plan.run.step.moved_bytes[millrace.planning.cost.lanes.CostLane.ONLOAD]
+    moved = plan.run.step.moved_bytes[headrace.planning.cost.lanes.CostLane.ONLOAD]
     assert moved == pytest.approx(2 * (48 - banks) * 128 * one, rel=1e-4)
 
 

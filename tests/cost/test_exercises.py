@@ -4,12 +4,12 @@ import math
 
 import pytest
 
-import millrace.formulas as f
-from millrace.planning.cost import Hardware, Overlap, Place, Spread, Work, plan_run, shape_of_config
-from millrace.planning.cost.choose import options
-from millrace.planning.cost.lanes import CostLane
-from millrace.planning.cost.tiers import tiers_of
-from millrace.planning.cost.work import Activations, Method
+import headrace.formulas as f
+from headrace.planning.cost import Hardware, Overlap, Place, Spread, Work, plan_run, shape_of_config
+from headrace.planning.cost.choose import options
+from headrace.planning.cost.lanes import CostLane
+from headrace.planning.cost.tiers import tiers_of
+from headrace.planning.cost.work import Activations, Method
 from tests.cost.conftest import QWEN3_30B_A3B, plain
 
 GB = 1e9
@@ -202,7 +202,7 @@ def test_update_beside_the_next_forward(exercise_node: Hardware) -> None:
     seconds = {}
     for overlap in Overlap:
         method = Method(weights=Place.HOST, state=Place.HOST, activations=Activations.RECOMPUTED, overlap=overlap)
-        from millrace.planning.cost.forecast import run_of
+        from headrace.planning.cost.forecast import run_of
 
         seconds[overlap] = run_of(shape, Work(batch_size=4), Spread(), method, one)
     none, forward, backward = (seconds[overlap].seconds for overlap in Overlap)

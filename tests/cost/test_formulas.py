@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-import millrace.formulas as f
-from millrace.optim.eight_bit import RECORD_BYTES, RUN_ELEMENTS
+import headrace.formulas as f
+from headrace.optim.eight_bit import RECORD_BYTES, RUN_ELEMENTS
 
 GB = 1e9
 

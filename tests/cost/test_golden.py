@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import millrace
+import headrace
 from tests.cost.conftest import LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B, plain
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -51,7 +51,7 @@ CASES = [*itertools.product(MODELS, MACHINES), *itertools.product(ONE_BY_ONE, ("
 @pytest.mark.parametrize(("model", "machine"), CASES)
 def test_the_plan_is_the_golden_one(model: str, machine: str, request: pytest.FixtureRequest) -> None:
     config, settings = (MODELS | ONE_BY_ONE)[model]
-    text = millrace.plan(config, hardware=machine, **settings, **MACHINES[machine]).to_text()
+    text = headrace.plan(config, hardware=machine, **settings, **MACHINES[machine]).to_text()
     path = GOLDEN / f"{model}-on-{machine}.txt"
     if request.config.getoption("--update-golden"):
         path.write_text(text)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import millrace
-from millrace.planning.cost import MACHINES, Hardware
+import headrace
+from headrace.planning.cost import MACHINES, Hardware
 from tests.cost.conftest import LLAMA_8B
 
 LAYERS = {"num_hidden_layers": 6, "vocab_size": 32_000}
@@ -24,7 +24,7 @@ MORE = {
 
 def seconds(hardware: Hardware, **work: Any) -> float:
     """Of a step; infinite when nothing fits."""
-    taken = millrace.plan(LLAMA_8B | LAYERS, hardware=hardware, **work).step_seconds
+    taken = headrace.plan(LLAMA_8B | LAYERS, hardware=hardware, **work).step_seconds
     return float("inf") if taken is None else taken
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from millrace.planning.cost import Activations, Hardware, Method, Place, Spread, Training, Work
-from millrace.planning.cost.forecast import run_of
-from millrace.planning.cost.lanes import CostLane
-from millrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
+from headrace.planning.cost import Activations, Hardware, Method, Place, Spread, Training, Work
+from headrace.planning.cost.forecast import run_of
+from headrace.planning.cost.lanes import CostLane
+from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
 
 KINDS = (BlockKind.EMBEDDING, *[BlockKind.LAYER] * 4, BlockKind.HEAD)
 

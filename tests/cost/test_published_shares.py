@@ -2,8 +2,8 @@
 
 import pytest
 
-import millrace
-from millrace.planning.cost import Place, RunPlan
+import headrace
+from headrace.planning.cost import Place, RunPlan
 from tests.cost.conftest import QWEN3_30B_A3B
 
 PUBLISHED = {0.0: (0.996, 47.2), 0.25: (1.871, 43.4), 0.5: (2.484, 39.6), 0.75: (3.187, 35.6), 1.0: (4.189, 32.0)}
@@ -11,7 +11,7 @@ PUBLISHED = {0.0: (0.996, 47.2), 0.25: (1.871, 43.4), 0.5: (2.484, 39.6), 0.75: 
 
 def planned(share: float) -> RunPlan:
     """Tensor 2, pipeline 2, expert 4 on two nodes of 8 H100, as published; rates fitted to its first and last row."""
-    return millrace.plan(
+    return headrace.plan(
         QWEN3_30B_A3B,
         hardware="8xh100",
         devices=8,

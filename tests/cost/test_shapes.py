@@ -7,8 +7,8 @@ import torch
 import transformers
 from torch import nn
 
-import millrace
-from millrace.planning.cost import (
+import headrace
+from headrace.planning.cost import (
     MACHINES,
     Activations,
     BlockKind,
@@ -19,8 +19,8 @@ from millrace.planning.cost import (
     shape_of_config,
     shape_of_module,
 )
-from millrace.planning.cost.configs import _COUNTED
-from millrace.planning.cost.tiers import activation_bytes
+from headrace.planning.cost.configs import _COUNTED
+from headrace.planning.cost.tiers import activation_bytes
 from tests.cost.conftest import LLAMA_8B, LLAMA_70B
 
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -108,7 +108,7 @@ def test_other_types_are_counted_from_the_model_on_meta(kind: str) -> None:
             model = transformers.AutoModelForCausalLM.from_config(config)
         except ValueError:
             model = transformers.AutoModel.from_config(config)
-    plan = millrace.plan(config, hardware="8xh200")
+    plan = headrace.plan(config, hardware="8xh200")
     assert plan.model.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert plan.model.active_parameters <= plan.model.parameters
     assert plan.model.name == kind
@@ -117,7 +117,7 @@ def test_other_types_are_counted_from_the_model_on_meta(kind: str) -> None:
 def test_a_type_that_nobody_knows_is_refused() -> None:
     config = {"model_type": "nobody", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 9}
     with pytest.raises(ValueError, match="'nobody' has is not known from its config, and transformers cannot make it"):
-        millrace.plan(config)
+        headrace.plan(config)
 
 
 def test_mixtures_compute_with_few_experts() -> None:

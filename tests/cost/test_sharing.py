@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import millrace
+import headrace
 from benchmarks import many_devices
-from millrace.cli.main import main
-from millrace.planning.cost import Activations, Hardware, Method, Overlap, Place, Spread, Training, Work
-from millrace.planning.cost.forecast import Run, run_of, tiers_and_floors
-from millrace.planning.cost.lanes import CostLane
-from millrace.planning.cost.sharing import Crossing, crossing_of
+from headrace.cli.main import main
+from headrace.planning.cost import Activations, Hardware, Method, Overlap, Place, Spread, Training, Work
+from headrace.planning.cost.forecast import Run, run_of, tiers_and_floors
+from headrace.planning.cost.lanes import CostLane
+from headrace.planning.cost.sharing import Crossing, crossing_of
 from tests.cost.conftest import LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B
 from tests.cost.test_collectives import decoder
 
@@ -201,10 +201,10 @@ def test_a_load_waits_for_the_sum_over_nodes_of_all_gradients() -> None:
 def test_more_devices_hide_the_update_behind_fewer_tokens_of_each() -> None:
     """All of them update as much as one would, and each loads a part of what it did alone."""
     settings = {"hardware": "8xh100", "method": "stream-weights"}
-    one, eight = (millrace.plan(LLAMA_8B, **settings, devices=count).hiding_tokens for count in (1, 8))
+    one, eight = (headrace.plan(LLAMA_8B, **settings, devices=count).hiding_tokens for count in (1, 8))
     assert eight["update"] == pytest.approx(one["update"], rel=1e-6)
     assert eight["onload"] == pytest.approx(one["onload"] / 8, rel=1e-6)
-    assert millrace.plan(LLAMA_8B, **settings, devices=8, peer="none").hiding_tokens["onload"] == one["onload"]
+    assert headrace.plan(LLAMA_8B, **settings, devices=8, peer="none").hiding_tokens["onload"] == one["onload"]
 
 
 PEERS = ({"peer": "none"}, {"peer": "pcie", "collective_bytes_per_second": 8e9}, {"peer": "fabric"})
@@ -223,7 +223,7 @@ def test_no_lane_works_less_than_its_floor(
     peers: dict[str, Any], nodes: int, method: Method, micro_batches: int, training: Training
 ) -> None:
     shape = {Training.FULL: SHAPE, Training.NONE: SHAPE.frozen()}.get(training)
-    shape = shape or millrace.plan(LLAMA_8B, hardware="h100", training="adapter").model
+    shape = shape or headrace.plan(LLAMA_8B, hardware="h100", training="adapter").model
     work = Work(sequence_length=1000, micro_batches=micro_batches, training=training)
     hardware = NODE.changed(dram_bytes_per_second=60e9, disk_read_bytes_per_second=5e9, **peers)
     hardware = hardware.changed(disk_write_bytes_per_second=5e9, node_bytes_per_second=5e9)
@@ -258,8 +258,8 @@ def test_experts_of_a_shared_copy_are_those_of_fewer_devices() -> None:
     wide = Spread(data=16, expert=16, nodes=2)  # experts that one device has alone are summed up nowhere
     assert wide.between_nodes(100.0, 1.0) == 0
     config = QWEN3_30B_A3B | {"num_hidden_layers": 4, "vocab_size": 32_000}
-    plan = millrace.plan(config, hardware="8xh200", devices=8, expert_parallel=8, method="stream-weights")
-    whole = millrace.plan(config, hardware="8xh200", devices=8, method="stream-weights")
+    plan = headrace.plan(config, hardware="8xh200", devices=8, expert_parallel=8, method="stream-weights")
+    whole = headrace.plan(config, hardware="8xh200", devices=8, method="stream-weights")
     few, all_of_them = (
         sum(held.nbytes for held in one.tiers.held if held.place is Place.HOST and held.purpose == "weights")
         for one in (plan, whole)
@@ -322,7 +322,7 @@ def test_more_is_never_less_throughput(what: str, data: st.DataObject) -> None:
         if rates[name] is None:
             return
         more = {name: 2 * rates[name]}
-    before, after = (millrace.plan(SMALL, **{**fixed, **rates, **changed}) for changed in ({}, more))
+    before, after = (headrace.plan(SMALL, **{**fixed, **rates, **changed}) for changed in ({}, more))
     if before.tokens_per_second is not None:
         assert after.tokens_per_second is not None
         assert after.tokens_per_second >= before.tokens_per_second * 0.98
@@ -343,7 +343,7 @@ def test_the_plan_of_many_nodes_is_the_golden_one(
 
 def test_what_bounds_and_who_shares_is_told() -> None:
     settings = {"hardware": "8x4090", "devices": 8, "batch_size": 4, "host_memory": "800GB"}
-    plan = millrace.plan(SMALL, **settings, nodes=2, method="stream-weights", host_bytes_per_second=20e9)
+    plan = headrace.plan(SMALL, **settings, nodes=2, method="stream-weights", host_bytes_per_second=20e9)
     text = plan.to_text()
     assert "data 16, on 2 nodes" in text
     assert "copies    one on each of 2 nodes, shared by 8 devices; weights whole over each link;" in text
@@ -353,7 +353,7 @@ def test_what_bounds_and_who_shares_is_told() -> None:
     assert plan.to_dict()["sharing"]["ranks"] == 8
     assert plan.to_dict()["spread"]["nodes"] == 2
     assert plan.tokens_per_second == pytest.approx(16 * 4 * 2048 / plan.step_seconds)  # type: ignore[operator]
-    lone = millrace.plan(SMALL, hardware="4090", nodes=3, method="stream-weights").to_text()
+    lone = headrace.plan(SMALL, hardware="4090", nodes=3, method="stream-weights").to_text()
     assert "copies    one on each of 3 nodes\n" in lone
 
 
@@ -375,12 +375,12 @@ def test_what_bounds_and_who_shares_is_told() -> None:
 )
 def test_nonsense_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
-        millrace.plan(LLAMA_8B, hardware="8x4090", **arguments)
+        headrace.plan(LLAMA_8B, hardware="8x4090", **arguments)
 
 
 def test_what_does_not_fit_says_how_much_for_the_node() -> None:
     """16 bytes a parameter of one copy, 1.13 TB, for 512 GB: as much is missing as for one process, but for staging."""
-    plan = millrace.plan(LLAMA_70B, hardware="8x4090", nodes=4, disk=False, method="stream-weights")
+    plan = headrace.plan(LLAMA_70B, hardware="8x4090", nodes=4, disk=False, method="stream-weights")
     assert not plan.fits
     assert plan.tiers.total(Place.HOST) * 8 == pytest.approx(14 * 70.55e9, rel=0.05)
     assert plan.shortfall

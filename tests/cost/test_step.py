@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.planning import Phase, Problem, Visit, make_plan
-from millrace.planning.cost import Hardware, Overlap
-from millrace.planning.cost.lanes import CostLane, Task, run_lanes
-from millrace.planning.cost.step import forecast_step
-from millrace.planning.cost.traffic import BlockTraffic
+from headrace.planning import Phase, Problem, Visit, make_plan
+from headrace.planning.cost import Hardware, Overlap
+from headrace.planning.cost.lanes import CostLane, Task, run_lanes
+from headrace.planning.cost.step import forecast_step
+from headrace.planning.cost.traffic import BlockTraffic
 
 FAST = Hardware(
     name="fast",

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-from millrace.planning import ActivationProblem, Saved, plan_activations
-from millrace.planning.cost import (
+import headrace
+from headrace.planning import ActivationProblem, Saved, plan_activations
+from headrace.planning.cost import (
     MACHINES,
     Activations,
     Hardware,
@@ -18,7 +18,7 @@ from millrace.planning.cost import (
     Work,
     shape_of_module,
 )
-from millrace.planning.cost.tiers import activation_bytes, tiers_of
+from headrace.planning.cost.tiers import activation_bytes, tiers_of
 
 WIDTH, TOKENS, LAYERS, LINEARS = 128, 1024, 8, 4
 VALUE_BYTES = TOKENS * WIDTH * 4
@@ -124,7 +124,7 @@ def test_activations_on_the_device_are_what_a_run_holds(emu_device) -> None:
     model = Decoder().to("emu")
     here, _ = activation_bytes(shape_of_module(model), Work(sequence_length=TOKENS), LEAVING, hardware)
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    with millrace.offload_activations(model, min_bytes=VALUE_BYTES) as handle:
+    with headrace.offload_activations(model, min_bytes=VALUE_BYTES) as handle:
         for _ in range(4):
             torch.accelerator.reset_peak_memory_stats()
             loss = model(torch.empty(TOKENS, WIDTH, device="emu").requires_grad_()).sum()
@@ -144,8 +144,8 @@ def test_all_gradients_have_memory_on_the_host(overlap: Overlap) -> None:
     work = Work(sequence_length=TOKENS, gradient_bytes=4, master_bytes=0)
     tiers = tiers_of(shape_of_module(model), work, Spread(), method, machine(1.0))
     held = {item.purpose: item.nbytes for item in tiers.held if item.place is Place.HOST}
-    with millrace.offload(model, device="cpu", device_memory="1MiB", blocks=[model.layers]) as handle:
-        optimizer = millrace.optim.AdamW(model.parameters(), overlap=overlap.value)
+    with headrace.offload(model, device="cpu", device_memory="1MiB", blocks=[model.layers]) as handle:
+        optimizer = headrace.optim.AdamW(model.parameters(), overlap=overlap.value)
         for _ in range(3):
             model(torch.ones(4, WIDTH)).sum().backward()
             optimizer.step()

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.memory.arena import Arena
-from millrace.memory.disk import DiskStore
-from millrace.memory.ledger import Ledger
+from headrace.memory.arena import Arena
+from headrace.memory.disk import DiskStore
+from headrace.memory.ledger import Ledger
 
 Mount = Callable[..., Path]
 

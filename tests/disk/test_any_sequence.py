@@ -12,11 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from millrace.errors import StateError
-from millrace.memory.arena import Arena
-from millrace.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore, Extent, Request, store
-from millrace.memory.disk.extent import pieces
-from millrace.memory.ledger import Ledger, Tier
+from headrace.errors import StateError
+from headrace.memory.arena import Arena
+from headrace.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore, Extent, Request, store
+from headrace.memory.disk.extent import pieces
+from headrace.memory.ledger import Ledger, Tier
 
 PAGE = DISK_ALIGNMENT_BYTES
 PIECE_BYTES = 4 * PAGE  # of one request here: few bytes in many pieces
@@ -44,7 +44,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
         ]
         for patch in self.small_pieces:
             patch.start()
-        self.directory = tempfile.TemporaryDirectory(prefix="millrace-test-")
+        self.directory = tempfile.TemporaryDirectory(prefix="headrace-test-")
         self.ledger = Ledger()
         self.store = DiskStore(self.directory.name, self.ledger)
         self.known: list[Known] = []

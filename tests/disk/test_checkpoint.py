@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save, save_file
 
-from millrace.errors import BudgetError, CheckpointError, DiskError
-from millrace.memory.arena import Arena
-from millrace.memory.disk import Checkpoint
-from millrace.memory.disk.extent import PIECE_BYTES
-from millrace.memory.disk.safetensors_header import DTYPES
-from millrace.memory.ledger import Ledger, Tier
+from headrace.errors import BudgetError, CheckpointError, DiskError
+from headrace.memory.arena import Arena
+from headrace.memory.disk import Checkpoint
+from headrace.memory.disk.extent import PIECE_BYTES
+from headrace.memory.disk.safetensors_header import DTYPES
+from headrace.memory.ledger import Ledger, Tier
 
 WRITABLE = list(DTYPES.values())
 READABLE = [dtype for dtype in WRITABLE if dtype not in (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)]

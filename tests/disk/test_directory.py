@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from millrace.errors import DiskError, StateError
-from millrace.memory.disk import DiskStore
-from millrace.memory.disk.directory import StoreDirectory
-from millrace.memory.ledger import Ledger
+from headrace.errors import DiskError, StateError
+from headrace.memory.disk import DiskStore
+from headrace.memory.disk.directory import StoreDirectory
+from headrace.memory.ledger import Ledger
 from tests.nursery import Child, Nursery
 
 HOLD = """
 import os, signal, sys, torch
-from millrace.memory.disk import DiskStore
-from millrace.memory.ledger import Ledger
+from headrace.memory.disk import DiskStore
+from headrace.memory.ledger import Ledger
 
 store = DiskStore(sys.argv[1], Ledger())
 extent = store.allocate("layers.0", 32 << 20, "weights")
@@ -90,7 +90,7 @@ def test_nothing_is_left_however_the_process_ends(end: str, nursery: Nursery, tm
         code = -number
     assert process.wait() == code, process.errors
     left = [file.name for file in tmp_path.iterdir()]
-    assert left in ([], [".millrace-lock"])
+    assert left in ([], [".headrace-lock"])
     assert left == [] or end in ("SIGTERM", "SIGKILL")  # no Python runs then; the lock itself is gone
     assert sum(file.stat().st_blocks for file in tmp_path.rglob("*")) <= used + 8
     DiskStore(tmp_path, ledger).close()
@@ -106,11 +106,11 @@ def test_signal_handlers_stay_the_users(tmp_path: Path, ledger: Ledger) -> None:
 
 def test_files_of_dead_processes_are_removed_and_others_are_not(tmp_path: Path, ledger: Ledger) -> None:
     """A process was killed between making its file and unlinking it, where a filesystem knows no unnamed files."""
-    (tmp_path / ".millrace-file-0123").write_bytes(b"stale")
-    (tmp_path / ".millrace-lock").write_text("1\n")
+    (tmp_path / ".headrace-file-0123").write_bytes(b"stale")
+    (tmp_path / ".headrace-lock").write_text("1\n")
     (tmp_path / "mine.txt").write_text("keep")
     with DiskStore(tmp_path, ledger):
-        assert sorted(file.name for file in tmp_path.iterdir()) == [".millrace-lock", "mine.txt"]
+        assert sorted(file.name for file in tmp_path.iterdir()) == [".headrace-lock", "mine.txt"]
     assert (tmp_path / "mine.txt").read_text() == "keep"
 
 
@@ -134,7 +134,7 @@ def test_filesystems_without_unnamed_files(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path: Path, ledger: Ledger) -> None:
     (tmp_path / "target").write_text("precious")
-    (tmp_path / ".millrace-lock").symlink_to(tmp_path / "target")
+    (tmp_path / ".headrace-lock").symlink_to(tmp_path / "target")
     with pytest.raises(DiskError, match=r"cannot be used as disk tier: Too many levels of symbolic links"):
         DiskStore(tmp_path, ledger)
     assert (tmp_path / "target").read_text() == "precious"

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.errors import DiskError
-from millrace.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore
-from millrace.memory.disk.directory import StoreDirectory
-from millrace.memory.disk.extent import PIECE_BYTES
-from millrace.memory.disk.file import DirectFile
-from millrace.memory.disk.mapping import Mapping
-from millrace.memory.ledger import Ledger, Tier
+from headrace.errors import DiskError
+from headrace.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore
+from headrace.memory.disk.directory import StoreDirectory
+from headrace.memory.disk.extent import PIECE_BYTES
+from headrace.memory.disk.file import DirectFile
+from headrace.memory.disk.mapping import Mapping
+from headrace.memory.ledger import Ledger, Tier
 
 PAGE = DISK_ALIGNMENT_BYTES
 Memory = Callable[[int], torch.Tensor]

@@ -5,9 +5,9 @@ import threading
 import pytest
 import torch
 
-from millrace.errors import BudgetError, StateError
-from millrace.memory.disk import DISK_ALIGNMENT_BYTES, StagingRing
-from millrace.memory.ledger import Ledger, Tier
+from headrace.errors import BudgetError, StateError
+from headrace.memory.disk import DISK_ALIGNMENT_BYTES, StagingRing
+from headrace.memory.ledger import Ledger, Tier
 
 CPU = torch.device("cpu")
 PAGE = DISK_ALIGNMENT_BYTES

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.errors import StateError
-from millrace.memory.buffers import references_beside
-from millrace.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore
-from millrace.memory.disk.extent import PIECE_BYTES, pieces
-from millrace.memory.disk.file import DirectFile
-from millrace.memory.disk.requests import Request
-from millrace.memory.ledger import Ledger, Tier
+from headrace.errors import StateError
+from headrace.memory.buffers import references_beside
+from headrace.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore
+from headrace.memory.disk.extent import PIECE_BYTES, pieces
+from headrace.memory.disk.file import DirectFile
+from headrace.memory.disk.requests import Request
+from headrace.memory.ledger import Ledger, Tier
 
 PAGE = DISK_ALIGNMENT_BYTES
 Memory = Callable[[int], torch.Tensor]

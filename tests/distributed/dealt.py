@@ -21,10 +21,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as checkpoint_again
 
-import millrace
-from millrace import RankError, StateError, optim
-from millrace.optim.reduced import Reduced
-from millrace.runtime.ranks import Ranks
+import headrace
+from headrace import RankError, StateError, optim
+from headrace.optim.reduced import Reduced
+from headrace.runtime.ranks import Ranks
 from tests.distributed.programs import LIMIT, _mesh, ranks, run, same, sharded
 from tests.distributed.programs import Model as Sharded
 from tests.optim.references import ReferenceLion
@@ -189,9 +189,9 @@ def skipped_together() -> None:
 
 
 def offloaded() -> None:
-    """A model that millrace offloads, and whose gradients are averaged by hand."""
+    """A model that headrace offloads, and whose gradients are averaged by hand."""
     plain, model = parallel(Model(all_used=True)), Model(all_used=True)
-    handle = millrace.offload(model, device="cpu", device_memory=20_000)
+    handle = headrace.offload(model, device="cpu", device_memory=20_000)
     ours = optim.AdamW(model.parameters(), lr=0.01, max_grad_norm=LIMIT, mesh=mesh())
     theirs = torch.optim.AdamW(plain.parameters(), lr=0.01, fused=True)
     for step in range(STEPS):
@@ -322,7 +322,7 @@ def neighbours_leave_together() -> None:
         calls.clear()
         with (
             mock.patch.object(Ranks, "reduce", reduces),
-            mock.patch("millrace.optim.reduced._TOGETHER_BYTES", together_bytes),
+            mock.patch("headrace.optim.reduced._TOGETHER_BYTES", together_bytes),
         ):
             ours, theirs = Model(layers), parallel(Model(layers))
             mine = optim.SGD(ours.parameters(), lr=0.1, mesh=mesh(), zero_stage=2)
@@ -428,8 +428,8 @@ def a_backward_raises(file: str, rank: int) -> None:
 def micro_batches_are_added_up(together_bytes: int = 25 << 20, in_flight_bytes: int = 64 << 20) -> None:
     """Averages of micro-batches, in their order; some use parameters that others do not, on one rank or on all."""
     with (
-        mock.patch("millrace.optim.reduced._TOGETHER_BYTES", together_bytes),
-        mock.patch("millrace.optim.reduced._IN_FLIGHT_BYTES", in_flight_bytes),
+        mock.patch("headrace.optim.reduced._TOGETHER_BYTES", together_bytes),
+        mock.patch("headrace.optim.reduced._IN_FLIGHT_BYTES", in_flight_bytes),
     ):
         _micro_batches_are_added_up()
 
@@ -437,8 +437,8 @@ def micro_batches_are_added_up(together_bytes: int = 25 << 20, in_flight_bytes: 
 def ranks_use_different_parameters() -> None:
     """Each has more on its way than may be, and waits for another's; of one optimizer, and of two over every layer."""
     with (
-        mock.patch("millrace.optim.reduced._TOGETHER_BYTES", 1 << 10),
-        mock.patch("millrace.optim.reduced._IN_FLIGHT_BYTES", 1 << 11),
+        mock.patch("headrace.optim.reduced._TOGETHER_BYTES", 1 << 10),
+        mock.patch("headrace.optim.reduced._IN_FLIGHT_BYTES", 1 << 11),
     ):
         rank = distributed.get_rank()
         for optimizers in (1, 2):
@@ -561,7 +561,7 @@ def zero_stage_two_is_misused() -> None:
         with pytest.raises(StateError, match="a backward has raised, in which gradients were being averaged"):
             call()
     offloaded = Model()
-    with millrace.offload(offloaded, device="cpu", device_memory=20_000):
+    with headrace.offload(offloaded, device="cpu", device_memory=20_000):
         refused = pytest.raises(ValueError, match="is of an offloaded model, whose gradients leave the device")
         with refused:
             optim.AdamW(offloaded.parameters(), mesh=mesh(), zero_stage=2)
@@ -587,7 +587,7 @@ def consolidated(directory: Path, name: str, dtype: torch.dtype) -> None:
     continued(directory / "saved.pt", name, dtype, model)
 
 
-def saved_by_millrace(directory: Path, name: str, disk: bool) -> None:
+def saved_by_headrace(directory: Path, name: str, disk: bool) -> None:
     """By rank 0, once it has all; every rank loads its part, to any tier, into weights of another dtype as well."""
     model = parallel(Model().to(torch.bfloat16))
     mine = getattr(optim, name)(model.parameters(), lr=0.01, mesh=mesh())
@@ -595,17 +595,17 @@ def saved_by_millrace(directory: Path, name: str, disk: bool) -> None:
     with pytest.raises(
         StateError, match=r"state of parameter \d+ is on rank \d; call optimizer.consolidate_state_dict"
     ):
-        millrace.save(directory / "run", model.module, mine)
+        headrace.save(directory / "run", model.module, mine)
     mine.consolidate_state_dict()
     if distributed.get_rank() == 0:
-        millrace.save(directory / "run", model.module, mine)
+        headrace.save(directory / "run", model.module, mine)
     distributed.barrier()
     places = {"tier": "disk", "disk": directory / f"disk-{distributed.get_rank()}"} if disk else {}
     again, wide = parallel(Model().to(torch.bfloat16)), parallel(Model())
     other = getattr(optim, name)(again.parameters(), lr=0.01, mesh=mesh(), **places)
-    millrace.load(directory / "run", again.module, other)
+    headrace.load(directory / "run", again.module, other)
     of_wide = getattr(optim, name)(wide.parameters(), lr=0.01, mesh=mesh())
-    millrace.load(directory / "run", wide.module, of_wide)
+    headrace.load(directory / "run", wide.module, of_wide)
     assert alike(wide)
     if not places:
         assert other.held_bytes() == mine.held_bytes()

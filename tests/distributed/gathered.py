@@ -1,4 +1,4 @@
-"""What the ranks of the tests of `millrace.offload(model, mesh=mesh, onload="gather")` run; see meshed.py."""
+"""What the ranks of the tests of `headrace.offload(model, mesh=mesh, onload="gather")` run; see meshed.py."""
 
 import contextlib
 import itertools
@@ -15,15 +15,15 @@ import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import millrace
-from millrace import DiskError, Offloaded, RankError, optim
-from millrace.memory.disk.checksums import Checksums
-from millrace.memory.disk.extent import Extent
-from millrace.weights.model.slot import Slot
-from millrace.weights.movement.block import Block, Presence
-from millrace.weights.movement.device_sums import DeviceSums
-from millrace.weights.movement.gathering import Gathers
-from millrace.weights.movement.node_gradients import Round
+import headrace
+from headrace import DiskError, Offloaded, RankError, optim
+from headrace.memory.disk.checksums import Checksums
+from headrace.memory.disk.extent import Extent
+from headrace.weights.model.slot import Slot
+from headrace.weights.movement.block import Block, Presence
+from headrace.weights.movement.device_sums import DeviceSums
+from headrace.weights.movement.gathering import Gathers
+from headrace.weights.movement.node_gradients import Round
 from tests.distributed.meshed import Model, batch, cpu_mesh, expert_of, offloaded, same_gradients, same_weights
 
 
@@ -123,10 +123,10 @@ def ranges_lie_at_the_devices() -> None:
         asked.clear()
         model = Model()
         with (
-            mock.patch("millrace.runtime.numa.bind", binds),
-            mock.patch("millrace.runtime.numa.interleave", interleaves),
-            mock.patch("millrace.runtime.node.nodes_of_process", return_value=(rank,)),
-            mock.patch("millrace.runtime.node.node_of", return_value=rank),
+            mock.patch("headrace.runtime.numa.bind", binds),
+            mock.patch("headrace.runtime.numa.interleave", interleaves),
+            mock.patch("headrace.runtime.node.nodes_of_process", return_value=(rank,)),
+            mock.patch("headrace.runtime.node.node_of", return_value=rank),
             offloaded(model, onload=onload) as handle,
         ):
             model(batch(rank, 0)).backward()
@@ -281,7 +281,7 @@ def the_first_rank_chooses(device: str) -> None:
         model, single = Model(), Model()
         measured = (own, gathered) if rank == 0 else (gathered, own)
         with (
-            mock.patch("millrace.runtime.ways._seconds_of_both", return_value=measured),
+            mock.patch("headrace.runtime.ways._seconds_of_both", return_value=measured),
             offloaded(model, device, onload="auto") as handle,
         ):
             for number in range(3):
@@ -293,15 +293,15 @@ def the_first_rank_chooses(device: str) -> None:
             way = "gathered by all devices" if gathered < own else "over each link alone"
             figures = f"64 MiB took {1e3 * gathered:.1f} ms gathered, {1e3 * own:.1f} ms over each link alone"
             assert f"{way}: {figures}" in str(handle.report())
-    less = mock.patch("millrace.runtime.ways._TRIED_BYTES", 2**20)  # it is really tried
+    less = mock.patch("headrace.runtime.ways._TRIED_BYTES", 2**20)  # it is really tried
     with less, offloaded(Model(), device, onload="auto") as handle:
         assert "1 MiB took " in str(handle.report())
     with offloaded(Model(), device) as handle:
         assert "gathered by all devices: as asked" in str(handle.report())
     with pytest.raises(ValueError, match=r"onload='both'; give one of .own., .gather., .auto."):
-        millrace.offload(Model(), device=device, mesh=cpu_mesh(), onload="both")  # type: ignore[arg-type]
+        headrace.offload(Model(), device=device, mesh=cpu_mesh(), onload="both")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"onload='gather' is what several ranks do; give mesh="):
-        millrace.offload(Model(), device=device, onload="gather")
+        headrace.offload(Model(), device=device, onload="gather")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of `millrace.offload(model, mesh=mesh)` run; see programs.py."""
+"""What the ranks of the tests of `headrace.offload(model, mesh=mesh)` run; see programs.py."""
 
 import contextlib
 import os
@@ -17,8 +17,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import millrace
-from millrace import Offloaded, RankError, StateError, optim
+import headrace
+from headrace import Offloaded, RankError, StateError, optim
 
 WIDTH, LAYERS = 64, 6
 LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
@@ -96,7 +96,7 @@ def offloaded(model: nn.Module, device: str = "cpu", **settings: Any) -> Iterato
     settings = {"device_memory": BUDGET_BYTES, "mesh": cpu_mesh()} | settings
     if settings["mesh"] is not None:
         settings = {"onload": ONLOAD} | settings
-    with millrace.offload(model, device=device, **settings) as handle:
+    with headrace.offload(model, device=device, **settings) as handle:
         yield handle
     if device == "emu":
         torch.accelerator.synchronize()
@@ -301,7 +301,7 @@ def saved(directory: str, steps: int) -> None:
         train_by(model, optimizer, range(steps))
         optimizer.consolidate_state_dict(to=0)
         if distributed.get_rank() == 0:
-            millrace.save(f"{directory}/millrace", model, optimizer, extra={"step": steps})
+            headrace.save(f"{directory}/headrace", model, optimizer, extra={"step": steps})
             torch.save((model.state_dict(), optimizer.state_dict()), f"{directory}/plain.pt")
         distributed.barrier()
         train_by(model, optimizer, range(steps, steps + 2))
@@ -326,8 +326,8 @@ def resumed(directory: str, kind: str, steps: int) -> None:
         return
     with offloaded(model):
         optimizer = optim.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.05)
-        if kind == "millrace":
-            assert millrace.load(f"{directory}/millrace", model, optimizer) == {"step": steps}
+        if kind == "headrace":
+            assert headrace.load(f"{directory}/headrace", model, optimizer) == {"step": steps}
         else:
             state, of_optimizer = torch.load(f"{directory}/plain.pt")
             model.load_state_dict(state)
@@ -465,11 +465,11 @@ def one_copy_for_a_node() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
     single = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
-    with millrace.offload(single, device="cpu", device_memory="4MiB") as handle:
+    with headrace.offload(single, device="cpu", device_memory="4MiB") as handle:
         single(torch.ones(1, 512)).sum().backward()
         one = handle.stats().host_bytes
     del single
-    with millrace.offload(model, device="cpu", device_memory="4MiB", mesh=cpu_mesh()) as handle:
+    with headrace.offload(model, device="cpu", device_memory="4MiB", mesh=cpu_mesh()) as handle:
         model(torch.ones(1, 512)).sum().backward()
         held = torch.tensor([handle.stats().host_bytes])
         distributed.all_reduce(held)
@@ -485,7 +485,7 @@ def few_descriptors() -> None:
     """A model of many blocks takes no more than one of few: arenas share descriptors, and mappings keep none."""
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(300)))
     before = len(os.listdir("/proc/self/fd"))
-    with millrace.offload(model, device="cpu", device_memory="64KiB", blocks="4KiB", mesh=cpu_mesh()) as handle:
+    with headrace.offload(model, device="cpu", device_memory="64KiB", blocks="4KiB", mesh=cpu_mesh()) as handle:
         model(torch.ones(1, 32)).sum().backward()
         assert len(handle.settled_blocks("a test")) >= 300
         assert len(os.listdir("/proc/self/fd")) < before + 20
@@ -497,7 +497,7 @@ def descriptors_are_given_back(settings: dict[str, Any]) -> None:
     with mock.patch.object(distributed, "new_group", wraps=distributed.new_group) as new_group:
         for number in range(20):
             model = Model()
-            with millrace.offload(model, device="cpu", device_memory=BUDGET_BYTES, mesh=mesh, **settings) as handle:
+            with headrace.offload(model, device="cpu", device_memory=BUDGET_BYTES, mesh=mesh, **settings) as handle:
                 optimizer = optim.AdamW(model.parameters(), lr=0.01)
                 for _ in range(2):
                     model(batch(rank, number)).backward()
@@ -537,7 +537,7 @@ def groups_have_one_user() -> None:
 
 
 def gathered_by(model: nn.Module, mesh: DeviceMesh) -> Offloaded:
-    return millrace.offload(model, device="cpu", device_memory=BUDGET_BYTES, mesh=mesh, onload="gather")
+    return headrace.offload(model, device="cpu", device_memory=BUDGET_BYTES, mesh=mesh, onload="gather")
 
 
 def proportional_bytes() -> int:
@@ -546,7 +546,7 @@ def proportional_bytes() -> int:
     with open("/proc/self/smaps") as file:
         for line in file:
             if "-" in line.split(" ", 1)[0]:
-                ours = "memfd:millrace" in line
+                ours = "memfd:headrace" in line
             elif ours and line.startswith("Pss:"):
                 total += 1024 * int(line.split()[1])
     return total
@@ -608,10 +608,10 @@ def models_that_differ() -> None:
 def refusals() -> None:
     model = Model()
     with pytest.raises(TypeError, match="mesh is a int; give a DeviceMesh"):
-        millrace.offload(model, device="cpu", mesh=2)
+        headrace.offload(model, device="cpu", mesh=2)
     with offloaded(model) as handle:
         model(batch(0, 0)).backward()
-        with pytest.raises(StateError, match=r"use an optimizer of millrace\.optim, such as millrace\.optim\.AdamW"):
+        with pytest.raises(StateError, match=r"use an optimizer of headrace\.optim, such as headrace\.optim\.AdamW"):
             torch.optim.AdamW(model.parameters()).step()
         hook = model.head.weight.register_hook(lambda gradient: gradient)
         with pytest.raises(StateError, match=r"'head.weight' has a hook .*register_post_accumulate_grad_hook"):
@@ -623,8 +623,8 @@ def refusals() -> None:
         model(batch(0, 0)).backward()
         assert seen == [model.head.weight]
         del handle
-    alone = millrace.offload(Model(), device="cpu", device_memory=BUDGET_BYTES)
-    with alone, pytest.raises(StateError, match=r"give millrace\.offload"), alone.no_sync():
+    alone = headrace.offload(Model(), device="cpu", device_memory=BUDGET_BYTES)
+    with alone, pytest.raises(StateError, match=r"give headrace\.offload"), alone.no_sync():
         pass
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of `millrace.offload(model, mesh=mesh, param_dtype=...)` run; see meshed.py."""
+"""What the ranks of the tests of `headrace.offload(model, mesh=mesh, param_dtype=...)` run; see meshed.py."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import distributed, nn
 
-import millrace
-from millrace import optim
+import headrace
+from headrace import optim
 from tests.distributed.meshed import (
     Model,
     batch,
@@ -102,7 +102,7 @@ def a_budget_is_for_both() -> None:
         with offloaded(Model(), host_memory=host_bytes, param_dtype=dtype):
             pass
     with (
-        pytest.raises(millrace.BudgetError, match="host_memory allows"),
+        pytest.raises(headrace.BudgetError, match="host_memory allows"),
         offloaded(Model(), host_memory=6 * elements, param_dtype=torch.bfloat16),
     ):
         pass
@@ -119,12 +119,12 @@ def goes_on(directory: str) -> None:
         train_by(model, mine, range(3))
         mine.consolidate_state_dict(to=0)
         if distributed.get_rank() == 0:
-            millrace.save(f"{directory}/saved", model, mine)
+            headrace.save(f"{directory}/saved", model, mine)
         distributed.barrier()
         train_by(model, mine, range(3, 5))
         after = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         for again, optimizer in ((model, mine), (single, theirs)):
-            millrace.load(f"{directory}/saved", again, optimizer)
+            headrace.load(f"{directory}/saved", again, optimizer)
         train_by(model, mine, range(3, 5))
         same_weights_as(model, after)
         world = distributed.get_world_size()

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of `millrace.offload(model, mesh=mesh, disk=...)` run; see programs.py."""
+"""What the ranks of the tests of `headrace.offload(model, mesh=mesh, disk=...)` run; see programs.py."""
 
 import os
 from typing import Any
@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import distributed, nn
 
-import millrace
-from millrace import DiskError, Offloaded, StateError, optim
+import headrace
+from headrace import DiskError, Offloaded, StateError, optim
 from tests.distributed.meshed import (
     LAYERS,
     WIDTH,
@@ -141,7 +141,7 @@ def one_copy_for_a_node(directory: str) -> None:
     for mesh, host_bytes in ((None, STAGING_BYTES), (cpu_mesh(), halves_bytes + STAGING_BYTES)):
         where = f"{directory}/{rank}" if mesh is None else directory
         model = build()
-        with millrace.offload(
+        with headrace.offload(
             model, device="cpu", device_memory="4MiB", host_memory=host_bytes, disk=where, mesh=mesh
         ) as handle:
             model(torch.ones(1, WIDE)).sum().backward()
@@ -224,7 +224,7 @@ def saved(directory: str) -> None:
         train_by(model, optimizer, range(3))
         optimizer.consolidate_state_dict(to=0)
         if distributed.get_rank() == 0:
-            millrace.save(f"{directory}/saved", model, optimizer, extra={"step": 3})
+            headrace.save(f"{directory}/saved", model, optimizer, extra={"step": 3})
         distributed.barrier()
         train_by(model, optimizer, range(3, 5))
         if distributed.get_rank() == 0:
@@ -241,7 +241,7 @@ def resumed(directory: str, tier: str) -> None:
     with offloaded(model, **where):
         settings: Any = {"tier": "disk", "disk": f"{directory}/state"} if tier == "disk" else {}
         optimizer = optim.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.05, **settings)
-        assert millrace.load(f"{directory}/saved", model, optimizer) == {"step": 3}
+        assert headrace.load(f"{directory}/saved", model, optimizer) == {"step": 3}
         train_by(model, optimizer, range(3, 5))
         same_weights_as(model, torch.load(f"{directory}/after.pt"))
 
@@ -291,4 +291,4 @@ def refusals(directory: str) -> None:
     """A directory that is in use is an error on all ranks."""
     where = on_disk(directory)
     with offloaded(Model(), **where), pytest.raises((StateError, DiskError), match=r"disk (tier|store)"):
-        millrace.offload(Model(), device="cpu", mesh=cpu_mesh(), **where)
+        headrace.offload(Model(), device="cpu", mesh=cpu_mesh(), **where)

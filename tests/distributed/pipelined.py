@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-import millrace
-from millrace import LayoutError, StateError, optim
+import headrace
+from headrace import LayoutError, StateError, optim
 
 WIDTH, LAYERS, MICRO_BATCHES, STEPS = 64, 6, 4, 3
 LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
@@ -86,7 +86,7 @@ def stages_of_this_rank(count: int, **settings: Any) -> list[nn.Module]:
 
 
 def trains_as_without(name: str, device: str, most_loads: float, recomputes: bool = False) -> None:
-    """Losses, gradients and weights of the same pipeline without millrace, bit for bit, within the budget."""
+    """Losses, gradients and weights of the same pipeline without headrace, bit for bit, within the budget."""
     kind = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B, "Interleaved1F1B": ScheduleInterleaved1F1B}[name]
     if device == "emu":
         from emulator import emu
@@ -94,7 +94,7 @@ def trains_as_without(name: str, device: str, most_loads: float, recomputes: boo
         emu.reset(allocator="exact", scheduler="random", seed=distributed.get_rank())
     count = 2 if name == "Interleaved1F1B" else 1
     mine, plain = (stages_of_this_rank(count, recomputes=recomputes) for _ in range(2))
-    handles = [millrace.offload(stage, device=device, device_memory=BUDGET_BYTES) for stage in mine]
+    handles = [headrace.offload(stage, device=device, device_memory=BUDGET_BYTES) for stage in mine]
     weights = [[p for stage in stages for p in stage.parameters()] for stages in (mine, plain)]
     optimizers: list[Any] = [optim.AdamW(stage.parameters(), lr=0.01, overlap="forward") for stage in mine]
     copies = [one.to(device) for one in plain]
@@ -123,7 +123,7 @@ def trains_as_without(name: str, device: str, most_loads: float, recomputes: boo
 def a_split_backward_is_refused() -> None:
     """Plain stages may have it beside offloaded ones."""
     (mine,), (plain,) = stages_of_this_rank(1), stages_of_this_rank(1)
-    with millrace.offload(mine, device="cpu", device_memory=BUDGET_BYTES):
+    with headrace.offload(mine, device="cpu", device_memory=BUDGET_BYTES):
         mine(torch.ones(1, WIDTH))
         step(pipeline(ScheduleInterleavedZeroBubble, [plain], "cpu"), 0)
         assert all(parameter.grad is not None for parameter in plain.parameters())
@@ -158,14 +158,14 @@ def tensor_parallel(recomputes: bool) -> None:
     """DTensors are refused; with the lines of the page each rank offloads its shards, and nothing changes."""
     mine, plain = Parallel(), Parallel()
     with pytest.raises(LayoutError, match=r"'layers.0.up.weight' .* is a DTensor: .*docs/parallel\.md"):
-        millrace.offload(mine, device="cpu")
+        headrace.offload(mine, device="cpu")
     lines: dict[str, Any] = {}
     exec(re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL)[0], lines)
     lines["keep_own_shards"](mine)
     assert not any(isinstance(parameter, DTensor) for parameter in mine.parameters())
     held = sum(parameter.nbytes for parameter in mine.parameters())
     budget = held * 3 // 4
-    with millrace.offload(mine, device="cpu", device_memory=budget) as handle:
+    with headrace.offload(mine, device="cpu", device_memory=budget) as handle:
         optimizers = [optim.AdamW(one.parameters(), lr=0.01) for one in (mine, plain)]
         for number in range(STEPS):
             x = torch.randn(3, 32, generator=torch.Generator().manual_seed(number))

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-import millrace
-from millrace import LayoutError, StateError, optim
-from millrace.compat import HybridDeviceOptimizer
+import headrace
+from headrace import LayoutError, StateError, optim
+from headrace.compat import HybridDeviceOptimizer
 
 STEPS, LIMIT = 5, 0.05
 
@@ -206,7 +206,7 @@ def activations(how: str) -> None:
             for layer in model.children():
                 fully_shard(layer, mesh=_mesh((2,)))
             fully_shard(model, mesh=_mesh((2,)))
-        handle = millrace.offload_activations(model, min_bytes=1) if offloads else None
+        handle = headrace.offload_activations(model, min_bytes=1) if offloads else None
         wrapped = DistributedDataParallel(model) if how == "ddp" else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):

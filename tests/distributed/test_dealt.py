@@ -105,7 +105,7 @@ def test_consolidated_states(nursery: Nursery, tmp_path: Path, name: str, dtype:
 def test_checkpoints(nursery: Nursery, tmp_path: Path, name: str, disk: bool) -> None:
     for rank in range(2):
         (tmp_path / f"disk-{rank}").mkdir()
-    run(nursery, tmp_path, 2, f"p.saved_by_millrace, Path({str(tmp_path)!r}), {name!r}, {disk}")
+    run(nursery, tmp_path, 2, f"p.saved_by_headrace, Path({str(tmp_path)!r}), {name!r}, {disk}")
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("AdamW", "float32"), ("AdamW", "bfloat16"), ("Muon", "float32")])

@@ -20,11 +20,11 @@ KILLS = int(os.environ.get("KILLS", "4"))
 
 
 def files_of_ranks() -> set[str]:
-    """Memory that processes of this machine share and millrace has made."""
+    """Memory that processes of this machine share and headrace has made."""
     found = set()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         try:
-            if "memfd:millrace" in os.readlink(link):
+            if "memfd:headrace" in os.readlink(link):
                 found.add(link.parts[2])
         except OSError:
             continue
@@ -52,5 +52,5 @@ def test_a_rank_is_killed(nursery: Nursery, tmp_path: Path, way: str, seed: int)
             assert f"rank {killed} has ended" in said, (said, one.errors)
         assert one.wait() == (-signal.SIGKILL if rank == killed else 0)
     assert not files_of_ranks() & {str(one.pid) for one in ranks}
-    assert not list(Path("/dev/shm").glob("*millrace*"))
+    assert not list(Path("/dev/shm").glob("*headrace*"))
     assert sum(path.stat().st_size for path in left_in(tmp_path)) < 100  # locks that nobody holds

@@ -72,10 +72,10 @@ def test_steps(
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_a_run_goes_on_elsewhere(nursery: Nursery, tmp_path: Path, world_size: int) -> None:
-    """Saved by four ranks; on as many as there are then, on two, on one, and without millrace."""
+    """Saved by four ranks; on as many as there are then, on two, on one, and without headrace."""
     (tmp_path / "saved").mkdir()
     run(nursery, tmp_path, 4, f"m.saved, {str(tmp_path / 'saved')!r}, 3")
-    for kind in ("millrace", "state_dict", *(["stock"] if world_size == 1 else [])):
+    for kind in ("headrace", "state_dict", *(["stock"] if world_size == 1 else [])):
         run(nursery, tmp_path, world_size, f"m.resumed, {str(tmp_path / 'saved')!r}, {kind!r}, 3")
 
 

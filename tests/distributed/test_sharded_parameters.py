@@ -1,4 +1,4 @@
-"""Do optimizers of millrace train models under fully_shard, and with DTensor weights of any kind, as stock ones do?"""
+"""Do optimizers of headrace train models under fully_shard, and with DTensor weights of any kind, as stock ones do?"""
 
 from pathlib import Path
 from typing import Any

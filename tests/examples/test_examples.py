@@ -1,4 +1,4 @@
-"""Do the examples give, offloaded, the bits that they give without millrace, within their budgets?"""
+"""Do the examples give, offloaded, the bits that they give without headrace, within their budgets?"""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -4,7 +4,7 @@ They need a real one: `pytest tests/gpu`, in a session of its own, because other
 accelerator, and PyTorch drives one accelerator in a process. To check the tests themselves without a real one, let them
 run on the emulator:
 
-    MILLRACE_TEST_ACCELERATOR=emu pytest tests/gpu
+    HEADRACE_TEST_ACCELERATOR=emu pytest tests/gpu
 """
 
 import os
@@ -25,7 +25,7 @@ def why_not() -> str | None:
     """The reason to skip; None where the tests can run."""
     if not torch.accelerator.is_available():
         return (
-            "needs a real accelerator, and PyTorch finds none here; MILLRACE_TEST_ACCELERATOR=emu runs the emulated one"
+            "needs a real accelerator, and PyTorch finds none here; HEADRACE_TEST_ACCELERATOR=emu runs the emulated one"
         )
     if torch.accelerator.current_accelerator().type == "emu" and not EMULATED:
         return "needs a real accelerator, and this session registered the emulated one: run `pytest tests/gpu` alone"

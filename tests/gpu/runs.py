@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from millrace.runtime import lanes as lanes_module
+from headrace.runtime import lanes as lanes_module
 from tests.matrix.compare import Allocations, Outcome, adamw, infer, to_device, train
 from tests.matrix.models import Case
 
-EMULATED = os.environ.get("MILLRACE_TEST_ACCELERATOR") == "emu"  # see conftest.py
+EMULATED = os.environ.get("HEADRACE_TEST_ACCELERATOR") == "emu"  # see conftest.py
 STEPS = 3
 LANES = ("onload", "offload", "compute")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import millrace
+import headrace
 from tests.activations.models import Stack, assert_same, rows, step
 from tests.gpu.runs import Runs
 from tests.matrix.compare import weight_bytes
@@ -23,7 +23,7 @@ def test_kind_with_weights(case: Case, checkpointing: str, accelerator: torch.de
     _, plain = runs.plain()
     model = runs.build()
     budget_bytes = int(weight_bytes(model) * case.share) + sum(buffer.nbytes for buffer in model.buffers())
-    with millrace.offload(model, device=accelerator, device_memory=budget_bytes, activations=SETTINGS) as handle:
+    with headrace.offload(model, device=accelerator, device_memory=budget_bytes, activations=SETTINGS) as handle:
         runs.run(model, on_host=True).assert_equals(plain)
         assert handle.activations is not None
         assert handle.activations.stats().onload_bytes > 0
@@ -39,7 +39,7 @@ def test_bytes_on_the_device_drop_by_those_on_the_host(checkpointing: str, accel
     for offloaded in (False, True):
         model = Stack(12, checkpointing=checkpointing).to(accelerator)
         x = rows(accelerator, count=count)
-        handle = millrace.offload_activations(model, device_memory="8MiB") if offloaded else None
+        handle = headrace.offload_activations(model, device_memory="8MiB") if offloaded else None
         for _ in range(4):
             found = step(model, x)
             expected = expected or found
@@ -60,7 +60,7 @@ def test_the_peak_is_the_same_at_every_step(accelerator: torch.device) -> None:
     model = Stack(24).to(accelerator)
     x = rows(accelerator, count=4096)
     peaks = set()
-    with millrace.offload_activations(model, device_memory="8MiB"):
+    with headrace.offload_activations(model, device_memory="8MiB"):
         for index in range(8):
             model.zero_grad()
             torch.accelerator.reset_peak_memory_stats()

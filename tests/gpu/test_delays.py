@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-import millrace
-from millrace.runtime import lanes as lanes_module
-from millrace.runtime.lanes import Lane
-from millrace.weights.movement.gradients import Gradients
-from millrace.weights.movement.residency import Residency
+import headrace
+from headrace.runtime import lanes as lanes_module
+from headrace.runtime.lanes import Lane
+from headrace.weights.movement.gradients import Gradients
+from headrace.weights.movement.residency import Residency
 from tests.gpu.runs import EMULATED, LANES, Runs, hold_up
 from tests.matrix.compare import Outcome, weight_bytes
 from tests.matrix.models import CASES, Case
@@ -29,7 +29,7 @@ def offloaded(runs: Runs, **settings: Any) -> Outcome:
     model = runs.build()
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     budget_bytes = int(weight_bytes(model) * runs.case.share) + buffer_bytes
-    with millrace.offload(model, device=runs.device, device_memory=budget_bytes, **settings):
+    with headrace.offload(model, device=runs.device, device_memory=budget_bytes, **settings):
         return runs.run(model, on_host=True)
 
 
@@ -60,7 +60,7 @@ def test_a_slow_lane_changes_nothing_in_accumulated_gradients(
     plain = gradients(runs.build().to(accelerator))
     hold_up(monkeypatch, lane)
     model = runs.build()
-    with millrace.offload(model, device=accelerator, device_memory=weight_bytes(model) // 2):
+    with headrace.offload(model, device=accelerator, device_memory=weight_bytes(model) // 2):
         for name, gradient in gradients(model).items():
             assert torch.equal(gradient, plain[name]), name
 

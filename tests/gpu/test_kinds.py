@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
+import headrace
 from tests.gpu.runs import Runs
 from tests.matrix.compare import (
     Allocations,
@@ -40,7 +40,7 @@ def test_kind(case: Case, checkpointing: str, training: str, accelerator: torch.
     model = runs.build()
     budget_bytes = int(weight_bytes(model) * case.share) + sum(buffer.nbytes for buffer in model.buffers())
     allocations = Allocations(accelerator)
-    with millrace.offload(model, device=accelerator, device_memory=budget_bytes) as handle:
+    with headrace.offload(model, device=accelerator, device_memory=budget_bytes) as handle:
         offloaded = runs.run(model, on_host=True, allocations=allocations)
         offloaded.assert_equals(plain)
         stats = handle.stats()
@@ -61,10 +61,10 @@ def test_bfloat16_in_the_least_memory_that_is_allowed(accelerator: torch.device)
     plain_model = runs.build().bfloat16().to(accelerator)
     plain = runs.run(plain_model, on_host=False)
     model = runs.build().bfloat16()
-    with pytest.raises(millrace.BudgetError, match="raise it to at least") as refused:
-        millrace.offload(model, device=accelerator, device_memory=1, blocks=[model.layers])
+    with pytest.raises(headrace.BudgetError, match="raise it to at least") as refused:
+        headrace.offload(model, device=accelerator, device_memory=1, blocks=[model.layers])
     least = str(refused.value).split("at least ")[1].split(",")[0]
-    with millrace.offload(model, device=accelerator, device_memory=least) as handle:
+    with headrace.offload(model, device=accelerator, device_memory=least) as handle:
         runs.run(model, on_host=True).assert_equals(plain)
         assert handle.stats().device_peak_bytes <= weight_bytes(model) // 2
 
@@ -81,7 +81,7 @@ def test_micro_batches_together(case: Case, accelerator: torch.device) -> None:
         loss.backward()
         losses.append(loss.detach())
     budget_bytes = int(weight_bytes(model) * case.share) + sum(buffer.nbytes for buffer in model.buffers())
-    with millrace.offload(model, device=accelerator, device_memory=budget_bytes) as handle:
+    with headrace.offload(model, device=accelerator, device_memory=budget_bytes) as handle:
         for _ in range(3):  # recorded, planned, followed
             model.zero_grad()
             handle.reset_stats()

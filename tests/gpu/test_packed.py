@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-from millrace.memory.packed import Packed, pack, unpack_on_device, unpacks_by_kernel
-from millrace.weights.movement import packed_loads, planner
+import headrace
+from headrace.memory.packed import Packed, pack, unpack_on_device, unpacks_by_kernel
+from headrace.weights.movement import packed_loads, planner
 from tests.gpu.runs import EMULATED
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +48,7 @@ def test_passes_are_the_plain_runs(accelerator: torch.device, monkeypatch: pytes
     with torch.no_grad():
         want = model.to(accelerator)(inputs).cpu()
         model.to("cpu")
-        with millrace.offload(model, device=accelerator, device_memory=BUDGET) as handle:
+        with headrace.offload(model, device=accelerator, device_memory=BUDGET) as handle:
             for _ in range(30):
                 handle.reset_stats()
                 assert torch.equal(model(inputs).cpu(), want)

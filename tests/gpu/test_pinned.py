@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-import millrace
-from millrace.memory.arena import Arena
-from millrace.memory.ledger import Ledger, Tier
-from millrace.runtime.lanes import Lane, open_lanes
+import headrace
+from headrace.memory.arena import Arena
+from headrace.memory.ledger import Ledger, Tier
+from headrace.runtime.lanes import Lane, open_lanes
 from tests.gpu.runs import Runs, hold_up
 from tests.matrix.models import CASES
 
@@ -55,7 +55,7 @@ def test_weights_and_gradients_rest_in_page_locked_memory(accelerator: torch.dev
     torch.empty(1).pin_memory()
     runs = Runs(CASES[0], accelerator)
     model: Any = runs.build()
-    with millrace.offload(model, device=accelerator, device_memory=1 << 20) as handle:
+    with headrace.offload(model, device=accelerator, device_memory=1 << 20) as handle:
         runs.forward(model, runs.batches[0])[1].backward()
         assert all(parameter.is_pinned() and parameter.grad.is_pinned() for parameter in model.parameters())
         assert handle.stats().host_bytes >= 2 * sum(parameter.nbytes for parameter in model.parameters())

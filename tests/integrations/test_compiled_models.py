@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-import millrace
+import headrace
 from tests.matrix.compare import weight_bytes
 
 pytestmark = [
@@ -55,8 +55,8 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def offload(model: nn.Module, **settings: Any) -> millrace.Offloaded:
-    return millrace.offload(model, device="cpu", device_memory=int(0.8 * weight_bytes(model)), **settings)
+def offload(model: nn.Module, **settings: Any) -> headrace.Offloaded:
+    return headrace.offload(model, device="cpu", device_memory=int(0.8 * weight_bytes(model)), **settings)
 
 
 @pytest.fixture(autouse=True)

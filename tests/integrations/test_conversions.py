@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import millrace
+import headrace
 from tests.matrix.compare import weight_bytes
 
 
@@ -39,16 +39,16 @@ def fit(fabric: lightning.Fabric, plain: nn.Module, optimizer: torch.optim.Optim
     return losses
 
 
-@pytest.mark.parametrize("name", ["torch", "millrace"])
+@pytest.mark.parametrize("name", ["torch", "headrace"])
 def test_fabric_in_bfloat16(name: str) -> None:
     def optimizer(parameters: Any, **options: Any) -> torch.optim.Optimizer:
         if name == "torch":
             return torch.optim.AdamW(parameters, lr=0.01)
-        return millrace.optim.AdamW(parameters, lr=0.01, **options)
+        return headrace.optim.AdamW(parameters, lr=0.01, **options)
 
     plain, offloaded = model(), model()
     expected = fit(lightning.Fabric(accelerator="cpu", precision="bf16-true"), plain, optimizer(plain.parameters()))
-    with millrace.offload(offloaded, device="cpu", device_memory=weight_bytes(plain) * 2) as handle:
+    with headrace.offload(offloaded, device="cpu", device_memory=weight_bytes(plain) * 2) as handle:
         options = {} if name == "torch" else {"overlap": "forward"}
         ours = optimizer(offloaded.parameters(), **options)
         found = fit(lightning.Fabric(accelerator="cpu", precision="bf16-true"), offloaded, ours)
@@ -64,7 +64,7 @@ def test_fabric_in_bfloat16(name: str) -> None:
 def test_there_and_back(compute_device: torch.device) -> None:
     plain, offloaded = model().eval(), model().eval()
     homes = list(offloaded.parameters())
-    with millrace.offload(offloaded, device=compute_device, device_memory=weight_bytes(plain)) as handle:
+    with headrace.offload(offloaded, device=compute_device, device_memory=weight_bytes(plain)) as handle:
         for dtype in (torch.bfloat16, torch.float32, torch.float16):
             offloaded.to(compute_device, dtype)
             expected = copy.deepcopy(plain.to(dtype)).to(compute_device)(batch(0).to(compute_device, dtype))
@@ -77,24 +77,24 @@ def test_there_and_back(compute_device: torch.device) -> None:
 def test_what_stays_as_it_is(tmp_path: Path) -> None:
     offloaded = model()
     small = weight_bytes(offloaded) // 2
-    with millrace.offload(offloaded, device="cpu"):
-        with pytest.raises(millrace.StateError, match="a part of an offloaded model cannot change 'weight'"):
+    with headrace.offload(offloaded, device="cpu"):
+        with pytest.raises(headrace.StateError, match="a part of an offloaded model cannot change 'weight'"):
             offloaded[0].half()
         assert offloaded(batch(0)).dtype == torch.float32
-    with millrace.offload(offloaded, device="cpu", host_memory=small * 4, disk=tmp_path):
-        with pytest.raises(millrace.StateError, match=r"rest on disk.*param_dtype"):
+    with headrace.offload(offloaded, device="cpu", host_memory=small * 4, disk=tmp_path):
+        with pytest.raises(headrace.StateError, match=r"rest on disk.*param_dtype"):
             offloaded.half()
         assert offloaded(batch(0)).dtype == torch.float32
 
 
 def test_a_spawned_process_gets_a_plain_model_and_that_is_said() -> None:
     offloaded = model()
-    with millrace.offload(offloaded, device="cpu"):
+    with headrace.offload(offloaded, device="cpu"):
         copied = pickle.loads(pickle.dumps(offloaded))  # says nothing
         set_spawning_popen(object())  # type: ignore[arg-type]  # as while a process is spawned
         try:
             with pytest.warns(
-                RuntimeWarning, match=r"spawned process.*call millrace\.offload\(\) in that process"
+                RuntimeWarning, match=r"spawned process.*call headrace\.offload\(\) in that process"
             ) as told:
                 pickle.dumps(offloaded)
         finally:
@@ -107,9 +107,9 @@ def test_meta_parameters_say_what_to_pass(tmp_path: Path) -> None:
     with accelerate.init_empty_weights():
         empty = model()
     with pytest.raises(
-        millrace.LayoutError, match=r"'0\.0\.weight' .* and 21 more are on the meta .*pass checkpoint=, the"
+        headrace.LayoutError, match=r"'0\.0\.weight' .* and 21 more are on the meta .*pass checkpoint=, the"
     ):
-        millrace.offload(empty, device="cpu")
+        headrace.offload(empty, device="cpu")
     save_file(model().state_dict(), tmp_path / "model.safetensors")
-    with millrace.offload(empty.eval(), device="cpu", checkpoint=tmp_path):
+    with headrace.offload(empty.eval(), device="cpu", checkpoint=tmp_path):
         assert torch.equal(empty(batch(0)), model().eval()(batch(0)))

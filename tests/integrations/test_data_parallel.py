@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
+import headrace
 from tests.integrations.test_lightning import Learner, fit
 from tests.nursery import Nursery
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*num_workers.*", "ignore:.*Leaf
 
 # As torchrun starts them.
 START = """
-import os, sys, torch, millrace, warnings
+import os, sys, torch, headrace, warnings
 from torch import nn
 rank, port, trainer, directory = sys.argv[1:]
 os.environ.update(
@@ -38,7 +38,7 @@ class Model(nn.Module):
 
 model = Model()
 before = [parameter.detach().clone() for parameter in model.parameters()]
-millrace.offload(model, device="cpu", device_memory=3000)
+headrace.offload(model, device="cpu", device_memory=3000)
 try:
     if trainer == "accelerate":
         from accelerate import Accelerator
@@ -49,7 +49,7 @@ try:
             directory, max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no"
         )
         Trainer(model, settings, train_dataset=[{"x": torch.ones(16)}] * 8).train()
-except millrace.StateError as error:
+except headrace.StateError as error:
     print(error)
 model(torch.ones(2, 16))["loss"].backward()
 assert all(map(torch.equal, model.parameters(), before))
@@ -76,11 +76,11 @@ def own_environment() -> Iterator[None]:
 @pytest.mark.usefixtures("own_environment")
 def test_fabric() -> None:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
-    millrace.offload(model, device="cpu", device_memory=3000)
+    headrace.offload(model, device="cpu", device_memory=3000)
     fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy="ddp")
     fabric.launch()
     try:
-        with pytest.raises(millrace.StateError, match="each rank would train a model of its own"):
+        with pytest.raises(headrace.StateError, match="each rank would train a model of its own"):
             fabric.setup(model)
     finally:
         torch.distributed.destroy_process_group()
@@ -91,7 +91,7 @@ class Late(Learner):
     """Offloads when the trainer has wrapped it."""
 
     def on_train_start(self) -> None:
-        millrace.offload(self.model, device="cpu", device_memory=40_000)
+        headrace.offload(self.model, device="cpu", device_memory=40_000)
 
 
 @pytest.mark.usefixtures("own_environment")
@@ -99,9 +99,9 @@ class Late(Learner):
 def test_lightning(when: str) -> None:
     learner: Any = Learner() if when == "before" else Late()
     if when == "before":
-        millrace.offload(learner.model, device="cpu", device_memory=40_000)
+        headrace.offload(learner.model, device="cpu", device_memory=40_000)
     try:
-        with pytest.raises(millrace.StateError, match="would never see"):
+        with pytest.raises(headrace.StateError, match="would never see"):
             fit(learner, 1, strategy="ddp", devices=1)
     finally:
         torch.distributed.destroy_process_group()

@@ -8,14 +8,14 @@ import torch
 import transformers
 from torch import nn
 
-import millrace
-from millrace.planning.bounds import fewest_bytes
-from millrace.planning.cost import Hardware, Method, Place, Spread, Training, Work, shape_of_config
-from millrace.planning.cost.decoding import Decoding, decoding_of
-from millrace.planning.cost.experts import cut_of, pass_loads
-from millrace.planning.cost.tiers import tiers_of
-from millrace.planning.cost.work import Activations
-from millrace.weights.movement import slices
+import headrace
+from headrace.planning.bounds import fewest_bytes
+from headrace.planning.cost import Hardware, Method, Place, Spread, Training, Work, shape_of_config
+from headrace.planning.cost.decoding import Decoding, decoding_of
+from headrace.planning.cost.experts import cut_of, pass_loads
+from headrace.planning.cost.tiers import tiers_of
+from headrace.planning.cost.work import Activations
+from headrace.weights.movement import slices
 
 LAYERS, EXPERTS, ROUTED = 4, 16, 4
 TOKENS = 48
@@ -119,7 +119,7 @@ def test_a_token_loads_what_is_planned_for_the_share_that_is_there(banks: list[i
     """To the byte: the plan is told which share was there."""
     model = model_of()
     limit = budget(model, slots)
-    with millrace.offload(model, device="cpu", device_memory=limit) as handle:
+    with headrace.offload(model, device="cpu", device_memory=limit) as handle:
         write(model, 1)
         stats = handle.stats()
     found = decoded(limit, 1, 1 - stats.expert_loads / stats.expert_uses)
@@ -139,7 +139,7 @@ def test_even_routing_wants_and_finds_what_is_planned(batch_size: int) -> None:
     model = model_of()
     routed_evenly(model)
     limit = budget(model, 40)
-    with millrace.offload(model, device="cpu", device_memory=limit) as handle:
+    with headrace.offload(model, device="cpu", device_memory=limit) as handle:
         write(model, batch_size)
         stats = handle.stats()
     found = decoded(limit, batch_size, 0.0)
@@ -155,7 +155,7 @@ def test_even_routing_reads_what_is_planned(compute_device: torch.device, tmp_pa
     routed_evenly(model)
     limit = budget(model, 12)
     host = sum(p.nbytes for p in model.parameters()) * 3 // 4
-    with millrace.offload(model, device=compute_device, device_memory=limit, host_memory=host, disk=tmp_path) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=limit, host_memory=host, disk=tmp_path) as handle:
         host_bytes = handle._shelf._placement.experts_bytes
         write(model, 2)
         handle.reset_stats()
@@ -179,7 +179,7 @@ def test_training_beside_frozen_experts_loads_what_is_planned(banks: list[int], 
     model.model.embed_tokens.requires_grad_()
     limit = budget(model, slots)
     ids = torch.randint(64, (4, 64))
-    with millrace.offload(model, device="cpu", device_memory=limit) as handle:
+    with headrace.offload(model, device="cpu", device_memory=limit) as handle:
         for _ in range(2):
             before = handle.stats()
             model(ids, labels=ids).loss.backward()
@@ -198,7 +198,7 @@ def test_a_prompt_loads_what_is_planned() -> None:
     model = model_of("grouped_mm")
     limit = budget(model, 20)
     ids = torch.randint(64, (4, 64))
-    with millrace.offload(model, device="cpu", device_memory=limit) as handle, torch.no_grad():
+    with headrace.offload(model, device="cpu", device_memory=limit) as handle, torch.no_grad():
         for _ in range(2):
             before = handle.stats()
             model(ids)
@@ -222,7 +222,7 @@ def test_blocks_know_of_the_link_that_experts_take(emu_device: Any) -> None:
     experts = sum(parameter.nbytes for name, parameter in model.named_parameters() if ".experts." in name)
     others = sum(parameter.nbytes for parameter in model.parameters()) - experts
     limit = others // 2 + ROUTED * experts // (8 * EXPERTS) + 4096
-    with millrace.offload(model, device="emu", device_memory=limit) as handle:
+    with headrace.offload(model, device="emu", device_memory=limit) as handle:
         tokens = torch.ones(1, 1, dtype=torch.int64)
         with torch.no_grad():
             for token in range(12):

@@ -15,12 +15,12 @@ from torch import nn
 from transformers.integrations.moe import use_experts_implementation
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-import millrace
-from millrace.planning import Keeping, passes_through
-from millrace.runtime.autograd import without_overrides
-from millrace.weights.model.experts import slice_parts
-from millrace.weights.passes import picks
-from millrace.weights.passes.by_number import standing_in
+import headrace
+from headrace.planning import Keeping, passes_through
+from headrace.runtime.autograd import without_overrides
+from headrace.weights.model.experts import slice_parts
+from headrace.weights.passes import picks
+from headrace.weights.passes.by_number import standing_in
 from tests.matrix.compare import same, weight_bytes
 
 SIZES = {
@@ -150,7 +150,7 @@ def test_generation_has_the_bits_of_a_plain_run(name: str, implementation: str) 
     wanted = {sampled: answer(model, PROMPT, sampled=sampled) for sampled in (False, True)}
     for slots in slot_counts(model):
         limit = budget(model, slots)
-        with millrace.offload(model, device="cpu", device_memory=limit) as handle:
+        with headrace.offload(model, device="cpu", device_memory=limit) as handle:
             for sampled, plain in wanted.items():
                 assert all(map(same, answer(model, PROMPT, sampled=sampled), plain))
             stats = handle.stats()
@@ -170,7 +170,7 @@ def test_on_an_accelerator(compute_device: torch.device, name: str, implementati
     del plain
     for slots in slot_counts(model):
         limit = budget(model, slots)
-        with millrace.offload(model, device=compute_device, device_memory=limit) as handle:
+        with headrace.offload(model, device=compute_device, device_memory=limit) as handle:
             assert all(map(same, answer(model, prompt, tokens=6), wanted))
             assert handle.stats().expert_bytes == handle.stats().expert_loads * expert_bytes(model) > 0
             assert handle.stats().device_peak_bytes <= limit
@@ -223,7 +223,7 @@ def test_what_crosses_the_link_is_what_is_used_and_not_there(implementation: str
         count = max(1, slots // 8)
         banks = [Bank(slots // count, -(-3 // count)) for _ in range(count)]
         before = 0
-        with millrace.offload(model, device="cpu", device_memory=budget(model, slots)) as handle:
+        with headrace.offload(model, device="cpu", device_memory=budget(model, slots)) as handle:
             for _ in range(2):
                 answer(model, PROMPT)
                 for layer, experts in routing:
@@ -259,7 +259,7 @@ def test_from_disk(compute_device: torch.device, tmp_path: Path, name: str, tier
             owner = model.get_submodule(key.rpartition(".")[0])
             owner._buffers[key.rpartition(".")[2]] = value
         options |= {"checkpoint": tmp_path / "model.safetensors", "host_memory": 2 * weight_bytes(plain) // 3}
-    with millrace.offload(model, **options) as handle:
+    with headrace.offload(model, **options) as handle:
         on_disk = [block for block in handle._blocks() if block.experts is not None and block.is_fetched]
         assert on_disk
         assert all(map(same, answer(model, prompt, tokens=8), wanted))
@@ -274,7 +274,7 @@ def test_from_disk(compute_device: torch.device, tmp_path: Path, name: str, tier
 def test_homes_that_change_are_brought_anew(compute_device: torch.device) -> None:
     model = model_of("Qwen3Moe", "grouped_mm")
     plain = copy.deepcopy(model).to(compute_device)
-    with millrace.offload(model, device=compute_device, device_memory=budget(model, 20)):
+    with headrace.offload(model, device=compute_device, device_memory=budget(model, 20)):
         for turn in range(3):
             assert all(
                 map(
@@ -296,7 +296,7 @@ def test_inference_mode_and_autocast(compute_device: torch.device, implementatio
     model = model_of("Qwen3Moe", implementation)
     plain = copy.deepcopy(model).to(compute_device)
     ids = PROMPT.to(compute_device)
-    with millrace.offload(model, device=compute_device, device_memory=budget(model, 7)) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=budget(model, 7)) as handle:
         for _ in range(2):
             with torch.inference_mode():
                 assert same(model(ids).logits.cpu(), plain(ids).logits.cpu())
@@ -317,7 +317,7 @@ def test_adapters_on_attention(compute_device: torch.device, implementation: str
     ids = PROMPT.to(compute_device)
     wanted = train(plain, ids, checkpointed=False)
     limit = budget(model, 10)
-    with millrace.offload(model, device=compute_device, device_memory=limit) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=limit) as handle:
         assert all(map(same, train(model, ids, checkpointed=False), wanted))
         stats = handle.stats()
         assert stats.expert_bytes == stats.expert_loads * expert_bytes(model) > 0
@@ -327,7 +327,7 @@ def test_adapters_on_attention(compute_device: torch.device, implementation: str
 def test_an_exception_within_a_call(compute_device: torch.device) -> None:
     model = model_of("Qwen3Moe")
     wanted = answer(copy.deepcopy(model).to(compute_device), PROMPT.to(compute_device), tokens=3)
-    with millrace.offload(model, device=compute_device, device_memory=budget(model, 6)) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=budget(model, 6)) as handle:
         for number in (1, 5):
             experts = experts_in(model)[1]
             own, calls = experts.act_fn, []
@@ -350,7 +350,7 @@ def test_an_exception_within_a_call(compute_device: torch.device) -> None:
 
 def test_all_weights_have_room(compute_device: torch.device) -> None:
     model = model_of("Qwen3Moe")
-    with millrace.offload(model, device=compute_device, device_memory="16MiB") as handle:
+    with headrace.offload(model, device=compute_device, device_memory="16MiB") as handle:
         answer(model, PROMPT.to(compute_device), tokens=2)
         assert handle.stats().expert_uses == 0
         assert handle.stats().onload_bytes > weight_bytes(nn.ParameterList(experts_in(model)[0].parameters()))
@@ -361,7 +361,7 @@ def test_training_takes_whole_blocks(compute_device: torch.device) -> None:
     plain = copy.deepcopy(model).to(compute_device)
     limit = budget(model, 17)
     ids = PROMPT.to(compute_device)
-    with millrace.offload(model, device=compute_device, device_memory=limit) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=limit) as handle:
         answer(model, ids, tokens=2)
         assert handle.stats().expert_uses > 0
         optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
@@ -422,7 +422,7 @@ def test_other_forwards_compute_as_they_do_alone(compute_device: torch.device, h
     expected = [one(hidden, index, weights) for one in plain]
     model = nn.ModuleList(layers)
     limit = sum(parameter.nbytes for parameter in layers[0].parameters()) * 3 // 2
-    with millrace.offload(model, device=compute_device, device_memory=limit), torch.no_grad():
+    with headrace.offload(model, device=compute_device, device_memory=limit), torch.no_grad():
         for one, alone, wanted in zip(layers, plain, expected, strict=True):
             if how == "patched":
                 own = one.forward
@@ -454,7 +454,7 @@ def test_modules_that_do_something_else(compute_device: torch.device, how: str, 
     hidden = torch.randn(6, 64).to(compute_device)
     index = torch.tensor([[0, 1], [2, 3], [4, 7], [1, 2], [0, 3], [6, 7]]).to(compute_device)
     limit = sum(parameter.nbytes for parameter in model.experts.parameters()) + 2 * (64 * 65 * 4) + slots * 1024
-    with millrace.offload(model, device=compute_device, device_memory=limit) as handle, torch.no_grad():
+    with headrace.offload(model, device=compute_device, device_memory=limit) as handle, torch.no_grad():
         for tokens in (6, 1, 6, 2):
             assert same(model(hidden[:tokens], index[:tokens]).cpu(), plain(hidden[:tokens], index[:tokens]).cpu())
             kept = [expert.clone() for expert in plain.experts.kept]
@@ -464,7 +464,7 @@ def test_modules_that_do_something_else(compute_device: torch.device, how: str, 
 
 def test_parts_of_an_expert_do_not_overlap() -> None:
     model = model_of("GptOss")
-    with millrace.offload(model, device="cpu", device_memory=budget(model, 6)) as handle:
+    with headrace.offload(model, device="cpu", device_memory=budget(model, 6)) as handle:
         block = next(block for block in handle._blocks() if block.experts is not None)
         parts, nbytes = slice_parts([slot.layout for slot in block.slots])
         ends = [part.offset + part.nbytes for part in parts]
@@ -503,10 +503,10 @@ def test_gradients_beside_frozen_experts(
     for slots in (6, 8, 12, 23):
         offloaded = copy.deepcopy(model) if slots < 23 else model
         limit = budget(offloaded, slots)
-        with millrace.offload(offloaded, device=compute_device, device_memory=limit) as handle:
+        with headrace.offload(offloaded, device=compute_device, device_memory=limit) as handle:
             try:
                 found = train(offloaded, PROMPT.to(compute_device), checkpointed=checkpointed)
-            except millrace.BudgetError:
+            except headrace.BudgetError:
                 assert implementation == "grouped_mm"
                 assert slots < 8  # then all of a block's have to be there
                 continue
@@ -529,7 +529,7 @@ def test_a_checkpoint_computes_again_with_experts_in_the_slots_of_forward(slots:
     plain = copy.deepcopy(model)
     torch.manual_seed(5)
     wanted = train(plain, PROMPT[:1, :2], checkpointed=True)
-    with millrace.offload(model, device="cpu", device_memory=budget(model, slots)) as handle:
+    with headrace.offload(model, device="cpu", device_memory=budget(model, slots)) as handle:
         torch.manual_seed(5)
         assert all(map(same, train(model, PROMPT[:1, :2], checkpointed=True), wanted))
         assert handle.stats().expert_loads > 0
@@ -542,7 +542,7 @@ def test_backward_brings_what_is_not_there_any_more() -> None:
     hit: list[int] = []
     for module in experts_in(model):
         module.register_forward_pre_hook(lambda _module, args: hit.append(len(args[1].unique())))
-    with millrace.offload(model, device="cpu", device_memory=budget(model, 8)) as handle:  # one bank for all layers
+    with headrace.offload(model, device="cpu", device_memory=budget(model, 8)) as handle:  # one bank for all layers
         model(PROMPT[:1], labels=PROMPT[:1]).loss.backward()
         forth_and_back = sum(hit) + sum(hit[:-1])  # the last layer's are still there
         assert forth_and_back - handle.stats().expert_loads <= 2 * 8  # and maybe some of the layer before
@@ -555,11 +555,11 @@ def test_experts_that_change_between_forward_and_backward(compute_device: torch.
     model.requires_grad_(False)
     model.model.embed_tokens.requires_grad_()
     ids = PROMPT.to(compute_device)
-    with millrace.offload(model, device=compute_device, device_memory=budget(model, 9)):
+    with headrace.offload(model, device=compute_device, device_memory=budget(model, 9)):
         loss = model(ids, labels=ids).loss
         with torch.no_grad():
             experts_in(model)[1].down_proj.mul_(2)
-        with pytest.raises(millrace.WeightChangedError, match=r"layers.1.mlp.experts.down_proj"):
+        with pytest.raises(headrace.WeightChangedError, match=r"layers.1.mlp.experts.down_proj"):
             loss.backward()
 
 
@@ -577,7 +577,7 @@ def test_bfloat16(compute_device: torch.device, tmp_path: Path, implementation: 
     if disk:
         options |= {"disk": tmp_path, "host_memory": weight_bytes(plain) // 2}
     limit = budget(plain, 9)
-    with millrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
         for _ in range(2):
             assert all(map(same, answer(model, ids, tokens=5), answer(plain, ids, tokens=5)))
         stats = handle.stats()
@@ -613,7 +613,7 @@ def test_adapters_on_experts(
         offloaded = adapted()
         limit = budget(model_of("Qwen3Moe"), slots) + 2 * trained
         limit = min(limit, weight_bytes(model) - 1)
-        with millrace.offload(offloaded, device=compute_device, device_memory=limit) as handle:
+        with headrace.offload(offloaded, device=compute_device, device_memory=limit) as handle:
             assert all(map(same, train(offloaded, ids, checkpointed=checkpointed), wanted)), slots
             stats = handle.stats()
             assert stats.expert_uses == uses < 3 * len(experts_in(model)) * 8 * (2 if checkpointed else 1)
@@ -650,7 +650,7 @@ def test_an_interrupt_amid_giving_weights_back(
         yield
         raise KeyboardInterrupt
 
-    with millrace.offload(model, device=compute_device, device_memory=budget(model, 9)):
+    with headrace.offload(model, device=compute_device, device_memory=budget(model, 9)):
         with monkeypatch.context() as patch:
             patch.setattr(picks, "standing_in", struck)
             with torch.no_grad(), pytest.raises(KeyboardInterrupt):

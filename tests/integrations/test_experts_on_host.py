@@ -12,9 +12,9 @@ import transformers
 from safetensors.torch import save_file
 from torch import nn
 
-import millrace
-from millrace.memory.ledger import Tier
-from millrace.planning import Keeping, passes_through
+import headrace
+from headrace.memory.ledger import Tier
+from headrace.planning import Keeping, passes_through
 from tests.integrations.test_experts import (
     IMPLEMENTATIONS,
     PROMPT,
@@ -180,7 +180,7 @@ def test_what_is_read_is_what_neither_has(
     wanted = answer(plain, prompt, tokens=24, sampled=True)
     limit = budget(model, 14)
     model, options = on_disk(model, tier, tmp_path)
-    with millrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
         assert all(block.is_fetched for block in handle._blocks() if block.experts is not None)
         kind = Split if compute_device.type == "cpu" else TwoTiers
         ours = kind(14, host_slots(handle))
@@ -210,7 +210,7 @@ def test_homes_that_change_are_read_anew(compute_device: torch.device, tmp_path:
     plain, limit = copy.deepcopy(model).to(compute_device), budget(model, 14)
     prompt = PROMPT.to(compute_device)
     model, options = on_disk(model, "disk", tmp_path)
-    with millrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
         for turn in range(4):
             before = found_on_host(handle)
             assert all(map(same, answer(model, prompt, tokens=3), answer(plain, prompt, tokens=3))), turn
@@ -233,7 +233,7 @@ def test_training_beside_frozen_experts(compute_device: torch.device, tmp_path: 
     plain, limit = copy.deepcopy(model).to(compute_device), budget(model, 14)
     wanted = train(plain, PROMPT.to(compute_device), checkpointed=False)
     model, options = on_disk(model, "disk", tmp_path)
-    with millrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
         assert host_slots(handle) > 0
         assert all(map(same, train(model, PROMPT.to(compute_device), checkpointed=False), wanted))
         stats = handle.stats()
@@ -249,7 +249,7 @@ def test_where_calls_want_all_experts_whole_layers_rest_on_the_host(tmp_path: Pa
         parameter.requires_grad_("q_proj" in name)
     limit = budget(model, 14)
     model, options = on_disk(model, "disk", tmp_path)
-    with millrace.offload(model, device="cpu", device_memory=limit, **options) as handle:
+    with headrace.offload(model, device="cpu", device_memory=limit, **options) as handle:
         assert host_slots(handle) == 0
         assert any(not block.is_fetched for block in handle._blocks() if block.experts is not None)
 
@@ -259,7 +259,7 @@ def test_a_limit_on_copies(compute_device: torch.device, tmp_path: Path) -> None
     plain, limit = copy.deepcopy(model).to(compute_device), budget(model, 8)
     prompt = PROMPT.to(compute_device)
     model, options = on_disk(model, "disk", tmp_path)
-    with millrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
         for rate in (None, "64MiB", None):
             handle.limit_copies(rate)
             before = found_on_host(handle)
@@ -272,7 +272,7 @@ def test_what_needs_host_memory_gets_it(compute_device: torch.device, tmp_path: 
     plain, limit = copy.deepcopy(model).to(compute_device), budget(model, 8)
     one_bytes, prompt = expert_bytes(model), PROMPT.to(compute_device)
     model, options = on_disk(model, "disk", tmp_path)
-    with millrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
         assert all(map(same, answer(model, prompt, tokens=4), answer(plain, prompt, tokens=4)))
         held_bytes = handle.stats().host_bytes
         assert handle._shelf.make_room(options["host_memory"] - held_bytes + one_bytes)
@@ -304,7 +304,7 @@ def test_calls_that_use_all_read_no_more_than_with_whole_layers_on_the_host(
     every = sum(used)
     one = answer(plain, prompt.to(compute_device), tokens=4)
     model, options = on_disk(model, "disk", tmp_path)
-    with millrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
         for turn in range(5):
             if turn == 3:  # what tokens bring is theirs, until others pass through
                 assert all(map(same, answer(model, prompt.to(compute_device), tokens=4), one))
@@ -336,7 +336,7 @@ def test_experts_that_are_trained_after_all(compute_device: torch.device, tmp_pa
     plain, limit = copy.deepcopy(model).to(compute_device), budget(model, 40)
     prompt, several = PROMPT[:1, :2].to(compute_device), PROMPT.to(compute_device)
     model, options = on_disk(model, "disk", tmp_path)
-    with millrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
         assert host_slots(handle) > 0
         for one in (model, plain):
             one.requires_grad_()
@@ -366,7 +366,7 @@ def test_experts_that_are_kept_keep_their_values(tmp_path: Path, monkeypatch: py
         return linear(given, weight, *more)
 
     model, options = on_disk(model, "disk", tmp_path)
-    with millrace.offload(model, device="cpu", device_memory=limit, **options) as handle:
+    with headrace.offload(model, device="cpu", device_memory=limit, **options) as handle:
         assert host_slots(handle) == EXPERTS
         with monkeypatch.context() as patch:
             patch.setattr(nn.functional, "linear", keeping)

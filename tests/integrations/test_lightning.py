@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-import millrace
-from millrace.optim import AdamW
+import headrace
+from headrace.optim import AdamW
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*num_workers.*", "ignore:.*LeafSpec.*", "ignore:.*val_dataloader.*"),
@@ -65,7 +65,7 @@ def test_fit_clip_save_and_resume(options: dict[str, Any], tmp_path: Path) -> No
         (first, 2, tmp_path / "c.ckpt", None),
         (second, 4, None, tmp_path / "c.ckpt"),
     ):
-        with millrace.offload(learner.model, device="cpu", device_memory=3 * 65 * 64 * 4) as handle:
+        with headrace.offload(learner.model, device="cpu", device_memory=3 * 65 * 64 * 4) as handle:
             trainer = fit(learner, epochs, resumed)
             if saved is not None:
                 trainer.save_checkpoint(saved, weights_only=False)
@@ -109,7 +109,7 @@ def test_checkpoints_of_model_checkpoint_are_those_of_a_plain_run(tmp_path: Path
     whole, saved = runs["whole"], tmp_path / "offloaded"
     checkpointing(tmp_path / "whole", whole, 4)
     of_plain = checkpointing(tmp_path / "plain", runs["plain"], 2)
-    with millrace.offload(runs["offloaded"].model, **where) as handle:
+    with headrace.offload(runs["offloaded"].model, **where) as handle:
         of_offloaded = checkpointing(saved, runs["offloaded"], 2)
         assert handle.stats().onload_bytes > 0
     contents = [torch.load(path, weights_only=False) for path in (of_plain, of_offloaded)]
@@ -118,7 +118,7 @@ def test_checkpoints_of_model_checkpoint_are_those_of_a_plain_run(tmp_path: Path
     assert_alike(*contents)
     checkpointing(tmp_path / "without", runs["without"], 4, of_offloaded)
     for name, checkpoint in (("on", of_offloaded), ("from plain", of_plain)):
-        with millrace.offload(runs[name].model, **where):
+        with headrace.offload(runs[name].model, **where):
             checkpointing(tmp_path / name, runs[name], 4, checkpoint)
     for name in ("without", "on", "from plain"):
         assert [*runs["plain"].losses, *runs[name].losses] == whole.losses, name
@@ -149,7 +149,7 @@ def test_checkpoints_of_fabric_are_those_of_a_plain_run(tmp_path: Path) -> None:
     fabric_run(Learner(), 2, tmp_path / "plain-2.ckpt")
     losses = []
     for learner, steps, name, resumed in ((first, 2, "2.ckpt", None), (second, 4, "4.ckpt", tmp_path / "2.ckpt")):
-        with millrace.offload(learner.model, device="cpu", device_memory=3 * 65 * 64 * 4) as handle:
+        with headrace.offload(learner.model, device="cpu", device_memory=3 * 65 * 64 * 4) as handle:
             losses += fabric_run(learner, steps, tmp_path / name, resumed)
             assert handle.stats().onload_bytes > 0
     assert losses == expected

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
+import headrace
 from tests.integrations.test_experts import IMPLEMENTATIONS, budget, experts_in
 from tests.integrations.test_trained_experts import FEW, MANY, model_of
 
@@ -123,7 +123,7 @@ def test_as_in_a_plain_run(
     model = model_of("Qwen3Moe", implementation, monkeypatch)
     plain, limit = copy.deepcopy(model).to(compute_device), budget(model, 20)
     program(plain)
-    with millrace.offload(model, device=compute_device, device_memory=limit) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=limit) as handle:
         program(model)
         assert handle.stats().expert_loads > 0
         assert handle.stats().device_peak_bytes <= limit

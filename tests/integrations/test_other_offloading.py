@@ -11,12 +11,12 @@ import torch
 from diffusers.hooks import FirstBlockCacheConfig, apply_group_offloading
 from torch import nn
 
-import millrace
+import headrace
 from tests.matrix.compare import weight_bytes
 from tests.matrix.test_diffusers import flux, flux_inputs, unet, unet_inputs
 
 Act = Callable[[Any, torch.device], object]
-MOVES = "millrace moves weights by itself.*call remove"
+MOVES = "headrace moves weights by itself.*call remove"
 
 
 def outputs(model: Any, device: torch.device) -> torch.Tensor:
@@ -27,12 +27,12 @@ def outputs(model: Any, device: torch.device) -> torch.Tensor:
         return model(**inputs).sample.cpu()  # type: ignore[no-any-return]
 
 
-def offloaded(device: torch.device) -> tuple[Any, millrace.Offloaded, torch.Tensor]:
+def offloaded(device: torch.device) -> tuple[Any, headrace.Offloaded, torch.Tensor]:
     """A UNet, its handle, and what it gives."""
     torch.manual_seed(0)
     model = unet()
     expected = outputs(copy.deepcopy(model).to(device), device)
-    handle = millrace.offload(model, device=device, device_memory=weight_bytes(model) // 2)
+    handle = headrace.offload(model, device=device, device_memory=weight_bytes(model) // 2)
     assert torch.equal(outputs(model, device), expected)
     return model, handle, expected
 
@@ -61,7 +61,7 @@ def test_what_replaces_weights(act: Act, compute_device: torch.device, tmp_path:
     monkeypatch.chdir(tmp_path)
     model, handle, expected = offloaded(compute_device)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    with pytest.raises(millrace.StateError, match=MOVES):
+    with pytest.raises(headrace.StateError, match=MOVES):
         act(model, compute_device)
     assert all(map(torch.equal, model.parameters(), before))
     loaded_bytes = handle.stats().onload_bytes
@@ -81,7 +81,7 @@ def test_group_offloading(kind: str, compute_device: torch.device) -> None:
     if kind == "leaf_level" and compute_device.type == "cpu":  # where nothing moves
         assert torch.equal(outputs(model, compute_device), expected)
     else:
-        with pytest.raises(millrace.StateError, match="group offloading"):
+        with pytest.raises(headrace.StateError, match="group offloading"):
             outputs(model, compute_device)
     handle.remove()
     assert all(map(torch.equal, model.parameters(), before))
@@ -124,7 +124,7 @@ def test_caches_of_diffusers_go_together(when: str, compute_device: torch.device
         plain.disable_cache()
         model.disable_cache()
     expected = steps(plain, compute_device)
-    with millrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2) as handle:
         if when == "after":
             model.enable_cache(FirstBlockCacheConfig(threshold=0.5))
         assert all(map(torch.equal, steps(model, compute_device), expected))
@@ -135,8 +135,8 @@ def test_caches_of_diffusers_go_together(when: str, compute_device: torch.device
 def test_layerwise_casting_is_refused() -> None:
     model = flux()
     model.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
-    with pytest.raises(millrace.StateError, match="converts its weights in each call; load the model without"):
-        millrace.offload(model, device="cpu")
+    with pytest.raises(headrace.StateError, match="converts its weights in each call; load the model without"):
+        headrace.offload(model, device="cpu")
 
 
 def test_a_model_that_unpacks_itself_at_its_first_call_is_refused_until_it_has() -> None:
@@ -150,8 +150,8 @@ def test_a_model_that_unpacks_itself_at_its_first_call_is_refused_until_it_has()
         del module.ct_decompress_hook
 
     model.ct_decompress_hook = model.register_forward_pre_hook(unpack)  # type: ignore[assignment]
-    with pytest.raises(millrace.StateError, match=r"compressed-tensors at its first call.*call it once before"):
-        millrace.offload(model, device="cpu")
+    with pytest.raises(headrace.StateError, match=r"compressed-tensors at its first call.*call it once before"):
+        headrace.offload(model, device="cpu")
     model(x)
-    with millrace.offload(model, device="cpu"):
+    with headrace.offload(model, device="cpu"):
         assert torch.equal(model(x), plain)

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig
 from transformers import CLIPTextConfig, CLIPTextModel
 
-import millrace
+import headrace
 from tests.matrix.compare import weight_bytes
 from tests.matrix.test_diffusers import flux, flux_inputs, unet, unet_inputs
 
@@ -72,7 +72,7 @@ def test_one_budget_for_all(compute_device: torch.device) -> None:
     plain.to(compute_device)
     expected = image(plain, compute_device)
     total = sum(map(weight_bytes, models(pipe)))
-    with millrace.offload_pipeline(pipe, device=compute_device, device_memory=total // 3) as handle:
+    with headrace.offload_pipeline(pipe, device=compute_device, device_memory=total // 3) as handle:
         for _ in range(3):
             assert torch.equal(image(pipe, compute_device), expected)
         stats = handle.stats()
@@ -96,7 +96,7 @@ def test_loras_come_and_go(compute_device: torch.device) -> None:
     ]
     first = image(plain.to(compute_device), compute_device)
     seen = [first]
-    with millrace.offload_pipeline(pipe, device=compute_device, device_memory=total // 2) as handle:
+    with headrace.offload_pipeline(pipe, device=compute_device, device_memory=total // 2) as handle:
         assert torch.equal(image(pipe, compute_device), first)
         for step in steps:
             step(plain.to("cpu"))
@@ -117,7 +117,7 @@ def test_lora_files(compute_device: torch.device, tmp_path: Path) -> None:
     diffusers.StableDiffusionPipeline.save_lora_weights(tmp_path, unet_lora_layers=layers)
     plain.unload_lora_weights()
     total = sum(map(weight_bytes, models(pipe)))
-    with millrace.offload_pipeline(pipe, device=compute_device, device_memory=total // 2):
+    with headrace.offload_pipeline(pipe, device=compute_device, device_memory=total // 2):
         before = image(pipe, compute_device)
         for each in (plain, pipe):
             each.load_lora_weights(tmp_path, adapter_name="file")
@@ -129,19 +129,19 @@ def test_lora_files(compute_device: torch.device, tmp_path: Path) -> None:
 def test_it_lasts_as_long_as_the_pipeline() -> None:
     pipe = pipeline()
     expected = image(copy.deepcopy(pipe), torch.device("cpu"))
-    millrace.offload_pipeline(pipe, device="cpu")
+    headrace.offload_pipeline(pipe, device="cpu")
     assert torch.equal(image(pipe, torch.device("cpu")), expected)
-    with pytest.raises(millrace.StateError, match="is offloaded already"):
-        millrace.offload_pipeline(pipe, device="cpu")
+    with pytest.raises(headrace.StateError, match="is offloaded already"):
+        headrace.offload_pipeline(pipe, device="cpu")
 
 
 def test_a_pipeline_without_models() -> None:
     pipe = pipeline()
     pipe.text_encoder = pipe.unet = pipe.vae = None
     with pytest.raises(ValueError, match=r"StableDiffusionPipeline has no component that is a torch\.nn\.Module"):
-        millrace.offload_pipeline(pipe)
+        headrace.offload_pipeline(pipe)
     with pytest.raises(TypeError, match=r"pipeline is a list; give a diffusers\.DiffusionPipeline"):
-        millrace.offload_pipeline([])  # type: ignore[arg-type]
+        headrace.offload_pipeline([])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("make", "inputs"), [(unet, unet_inputs), (flux, flux_inputs)], ids=["unet", "flux"])
@@ -154,7 +154,7 @@ def test_a_component_comes_from_its_directory(
     plain.save_pretrained(tmp_path / "model", max_shard_size="40KB" if shards else "1GB")
     batch = {name: value.to(compute_device) if torch.is_tensor(value) else value for name, value in inputs(0).items()}
     total = weight_bytes(plain)
-    model, handle = millrace.from_pretrained(
+    model, handle = headrace.from_pretrained(
         tmp_path / "model",
         trainable=False,
         device=compute_device,
@@ -176,8 +176,8 @@ def test_a_component_comes_from_its_directory(
 def test_directories_say_what_to_do(tmp_path: Path) -> None:
     pipe = pipeline()
     pipe.save_pretrained(tmp_path / "pipe")
-    with pytest.raises(millrace.CheckpointError, match=r"offload_pipeline\(pipeline.*'.*pipe/text_encoder'"):
-        millrace.from_pretrained(tmp_path / "pipe")
+    with pytest.raises(headrace.CheckpointError, match=r"offload_pipeline\(pipeline.*'.*pipe/text_encoder'"):
+        headrace.from_pretrained(tmp_path / "pipe")
     text = (tmp_path / "pipe/unet/config.json").read_text()
     for named, says in (
         ('"UNet9DModel"', "names the class 'UNet9DModel', which this diffusers"),
@@ -185,5 +185,5 @@ def test_directories_say_what_to_do(tmp_path: Path) -> None:
         ("3", "config.json has 3 for '_class_name'; give the name of a class"),
     ):
         (tmp_path / "pipe/unet/config.json").write_text(text.replace('"UNet2DConditionModel"', named))
-        with pytest.raises(millrace.CheckpointError, match=says):
-            millrace.from_pretrained(tmp_path / "pipe" / "unet")
+        with pytest.raises(headrace.CheckpointError, match=says):
+            headrace.from_pretrained(tmp_path / "pipe" / "unet")

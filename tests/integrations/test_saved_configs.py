@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import millrace
-from millrace.errors import CheckpointError
-from millrace.integrations.transformers import open_pretrained
+import headrace
+from headrace.errors import CheckpointError
+from headrace.integrations.transformers import open_pretrained
 
 IDS = torch.tensor([[1, 2, 3]])
 
@@ -52,7 +52,7 @@ def rewrite(directory: Path, **entries: Any) -> None:
 def test_an_unsound_entry_is_told_by_name(directory: Path, entries: dict[str, Any], says: str) -> None:
     rewrite(directory, **entries)
     with pytest.raises(CheckpointError, match=rf"config\.json .*{says}"):
-        millrace.from_pretrained(directory, device="cpu")
+        headrace.from_pretrained(directory, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -66,15 +66,15 @@ def test_an_unsound_entry_is_told_by_name(directory: Path, entries: dict[str, An
 def test_a_config_that_is_no_object_is_told(directory: Path, text: str, says: str) -> None:
     (directory / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=rf"config\.json {says}.* save the model again"):
-        millrace.from_pretrained(directory, device="cpu")
+        headrace.from_pretrained(directory, device="cpu")
 
 
 def test_what_is_no_directory_is_told(directory: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json is a file; give the directory that it is in: '.*'"):
-        millrace.from_pretrained(directory / "config.json")
+        headrace.from_pretrained(directory / "config.json")
     for given, kind in ((None, "NoneType"), (5, "int"), (b"/", "bytes")):
         with pytest.raises(TypeError, match=f"path_or_config is a {kind}; give the directory of a model, or a config"):
-            millrace.from_pretrained(given)  # type: ignore[arg-type]
+            headrace.from_pretrained(given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_weights_have_the_dtype_of_the_files(directory: Path, entries: dict[str,
     with torch.no_grad():
         expected = LlamaForCausalLM.from_pretrained(directory, dtype="auto").eval()(IDS).logits
         rewrite(directory, **entries)
-        model, handle = millrace.from_pretrained(directory, device="cpu", trainable=False)
+        model, handle = headrace.from_pretrained(directory, device="cpu", trainable=False)
         with handle:
             assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
             assert model.config.dtype == torch.bfloat16
@@ -101,7 +101,7 @@ def test_float32_files_stay_float32_and_are_mapped(directory: Path, named: str) 
     opened, files = open_pretrained(directory)
     assert all(files.name_of(parameter.detach()) for parameter in opened.parameters())
     files.close()
-    model, handle = millrace.from_pretrained(directory, device="cpu", trainable=False)
+    model, handle = headrace.from_pretrained(directory, device="cpu", trainable=False)
     with handle, torch.no_grad():
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
         assert torch.equal(model(IDS).logits, plain(IDS).logits)
@@ -109,6 +109,6 @@ def test_float32_files_stay_float32_and_are_mapped(directory: Path, named: str) 
 
 def test_float32_of_the_config_is_taken_where_the_files_have_some(directory: Path) -> None:
     rewrite(directory, dtype="float32")
-    model, handle = millrace.from_pretrained(directory, device="cpu", trainable=False)
+    model, handle = headrace.from_pretrained(directory, device="cpu", trainable=False)
     with handle:
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import BartConfig, BartForConditionalGeneration, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
-import millrace
+import headrace
 from tests.matrix.compare import weight_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*generation.*", "ignore:.*generate.*")
@@ -65,7 +65,7 @@ def fit(model: BartForConditionalGeneration, directory: Path) -> tuple[float, li
 def test_predict_with_generate(tmp_path: Path) -> None:
     plain, model = bart(), bart()
     loss, generated = fit(plain, tmp_path)
-    with millrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2) as handle:
+    with headrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2) as handle:
         found, seen = fit(model, tmp_path)
         assert handle.stats().device_peak_bytes <= handle.stats().device_budget_bytes
     assert found == loss

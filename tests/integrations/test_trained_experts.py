@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
+import headrace
 from tests.integrations import test_experts as alone
 from tests.integrations.test_experts import ARCHITECTURES, IMPLEMENTATIONS, budget, expert_bytes, experts_in
 from tests.matrix.compare import same, weight_bytes
@@ -87,7 +87,7 @@ def check(
     plain = copy.deepcopy(model).to(device)
     wanted = train(plain, steps, backward=backward)
     limit = budget(model, slots)
-    with millrace.offload(model, device=device, device_memory=limit, **options) as handle:
+    with headrace.offload(model, device=device, device_memory=limit, **options) as handle:
         found = train(model, steps, backward=backward)
         stats = handle.stats()
     assert len(found) == len(wanted)
@@ -134,7 +134,7 @@ def test_what_crosses_the_link(compute_device: torch.device, build: Any, impleme
     experts = [parameter for module in experts_in(model) for parameter in module.parameters()]
     others = [parameter for parameter in model.parameters() if all(parameter is not one for one in experts)]
     ids = FEW.to(compute_device)
-    with millrace.offload(model, device=compute_device, device_memory=budget(model, 40)) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=budget(model, 40)) as handle:
         slots: dict[tuple[int, int], int] = {}  # of two banks: the layer whose expert each holds
         for turn in range(3):
             handle.reset_stats()
@@ -245,8 +245,8 @@ def test_host_optimizers(compute_device: torch.device, build: Any, overlap: str)
     before = [module.down_proj.detach().clone() for module in experts_in(model)]
     found = []
     for one, limit in ((model, budget(model, 20)), (whole, 2 * weight_bytes(model))):
-        with millrace.offload(one, device=compute_device, device_memory=limit) as handle:
-            optimizer = millrace.optim.AdamW(one.parameters(), lr=0.01, weight_decay=0.1, overlap=overlap)
+        with headrace.offload(one, device=compute_device, device_memory=limit) as handle:
+            optimizer = headrace.optim.AdamW(one.parameters(), lr=0.01, weight_decay=0.1, overlap=overlap)
             for step in range(4):
                 ids = FEW.roll(step, 1).to(compute_device)
                 one(ids, labels=ids).loss.backward()
@@ -271,8 +271,8 @@ def test_host_optimizers_of_weights_on_disk(
     state = {"tier": "disk", "disk": tmp_path / "state"} if tier == "disk" else {}
     found = []
     for one, limit, options in ((model, budget(model, 20), on_disk), (whole, 2 * nbytes, {})):
-        with millrace.offload(one, device=compute_device, device_memory=limit, **options) as handle:
-            optimizer = millrace.optim.AdamW(one.parameters(), lr=0.01, **(state if options else {}))
+        with headrace.offload(one, device=compute_device, device_memory=limit, **options) as handle:
+            optimizer = headrace.optim.AdamW(one.parameters(), lr=0.01, **(state if options else {}))
             for step in ([FEW], [MANY], [FEW, FEW.flip(1)], [FEW]):
                 for ids in step:
                     one(ids.to(compute_device), labels=ids.to(compute_device)).loss.backward()
@@ -299,7 +299,7 @@ def test_hooks_see_whole_gradients(compute_device: torch.device, build: Any) -> 
             one(ids.to(compute_device), labels=ids.to(compute_device)).loss.backward()
 
     backward(plain)
-    with millrace.offload(model, device=compute_device, device_memory=budget(model, 20)) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=budget(model, 20)) as handle:
         backward(model)
         assert handle.stats().expert_loads > 0
     assert len(seen[True]) == 4
@@ -323,7 +323,7 @@ def test_grad_scaler(build: Any) -> None:
         return [parameter.detach().clone() for parameter in one.parameters()]
 
     wanted = scaled(plain)
-    with millrace.offload(model, device="cpu", device_memory=budget(model, 20)) as handle:
+    with headrace.offload(model, device="cpu", device_memory=budget(model, 20)) as handle:
         assert all(map(same, scaled(model), wanted))
         assert handle.stats().expert_loads > 0
 
@@ -334,7 +334,7 @@ def test_micro_batches_together(compute_device: torch.device, build: Any, implem
     plain = copy.deepcopy(model).to(compute_device)
     steps = on(compute_device, [FEW, FEW.flip(1), FEW], [MANY, FEW, MANY])
     wanted = train(plain, steps)
-    with millrace.offload(model, device=compute_device, device_memory=budget(model, 40)) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=budget(model, 40)) as handle:
 
         def together(one: Any, step: list[torch.Tensor]) -> None:
             handle.forward_backward(step, lambda ids: one(ids, labels=ids).loss)
@@ -352,7 +352,7 @@ def test_bfloat16(compute_device: torch.device, build: Any, implementation: str)
     dtypes = {"param_dtype": torch.bfloat16, "grad_dtype": torch.float32}
     found = []
     for one, limit in ((model, budget(copy.deepcopy(model).bfloat16(), 20)), (whole, 2 * weight_bytes(model))):
-        with millrace.offload(one, device=compute_device, device_memory=limit, **dtypes) as handle:
+        with headrace.offload(one, device=compute_device, device_memory=limit, **dtypes) as handle:
             found.append(train(one, on(compute_device, [FEW], [FEW.flip(1), FEW])))
             assert (handle.stats().expert_loads > 0) == (one is model)
             assert handle.stats().device_peak_bytes <= limit
@@ -386,7 +386,7 @@ def test_an_exception_in_backward_leaves_no_gradients(compute_device: torch.devi
     plain = copy.deepcopy(model).to(compute_device)
     steps = on(compute_device, [FEW], [FEW.flip(1)])
     wanted = train(plain, steps)
-    with millrace.offload(model, device=compute_device, device_memory=budget(model, 20)):
+    with headrace.offload(model, device=compute_device, device_memory=budget(model, 20)):
         ids = FEW.to(compute_device)
 
         def fail(_gradient: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Does transformers' Trainer log what offloading did, save by millrace, and take millrace's optimizers by name?"""
+"""Does transformers' Trainer log what offloading did, save by headrace, and take headrace's optimizers by name?"""
 
 import re
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
-import millrace
-from millrace.integrations.transformers import MillraceCallback, micro_batches_together, optimizer_cls_and_kwargs
+import headrace
+from headrace.integrations.transformers import HeadraceCallback, micro_batches_together, optimizer_cls_and_kwargs
 from tests.matrix.compare import Outcome
 from tests.optim.test_overlap import Held
 
@@ -34,34 +34,34 @@ def trainer_of(model: Any, settings: TrainingArguments, **more: Any) -> Trainer:
 def test_logs(tmp_path: Path) -> None:
     """The last log has the numbers of all of training; those before it, of the steps between."""
     model = llama()
-    handle = millrace.offload(model, device="cpu", device_memory="64KiB")
+    handle = headrace.offload(model, device="cpu", device_memory="64KiB")
     handle.reset_stats()
-    trainer = trainer_of(model, arguments(tmp_path, save_strategy="no"), callbacks=[MillraceCallback(handle)])
+    trainer = trainer_of(model, arguments(tmp_path, save_strategy="no"), callbacks=[HeadraceCallback(handle)])
     trainer.train()
     first, second, whole = trainer.state.log_history
     for name in ("onload_bytes", "offload_bytes"):
-        key = f"millrace_{name}"
+        key = f"headrace_{name}"
         assert first[key] > 0
         assert first[key] + second[key] == whole[key] == getattr(handle.stats(), name)
-    assert 0 < whole["millrace_device_peak_bytes"] <= 64 << 10
-    assert 0 <= second["millrace_stall_share"] < 1
-    assert second["millrace_tokens_per_second"] > 0
+    assert 0 < whole["headrace_device_peak_bytes"] <= 64 << 10
+    assert 0 <= second["headrace_stall_share"] < 1
+    assert second["headrace_tokens_per_second"] > 0
     assert len(model._forward_pre_hooks) == 0
     handle.remove()
 
 
 def test_a_log_does_not_wait_for_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     model, state = llama(), TrainerState(log_history=[{}])
-    with millrace.offload(model, device="cpu", device_memory="64KiB") as handle:
-        optimizer = millrace.optim.AdamW(model.parameters(), lr=0.01, overlap="forward")
-        callback = MillraceCallback(handle)
+    with headrace.offload(model, device="cpu", device_memory="64KiB") as handle:
+        optimizer = headrace.optim.AdamW(model.parameters(), lr=0.01, overlap="forward")
+        callback = HeadraceCallback(handle)
         callback.on_train_begin(None, state, None, model=model)
         updates = Held(monkeypatch)
         model(**{name: torch.tensor([row]) for name, row in ROWS[0].items()}).loss.backward()
         optimizer.step()
         callback.on_log(None, state, None, logs=state.log_history[0])
         assert not updates.gate.is_set()
-        assert state.log_history[0]["millrace_onload_bytes"] > 0
+        assert state.log_history[0]["headrace_onload_bytes"] > 0
         updates.release_soon()
         optimizer.synchronize()
         assert updates.waited > 0
@@ -81,30 +81,30 @@ class Reporter(TrainerCallback):
 def test_attached_it_is_before_those_that_report(tmp_path: Path) -> None:
     model = llama()
     reporter = Reporter()
-    with millrace.offload(model, device="cpu", device_memory="64KiB") as handle:
+    with headrace.offload(model, device="cpu", device_memory="64KiB") as handle:
         trainer = trainer_of(model, arguments(tmp_path, save_strategy="no"), callbacks=[reporter])
-        MillraceCallback(handle).attach(trainer)
+        HeadraceCallback(handle).attach(trainer)
         trainer.train()
-    assert [log["millrace_onload_bytes"] > 0 for log in reporter.logs] == [True, True, True]
+    assert [log["headrace_onload_bytes"] > 0 for log in reporter.logs] == [True, True, True]
 
 
 def test_checkpoints_beside_the_trainers_own(tmp_path: Path) -> None:
     model = llama()
-    handle = millrace.offload(model, device="cpu", device_memory="64KiB")
+    handle = headrace.offload(model, device="cpu", device_memory="64KiB")
     settings = arguments(tmp_path, save_steps=1, save_total_limit=2)
     trainer = trainer_of(
         model,
         settings,
         optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(settings, overlap="forward"),
-        callbacks=[MillraceCallback(handle, save=True)],
+        callbacks=[HeadraceCallback(handle, save=True)],
     )
     trainer.train()
-    assert sorted(path.name for path in (tmp_path / "millrace").iterdir()) == ["step-3", "step-4"]
-    newest = millrace.checkpoint.newest(tmp_path / "millrace")
+    assert sorted(path.name for path in (tmp_path / "headrace").iterdir()) == ["step-3", "step-4"]
+    newest = headrace.checkpoint.newest(tmp_path / "headrace")
     again = llama(seed=1)
     other = trainer_of(again, settings, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(settings))
     optimizer = other.create_optimizer()
-    extra = millrace.load(newest, again, optimizer)
+    extra = headrace.load(newest, again, optimizer)
     assert extra["trainer_state"]["global_step"] == extra["scheduler"]["last_epoch"] == 4
     assert all(map(torch.equal, again.parameters(), model.parameters()))
     whole = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
@@ -130,10 +130,10 @@ def test_an_optimizer_by_its_name_computes_the_same(name: str, tmp_path: Path) -
     plain, model = llama(), llama()
     trainer_of(plain, settings).train()
     chosen = optimizer_cls_and_kwargs(settings, overlap="forward")
-    handle = millrace.offload(model, device="cpu", device_memory="64KiB")
+    handle = headrace.offload(model, device="cpu", device_memory="64KiB")
     trainer = trainer_of(model, settings, optimizer_cls_and_kwargs=chosen)
     trainer.train()
-    assert type(trainer.optimizer.optimizer).__module__.startswith("millrace.optim")
+    assert type(trainer.optimizer.optimizer).__module__.startswith("headrace.optim")
     assert handle.stats().steps == 4
     handle.remove()
     if name == "sgd":  # PyTorch's default for it is not fused, and may differ in a weight's last bit
@@ -149,12 +149,12 @@ def test_settings_of_optimizers(tmp_path: Path) -> None:
 
     of_disk = {"lr": 0.5, "tier": "disk", "disk": "/nvme"}
     betas = {"betas": (0.9, 0.999)}
-    assert chosen("lion_8bit") == (millrace.optim.Lion, of_disk | betas | {"state_dtype": "8bit"})
+    assert chosen("lion_8bit") == (headrace.optim.Lion, of_disk | betas | {"state_dtype": "8bit"})
     assert chosen("adamw_torch", optim_args="eps=1e-4,amsgrad=True") == (
-        millrace.optim.AdamW,
+        headrace.optim.AdamW,
         of_disk | betas | {"eps": 1e-4, "amsgrad": True},
     )
-    with pytest.raises(ValueError, match=r"optim='rmsprop'; give one of adamw_torch, .*millrace\.optim\.Adafactor"):
+    with pytest.raises(ValueError, match=r"optim='rmsprop'; give one of adamw_torch, .*headrace\.optim\.Adafactor"):
         chosen("rmsprop")
 
 
@@ -185,7 +185,7 @@ def test_the_trainers_own_checkpoints(way: str, trainer_device: torch.device, tm
         for run in range(runs):
             model = llama(seed=run)
             if offloads:
-                handle = millrace.offload(model, device=trainer_device, device_memory="64KiB")
+                handle = headrace.offload(model, device=trainer_device, device_memory="64KiB")
             trainer = trainer_of(model, settings, eval_dataset=ROWS[:4])
             trainer.train(resume_from_checkpoint=str(directory / "checkpoint-2") if run else None)
             found.append(Outcome().read(model))
@@ -232,7 +232,7 @@ def test_micro_batches_together_equal_the_trainers_loop(changes: dict[str, Any],
     rows = [{**row, "labels": row["labels"][: 2 + n % 5] + [-100] * (6 - n % 5)} for n, row in enumerate(ROWS[:12])]
     for together in (False, True):
         model, calls = llama(), Calls()
-        handle = millrace.offload(model, device="cpu", device_memory="64KiB")
+        handle = headrace.offload(model, device="cpu", device_memory="64KiB")
         trainer = Trainer(model, arguments(tmp_path, **settings, **changes), train_dataset=rows, callbacks=[calls])
         if together:
             micro_batches_together(trainer, handle)
@@ -253,7 +253,7 @@ def test_micro_batches_together_equal_the_trainers_loop(changes: dict[str, Any],
 
 def test_a_loss_that_fails_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
     model = llama()
-    with millrace.offload(model, device="cpu", device_memory="64KiB") as handle:
+    with headrace.offload(model, device="cpu", device_memory="64KiB") as handle:
         trainer = trainer_of(model, arguments(tmp_path, save_strategy="no", gradient_accumulation_steps=2))
         micro_batches_together(trainer, handle)
         compute_loss, fails = trainer.compute_loss, [False, True]
@@ -281,7 +281,7 @@ def test_trainers_whose_steps_cannot_go_together_are_refused(tmp_path: Path) -> 
         maybe_activation_offload_context = torch.no_grad()
 
     model = llama()
-    with millrace.offload(model, device="cpu", device_memory="64KiB") as handle:
+    with headrace.offload(model, device="cpu", device_memory="64KiB") as handle:
         for kind, error, says in (
             (Counting, TypeError, "Counting has a"),
             (Offloading, ValueError, "activations=True"),

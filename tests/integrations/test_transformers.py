@@ -20,10 +20,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-import millrace
-from millrace.cli.main import main
-from millrace.errors import CheckpointError
-from millrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer
+import headrace
+from headrace.cli.main import main
+from headrace.errors import CheckpointError
+from headrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer
 
 IDS = {"vocab_size": VOCABULARY_SIZE, "bos_token_id": None, "eos_token_id": END_ID, "pad_token_id": PAD_ID}
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
@@ -63,7 +63,7 @@ def test_it_writes_what_the_plain_model_writes(directory: Path, compute_device: 
     expected = plain.generate(prompt.to(compute_device), max_new_tokens=12, do_sample=False)
     files = {file: file.read_bytes() for file in directory.iterdir()}
     limits = budgets(directory)
-    model, handle = millrace.from_pretrained(directory, trainable=False, device=compute_device, **limits)
+    model, handle = headrace.from_pretrained(directory, trainable=False, device=compute_device, **limits)
     with handle:
         found = model.generate(prompt.to(compute_device), max_new_tokens=12, do_sample=False)
         assert torch.equal(found, expected)
@@ -84,7 +84,7 @@ def test_it_trains(directory: Path) -> None:
     files = {file: file.read_bytes() for file in directory.glob("*.safetensors")}
     batch = torch.arange(5, 35).view(2, -1)
     plain(input_ids=batch, labels=batch).loss.backward()
-    model, handle = millrace.from_pretrained(directory, device="cpu", **budgets(directory))
+    model, handle = headrace.from_pretrained(directory, device="cpu", **budgets(directory))
     with handle:
         model(input_ids=batch, labels=batch).loss.backward()
         for (name, home), weight in zip(model.named_parameters(), plain.named_parameters(), strict=True):
@@ -99,11 +99,11 @@ def test_it_trains(directory: Path) -> None:
 
 def test_directories_that_hold_no_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no config.json; give the directory of a transformers model"):
-        millrace.from_pretrained(tmp_path)
+        headrace.from_pretrained(tmp_path)
     config = LlamaConfig(architectures=["LlamaForEverything"])
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict(), default=str))
     with pytest.raises(CheckpointError, match=r"names the architectures \['LlamaForEverything'\], none of which"):
-        millrace.from_pretrained(tmp_path)
+        headrace.from_pretrained(tmp_path)
 
 
 def test_the_command_line_writes_text(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,11 +257,11 @@ def test_bad_input_is_one_line(
 ) -> None:
     assert main(["generate", "--model", str(directory), "--prompt", "one", "--device", "cpu", *extra]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("millrace generate: ")
+    assert err.startswith("headrace generate: ")
     assert says in err
 
 
-def test_a_config_gives_the_model_that_it_gives_without_millrace(tmp_path: Path, compute_device: torch.device) -> None:
+def test_a_config_gives_the_model_that_it_gives_without_headrace(tmp_path: Path, compute_device: torch.device) -> None:
     """Large weights are drawn into files; the seed decides what they are, and what comes from the generator next."""
     config = LlamaConfig(hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, **IDS)
     torch.manual_seed(0)
@@ -269,7 +269,7 @@ def test_a_config_gives_the_model_that_it_gives_without_millrace(tmp_path: Path,
     following = torch.rand(1)
     total = sum(parameter.nbytes for parameter in plain.parameters())
     torch.manual_seed(0)
-    model, handle = millrace.from_pretrained(
+    model, handle = headrace.from_pretrained(
         config, device=compute_device, device_memory=total // 2, host_memory=total // 2, disk=tmp_path / "disk"
     )
     with handle:
@@ -285,7 +285,7 @@ def test_a_config_gives_the_model_that_it_gives_without_millrace(tmp_path: Path,
 
 
 def test_large_new_tensors_lie_on_disk(tmp_path: Path) -> None:
-    from millrace.memory.disk import TensorsOnDisk
+    from headrace.memory.disk import TensorsOnDisk
 
     with TensorsOnDisk(tmp_path / "disk"):
         large = torch.empty(1024, 512)
@@ -305,4 +305,4 @@ def test_a_config_without_architecture_says_so() -> None:
     from transformers import ViTConfig
 
     with pytest.raises(ValueError, match=r"ViTConfig names no architecture.*set config\.architectures"):
-        millrace.from_pretrained(ViTConfig(), device="cpu")
+        headrace.from_pretrained(ViTConfig(), device="cpu")

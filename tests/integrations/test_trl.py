@@ -10,9 +10,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
-import millrace
-from millrace.integrations.transformers import micro_batches_together
-from millrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer
+import headrace
+from headrace.integrations.transformers import micro_batches_together
+from headrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer
 from tests.matrix.compare import Outcome, weight_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of each other's deprecated names
@@ -29,7 +29,7 @@ class Run:
 
     def __init__(self, device: torch.device, directory: Path, *, offloads: bool, together: bool = False) -> None:
         self.device, self.directory, self.offloads, self.together = device, directory, offloads, together
-        self.handles: list[millrace.Offloaded] = []
+        self.handles: list[headrace.Offloaded] = []
 
     def llama(self, kind: Any = LlamaForCausalLM, **settings: Any) -> Any:
         torch.manual_seed(0)
@@ -37,7 +37,7 @@ class Run:
 
     def offload(self, model: Any) -> Any:
         if self.offloads:
-            self.handles.append(millrace.offload(model, device=self.device, device_memory=weight_bytes(model) * 2 // 3))
+            self.handles.append(headrace.offload(model, device=self.device, device_memory=weight_bytes(model) * 2 // 3))
         return model
 
     def train(

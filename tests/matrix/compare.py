@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import millrace
-from millrace.memory.arena import aligned
+import headrace
+from headrace.memory.arena import aligned
 
 GRANULE_BYTES = 512  # a device's allocator rounds every allocation up to a multiple
 
@@ -182,27 +182,27 @@ def peak_activation_bytes(model: nn.Module, batch: Any, forward: Forward, device
     return allocations.peak_bytes
 
 
-def largest_block_bytes(handle: millrace.Offloaded) -> int:
+def largest_block_bytes(handle: headrace.Offloaded) -> int:
     """Of the blocks that come and go."""
     assert handle.plan is not None, "no plan was made"
     return max(handle.plan.problem.block_bytes)
 
 
-def resident_bytes(handle: millrace.Offloaded, model: nn.Module) -> int:
+def resident_bytes(handle: headrace.Offloaded, model: nn.Module) -> int:
     """Of the weights that stay."""
     assert handle.plan is not None, "no plan was made"
     total = sum(aligned(p.nbytes) for p in model.parameters())
     return total - sum(handle.plan.problem.block_bytes)
 
 
-def rounding_bytes(handle: millrace.Offloaded, model: nn.Module) -> int:
+def rounding_bytes(handle: headrace.Offloaded, model: nn.Module) -> int:
     """The most that rounding adds to what the budget counts: for each block, resident part, dtype and module buffer."""
     assert handle.plan is not None, "no plan was made"
     return GRANULE_BYTES * (len(handle.plan.problem.block_bytes) + len(list(model.buffers())) + 8)
 
 
 # what is moved ------------------------------------------------------------------------------------------------------
-def settle(handle: millrace.Offloaded, cycle: Callable[[], None], limit: int = 12) -> None:
+def settle(handle: headrace.Offloaded, cycle: Callable[[], None], limit: int = 12) -> None:
     """Repeats the cycle until its plan stays the same."""
     unchanged = 0
     plan = handle.plan
@@ -215,7 +215,7 @@ def settle(handle: millrace.Offloaded, cycle: Callable[[], None], limit: int = 1
     raise AssertionError(f"no plan lasted within {limit} cycles")
 
 
-def assert_moves_as_planned(handle: millrace.Offloaded, model: nn.Module, cycle: Callable[[], None]) -> None:
+def assert_moves_as_planned(handle: headrace.Offloaded, model: nn.Module, cycle: Callable[[], None]) -> None:
     """Settled cycles bring exactly what is planned, when it is planned; residents that changed are renewed besides."""
     settle(handle, cycle)
     plan = handle.plan
@@ -251,13 +251,13 @@ def budget_bytes(model: nn.Module, share: float) -> int:
     return int(weight_bytes(model) * share) + sum(buffer.nbytes for buffer in model.buffers())
 
 
-def offload(model: nn.Module, device: torch.device, share: float = 0.4, **options: Any) -> millrace.Offloaded:
+def offload(model: nn.Module, device: torch.device, share: float = 0.4, **options: Any) -> headrace.Offloaded:
     """Offloads with a budget of that share of the weights."""
     options.setdefault("device_memory", budget_bytes(model, share))
-    return millrace.offload(model, device=device, **options)
+    return headrace.offload(model, device=device, **options)
 
 
-def assert_streamed(handle: millrace.Offloaded, model: nn.Module) -> None:
+def assert_streamed(handle: headrace.Offloaded, model: nn.Module) -> None:
     """The budget was below the weights and was kept, and weights came again and again."""
     stats = handle.stats()
     assert 0 < stats.device_peak_bytes <= stats.device_budget_bytes < weight_bytes(model)
@@ -266,7 +266,7 @@ def assert_streamed(handle: millrace.Offloaded, model: nn.Module) -> None:
 
 def assert_exact(
     make: Callable[[], nn.Module], script: Script, device: torch.device, share: float = 0.4, **options: Any
-) -> tuple[millrace.Offloaded, nn.Module]:
+) -> tuple[headrace.Offloaded, nn.Module]:
     """Runs the script on the plain model and on the offloaded one: everything must be equal."""
     plain = script(make().to(device))
     model = make()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
+import headrace
 from tests.matrix.compare import assert_same_tensors, on_cpu, weight_bytes
 from tests.matrix.models import CASES, Decoder
 
@@ -32,14 +32,14 @@ def refused(offload: Offload, error: type[Exception], *words: str, model: Any = 
 
 
 def with_settings(device: torch.device, **settings: Any) -> Offload:
-    return lambda model: millrace.offload(model, device=device, **{"device_memory": ENOUGH, **settings})
+    return lambda model: headrace.offload(model, device=device, **{"device_memory": ENOUGH, **settings})
 
 
 # budgets -------------------------------------------------------------------------------------------------------------
 def test_budget_below_the_largest_block(compute_device: torch.device) -> None:
     refused(
         with_settings(compute_device, device_memory=9_000, blocks=["layers.*"]),
-        millrace.BudgetError,
+        headrace.BudgetError,
         "block 'layers.",
         "KiB",
         "device_memory allows 8.79 KiB",
@@ -68,7 +68,7 @@ def test_unreadable_budgets(
 
 def test_host_memory_too_small(compute_device: torch.device) -> None:
     settings = with_settings(compute_device, host_memory="64KiB")
-    refused(settings, millrace.BudgetError, "host memory", "host_memory allows 64 KiB")
+    refused(settings, headrace.BudgetError, "host memory", "host_memory allows 64 KiB")
     refused(with_settings(compute_device, host_memory="much"), ValueError, "host_memory='much'")
 
 
@@ -91,17 +91,17 @@ def test_device_without_memory_for_the_plan(compute_device: torch.device) -> Non
     from emulator import emu
 
     with emu.configured(device_memory=20_000):
-        refused(with_settings(compute_device), millrace.BudgetError, "KiB")
+        refused(with_settings(compute_device), headrace.BudgetError, "KiB")
 
 
 # models --------------------------------------------------------------------------------------------------------------
 def test_model_offloaded_already(compute_device: torch.device) -> None:
     model = DENSE.build()
-    handle = millrace.offload(model, device=compute_device, device_memory=ENOUGH)
+    handle = headrace.offload(model, device=compute_device, device_memory=ENOUGH)
     again = with_settings(compute_device)
-    refused(again, millrace.StateError, "the model is offloaded already", "remove()", model=model)
-    refused(again, millrace.StateError, "the model is offloaded already", "remove()", model=model.layers[2])
-    with pytest.raises(millrace.StateError, match="module '0' is offloaded already"):
+    refused(again, headrace.StateError, "the model is offloaded already", "remove()", model=model)
+    refused(again, headrace.StateError, "the model is offloaded already", "remove()", model=model.layers[2])
+    with pytest.raises(headrace.StateError, match="module '0' is offloaded already"):
         again(nn.Sequential(model))
     handle.remove()
     again(model)
@@ -110,11 +110,11 @@ def test_model_offloaded_already(compute_device: torch.device) -> None:
 def test_a_parameter_of_two_models(compute_device: torch.device) -> None:
     first, second = nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8))
     second[0].weight = first[0].weight
-    handle = millrace.offload(first, device=compute_device)
-    with pytest.raises(millrace.LayoutError, match=r"'0\.weight'.*another offloaded model.*as one.*remove\(\)"):
-        millrace.offload(second, device=compute_device)
+    handle = headrace.offload(first, device=compute_device)
+    with pytest.raises(headrace.LayoutError, match=r"'0\.weight'.*another offloaded model.*as one.*remove\(\)"):
+        headrace.offload(second, device=compute_device)
     handle.remove()
-    millrace.offload(second, device=compute_device)
+    headrace.offload(second, device=compute_device)
 
 
 def test_hooks_of_accelerate(compute_device: torch.device) -> None:
@@ -124,7 +124,7 @@ def test_hooks_of_accelerate(compute_device: torch.device) -> None:
     add_hook_to_module(model.layers[1], AlignDevicesHook(execution_device="cpu"))
     refused(
         with_settings(compute_device),
-        millrace.StateError,
+        headrace.StateError,
         "'layers.1' carries an accelerate hook",
         "remove_hook_from_submodules",
         model=model,
@@ -137,22 +137,22 @@ def test_hooks_of_diffusers(compute_device: torch.device) -> None:
     model = DENSE.build()
     device = torch.device("cpu")
     apply_group_offloading(model, onload_device=device, offload_device=device, offload_type="leaf_level")
-    refused(with_settings(compute_device), millrace.StateError, "carries a diffusers hook", model=model)
+    refused(with_settings(compute_device), headrace.StateError, "carries a diffusers hook", model=model)
 
 
 def test_meta_parameters(compute_device: torch.device) -> None:
     with torch.device("meta"):
         model = Decoder()
-    refused(with_settings(compute_device), millrace.LayoutError, "'embedding.weight'", "meta", "load", model=model)
+    refused(with_settings(compute_device), headrace.LayoutError, "'embedding.weight'", "meta", "load", model=model)
 
 
 def test_parameters_without_plain_bytes(compute_device: torch.device) -> None:
     sparse = DENSE.build()
     sparse.head.weight = nn.Parameter(torch.eye(48, 32).to_sparse())
-    refused(with_settings(compute_device), millrace.LayoutError, "'head.weight'", "sparse", "to_dense()", model=sparse)
+    refused(with_settings(compute_device), headrace.LayoutError, "'head.weight'", "sparse", "to_dense()", model=sparse)
 
     lazy = nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(8))
-    with pytest.raises(millrace.LayoutError, match=r"'1\.weight'.*not initialised"):
+    with pytest.raises(headrace.LayoutError, match=r"'1\.weight'.*not initialised"):
         with_settings(compute_device)(lazy)
 
     class Packed(nn.Parameter):
@@ -160,12 +160,12 @@ def test_parameters_without_plain_bytes(compute_device: torch.device) -> None:
 
     packed = DENSE.build()
     packed.head.weight = Packed(torch.randn(48, 32))
-    refused(with_settings(compute_device), millrace.LayoutError, "'head.weight'", "Packed", model=packed)
+    refused(with_settings(compute_device), headrace.LayoutError, "'head.weight'", "Packed", model=packed)
 
 
 def test_not_a_module(compute_device: torch.device) -> None:
     with pytest.raises(TypeError, match="model"):
-        millrace.offload([nn.Linear(2, 2)], device=compute_device)  # type: ignore[arg-type]
+        headrace.offload([nn.Linear(2, 2)], device=compute_device)  # type: ignore[arg-type]
 
 
 # blocks --------------------------------------------------------------------------------------------------------------
@@ -220,11 +220,11 @@ def test_other_settings(
 def test_a_budget_that_just_fits_is_accepted(compute_device: torch.device) -> None:
     """What the message of the error proposes works."""
     model = DENSE.build()
-    with pytest.raises(millrace.BudgetError) as refusal:
-        millrace.offload(model, device=compute_device, device_memory=12_000, blocks=["layers.*"])
+    with pytest.raises(headrace.BudgetError) as refusal:
+        headrace.offload(model, device=compute_device, device_memory=12_000, blocks=["layers.*"])
     proposed = re.search(r"at least ([0-9.]+ \w+)", str(refusal.value))
     assert proposed is not None
-    handle = millrace.offload(model, device=compute_device, device_memory=proposed[1], blocks=["layers.*"])
+    handle = headrace.offload(model, device=compute_device, device_memory=proposed[1], blocks=["layers.*"])
     tokens = DENSE.batches(1)[0][0]
     model(tokens).sum().backward()
     stats = handle.stats()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import millrace
+import headrace
 from tests.matrix.compare import (
     adamw,
     assert_exact,
@@ -83,7 +83,7 @@ def test_smallest_budget_there_is(compute_device: torch.device) -> None:
     largest = max(weight_bytes(layer) for layer in model.layers)
     small = sum(p.nbytes for p in model.norm.parameters())
     plain = train(DENSE.build().to(compute_device), batches, forward)
-    handle = millrace.offload(
+    handle = headrace.offload(
         model, device=compute_device, device_memory=largest + small + 2_000, blocks=[model.layers]
     )
     train(model, batches, forward).assert_equals(plain)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import millrace
+import headrace
 from tests.matrix.compare import Outcome, adamw, assert_exact, assert_streamed, offload, on_cpu, to_device, train
 from tests.matrix.models import CASES, WIDTH, Batch, Decoder, DecoderLayer, GatedMLP
 
@@ -24,7 +24,7 @@ def batches(device: torch.device) -> list[Batch]:
     return to_device(DENSE.batches(3), device)
 
 
-def settled(device: torch.device, share: float = 0.4) -> tuple[Any, millrace.Offloaded]:
+def settled(device: torch.device, share: float = 0.4) -> tuple[Any, headrace.Offloaded]:
     """An offloaded model that follows a plan."""
     model = DENSE.build()
     handle = offload(model, device, share)
@@ -32,7 +32,7 @@ def settled(device: torch.device, share: float = 0.4) -> tuple[Any, millrace.Off
     return model, handle
 
 
-def assert_still_exact(model: nn.Module, handle: millrace.Offloaded, device: torch.device) -> None:
+def assert_still_exact(model: nn.Module, handle: headrace.Offloaded, device: torch.device) -> None:
     """The model trains on as a plain one with its weights would."""
     plain = DENSE.build()
     plain.load_state_dict({name: on_cpu(tensor) for name, tensor in model.state_dict().items()})
@@ -172,7 +172,7 @@ def test_the_first_forward_of_an_added_module_is_without_gradients(
     plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     plain.load_state_dict(model.state_dict())
     plain.to(compute_device)
-    handle = millrace.offload(model, device=compute_device, device_memory="1MiB")
+    handle = headrace.offload(model, device=compute_device, device_memory="1MiB")
     added = make()
     model.append(added)
     plain.append(copy.deepcopy(added).to(compute_device))
@@ -192,10 +192,10 @@ def test_the_first_forward_of_an_added_module_is_without_gradients(
 def test_a_module_of_torchscript_that_comes_later_is_refused(compute_device: torch.device) -> None:
     model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     x = torch.ones(2, 8, device=compute_device)
-    with millrace.offload(model, device=compute_device):
+    with headrace.offload(model, device=compute_device):
         expected, plain = model(x), model[1]
         model[1] = torch.jit.script(nn.Linear(8, 8))
-        with pytest.raises(millrace.StateError, match=r"'1', which came after .* TorchScript, .* use the plain module"):
+        with pytest.raises(headrace.StateError, match=r"'1', which came after .* TorchScript, .* use the plain module"):
             model(x)
         model[1] = plain
         assert torch.equal(model(x), expected)
@@ -237,7 +237,7 @@ def test_gradient_of_a_gradient(compute_device: torch.device) -> None:
         return outcome
 
     _, model = assert_exact(DENSE.build, script, compute_device)
-    with pytest.raises(millrace.StateError, match=r"create_graph=True.*torch\.autograd\.grad"):
+    with pytest.raises(headrace.StateError, match=r"create_graph=True.*torch\.autograd\.grad"):
         forward(model, batches(compute_device)[0])[1].backward(create_graph=True)
 
 
@@ -273,9 +273,9 @@ def test_weight_changed_before_backward(
     forward(model, batches(compute_device)[1])[1].backward()
     loss = forward(model, batches(compute_device)[0])[1]
     change(model)
-    with pytest.raises(millrace.WeightChangedError, match=r"parameter '.*weight' was modified in place.*version"):
+    with pytest.raises(headrace.WeightChangedError, match=r"parameter '.*weight' was modified in place.*version"):
         loss.backward()
-    assert issubclass(millrace.WeightChangedError, RuntimeError)  # as PyTorch's own
+    assert issubclass(headrace.WeightChangedError, RuntimeError)  # as PyTorch's own
     assert_still_exact(model, handle, compute_device)
 
 
@@ -315,7 +315,7 @@ def test_weight_changed_by_the_model_after_its_use(compute_device: torch.device)
     """As in PyTorch, backward says so."""
     plain = DENSE.build().to(compute_device)
     model, handle = settled(compute_device)
-    for harmed, error in ((plain, RuntimeError), (model, millrace.WeightChangedError)):
+    for harmed, error in ((plain, RuntimeError), (model, headrace.WeightChangedError)):
         layer: Any = harmed.layers[2]
         layer.forward = WeightHarm.forward.__get__(layer)
         with pytest.raises(error, match=r"modified .*in.?place"):
@@ -328,7 +328,7 @@ def test_changed_shape(compute_device: torch.device) -> None:
     model, handle = settled(compute_device)
     kept = model.layers[4].mlp.up.weight.data
     model.layers[4].mlp.up.weight.data = torch.zeros(3, 5)
-    with pytest.raises(millrace.LayoutError, match=r"layers\.4\.mlp\.up\.weight.*\(64, 32\).*\(3, 5\).*remove\(\)"):
+    with pytest.raises(headrace.LayoutError, match=r"layers\.4\.mlp\.up\.weight.*\(64, 32\).*\(3, 5\).*remove\(\)"):
         forward(model, batches(compute_device)[0])
     model.layers[4].mlp.up.weight.data = kept
     assert_still_exact(model, handle, compute_device)
@@ -338,7 +338,7 @@ def test_replaced_by_another_shape(compute_device: torch.device) -> None:
     model, handle = settled(compute_device)
     kept = model.layers[4].mlp.up.weight
     model.layers[4].mlp.up.weight = nn.Parameter(torch.zeros(3, 5))
-    with pytest.raises(millrace.LayoutError, match=r"layers\.4\.mlp\.up\.weight.*remove\(\)"):
+    with pytest.raises(headrace.LayoutError, match=r"layers\.4\.mlp\.up\.weight.*remove\(\)"):
         forward(model, batches(compute_device)[0])
     model.layers[4].mlp.up.weight = kept
     assert_still_exact(model, handle, compute_device)

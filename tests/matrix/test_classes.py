@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import millrace
-from millrace.weights.passes.managed import Managed
-from millrace.weights.passes.site import Site
+import headrace
+from headrace.weights.passes.managed import Managed
+from headrace.weights.passes.site import Site
 from tests.matrix.compare import assert_exact, infer, weight_bytes
 
 WIDTH = 16
@@ -147,7 +147,7 @@ def test_a_call_is_one_call(kind: type[nn.Module], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Managed, "call", call)
     monkeypatch.setattr(Site, "is_inside", lambda _: False)  # such calls leave it out
     model = several(kind)
-    with millrace.offload(model, device="cpu"):
+    with headrace.offload(model, device="cpu"):
         model(torch.ones(2, WIDTH))
         assert calls == [model, *(one for layer in model for one in (layer, layer.linear))]
         if kind is not CallingItself:
@@ -162,7 +162,7 @@ def test_a_call_is_one_call(kind: type[nn.Module], monkeypatch: pytest.MonkeyPat
 
 def test_methods_that_were_kept_are_those_of_the_plain_model_afterwards() -> None:
     model = several(Layer)
-    with millrace.offload(model, device="cpu"):
+    with headrace.offload(model, device="cpu"):
         model(torch.ones(2, WIDTH)).sum().backward()
         kept = model.zero_grad, model._apply, model[0].__getstate__
     kept[0]()
@@ -175,7 +175,7 @@ def test_methods_that_were_kept_are_those_of_the_plain_model_afterwards() -> Non
 def test_classes_are_not_subclassed() -> None:
     calls = Layer.calls
     model = several(Layer)
-    with millrace.offload(model, device="cpu"):
+    with headrace.offload(model, device="cpu"):
         model(torch.ones(2, WIDTH))
     assert Registered.known == {"Layer": Layer}
     assert Layer.calls == calls + 5
@@ -191,7 +191,7 @@ def test_initialisation_by_type() -> None:
             module.weight.fill_(1.0)
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with millrace.offload(model, device="cpu"):
+    with headrace.offload(model, device="cpu"):
         model.apply(initialise)
         assert (model(torch.ones(1, 4)) != 0).all()
     assert all(bool((layer.weight == 1).all()) for layer in model)
@@ -200,7 +200,7 @@ def test_initialisation_by_type() -> None:
 def test_nothing_is_left_behind(compute_device: torch.device) -> None:
     model = several(Concrete)
     before = [(dict(vars(module)), type(module._parameters)) for module in model.modules()]
-    millrace.offload(model, device=compute_device).remove()
+    headrace.offload(model, device=compute_device).remove()
     for module, (attributes, kind) in zip(model.modules(), before, strict=True):
         assert vars(module).keys() == attributes.keys()
         assert type(module._parameters) is kind
@@ -221,8 +221,8 @@ class Located(nn.Module):
 def test_device_is_where_the_model_computes(compute_device: torch.device) -> None:
     own = Located.__dict__["device"]
     first, second, other = Located(), Located(), Located()
-    with millrace.offload(first, device=compute_device):
-        with millrace.offload(second, device=compute_device):
+    with headrace.offload(first, device=compute_device):
+        with headrace.offload(second, device=compute_device):
             assert first.device == second.device == compute_device
             assert other.device == torch.device("cpu")
         assert second.device == torch.device("cpu")
@@ -251,7 +251,7 @@ class WithOwnCopies(nn.Module):
 def test_own_ways_of_copying_are_kept(compute_device: torch.device) -> None:
     model = nn.Sequential(*(WithOwnCopies(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
     expected = [parameter.detach().clone() for parameter in model.parameters()]
-    with millrace.offload(model, device=compute_device, activations=True):
+    with headrace.offload(model, device=compute_device, activations=True):
         copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model)
     assert [one[0].copies for one in copies] == [1, -1, 0]
     for one in copies:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
-import millrace
+import headrace
 
 Log = list[tuple[str, Any]]
 Watch = Callable[[Sequence[nn.Parameter], Log], list[Any]]  # gives nodes to keep, and hooks to remove
@@ -98,7 +98,7 @@ def test_hooks_fire_as_in_a_plain_run(compute_device: torch.device, watch: Watch
     model = build()
     if before:
         kept += watch(list(model.parameters()), logs[1])
-    with millrace.offload(model, device=compute_device, device_memory=4000) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=4000) as handle:
         if not before:
             kept += watch(list(model.parameters()), logs[1])
         ours = run(model, logs[1], compute_device, zeroes=zeroes)
@@ -114,7 +114,7 @@ def test_hooks_fire_as_in_a_plain_run(compute_device: torch.device, watch: Watch
 
 def test_gradients_that_somebody_watches_keep_their_dtype(compute_device: torch.device) -> None:
     model, log = build(), []
-    with millrace.offload(model, device=compute_device, device_memory=4000, grad_dtype=torch.bfloat16):
+    with headrace.offload(model, device=compute_device, device_memory=4000, grad_dtype=torch.bfloat16):
         kept = everything(list(model.parameters()), log)
         run(model, log, compute_device, zeroes=False)
         assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
@@ -125,7 +125,7 @@ def test_gradients_that_somebody_watches_keep_their_dtype(compute_device: torch.
 def test_a_gradient_that_a_hook_saw_and_nobody_keeps_is_not_copied(compute_device: torch.device) -> None:
     """It lies in the memory that was made for it, and is made once."""
     model = build()
-    with millrace.offload(model, device=compute_device, device_memory=4000) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=4000) as handle:
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: None)
         run(model, [], compute_device, zeroes=True)
@@ -140,7 +140,7 @@ def test_a_gradient_that_a_hook_saw_and_nobody_keeps_is_not_copied(compute_devic
 
 def test_parameters_that_an_evaluation_finds_in_the_place_of_others_are_watched(compute_device: torch.device) -> None:
     model, state, counts = build(), build().state_dict(), [0, 0]
-    with millrace.offload(model, device=compute_device, device_memory=4000):
+    with headrace.offload(model, device=compute_device, device_memory=4000):
         model.load_state_dict(state, assign=True)
         handle = register_multi_grad_hook(list(model.parameters()), lambda _: counts.__setitem__(0, counts[0] + 1))
         nodes = [get_gradient_edge(parameter).node for parameter in model.parameters()]
@@ -186,7 +186,7 @@ def test_a_loss_term_on_parameters_adds_to_their_gradients(
 
     plain = penalised(make().to(compute_device), compute_device, zeroes=zeroes, first=first)
     model = make()
-    with millrace.offload(model, device=compute_device, device_memory="700KiB") as handle:
+    with headrace.offload(model, device=compute_device, device_memory="700KiB") as handle:
         ours = penalised(model, compute_device, zeroes=zeroes, first=first)
         assert handle.stats().device_peak_bytes <= 700 << 10
     for gradient, expected in zip(ours, plain, strict=True):
@@ -211,13 +211,13 @@ def test_dense_gradients_after_sparse_ones() -> None:
             self[1].weight = self[0].weight
 
     plain, model = train(Tied()), Tied()
-    with millrace.offload(model, device="cpu"):
+    with headrace.offload(model, device="cpu"):
         assert torch.equal(train(model), plain)
 
 
 def test_the_dtype_of_gradients_ends_with_the_handle() -> None:
     model, x = build(), torch.ones(2, 16)
-    with millrace.offload(model, device="cpu", grad_dtype=torch.bfloat16):
+    with headrace.offload(model, device="cpu", grad_dtype=torch.bfloat16):
         model(x).sum().backward()
         assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
         model.zero_grad()
@@ -225,7 +225,7 @@ def test_the_dtype_of_gradients_ends_with_the_handle() -> None:
         model(x).sum().backward()
         assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
         model.zero_grad()
-        with millrace.offload(model, device="cpu"):
+        with headrace.offload(model, device="cpu"):
             model(x).sum().backward()
             assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
             model.zero_grad()
@@ -234,13 +234,13 @@ def test_the_dtype_of_gradients_ends_with_the_handle() -> None:
 def test_room_for_gradients_beside_others_is_asked_for_before_backward(compute_device: torch.device) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-    with millrace.offload(model, device=compute_device, device_memory=40000, host_memory=400000):
+    with headrace.offload(model, device=compute_device, device_memory=40000, host_memory=400000):
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: None)
         x = torch.ones(2, 64).to(compute_device)
         model(x).sum().backward()
         before = [p.grad.clone() for p in model.parameters()]
-        with pytest.raises(millrace.BudgetError, match=r"gradients need .* host_memory allows"):
+        with pytest.raises(headrace.BudgetError, match=r"gradients need .* host_memory allows"):
             model(x)
         assert all(torch.equal(p.grad, kept) for p, kept in zip(model.parameters(), before, strict=True))
         model.zero_grad()
@@ -254,7 +254,7 @@ def test_gradients_that_nobody_watches_any_more_are_added_to(compute_device: tor
     for watches in (False, True):
         model = build()
         output = model(torch.ones(2, 16)) if watches and way == "a graph" else None
-        with millrace.offload(model, device=compute_device, device_memory=4000) as handle:
+        with headrace.offload(model, device=compute_device, device_memory=4000) as handle:
             del output
             for parameter in model.parameters():
                 if watches and way == "a look":
@@ -268,7 +268,7 @@ def test_a_node_that_was_kept_while_its_parameter_was_frozen(compute_device: tor
     model, log = build(), []
     kept = of_nodes(list(model.parameters()), log)
     model[2].requires_grad_(False)
-    with millrace.offload(model, device=compute_device, device_memory=4000):
+    with headrace.offload(model, device=compute_device, device_memory=4000):
         run(model, log, compute_device, zeroes=True)
         assert len(log) == 3 * 8
         model[2].requires_grad_(True)
@@ -313,7 +313,7 @@ def test_a_hook_may_call_the_model(kind: str, act: Callable[..., torch.Tensor], 
             found.append(act(model, batch))
 
         if not seen:
-            millrace.offload(model, device=compute_device, device_memory=memory, blocks=list(model))
+            headrace.offload(model, device=compute_device, device_memory=memory, blocks=list(model))
         watched = HOOKS[kind](model[2].weight, hook)
         for _ in range(3):
             loss = model(batch).square().sum()
@@ -332,7 +332,7 @@ def test_a_hook_may_call_the_model(kind: str, act: Callable[..., torch.Tensor], 
 def test_a_hook_cannot_remove_the_handle(kind: str, evaluated: bool, compute_device: torch.device) -> None:
     model = build()
     batch = torch.randn(3, 16).to(compute_device)
-    handle = millrace.offload(model, device=compute_device, device_memory="64MiB")
+    handle = headrace.offload(model, device=compute_device, device_memory="64MiB")
 
     def hook(_gradients: Any) -> None:
         if evaluated:
@@ -340,7 +340,7 @@ def test_a_hook_cannot_remove_the_handle(kind: str, evaluated: bool, compute_dev
         handle.remove()
 
     watched = HOOKS[kind](model[2].weight, hook)
-    with pytest.raises(millrace.StateError, match="within a forward or backward"):
+    with pytest.raises(headrace.StateError, match="within a forward or backward"):
         model(batch).sum().backward()
     watched.remove()
     model.zero_grad()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import millrace
+import headrace
 from tests.matrix.compare import Outcome, assert_exact, on_cpu, train, weight_bytes
 
 WIDTH = 16
@@ -118,9 +118,9 @@ def test_what_is_handed_over_has_been_updated(overlap: str) -> None:
         model.head = nn.Linear(WIDTH, 1 << 16, bias=False)
         handle = None
         if offloaded:
-            handle = millrace.offload(model, device="cpu", device_memory=2 * weight_bytes(model))
+            handle = headrace.offload(model, device="cpu", device_memory=2 * weight_bytes(model))
         optimizer: Any = (
-            millrace.optim.AdamW(model.parameters(), lr=1e-2, overlap=overlap)
+            headrace.optim.AdamW(model.parameters(), lr=1e-2, overlap=overlap)
             if offloaded
             else torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         )
@@ -208,14 +208,14 @@ def test_a_weight_that_is_kept_beyond_the_pass_is_the_home(compute_device: torch
     torch.manual_seed(0)
     model = Handing(keep)
     home = model.layers[0].weight
-    with millrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2):
+    with headrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2):
         model(torch.ones(2, WIDTH, device=compute_device))
         assert kept[0] is not home
         assert torch.equal(on_cpu(kept[0]), home.detach())
         (kept[0] * 2).sum().backward()
         assert home.grad is not None
         assert torch.equal(home.grad, torch.full_like(home, 2.0))
-    with pytest.raises(millrace.StateError, match="ask the module for its parameter again"):
+    with pytest.raises(headrace.StateError, match="ask the module for its parameter again"):
         kept[0] * 2
 
 
@@ -224,7 +224,7 @@ def test_hooks_of_backward_see_homes(compute_device: torch.device) -> None:
     model = Handing(saving)
     homes = [layer.weight for layer in model.layers]
     seen: list[bool] = []
-    with millrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2):
+    with headrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2):
         output = model(torch.ones(2, WIDTH, device=compute_device))
         output.register_hook(
             lambda _: seen.append(all(w is h.weight for w, h in zip(homes, model.layers, strict=True)))

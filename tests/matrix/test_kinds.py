@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import millrace
+import headrace
 from tests.matrix.compare import (
     Allocations,
     Outcome,
@@ -50,7 +50,7 @@ def test_kind(case: Case, checkpointing: str, training: str, compute_device: tor
     model = case.build(checkpointing, training)
     budget = int(weight_bytes(model) * case.share) + sum(buffer.nbytes for buffer in model.buffers())
     allocations = Allocations(compute_device)
-    handle = millrace.offload(model, device=compute_device, device_memory=budget)
+    handle = headrace.offload(model, device=compute_device, device_memory=budget)
     offloaded = run(model, allocations)
     offloaded.assert_equals(plain)
 

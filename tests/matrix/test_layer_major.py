@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import millrace
+import headrace
 from tests.matrix.compare import Outcome, adamw, budget_bytes, on_cpu, settle, to_device
 from tests.matrix.models import CASES, CHECKPOINTING, Case
 from tests.matrix.test_transformers import ARCHITECTURES, Inputs, batches_of, built, forward
@@ -35,7 +35,7 @@ def train(
     model: nn.Module,
     steps: Sequence[Sequence[Any]],
     loss: Loss,
-    handle: millrace.Offloaded | None = None,
+    handle: headrace.Offloaded | None = None,
     between: Callable[[int], None] = lambda step: None,
 ) -> Outcome:
     """Steps of several micro-batches: together with a handle, one after the other without."""
@@ -69,10 +69,10 @@ def assert_equal(
     device: torch.device,
     share: float,
     **options: Any,
-) -> tuple[millrace.Offloaded, nn.Module]:
+) -> tuple[headrace.Offloaded, nn.Module]:
     plain = train(make().to(device), steps, loss)
     model = make()
-    handle = millrace.offload(model, device=device, device_memory=budget_bytes(model, share), **options)
+    handle = headrace.offload(model, device=device, device_memory=budget_bytes(model, share), **options)
     train(model, steps, loss, handle).assert_equals(plain)
     stats = handle.stats()
     assert 0 < stats.device_peak_bytes <= stats.device_budget_bytes
@@ -86,13 +86,13 @@ def assert_together(
     device: torch.device,
     share: float,
     **options: Any,
-) -> tuple[millrace.Offloaded, nn.Module]:
+) -> tuple[headrace.Offloaded, nn.Module]:
     handle, model = assert_equal(make, steps, loss, device, share, **options)
     assert_moves_as_for_one(handle, model, steps[0], loss)
     return handle, model
 
 
-def assert_moves_as_for_one(handle: millrace.Offloaded, model: nn.Module, batches: Sequence[Any], loss: Loss) -> None:
+def assert_moves_as_for_one(handle: headrace.Offloaded, model: nn.Module, batches: Sequence[Any], loss: Loss) -> None:
     """Bytes over the link of a step with several micro-batches are those of one with one."""
 
     def moved(cycle: Callable[[], None]) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import millrace
+import headrace
 from tests.matrix.compare import (
     Outcome,
     assert_exact,
@@ -263,7 +263,7 @@ def test_a_model_of_one_block(compute_device: torch.device) -> None:
 
 def test_a_model_without_parameters(compute_device: torch.device) -> None:
     model = nn.Sequential(nn.ReLU(), nn.Flatten())
-    with millrace.offload(model, device=compute_device):
+    with headrace.offload(model, device=compute_device):
         assert model(torch.randn(2, 3)).device == compute_device
 
 
@@ -274,13 +274,13 @@ def test_tied_parameters_that_are_no_longer_one_are_refused(compute_device: torc
     model[2].weight = model[0].weight
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     x = torch.ones(2, 8).to(compute_device)
-    with millrace.offload(model, device=compute_device):
+    with headrace.offload(model, device=compute_device):
         before = model(x).cpu()
         model.load_state_dict(state, assign=True)
-        with pytest.raises(millrace.LayoutError, match=r"'0.weight' was offloaded as one that 2 modules share"):
+        with pytest.raises(headrace.LayoutError, match=r"'0.weight' was offloaded as one that 2 modules share"):
             model(x)
         model[2].weight = model[0].weight
         assert torch.equal(model(x).cpu(), before)
         model[2].weight = nn.Parameter(torch.zeros(8, 8))
-        with pytest.raises(millrace.LayoutError, match=r"model\.tie_weights"):
+        with pytest.raises(headrace.LayoutError, match=r"model\.tie_weights"):
             model(x)

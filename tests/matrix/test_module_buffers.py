@@ -12,8 +12,8 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-import millrace
-from millrace.memory.ledger import Tier
+import headrace
+from headrace.memory.ledger import Tier
 from tests.matrix.compare import Outcome, assert_exact, on_cpu, weight_bytes
 
 WIDTH = 24
@@ -85,7 +85,7 @@ def test_results_are_those_of_a_plain_model(act: Any, compute_device: torch.devi
 
 def test_what_was_taken_before_a_pass_shows_what_it_wrote(compute_device: torch.device) -> None:
     model: Any = make()
-    with millrace.offload(model, device=compute_device, device_memory=weight_bytes(model)):
+    with headrace.offload(model, device=compute_device, device_memory=weight_bytes(model)):
         kept = [layer.norm.running_mean for layer in model]
         averaged = AveragedModel(make(), use_buffers=True)
         for batch in batches(compute_device):
@@ -108,7 +108,7 @@ def test_parameters_and_buffers_meet_outside_of_passes(compute_device: torch.dev
     x = torch.randn(2, 3, 6, 6)
     with torch.no_grad():
         expected = fuse_conv_bn_eval(copy.deepcopy(model[0]), copy.deepcopy(model[1]))(x)
-    with millrace.offload(model, device=compute_device), torch.no_grad():
+    with headrace.offload(model, device=compute_device), torch.no_grad():
         model(x)
         fused = fuse_conv_bn_eval(model[0], model[1])
         assert type(fused.weight) is nn.Parameter
@@ -157,7 +157,7 @@ def test_weights_that_are_remade_after_offload(applied: str, compute_device: tor
 
     plain = run(layers().to(compute_device))
     model = layers()
-    with millrace.offload(model, device=compute_device, device_memory=weight_bytes(model) * 2 // 3) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=weight_bytes(model) * 2 // 3) as handle:
         run(model).assert_equals(plain)
         assert handle.stats().device_peak_bytes <= handle.stats().device_budget_bytes
 
@@ -168,7 +168,7 @@ def test_functional_call_with_buffers_of_its_own(compute_device: torch.device) -
     plain: Any = make().to(compute_device)
     model: Any = copy.deepcopy(plain).to("cpu")
     outputs: list[list[Tensor]] = []
-    with millrace.offload(model, device=compute_device, device_memory=weight_bytes(model)):
+    with headrace.offload(model, device=compute_device, device_memory=weight_bytes(model)):
         for one in (plain, model):
             given = {name: torch.ones_like(buffer, device=compute_device) for name, buffer in one.named_buffers()}
             x, again, last = batches(compute_device)[:3]
@@ -219,7 +219,7 @@ def test_buffers_of_modules_that_went_are_let_go_of(compute_device: torch.device
     model: Any = make()
     old, kept = model[1], model[2].last
     written = batches(compute_device)
-    with millrace.offload(model, device=compute_device, device_memory=weight_bytes(model)) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=weight_bytes(model)) as handle:
         model(written[0])
         took_bytes = handle._ledger.held_bytes(Tier.DEVICE, "buffers")
         model[1] = make()[1]
@@ -230,7 +230,7 @@ def test_buffers_of_modules_that_went_are_let_go_of(compute_device: torch.device
     plain(written[0])
     assert all(map(torch.equal, old.buffers(), (on_cpu(buffer) for buffer in plain[1].buffers())))
     assert torch.equal(kept, torch.zeros(WIDTH))
-    with millrace.offload(old, device=compute_device):
+    with headrace.offload(old, device=compute_device):
         assert torch.equal(on_cpu(old(written[1])), on_cpu(plain[1](written[1])))
     assert all(map(torch.equal, old.buffers(), (on_cpu(buffer) for buffer in plain[1].buffers())))
 
@@ -242,7 +242,7 @@ def test_a_look_that_is_interrupted(compute_device: torch.device, monkeypatch: p
         raise KeyboardInterrupt
 
     model: Any = make()
-    with millrace.offload(model, device=compute_device, device_memory=weight_bytes(model)):
+    with headrace.offload(model, device=compute_device, device_memory=weight_bytes(model)):
         model(batches(compute_device)[0])
         with monkeypatch.context() as patch:
             patch.setattr(Tensor, "copy_", interrupt)
@@ -261,10 +261,10 @@ def test_a_copy_that_is_interrupted(compute_device: torch.device, monkeypatch: p
 
     model: Any = make()
     before = [type(module._parameters) for module in model.modules()]
-    with millrace.offload(model, device=compute_device, device_memory=weight_bytes(model)):
+    with headrace.offload(model, device=compute_device, device_memory=weight_bytes(model)):
         managed = [(type(module._parameters), set(vars(module))) for module in model.modules()]
         with monkeypatch.context() as patch:
-            patch.setattr(millrace.weights.passes.managed, "plain_buffer", interrupt)
+            patch.setattr(headrace.weights.passes.managed, "plain_buffer", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 copy.deepcopy(model[0].norm)
         assert [(type(module._parameters), set(vars(module))) for module in model.modules()] == managed
@@ -304,10 +304,10 @@ def test_buffers_of_every_kind_are_there_and_are_let_go_of(compute_device: torch
         return [tensor.detach().cpu().clone() for tensor in found]
 
     expected, model = run(build(), torch.device("cpu")), build()
-    handle = millrace.offload(model, device=compute_device, device_memory=2 * weight_bytes(model) // 3 + 8192)
+    handle = headrace.offload(model, device=compute_device, device_memory=2 * weight_bytes(model) // 3 + 8192)
     assert all(map(torch.equal, run(model, compute_device), expected))
     handle.remove()
     assert {type(buffer) for buffer in model.buffers()} == {Tensor}
     assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
-    with millrace.offload(model, device=compute_device):
+    with headrace.offload(model, device=compute_device):
         model(batches(compute_device)[0])

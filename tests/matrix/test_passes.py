@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import millrace
+import headrace
 from tests.matrix.compare import Outcome, Script, assert_exact, offload, on_cpu, same, to_device
 from tests.matrix.models import CASES, WIDTH, Batch, Checkpointed, Decoder, DecoderLayer, GatedMLP
 
@@ -291,7 +291,7 @@ def test_one_thread_at_a_time(compute_device: torch.device) -> None:
     refusals: list[BaseException] = []
 
     def call_too() -> None:
-        with pytest.raises(millrace.StateError, match=r"computing on thread.*Lock") as refusal:
+        with pytest.raises(headrace.StateError, match=r"computing on thread.*Lock") as refusal:
             model(tokens)
         refusals.append(refusal.value)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-import millrace
+import headrace
 from tests.matrix.compare import (
     Allocations,
     Outcome,
@@ -160,7 +160,7 @@ def test_moves_are_harmless(compute_device: torch.device) -> None:
         model.requires_grad_(True).train()
 
     def script(model: nn.Module) -> Outcome:
-        offloaded = "_millrace_handle" in model.__dict__
+        offloaded = "_headrace_handle" in model.__dict__
         first = train(model, batches(compute_device)[:1], forward)
         if offloaded:
             move(model)
@@ -178,7 +178,7 @@ def test_changes_of_a_parts_dtype_are_refused(change: str, compute_device: torch
     handle = offload(model, compute_device)
     before = state_of(model)
     part = next(child for child in model.children() if any(True for _ in child.parameters()))
-    with pytest.raises(millrace.StateError, match=r"a part of an offloaded model cannot change .* convert the whole"):
+    with pytest.raises(headrace.StateError, match=r"a part of an offloaded model cannot change .* convert the whole"):
         getattr(part, change)()
     assert_same_tensors(state_of(model), before, "weights")
     train(model, batches(compute_device), forward)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import millrace
+import headrace
 from tests.matrix.compare import (
     Allocations,
     Outcome,
@@ -64,7 +64,7 @@ def assert_few_blocks(width: int, rows: int, steps: int, recompute: bool, blocks
     model = build(width, recompute)
     block_bytes = weight_bytes(model) // LAYERS
     allocations = Allocations(device)
-    handle = millrace.offload(model, device=device, device_memory=blocks * block_bytes)
+    handle = headrace.offload(model, device=device, device_memory=blocks * block_bytes)
     offloaded = run(model)
     offloaded.assert_equals(plain)
     stats = handle.stats()
@@ -96,7 +96,7 @@ def test_inference_holds_two_layers(compute_device: torch.device) -> None:
     model = build(256, recompute=False)
     block_bytes = weight_bytes(model) // LAYERS
     plain = build(256, recompute=False).to(compute_device)
-    handle = millrace.offload(model, device=compute_device, device_memory=2 * block_bytes)
+    handle = headrace.offload(model, device=compute_device, device_memory=2 * block_bytes)
     x = torch.randn(4, 256).to(compute_device)
     with torch.no_grad():
         for _ in range(5):

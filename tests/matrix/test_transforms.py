@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-import millrace
+import headrace
 
 X = torch.ones(2, 32)
 Transform = Callable[[nn.Module], Any]
@@ -21,9 +21,9 @@ def stack() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)))
 
 
-def offloaded() -> tuple[nn.Sequential, millrace.Offloaded]:
+def offloaded() -> tuple[nn.Sequential, headrace.Offloaded]:
     model = stack()
-    return model, millrace.offload(model, device="cpu", device_memory=13_000)
+    return model, headrace.offload(model, device="cpu", device_memory=13_000)
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -74,7 +74,7 @@ def test_what_is_refused(transform: Transform, advice: str) -> None:
     model, handle = offloaded()
     expected = stack()(X)
     for _ in range(2):
-        with pytest.raises(millrace.StateError, match=advice):
+        with pytest.raises(headrace.StateError, match=advice):
             transform(model)
         assert torch.equal(model(X), expected)
     assert handle.stats().onload_bytes > 0
@@ -98,7 +98,7 @@ def test_quantised_after_offload() -> None:
     weight = model[3][0].weight
     quantised = nn.Parameter(weight.detach().clone().as_subclass(Packed), requires_grad=False)
     model[3][0].weight = quantised
-    with pytest.raises(millrace.LayoutError, match=r"'3\.0\.weight'.*is a Packed now.*remove\(\)"):
+    with pytest.raises(headrace.LayoutError, match=r"'3\.0\.weight'.*is a Packed now.*remove\(\)"):
         model(X)
     model[3][0].weight = weight
     assert torch.equal(model(X), expected)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import millrace
+import headrace
 from tests.matrix.compare import Outcome, on_cpu, weight_bytes
 
 WIDTH = 16
@@ -172,7 +172,7 @@ def outcome_of(
     else:
         options = dict(place)
         memory_bytes = int(weight_bytes(model) * options.pop("share", 100))
-        millrace.offload(model, device=device, device_memory=memory_bytes, **options)
+        headrace.offload(model, device=device, device_memory=memory_bytes, **options)
     model.kept = [layer.up.weight for layer in model.layers]
     with torch.no_grad():
         model.aliases = [alias(weight) for weight in model.kept]

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import millrace
-from millrace import optim
-from millrace.compat import HybridDeviceOptimizer
-from millrace.errors import LayoutError
+import headrace
+from headrace import optim
+from headrace.compat import HybridDeviceOptimizer
+from headrace.errors import LayoutError
 
 SHAPE = (4, 4)
 
@@ -202,7 +202,7 @@ def test_sharded_models(name: str, how: str) -> None:
 def test_managed_parameters_are_plain_bytes() -> None:
     """The look at them is no look of the user's: nothing is loaded anew because of it."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with millrace.offload(model, device="cpu") as handle:
+    with headrace.offload(model, device="cpu") as handle:
         optimizer = optim.AdamW(model.parameters())
         touched = [slot._touches for block in handle._engine.blocks for slot in block.slots]
         model(torch.ones(1, 4)).sum().backward()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from millrace.optim import AdamW, Muon
+from headrace.optim import AdamW, Muon
 from tests.optim.references import assert_equal
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

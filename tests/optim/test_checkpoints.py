@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-import millrace.optim
-from millrace.optim import AdamW
+import headrace.optim
+from headrace.optim import AdamW
 from tests.optim.references import RULES, assert_equal, copies, give_gradients, parameters
 
 SMALL = ((5, 3), (7, 9))
@@ -29,13 +29,13 @@ def test_resuming_in_the_middle_changes_nothing(name: str, dtype: torch.dtype, o
     """A new process loads model and optimizer, in either order, and goes on bit for bit."""
     settings: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {}
     ours = parameters(dtype, SMALL)
-    optimizer = getattr(millrace.optim, name)(ours, **settings)
+    optimizer = getattr(headrace.optim, name)(ours, **settings)
     for step in range(3):
         give_gradients(ours, copies(ours), step)
         optimizer.step()
     saved, weights = reloaded(optimizer.state_dict()), [weight.detach().clone() for weight in ours]
     theirs = [nn.Parameter(torch.zeros_like(weight)) for weight in ours]
-    other = getattr(millrace.optim, name)(theirs, **settings)
+    other = getattr(headrace.optim, name)(theirs, **settings)
     if optimizer_first:
         other.load_state_dict(saved)
     with torch.no_grad():
@@ -168,4 +168,4 @@ def test_accelerate_prepares_it() -> None:
 
 
 def test_every_rule_is_covered_by_the_reference_table() -> None:
-    assert {own for own, _, _ in RULES.values()} == set(millrace.optim.__all__)
+    assert {own for own, _, _ in RULES.values()} == set(headrace.optim.__all__)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-import millrace.optim
-from millrace.optim import AdamW, kernel, threads
+import headrace.optim
+from headrace.optim import AdamW, kernel, threads
 from tests.optim.references import assert_equal, copies, give_gradients, parameters, ties_up
 
 SMALL = ((5, 3), (7,))
@@ -350,5 +350,5 @@ def test_host_bytes_per_parameter() -> None:
 
 
 def test_public_names() -> None:
-    assert sorted(millrace.optim.__all__) == ["Adafactor", "Adam", "AdamW", "Lion", "Muon", "SGD"]
+    assert sorted(headrace.optim.__all__) == ["Adafactor", "Adam", "AdamW", "Lion", "Muon", "SGD"]
     assert isinstance(kernel.available(), bool)

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-import millrace.optim
-from millrace.errors import DiskError
-from millrace.memory.disk import Access, DiskStore
-from millrace.optim import AdamW, disk_state, matrices
+import headrace.optim
+from headrace.errors import DiskError
+from headrace.memory.disk import Access, DiskStore
+from headrace.optim import AdamW, disk_state, matrices
 from tests.optim.references import MATRICES, RULES, assert_equal, copies, give_gradients, parameters, ties_up
 from tests.optim.test_overlap import SETTINGS, batch, decoder, offloaded, train
 from tests.weights.models import loss_of, weight_bytes
@@ -37,7 +37,7 @@ def test_equals_torch(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     ours = parameters(dtype, MATRICES if name == "muon" else [shape for shape in SHAPES if shape != (0,)])
     exact = copies(ours, torch.float32)
     common = {key: value for key, value in settings.items() if key not in ("fused", "foreach")}
-    optimizer = getattr(millrace.optim, own)(ours, tier="disk", disk=tmp_path, **common)
+    optimizer = getattr(headrace.optim, own)(ours, tier="disk", disk=tmp_path, **common)
     reference = kind(exact, **settings)
     for step in range(6):
         give_gradients(ours, exact, step)
@@ -75,7 +75,7 @@ def test_state_is_shown_in_the_stock_format(form: str, tmp_path: Path) -> None:
 def test_state_of_whole_matrices(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """It is shown, changed, saved, loaded and copied as that in host memory; between steps it is not there."""
     ours, theirs = parameters(dtype, MATRICES), parameters(dtype, MATRICES)
-    kind = getattr(millrace.optim, RULES[name][0])
+    kind = getattr(headrace.optim, RULES[name][0])
     optimizer, reference = kind(ours, tier="disk", disk=tmp_path), kind(theirs)
     for step in range(7):
         give_gradients(ours, theirs, step)

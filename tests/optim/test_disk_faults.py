@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-import millrace.optim
-from millrace.errors import DiskError, StateError
-from millrace.memory.disk import DiskStore
-from millrace.optim import AdamW, disk_state, matrices
+import headrace
+import headrace.optim
+from headrace.errors import DiskError, StateError
+from headrace.memory.disk import DiskStore
+from headrace.optim import AdamW, disk_state, matrices
 from tests.disk.test_faults import spill_file
 from tests.nursery import Nursery
 from tests.optim.references import assert_equal, copies, give_gradients, parameters
@@ -56,8 +56,8 @@ def test_no_step_goes_on_from_a_broken_one(
 ) -> None:
     """Nothing has changed, or an error says so until weights and state are loaded; then all is as it would be."""
     ours, theirs = parameters(torch.bfloat16, SHAPES), parameters(torch.bfloat16, SHAPES)
-    optimizer = getattr(millrace.optim, name)(ours, tier="disk", disk=tmp_path)
-    reference = getattr(millrace.optim, name)(theirs)
+    optimizer = getattr(headrace.optim, name)(ours, tier="disk", disk=tmp_path)
+    reference = getattr(headrace.optim, name)(theirs)
     for step in range(2):
         give_gradients(ours, theirs, step)
         optimizer.step()
@@ -121,7 +121,7 @@ def test_updates_beside_passes(
             optimizer.zero_grad()
         optimizer.synchronize()
 
-    with millrace.offload(ours, device="cpu", device_memory="30KiB", blocks=list(ours)):
+    with headrace.offload(ours, device="cpu", device_memory="30KiB", blocks=list(ours)):
         optimizer = AdamW(ours.parameters(), overlap=overlap, tier="disk", disk=tmp_path)
         reference = AdamW(theirs.parameters())
         train(ours, optimizer, range(4))
@@ -174,7 +174,7 @@ def test_a_byte_of_state_that_changed_on_disk_is_named(last: bool, tmp_path: Pat
 
 KILLED = """
 import sys, torch
-from millrace.optim import AdamW, disk_state
+from headrace.optim import AdamW, disk_state
 disk_state.CHUNK_ELEMENTS = 1 << 14
 weights = [torch.nn.Parameter(torch.zeros(1 << 18)) for _ in range(4)]
 optimizer = AdamW(weights, tier="disk", disk=sys.argv[1])

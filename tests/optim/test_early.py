@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from millrace.errors import StateError
-from millrace.optim import Adafactor, AdamW
-from millrace.runtime.autograd import without_overrides
+from headrace.errors import StateError
+from headrace.optim import Adafactor, AdamW
+from headrace.runtime.autograd import without_overrides
 from tests.optim.references import assert_equal
 from tests.optim.test_overlap import SETTINGS, BrokenError, batch, decoder, offloaded, raw, slow, train
 from tests.weights.models import loss_of, weight_bytes

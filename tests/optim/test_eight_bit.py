@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import millrace.optim
-from millrace.optim import AdamW, disk_state, eight_bit, kernel, threads, update
-from millrace.optim.kernel import Master
+import headrace.optim
+from headrace.optim import AdamW, disk_state, eight_bit, kernel, threads, update
+from headrace.optim.kernel import Master
 from tests.optim.references import assert_equal, copies, give_gradients, parameters
 from tests.optim.test_overlap import SETTINGS, decoder, offloaded, train
 from tests.weights.models import weight_bytes
@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 def make(name: str, weights: Any, **options: Any) -> Any:
-    return getattr(millrace.optim, name)(weights, state_dtype="8bit", **OPTIMIZERS[name], **options)
+    return getattr(headrace.optim, name)(weights, state_dtype="8bit", **OPTIMIZERS[name], **options)
 
 
 def wide(count: int, seed: int) -> torch.Tensor:
@@ -256,7 +256,7 @@ def test_small_and_strided_parameters_keep_float32() -> None:
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
 def test_optimizers_of_whole_matrices_refuse_it(name: str) -> None:
     with pytest.raises(ValueError, match=f"state_dtype='8bit' is not available for {name}"):
-        getattr(millrace.optim, name)([torch.zeros(4, 4)], state_dtype="8bit")
+        getattr(headrace.optim, name)([torch.zeros(4, 4)], state_dtype="8bit")
 
 
 def test_bytes_of_each_parameter() -> None:
@@ -282,7 +282,7 @@ def test_trains_as_well_as_float32(name: str) -> None:
         teacher = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 8))
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-        optimizer = getattr(millrace.optim, name)(model.parameters(), **settings[name], **options)
+        optimizer = getattr(headrace.optim, name)(model.parameters(), **settings[name], **options)
         for _ in range(300):
             inputs = torch.randn(32, 64)
             functional.cross_entropy(model(inputs), teacher(inputs).argmax(1)).backward()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-import millrace.optim
-from millrace.optim import kernel, threads, update
+import headrace.optim
+from headrace.optim import kernel, threads, update
 from tests.optim.references import (
     MATRICES,
     RULES,
@@ -27,7 +27,7 @@ STEPS = 100
 def make(name: str, ours: Any, theirs: Any, **options: Any) -> tuple[Any, Any]:
     own, reference, settings = RULES[name]
     common = {key: value for key, value in settings.items() if key not in ("fused", "foreach")}
-    return getattr(millrace.optim, own)(ours, **common, **options), reference(theirs, **settings)
+    return getattr(headrace.optim, own)(ours, **common, **options), reference(theirs, **settings)
 
 
 def shapes_of(name: str) -> Any:
@@ -149,7 +149,7 @@ def test_parameters_over_the_same_memory(name: str, path: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_thread_count_changes_nothing(number: int, dtype: torch.dtype, path: str) -> None:
     ours, theirs = parameters(dtype), parameters(dtype)
-    optimizer, other = millrace.optim.AdamW(ours), millrace.optim.AdamW(theirs)
+    optimizer, other = headrace.optim.AdamW(ours), headrace.optim.AdamW(theirs)
     for step in range(3):
         give_gradients(ours, theirs, step)
         with threads.limited_to(number):
@@ -165,7 +165,7 @@ def test_thread_count_changes_nothing(number: int, dtype: torch.dtype, path: str
 def test_kernel_equals_its_replacement(state_dtype: torch.dtype, dtype: torch.dtype, scale: float) -> None:
     """The native kernel and the PyTorch path give the same bits, stochastic rounding and checksums included."""
     results: list[list[torch.Tensor]] = []
-    rule = millrace.optim.AdamW([torch.zeros(1)], lr=0.01)._rule(
+    rule = headrace.optim.AdamW([torch.zeros(1)], lr=0.01)._rule(
         {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}, 3.0
     )
     for native in (True, False):
@@ -199,7 +199,7 @@ def test_kernel_equals_its_replacement(state_dtype: torch.dtype, dtype: torch.dt
 def test_bfloat16_state_rounds_without_bias() -> None:
     """A gradient that rounding to nearest would lose is not lost on average."""
     weight = torch.nn.Parameter(torch.zeros(1 << 16))
-    optimizer = millrace.optim.AdamW([weight], betas=(0.0, 0.999), state_dtype=torch.bfloat16)
+    optimizer = headrace.optim.AdamW([weight], betas=(0.0, 0.999), state_dtype=torch.bfloat16)
     value = 1.0 + 2.0**-10  # an eighth of bfloat16's step at 1
     weight.grad = torch.full_like(weight, value)
     optimizer.step()

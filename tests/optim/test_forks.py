@@ -6,10 +6,10 @@ import sys
 import pytest
 
 FORKED = """
-import os, signal, sys, threading, torch, millrace
-from millrace.optim import AdamW
+import os, signal, sys, threading, torch, headrace
+from headrace.optim import AdamW
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-handle = millrace.offload(model, device="cpu", device_memory="1GiB")
+handle = headrace.offload(model, device="cpu", device_memory="1GiB")
 optimizer = AdamW(model.parameters(), overlap="forward")
 for _ in range(3):
     model(torch.ones(2, 64)).sum().backward()
@@ -30,7 +30,7 @@ if child == 0:
     try:
         optimizer.step()
         optimizer.synchronize()
-    except millrace.errors.StateError as error:
+    except headrace.errors.StateError as error:
         os._exit(7 if "forked" in str(error) else 1)
     os._exit(0)
 gate.set()

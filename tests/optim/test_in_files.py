@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-from millrace.errors import DiskError, StateError
-from millrace.memory.disk import DiskStore
-from millrace.optim import disk_state, elements, update
-from millrace.optim.in_files import Grains
+import headrace
+from headrace.errors import DiskError, StateError
+from headrace.memory.disk import DiskStore
+from headrace.optim import disk_state, elements, update
+from headrace.optim.in_files import Grains
 from tests.disk.test_faults import spill_file
 from tests.optim.references import assert_equal
 from tests.optim.test_disk_faults import fail_after
@@ -73,7 +73,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) ->
         optimizer.step()
 
 
-def fetched(handle: millrace.Offloaded) -> list[Any]:
+def fetched(handle: headrace.Offloaded) -> list[Any]:
     return [block for block in handle._engine.blocks if block.is_fetched]
 
 
@@ -86,9 +86,9 @@ def test_steps_are_exact_and_seen(
     """Weights, state and what passes compute; also what user code writes in between, and memory that it has kept."""
     plain, model = models(dtype)
     where = {} if tier == "host" else {"tier": "disk", "disk": tmp_path / "state"}
-    with millrace.offload(model, device="cpu", disk=tmp_path / "spill", blocks=[model.layers], **BUDGETS) as handle:
-        theirs = getattr(millrace.optim, name)(plain.parameters(), **settings)
-        ours = getattr(millrace.optim, name)(model.parameters(), **settings, **where)
+    with headrace.offload(model, device="cpu", disk=tmp_path / "spill", blocks=[model.layers], **BUDGETS) as handle:
+        theirs = getattr(headrace.optim, name)(plain.parameters(), **settings)
+        ours = getattr(headrace.optim, name)(model.parameters(), **settings, **where)
         train(plain, theirs)
         train(model, ours)  # blocks may move to disk in it, and leave what was kept before
         kept = [parameter.data for parameter in model.parameters()]
@@ -119,10 +119,10 @@ def test_steps_are_exact_and_seen(
 def test_who_else_trains_a_part_of_a_block_keeps_it_in_memory(tmp_path: Path, counted: Counter[str]) -> None:
     """Two optimizers of one block would write the same bytes of the file."""
     plain, model = models(torch.float32)
-    with millrace.offload(model, device="cpu", disk=tmp_path, blocks=[model.layers], **BUDGETS) as handle:
+    with headrace.offload(model, device="cpu", disk=tmp_path, blocks=[model.layers], **BUDGETS) as handle:
         for one in (plain, model):
             halves = [[p for p in one.parameters() if (p.dim() == 1) is flat] for flat in (False, True)]
-            both = [millrace.optim.AdamW(half, lr=0.01) for half in halves]
+            both = [headrace.optim.AdamW(half, lr=0.01) for half in halves]
             for _ in range(3):
                 loss_of(one, TOKENS).backward()
                 for optimizer in both:
@@ -151,9 +151,9 @@ def test_parameters_over_the_same_memory(tier: str, tmp_path: Path, counted: Cou
 
     plain, model = over_one_memory(), over_one_memory()
     where = {} if tier == "host" else {"tier": "disk", "disk": tmp_path / "state"}
-    with millrace.offload(model, device="cpu", disk=tmp_path / "spill", blocks=[model.layers], **BUDGETS) as handle:
-        theirs = millrace.optim.AdamW(plain.parameters(), lr=0.01)
-        ours = millrace.optim.AdamW(model.parameters(), lr=0.01, **where)
+    with headrace.offload(model, device="cpu", disk=tmp_path / "spill", blocks=[model.layers], **BUDGETS) as handle:
+        theirs = headrace.optim.AdamW(plain.parameters(), lr=0.01)
+        ours = headrace.optim.AdamW(model.parameters(), lr=0.01, **where)
         for _ in range(3):
             train(plain, theirs)
             train(model, ours)
@@ -165,8 +165,8 @@ def test_parameters_over_the_same_memory(tier: str, tmp_path: Path, counted: Cou
 def test_what_a_step_writes_is_reported(tier: str, tmp_path: Path) -> None:
     _, model = models(torch.float32)
     where = {} if tier == "host" else {"tier": "disk", "disk": tmp_path / "state"}
-    with millrace.offload(model, device="cpu", disk=tmp_path / "spill", blocks=[model.layers], **BUDGETS) as handle:
-        optimizer = millrace.optim.AdamW(model.parameters(), **where)
+    with headrace.offload(model, device="cpu", disk=tmp_path / "spill", blocks=[model.layers], **BUDGETS) as handle:
+        optimizer = headrace.optim.AdamW(model.parameters(), **where)
         train(model, optimizer)
         loss_of(model, TOKENS).backward()
         handle.synchronize()
@@ -180,9 +180,9 @@ def test_ctrl_c_in_a_step(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Passes compute with what the homes hold then, also where their copies were there before."""
     plain, model = models(torch.float32)
     where = {"device_memory": "2MiB"} if kind == "memory" else {"disk": tmp_path, **BUDGETS}
-    with millrace.offload(model, device="cpu", blocks=[model.layers], **where) as handle:
+    with headrace.offload(model, device="cpu", blocks=[model.layers], **where) as handle:
         if kind in ("memory", "files"):
-            optimizer: torch.optim.Optimizer = millrace.optim.SGD(model.parameters(), lr=0.1)
+            optimizer: torch.optim.Optimizer = headrace.optim.SGD(model.parameters(), lr=0.1)
         else:
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **{kind: True})
         train(model, optimizer, 2)
@@ -222,8 +222,8 @@ def test_ctrl_c_in_a_step(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_what_a_step_wrote_is_checked(tmp_path: Path, counted: Counter[str]) -> None:
     """A byte that changes on disk after it is found by the next pass, as it is before."""
     _, model = models(torch.float32)
-    with millrace.offload(model, device="cpu", disk=tmp_path, blocks=[model.layers], **BUDGETS) as handle:
-        optimizer = millrace.optim.SGD(model.parameters(), lr=0.1)
+    with headrace.offload(model, device="cpu", disk=tmp_path, blocks=[model.layers], **BUDGETS) as handle:
+        optimizer = headrace.optim.SGD(model.parameters(), lr=0.1)
         train(model, optimizer, 2)
         assert counted["parameters"] > 0
         handle._fetching.withdraw_all()  # type: ignore[union-attr]
@@ -251,9 +251,9 @@ def test_a_drive_that_fails_in_a_step(
     """Nothing has changed, or an error says so until weights and state are loaded; then all is as it would be."""
     plain, model = models(torch.float32)
     where = {} if tier == "host" else {"tier": "disk", "disk": tmp_path / "state"}
-    with millrace.offload(model, device="cpu", disk=tmp_path / "spill", blocks=[model.layers], **BUDGETS) as handle:
-        theirs = millrace.optim.AdamW(plain.parameters(), lr=0.01)
-        ours = millrace.optim.AdamW(model.parameters(), lr=0.01, **where)
+    with headrace.offload(model, device="cpu", disk=tmp_path / "spill", blocks=[model.layers], **BUDGETS) as handle:
+        theirs = headrace.optim.AdamW(plain.parameters(), lr=0.01)
+        ours = headrace.optim.AdamW(model.parameters(), lr=0.01, **where)
         train(plain, theirs, 2)
         train(model, ours, 2)
         saved = {name: value.clone() for name, value in model.state_dict().items()}

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-from millrace.optim import Muon
+import headrace
+from headrace.optim import Muon
 
 
 class Model(nn.Module):
@@ -80,7 +80,7 @@ def expected() -> Model:
 @pytest.mark.parametrize("options", [{}, {"overlap": "forward"}, {"overlap": "backward"}, {"tier": "disk"}], ids=str)
 def test_of_an_offloaded_model(options: dict[str, Any], expected: Model, tmp_path: Path) -> None:
     model = Model()
-    with millrace.offload(model, device="cpu", device_memory=12_000):
+    with headrace.offload(model, device="cpu", device_memory=12_000):
         train(model, [ours(model.parameters(), **options, **({"disk": tmp_path} if "tier" in options else {}))])
         assert_same(model, expected)
 
@@ -122,12 +122,12 @@ def test_state_dicts_and_pickles_go_on(expected: Model) -> None:
 def test_checkpoints_go_on(tier: str, expected: Model, tmp_path: Path) -> None:
     settings = {"tier": tier, "disk": tmp_path / "state"} if tier == "disk" else {}
     first, second = Model(), Model()
-    with millrace.offload(first, device="cpu", device_memory=12_000):
+    with headrace.offload(first, device="cpu", device_memory=12_000):
         optimizer = ours(first.parameters(), **settings)
         train(first, [optimizer], range(2))
-        millrace.save(tmp_path / "checkpoint", first, optimizer)
-    with millrace.offload(second, device="cpu", device_memory=12_000):
+        headrace.save(tmp_path / "checkpoint", first, optimizer)
+    with headrace.offload(second, device="cpu", device_memory=12_000):
         optimizer = ours(second.parameters())
-        millrace.load(tmp_path / "checkpoint", second, optimizer)
+        headrace.load(tmp_path / "checkpoint", second, optimizer)
         train(second, [optimizer], range(2, 3))
         assert_same(second, expected)

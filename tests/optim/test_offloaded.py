@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-from millrace.optim import SGD, Adafactor, AdamW, Lion
+import headrace
+from headrace.optim import SGD, Adafactor, AdamW, Lion
 from tests.optim.references import assert_equal, copies, give_gradients, parameters, ties_up
 
 SHAPES = ((40, 30), (9,), (130, 70), ())
@@ -38,7 +38,7 @@ def test_homes_of_an_offloaded_model(emu_device: ModuleType, clip: float | None)
     trained = []
     for own in (True, False):
         net = model(torch.float32)
-        with millrace.offload(net, device="emu", device_memory=3 * 24 * 32 * 4, blocks=list(net)) as handle:
+        with headrace.offload(net, device="emu", device_memory=3 * 24 * 32 * 4, blocks=list(net)) as handle:
             if own:
                 train(net, AdamW(net.parameters(), lr=0.01, max_grad_norm=clip), 6)
             else:
@@ -52,7 +52,7 @@ def test_homes_of_an_offloaded_model(emu_device: ModuleType, clip: float | None)
 @pytest.mark.parametrize("overlap", ["none", "forward"])
 def test_steps_skipped_for_gradients_that_are_not_finite_are_reported(emu_device: ModuleType, overlap: str) -> None:
     net = model(torch.float32)
-    with millrace.offload(net, device="emu", device_memory=3 * 24 * 32 * 4, blocks=list(net)) as handle:
+    with headrace.offload(net, device="emu", device_memory=3 * 24 * 32 * 4, blocks=list(net)) as handle:
         optimizer = AdamW(net.parameters(), lr=0.01, max_grad_norm=1.0, overlap=overlap)
         train(net, optimizer, 1)
         net(torch.full((6, 24), torch.inf)).sum().backward()
@@ -73,7 +73,7 @@ def test_steps_skipped_for_gradients_that_are_not_finite_are_reported(emu_device
 def test_steps_that_took_gradients_that_are_not_finite_are_reported(emu_device: ModuleType, overlap: str) -> None:
     """Clipping does not find them: with a norm that is NaN it makes every gradient NaN."""
     net = model(torch.float32)
-    with millrace.offload(net, device="emu", device_memory=3 * 24 * 32 * 4, blocks=list(net)) as handle:
+    with headrace.offload(net, device="emu", device_memory=3 * 24 * 32 * 4, blocks=list(net)) as handle:
         optimizer = AdamW(net.parameters(), lr=0.01, overlap=overlap)
         train(net, optimizer, 3)
         assert handle.stats().not_finite_steps == 0
@@ -95,7 +95,7 @@ def test_gradients_that_are_not_finite_are_counted_on_the_device(
     emu_device: ModuleType, name: str, fraction: float
 ) -> None:
     weights = [torch.nn.Parameter(torch.ones(16, 40, device="emu")) for _ in range(2)]
-    optimizer = getattr(millrace.optim, name)(weights, device_fraction=fraction)
+    optimizer = getattr(headrace.optim, name)(weights, device_fraction=fraction)
     for step in range(5):
         for weight in weights:
             weight.grad = torch.ones_like(weight)
@@ -113,9 +113,9 @@ def test_parameters_of_two_offloaded_models_are_refused(emu_device: ModuleType, 
     free = nn.Parameter(torch.ones(3))
     refusal = r"parameter 13, '0.weight' of shape \(24, 24\), belongs to another offloaded model than parameter 1"
     early = AdamW([free, *both], overlap=overlap)
-    with millrace.offload(one, device="emu"):
+    with headrace.offload(one, device="emu"):
         AdamW([free, *both], overlap=overlap)  # nobody else manages the others
-        with millrace.offload(other, device="emu"):
+        with headrace.offload(other, device="emu"):
             with pytest.raises(ValueError, match=refusal):
                 AdamW([free, *both], overlap=overlap)
             before = [parameter.detach().clone() for parameter in both]
@@ -131,7 +131,7 @@ def test_narrow_homes_equal_narrow_weights_on_the_device(emu_device: ModuleType)
     managed = model(torch.bfloat16)
     plain = copy.deepcopy(managed).to("emu")
     train(plain, AdamW(plain.parameters(), lr=0.01), 6)
-    with millrace.offload(managed, device="emu", device_memory=3 * 24 * 32 * 4, blocks=list(managed)):
+    with headrace.offload(managed, device="emu", device_memory=3 * 24 * 32 * 4, blocks=list(managed)):
         train(managed, AdamW(managed.parameters(), lr=0.01), 6)
     assert_equal(list(managed.parameters()), list(plain.parameters()))
 
@@ -140,7 +140,7 @@ def test_narrow_homes_accumulated_and_clipped(emu_device: ModuleType) -> None:
     trained = []
     for inside in (None, 0.05):
         net = model(torch.bfloat16)
-        with millrace.offload(net, device="emu", device_memory=3 * 24 * 32 * 4, blocks=list(net)):
+        with headrace.offload(net, device="emu", device_memory=3 * 24 * 32 * 4, blocks=list(net)):
             optimizer = AdamW(net.parameters(), lr=0.01, max_grad_norm=inside)
             train(net, optimizer, 6, accumulate=2, clip=0.05 if inside is None else None)
         trained.append(list(net.parameters()))
@@ -152,7 +152,7 @@ def test_weights_of_an_offloaded_model_loaded_in_the_middle(emu_device: ModuleTy
     plain = copy.deepcopy(managed).to("emu")
     new = {name: torch.randn_like(value) for name, value in managed.state_dict().items()}
     optimizer, other = AdamW(plain.parameters(), lr=0.01), AdamW(managed.parameters(), lr=0.01)
-    with millrace.offload(managed, device="emu", device_memory="64KiB"):
+    with headrace.offload(managed, device="emu", device_memory="64KiB"):
         for net, each in ((plain, optimizer), (managed, other)):
             train(net, each, 2)
             net.load_state_dict(new)

@@ -7,15 +7,15 @@ from typing import Any, Unpack, get_args, get_type_hints
 import pytest
 import torch
 
-import millrace
-from millrace.cli.main import main
-from millrace.optim import AdamW, kernel
-from millrace.optim.options import Given, Options
+import headrace
+from headrace.cli.main import main
+from headrace.optim import AdamW, kernel
+from headrace.optim.options import Given, Options
 
 
-@pytest.mark.parametrize("name", sorted(millrace.optim.__all__))
+@pytest.mark.parametrize("name", sorted(headrace.optim.__all__))
 def test_types_know_every_setting_of_an_optimizer(name: str) -> None:
-    assert get_type_hints(getattr(millrace.optim, name).__init__)["options"] == Unpack[Given]
+    assert get_type_hints(getattr(headrace.optim, name).__init__)["options"] == Unpack[Given]
     assert list(get_type_hints(Given)) == [field.name for field in dataclasses.fields(Options)]
 
 
@@ -27,11 +27,11 @@ def test_types_know_every_setting_of_an_optimizer(name: str) -> None:
         (Given, "overlap", {"none", "forward", "backward"}),
         (Given, "state_dtype", {"8bit"}),
         (Given, "device_fraction", {"auto"}),
-        (millrace.offload, "prefetch", {"auto"}),
-        (millrace.offload_activations, "tier", {"host", "disk"}),
-        (millrace.plan, "training", {"full", "adapter", "inference"}),
-        (millrace.plan, "overlap", {"none", "forward", "backward"}),
-        (millrace.plan, "state_dtype", {"float32", "bfloat16", "8bit"}),
+        (headrace.offload, "prefetch", {"auto"}),
+        (headrace.offload_activations, "tier", {"host", "disk"}),
+        (headrace.plan, "training", {"full", "adapter", "inference"}),
+        (headrace.plan, "overlap", {"none", "forward", "backward"}),
+        (headrace.plan, "state_dtype", {"float32", "bfloat16", "8bit"}),
     ],
 )
 def test_types_know_the_choices_of_a_setting(call: Any, name: str, choices: set[str]) -> None:

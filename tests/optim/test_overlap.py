@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-from millrace.optim import AdamW, norms
-from millrace.optim.devices import Member
-from millrace.runtime.autograd import without_overrides
+import headrace
+from headrace.optim import AdamW, norms
+from headrace.optim.devices import Member
+from headrace.runtime.autograd import without_overrides
 from tests.optim.references import assert_equal
 from tests.weights.models import Decoder, loss_of, weight_bytes
 
@@ -33,8 +33,8 @@ def batch(step: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def offloaded(model: nn.Module) -> Iterator[millrace.Offloaded]:
-    with millrace.offload(model, device="emu", device_memory=weight_bytes(model) // 2) as handle:
+def offloaded(model: nn.Module) -> Iterator[headrace.Offloaded]:
+    with headrace.offload(model, device="emu", device_memory=weight_bytes(model) // 2) as handle:
         yield handle
 
 
@@ -273,7 +273,7 @@ def test_two_optimizers_on_one_model(emu_device: ModuleType, monkeypatch: pytest
             matrices = [p for p in model.layers.parameters() if p.dim() == 2]
             others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
             optimizers = [
-                millrace.optim.Muon(matrices, lr=0.01, overlap=overlap),
+                headrace.optim.Muon(matrices, lr=0.01, overlap=overlap),
                 AdamW(others, overlap=overlap, **SETTINGS),
             ]
             for step in range(6):
@@ -291,7 +291,7 @@ def test_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = []
     for overlap in ("none", "forward"):
         model = decoder()
-        with millrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2):
+        with headrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2):
             train(model, AdamW(model.parameters(), overlap=overlap, **SETTINGS), 6, clip=0.5)
         trained.append(list(model.parameters()))
     assert_equal(*trained)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from millrace.formulas import fraction_step_seconds
-from millrace.optim import AdamW
+from headrace.formulas import fraction_step_seconds
+from headrace.optim import AdamW
 
 WIDTH, TOKENS, LAYERS = 256, 1024, 8
 FLOPS_PER_SECOND = 2e11

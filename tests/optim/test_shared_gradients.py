@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-from millrace.optim import AdamW
-from millrace.optim.devices import Member
+import headrace
+from headrace.optim import AdamW
+from headrace.optim.devices import Member
 from tests.optim.references import assert_equal
 from tests.optim.test_overlap import SETTINGS, TOKENS, Held, batch, decoder, held, offloaded, train
 from tests.weights.models import loss_of
@@ -176,7 +176,7 @@ def test_a_backward_that_needs_no_weight_waits_for_updates_that_read_gradients(
     for overlap in ("none", "forward"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8))
-        with millrace.offload(model, device="cpu"):
+        with headrace.offload(model, device="cpu"):
             optimizer = AdamW(model.parameters(), overlap=overlap, **SETTINGS)
             loss = model(torch.ones(2, 8)).square().sum()
             loss.backward(retain_graph=True)
@@ -234,7 +234,7 @@ def test_norms_after_a_backward_unlike_those_before() -> None:
         torch.manual_seed(0)
         model = nn.ModuleDict({"layers": nn.ModuleList([Branches(), Branches()])})
         model.forward = lambda x, both, model=model: model.layers[1](model.layers[0](x, both), both)  # type: ignore[method-assign, misc]
-        with millrace.offload(model, device="cpu"):
+        with headrace.offload(model, device="cpu"):
             optimizer = clipping(model, inside)
             for step in range(6):
                 x = torch.full((2, 8), 1.0 + step)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-import millrace.optim
-from millrace.optim import AdamW, matrices
+import headrace.optim
+from headrace.optim import AdamW, matrices
 from tests.optim.references import RULES, assert_equal, give_gradients, parameters
 
 SHAPES = ((40, 30), (9,), (130, 70), (), (3, 40, 41))
@@ -31,7 +31,7 @@ def test_any_share_gives_the_same_bits(emu_device: ModuleType, name: str, dtype:
     shapes = MATRICES if name == "muon" else SHAPES
     here = parameters(dtype, shapes)
     there = on_device(here)
-    kind = getattr(millrace.optim, own)
+    kind = getattr(headrace.optim, own)
     optimizer, other = kind(here, **settings), kind(there, device_fraction=fraction, **settings)
     for step in range(5):
         give_gradients(there, here, step)
@@ -73,7 +73,7 @@ def test_the_rest_of_the_state_may_be_on_disk(
     monkeypatch.setattr(matrices, "LEAST_BYTES", 1)
     own, _, settings = RULES[name]
     settings = {key: value for key, value in settings.items() if key not in ("fused", "foreach")}
-    kind = getattr(millrace.optim, own)
+    kind = getattr(headrace.optim, own)
     here = parameters(dtype, MATRICES)
     there = on_device(here)
     optimizer = kind(here, **settings)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from millrace.optim import threads
+from headrace.optim import threads
 
 
 def test_an_interrupted_update_ends_before_its_memory_goes() -> None:

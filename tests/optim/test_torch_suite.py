@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
 
-import millrace.optim
-from millrace.optim import eight_bit, matrices
+import headrace.optim
+from headrace.optim import eight_bit, matrices
 
 INFOS = {info.optim_cls.__name__: info for info in optim_db}
 UNSUPPORTED = {"foreach", "fused", "capturable", "differentiable"}
@@ -40,7 +40,7 @@ def make(name: str, settings: dict[str, Any], options: dict[str, Any]) -> tuple[
     weights = [torch.nn.Parameter(torch.randn(4, 3)), torch.nn.Parameter(torch.randn(3, 5))]
     if name in ("Adafactor", "Muon") and "state_dtype" in options:
         options = {}  # refused: see test_eight_bit.py
-    return weights, getattr(millrace.optim, name)(weights, **deepcopy(settings), **options)
+    return weights, getattr(headrace.optim, name)(weights, **deepcopy(settings), **options)
 
 
 def train(weights: Any, optimizer: Any, steps: int) -> None:
@@ -117,4 +117,4 @@ def test_errors_equal_those_of_the_stock_optimizer() -> None:
             # What PyTorch only warns of (a parameter twice in one group) would be updated by two threads at once.
             wanted = ValueError if error.error_type is UserWarning else error.error_type
             with pytest.raises(wanted, match=error.error_regex):
-                getattr(millrace.optim, name)(error.optimizer_error_input.params, **settings)
+                getattr(headrace.optim, name)(error.optimizer_error_input.params, **settings)

@@ -17,7 +17,7 @@ def weights(count: int, seed: int = 0) -> torch.Tensor:
 @pytest.fixture(params=["baseline", "AVX2", "AVX512"])
 def vectors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each level of vector instructions that this CPU has."""
-    from millrace.memory.packed import kernel
+    from headrace.memory.packed import kernel
 
     number = ["baseline", "AVX2", "AVX512"].index(request.param)
     if number > kernel.level():

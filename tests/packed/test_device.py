@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.memory.packed import Packed, pack, unpack, unpack_on_device
-from millrace.memory.packed.device import unpack_by_torch
+from headrace.memory.packed import Packed, pack, unpack, unpack_on_device
+from headrace.memory.packed.device import unpack_by_torch
 
 from .conftest import weights
 
@@ -58,7 +58,7 @@ def test_triton_unpacks_as_the_host_does() -> None:
 
 
 if __name__ == "__main__":
-    from millrace.memory.packed.triton_kernel import unpack_by_triton
+    from headrace.memory.packed.triton_kernel import unpack_by_triton
 
     for wanted in COUNTS:
         plain = every_word() if wanted == COUNTS[-1] else weights(wanted).view(torch.int16)

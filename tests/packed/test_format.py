@@ -6,7 +6,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millrace.memory.packed import Packed, available, pack, pack_in_place, unpack, unpack_in_place
+from headrace.memory.packed import Packed, available, pack, pack_in_place, unpack, unpack_in_place
 
 from .conftest import weights
 from .reference import pack as reference_pack

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import millrace
-from millrace.errors import DiskError
-from millrace.memory.disk import DiskStore
-from millrace.memory.disk.file import DirectFile
-from millrace.weights.rest import fetching
+import headrace
+from headrace.errors import DiskError
+from headrace.memory.disk import DiskStore
+from headrace.memory.disk.file import DirectFile
+from headrace.weights.rest import fetching
 from tests.packed import models
 from tests.packed.models import Adapted, bits
 
@@ -31,7 +31,7 @@ def _always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetching, "_TIMES_AS_FAST", 0)
 
 
-def passes(model: nn.Module, handle: millrace.Offloaded, want: torch.Tensor, count: int = PASSES) -> millrace.Stats:
+def passes(model: nn.Module, handle: headrace.Offloaded, want: torch.Tensor, count: int = PASSES) -> headrace.Stats:
     """The stats of the last of so many forwards, all of which are right."""
     assert want.isfinite().sum() >= 0.9 * want.numel()
     for _ in range(count):
@@ -47,7 +47,7 @@ def test_three_quarters_of_the_bytes_are_read(compute_device: torch.device, tmp_
     with torch.no_grad():
         want = model(inputs())
     for packed in (False, True):
-        with millrace.offload(model, device=compute_device, disk=tmp_path, packed=packed, **BUDGETS) as handle:
+        with headrace.offload(model, device=compute_device, disk=tmp_path, packed=packed, **BUDGETS) as handle:
             stats = passes(model, handle, want, PASSES + 4)
             without = stats.fetch_bytes - stats.packed_bytes + stats.unpacked_bytes  # that would be read
             assert without >= 0.99 * LAYER_BYTES * (LAYERS - 3)
@@ -70,7 +70,7 @@ def test_packing_is_written_once(tmp_path: Path) -> None:
     model = frozen()
     with torch.no_grad():
         want = model(inputs())
-    with millrace.offload(model, device="cpu", disk=tmp_path, **BUDGETS) as handle:
+    with headrace.offload(model, device="cpu", disk=tmp_path, **BUDGETS) as handle:
         handle.synchronize()
         handle.reset_stats()
         assert passes(model, handle, want, 2).spill_bytes == 0  # as often as that it may never come again
@@ -92,7 +92,7 @@ def test_weights_of_a_checkpoint(compute_device: torch.device, tmp_path: Path) -
         other = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(LAYERS)))
     other.requires_grad_(False)
     settings = {"checkpoint": tmp_path / "model.safetensors", "disk": tmp_path / "spill", **BUDGETS}
-    with millrace.offload(other, device=compute_device, **settings) as handle:
+    with headrace.offload(other, device=compute_device, **settings) as handle:
         stats = passes(other, handle, want)
         assert stats.unpacked_bytes > 0.9 * LAYER_BYTES * (LAYERS - 3)
         assert stats.packed_bytes < 0.8 * stats.unpacked_bytes
@@ -106,7 +106,7 @@ def test_a_checkpoint_without_a_directory_is_read_as_it_is(tmp_path: Path) -> No
     with torch.device("meta"):
         other = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(LAYERS)))
     other.requires_grad_(False)
-    with millrace.offload(other, device="cpu", checkpoint=tmp_path / "model.safetensors", **BUDGETS) as handle:
+    with headrace.offload(other, device="cpu", checkpoint=tmp_path / "model.safetensors", **BUDGETS) as handle:
         assert passes(other, handle, want).packed_bytes == 0
 
 
@@ -115,7 +115,7 @@ def test_what_is_written_to_homes_is_what_computes(compute_device: torch.device,
     model = frozen()
     with torch.no_grad():
         want = model(inputs())
-    with millrace.offload(model, device=compute_device, disk=tmp_path, **BUDGETS) as handle:
+    with headrace.offload(model, device=compute_device, disk=tmp_path, **BUDGETS) as handle:
         assert passes(model, handle, want).packed_bytes > 0
         other = frozen()
         for ours, plain in zip(model, other, strict=True):
@@ -158,7 +158,7 @@ def test_what_the_model_writes_is_what_computes(compute_device: torch.device, tm
     plain.load_state_dict(frozen().state_dict())
     model.load_state_dict(plain.state_dict())
     model.requires_grad_(False)
-    with millrace.offload(model, device=compute_device, disk=tmp_path, **BUDGETS) as handle:
+    with headrace.offload(model, device=compute_device, disk=tmp_path, **BUDGETS) as handle:
         with torch.no_grad():
             want = plain(inputs())
         assert passes(model, handle, want).packed_bytes > 0
@@ -184,7 +184,7 @@ def test_adapters_on_frozen_weights(compute_device: torch.device, tmp_path: Path
     x = torch.randn(3, WIDTH, dtype=torch.bfloat16)
     bases = [layer.base for layer in model]
     settings = {"device_memory": 3 * LAYER_BYTES, "host_memory": 4 * LAYER_BYTES, "blocks": bases}
-    with millrace.offload(model, device=compute_device, disk=tmp_path, **settings) as handle:
+    with headrace.offload(model, device=compute_device, disk=tmp_path, **settings) as handle:
         one = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         other = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
         for _ in range(5):
@@ -204,7 +204,7 @@ def test_weights_that_are_trained_are_not_packed(tmp_path: Path) -> None:
     model = frozen().requires_grad_(True)
     with torch.no_grad():
         want = model(inputs())
-    with millrace.offload(model, device="cpu", disk=tmp_path, **BUDGETS) as handle:
+    with headrace.offload(model, device="cpu", disk=tmp_path, **BUDGETS) as handle:
         assert passes(model, handle, want).packed_bytes == 0
         model.requires_grad_(False)
         assert passes(model, handle, want).packed_bytes > 0
@@ -214,13 +214,13 @@ def test_other_dtypes_are_not_packed(tmp_path: Path) -> None:
     model = frozen(torch.float16)
     with torch.no_grad():
         want = model(inputs(torch.float16))
-    with millrace.offload(model, device="cpu", disk=tmp_path, **BUDGETS) as handle:
+    with headrace.offload(model, device="cpu", disk=tmp_path, **BUDGETS) as handle:
         assert passes(model, handle, want).packed_bytes == 0
 
 
 def test_what_does_not_pay_is_tried_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Half of all exponents, each as often."""
-    from millrace.weights.rest import packing
+    from headrace.weights.rest import packing
 
     tried = []
     pack = packing.pack_in_place
@@ -230,7 +230,7 @@ def test_what_does_not_pay_is_tried_once(monkeypatch: pytest.MonkeyPatch, tmp_pa
         layer.weight.data = torch.randint(0, 2**14, (WIDTH, WIDTH), dtype=torch.int16).view(torch.bfloat16)
     with torch.no_grad():
         want = model(inputs())
-    with millrace.offload(model, device="cpu", disk=tmp_path, **BUDGETS) as handle:
+    with headrace.offload(model, device="cpu", disk=tmp_path, **BUDGETS) as handle:
         assert passes(model, handle, want).packed_bytes == 0
         assert LAYER_BYTES < sum(tried) <= LAYERS * LAYER_BYTES
 
@@ -240,7 +240,7 @@ def test_not_packed_where_the_drive_is_faster(monkeypatch: pytest.MonkeyPatch, t
     model = frozen()
     with torch.no_grad():
         want = model(inputs())
-    with millrace.offload(model, device="cpu", disk=tmp_path, **BUDGETS) as handle:
+    with headrace.offload(model, device="cpu", disk=tmp_path, **BUDGETS) as handle:
         stats = passes(model, handle, want)
         assert stats.packed_bytes == stats.spill_bytes == 0
 
@@ -253,7 +253,7 @@ def test_a_limited_pace_holds_for_what_was_packed(monkeypatch: pytest.MonkeyPatc
     model = frozen()
     with torch.no_grad():
         want = model(inputs())
-    with millrace.offload(model, device="cpu", disk=tmp_path, **BUDGETS) as handle:
+    with headrace.offload(model, device="cpu", disk=tmp_path, **BUDGETS) as handle:
         assert passes(model, handle, want).packed_bytes > 0
         assert not unpacked
         handle.limit_copies("1GB")
@@ -265,7 +265,7 @@ def test_a_disk_without_room_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch
     model = frozen()
     with torch.no_grad():
         want = model(inputs())
-    with millrace.offload(model, device="cpu", disk=tmp_path, **BUDGETS) as handle:
+    with headrace.offload(model, device="cpu", disk=tmp_path, **BUDGETS) as handle:
 
         def full(self: DiskStore, nbytes: int) -> None:
             raise DiskError(28, "no room")
@@ -281,7 +281,7 @@ def test_what_could_not_be_written_is_not_read(monkeypatch: pytest.MonkeyPatch, 
     model = frozen()
     with torch.no_grad():
         want = model(inputs())
-    handle = millrace.offload(model, device="cpu", disk=tmp_path, **BUDGETS)
+    handle = headrace.offload(model, device="cpu", disk=tmp_path, **BUDGETS)
     handle.synchronize()
 
     def fails(self: DirectFile, address: int, nbytes: int, offset: int, what: str) -> None:
@@ -299,4 +299,4 @@ def test_what_could_not_be_written_is_not_read(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_setting_that_makes_no_sense() -> None:
     with pytest.raises(TypeError, match="packed='yes' is neither True nor False"):
-        millrace.offload(frozen(), packed="yes")  # type: ignore[arg-type]
+        headrace.offload(frozen(), packed="yes")  # type: ignore[arg-type]

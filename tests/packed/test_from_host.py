@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-from millrace.memory.arena import whole_pages
-from millrace.memory.ledger import Tier
-from millrace.runtime import lanes
-from millrace.runtime.threads import OneThread
-from millrace.weights.movement import packed_loads, planner
-from millrace.weights.movement.packed_loads import PackedLoads
+import headrace
+from headrace.memory.arena import whole_pages
+from headrace.memory.ledger import Tier
+from headrace.runtime import lanes
+from headrace.runtime.threads import OneThread
+from headrace.weights.movement import packed_loads, planner
+from headrace.weights.movement.packed_loads import PackedLoads
 from tests.packed import models
 from tests.packed.models import Adapted, bits
 
@@ -48,7 +48,7 @@ def device(emu_device: object) -> torch.device:
     return torch.device("emu", 0)
 
 
-def passes(model: nn.Module, handle: millrace.Offloaded, want: torch.Tensor, count: int = PASSES) -> millrace.Stats:
+def passes(model: nn.Module, handle: headrace.Offloaded, want: torch.Tensor, count: int = PASSES) -> headrace.Stats:
     """The stats of the last of so many forwards, all of which are right."""
     for _ in range(count):
         handle.reset_stats()
@@ -59,18 +59,18 @@ def passes(model: nn.Module, handle: millrace.Offloaded, want: torch.Tensor, cou
     return handle.stats()
 
 
-def loads_of(handle: millrace.Offloaded) -> PackedLoads:
+def loads_of(handle: headrace.Offloaded) -> PackedLoads:
     return handle._residency.packed_loads  # type: ignore[attr-defined]
 
 
-def wait_for_packing(handle: millrace.Offloaded) -> None:
+def wait_for_packing(handle: headrace.Offloaded) -> None:
     thread = loads_of(handle)._thread
     if thread is not None and not thread._shutdown:
         thread.submit(int).result()
 
 
-def offload(model: nn.Module, device: torch.device, **settings: object) -> millrace.Offloaded:
-    return millrace.offload(model, device=device, **({"device_memory": BUDGET} | settings))
+def offload(model: nn.Module, device: torch.device, **settings: object) -> headrace.Offloaded:
+    return headrace.offload(model, device=device, **({"device_memory": BUDGET} | settings))
 
 
 def test_three_quarters_of_the_bytes_cross(device: torch.device) -> None:

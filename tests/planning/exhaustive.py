@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations
 
-from millrace.planning import Problem
+from headrace.planning import Problem
 
 Times = tuple[float, float, tuple[tuple[int, float], ...]]  # compute end, lane end, arrivals of blocks in flight
 

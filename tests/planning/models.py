@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from millrace.planning import Phase, Problem, Visit
+from headrace.planning import Phase, Problem, Visit
 
 
 def decoder(

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from millrace.planning import ActivationPlan, ActivationProblem, Saved, plan_activations
+from headrace.planning import ActivationPlan, ActivationProblem, Saved, plan_activations
 
 MIB = 2**20
 

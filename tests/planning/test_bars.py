@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from millrace.planning import bytes_bound, lower_bound, make_plan
+from headrace.planning import bytes_bound, lower_bound, make_plan
 from tests.planning.models import decoder, random_model
 
 RATIOS = (0.5, 0.9, 1.5)

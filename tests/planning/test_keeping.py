@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.planning import Keeping, passes_through
+from headrace.planning import Keeping, passes_through
 
 CALLS = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=3, unique=True), min_size=1, max_size=60)
 

@@ -5,7 +5,7 @@ from hypothesis import Phase as Phases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.planning import Phase, Problem, Visit, make_plan, make_run, simulate
+from headrace.planning import Phase, Problem, Visit, make_plan, make_run, simulate
 from tests.planning.exhaustive import best_ends
 
 

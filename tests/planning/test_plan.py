@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.planning import BudgetTooSmall, Problem, Visit, make_plan, simulate
+from headrace.planning import BudgetTooSmall, Problem, Visit, make_plan, simulate
 
 
 def chain(*, count: int, budget: int, load: float) -> Problem:

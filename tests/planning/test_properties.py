@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.planning import Phase, Plan, Problem, Visit, make_plan, make_run, simulate
+from headrace.planning import Phase, Plan, Problem, Visit, make_plan, make_run, simulate
 from tests.planning.models import decoder, random_model
 
 SETTINGS = {"derandomize": True, "deadline": None, "database": None}

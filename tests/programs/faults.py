@@ -161,21 +161,21 @@ def fail(world: World, rng: random.Random) -> None:
 
 
 class Strike:
-    """A profiler that counts the functions of millrace that are entered, and raises at the last of `left`."""
+    """A profiler that counts the functions of headrace that are entered, and raises at the last of `left`."""
 
     def __init__(self, left: int) -> None:
         self.left = left
 
     def __call__(self, frame: FrameType, event: str, _argument: Any) -> None:
         code = frame.f_code
-        if event == "call" and "/millrace/" in code.co_filename and code.co_name not in SWALLOWED:
+        if event == "call" and "/headrace/" in code.co_filename and code.co_name not in SWALLOWED:
             self.left -= 1
             if self.left == 0:
                 raise KeyboardInterrupt
 
 
 def strike(world: World, rng: random.Random) -> None:
-    """Ctrl-C as some function of millrace is entered, which happens to the offloaded model alone; all is put back."""
+    """Ctrl-C as some function of headrace is entered, which happens to the offloaded model alone; all is put back."""
     batch, left = world.batch(rng), int(10 ** rng.uniform(0, 3))
     if world.handle is None:
         return

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import millrace
-from millrace.errors import BudgetError
-from millrace.weights.model.inventory import take_inventory
-from millrace.weights.model.partition import partition
+import headrace
+from headrace.errors import BudgetError
+from headrace.weights.model.inventory import take_inventory
+from headrace.weights.model.partition import partition
 from tests.programs.changes import CHANGES
 from tests.programs.faults import FAULTS
 from tests.programs.steps import STEPS, plain_train
@@ -55,7 +55,7 @@ def random_mode(name: str, rng: random.Random, directory: Path) -> Mode:
 
     def offload(model: nn.Module, rng: random.Random) -> Any:
         if alone:
-            return millrace.offload_activations(model.to(device), **activation_settings(rng))
+            return headrace.offload_activations(model.to(device), **activation_settings(rng))
         return offload_weights(model, device, kind, rng, directory)
 
     widths = (64,) if kind == "disk" else (8, 16, 32, 64)  # disk: more than its staging memory
@@ -85,11 +85,11 @@ def offload_weights(model: nn.Module, device: torch.device, kind: str, rng: rand
     if kind == "activations":
         settings["activations"] = activation_settings(rng)
     if kind != "disk":
-        return millrace.offload(model, device=device, **settings)
+        return headrace.offload(model, device=device, **settings)
     host_bytes = LEAST_HOST_BYTES + int(nbytes * rng.choice([0.0, 0.3, 0.6, 1.0]))
     while True:
         try:
-            return millrace.offload(model, device=device, disk=directory, host_memory=host_bytes, **settings)
+            return headrace.offload(model, device=device, disk=directory, host_memory=host_bytes, **settings)
         except BudgetError as error:
             if "host_memory" not in str(error) or host_bytes > 4 * nbytes + 2**20:
                 raise
@@ -155,7 +155,7 @@ RULES: list[tuple[str, dict[str, Any]]] = [
 
 
 def narrowed(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Those that millrace.optim and torch.optim update alike bit for bit."""
+    """Those that headrace.optim and torch.optim update alike bit for bit."""
     return [p for p in parameters if p.dtype == torch.float32] or [nn.Parameter(torch.zeros(1))]
 
 
@@ -172,4 +172,4 @@ class Beside:
 
     def __call__(self, parameters: list[nn.Parameter], rng: random.Random) -> torch.optim.Optimizer:
         kind, settings = rng.choice(RULES)
-        return getattr(millrace.optim, kind)(narrowed(parameters), **settings, overlap=self.overlap)
+        return getattr(headrace.optim, kind)(narrowed(parameters), **settings, overlap=self.overlap)

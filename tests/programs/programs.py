@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from millrace.planning import search
+from headrace.planning import search
 from tests.programs.models import LayerSpec, Model, ModelSpec, random_model
 from tests.programs.modes import ACTIONS, random_mode
 from tests.programs.world import StopError, World, difference, has_weights
@@ -61,7 +61,7 @@ class _FailedError(Exception):
 def judge(program: Program) -> Failure | None:
     """Runs the program on both sides, and compares them after every action; None when nothing differs."""
     at = "offload()"
-    with tempfile.TemporaryDirectory(prefix="millrace-programs-") as directory, _quiet():
+    with tempfile.TemporaryDirectory(prefix="headrace-programs-") as directory, _quiet():
         worlds = None
         try:
             worlds = plain, ours = _worlds(program, Path(directory))

@@ -16,7 +16,7 @@ from diffusers import GGUFQuantizationConfig, WanTransformer3DModel, ZImageTrans
 from diffusers.quantizers.gguf.utils import GGUFParameter
 from torch import Tensor
 
-import millrace
+import headrace
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")]
 
@@ -210,7 +210,7 @@ def test_it_computes_from_packed_weights(kind: Kind, directory: Path, compute_de
     with torch.no_grad():
         wanted = sample(kind.load(directory).to(compute_device)(**kind.inputs(compute_device))).cpu()
         budget_bytes = bytes_of(model) // 2
-        with millrace.offload(model, device=compute_device, device_memory=budget_bytes) as handle:
+        with headrace.offload(model, device=compute_device, device_memory=budget_bytes) as handle:
             for _ in range(2):
                 assert torch.equal(sample(model(**kind.inputs(compute_device))).cpu(), wanted)
             stats = handle.stats()
@@ -222,7 +222,7 @@ def test_an_adapter_on_it_trains(kind: Kind, directory: Path, compute_device: to
     wanted = trained(kind, kind.load(directory, adapter=True).to(compute_device), compute_device)
     model = kind.load(directory, adapter=True)
     budget_bytes = bytes_of(model) // 2
-    with millrace.offload(model, device=compute_device, device_memory=budget_bytes) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=budget_bytes) as handle:
         got = trained(kind, model, compute_device)
         assert len(got) == len(wanted)
         assert all(map(torch.equal, got, wanted))

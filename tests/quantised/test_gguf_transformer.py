@@ -9,7 +9,7 @@ from diffusers import FluxTransformer2DModel
 from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
 from torch import Tensor, nn
 
-import millrace
+import headrace
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")]
 
@@ -76,7 +76,7 @@ def test_it_computes_what_it_computes_on_the_device(compute_device: torch.device
     packed_bytes = sum(parameter.nbytes for parameter in model.parameters())
     with torch.no_grad():
         wanted = transformer(adapter=False).to(compute_device)(**inputs(compute_device)).sample.cpu()
-        with millrace.offload(model, device=compute_device, device_memory=packed_bytes // 2) as handle:
+        with headrace.offload(model, device=compute_device, device_memory=packed_bytes // 2) as handle:
             for _ in range(2):
                 assert torch.equal(model(**inputs(compute_device)).sample.cpu(), wanted)
             stats = handle.stats()
@@ -88,7 +88,7 @@ def test_an_adapter_on_it_trains(compute_device: torch.device) -> None:
     model = transformer(adapter=True)
     packed_bytes = sum(parameter.nbytes for parameter in model.parameters())
     wanted = trained(transformer(adapter=True).to(compute_device), compute_device)
-    with millrace.offload(model, device=compute_device, device_memory=packed_bytes // 2) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=packed_bytes // 2) as handle:
         assert all(map(torch.equal, trained(model, compute_device), wanted))
         assert handle.stats().device_peak_bytes <= packed_bytes // 2
         assert handle.stats().onload_bytes > packed_bytes

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import millrace
+import headrace
 from tests.quantised.kinds import KINDS, LAYERS, WIDTH
 
 STEPS = 5
@@ -41,13 +41,13 @@ def inferred(model: nn.Module, batch: Tensor) -> list[Tensor]:
         return [model(batch).cpu() for _ in range(3)]
 
 
-def offload(name: str, model: nn.Module, device: torch.device, disk: Path | None) -> millrace.Offloaded:
+def offload(name: str, model: nn.Module, device: torch.device, disk: Path | None) -> headrace.Offloaded:
     """With room for adapters and three of eight quantised layers; on disk, host memory for some of those."""
     budget_bytes = RESIDENT_BYTES + int(3 * WIDTH * WIDTH * KINDS[name].bits / 8)
     tiers: dict[str, Any] = {}
     if disk is not None:
         tiers = {"host_memory": int(QUANTISED * KINDS[name].bits / 8 * 0.8), "disk": disk}
-    return millrace.offload(model, device=device, device_memory=budget_bytes, blocks=list(model), **tiers)
+    return headrace.offload(model, device=device, device_memory=budget_bytes, blocks=list(model), **tiers)
 
 
 def check_inference(name: str, device: torch.device, disk: Path | None = None) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-import millrace
+import headrace
 from tests.quantised.kinds import KINDS, WIDTH, PackedLinear
 
 CPU = torch.device("cpu")
@@ -89,9 +89,9 @@ PAIR_BYTES = 2 * WIDTH * WIDTH * 4
 BUDGET_BYTES = 3 * PAIR_BYTES
 
 
-def offload(model: nn.Sequential, **options: Any) -> millrace.Offloaded:
+def offload(model: nn.Sequential, **options: Any) -> headrace.Offloaded:
     options.setdefault("device_memory", BUDGET_BYTES)
-    return millrace.offload(model, device="cpu", blocks=list(model), **options)
+    return headrace.offload(model, device="cpu", blocks=list(model), **options)
 
 
 def batch() -> Tensor:
@@ -258,7 +258,7 @@ def test_state_in_slots_travels_too(compute_device: torch.device) -> None:
     model = make()
     with torch.no_grad():
         wanted = make()(batch())
-        with millrace.offload(model, device=compute_device, device_memory=3 << 16, blocks=list(model)) as handle:
+        with headrace.offload(model, device=compute_device, device_memory=3 << 16, blocks=list(model)) as handle:
             assert torch.equal(model(batch()).cpu(), wanted)
             assert handle.stats().onload_bytes == 6 * (WIDTH * WIDTH * 4 + WIDTH * 4)
 
@@ -285,7 +285,7 @@ def test_a_weight_that_is_replaced_by_one_of_its_kind_is_the_weight() -> None:
         assert handle.stats().device_peak_bytes <= BUDGET_BYTES
         model[2].weight = nn.Parameter(torch.eye(WIDTH), requires_grad=False)
         with pytest.raises(
-            millrace.LayoutError, match=r"'2.weight' was offloaded as a TwoTensor .*and is a Parameter now"
+            headrace.LayoutError, match=r"'2.weight' was offloaded as a TwoTensor .*and is a Parameter now"
         ):
             model(batch())
 
@@ -367,7 +367,7 @@ def test_attributes_that_are_no_tensors_are_taken_over(compute_device: torch.dev
         return nn.Sequential(*layers)
 
     plain, model = make(), make()
-    with torch.no_grad(), millrace.offload(model, device=compute_device, device_memory="1MiB") as handle:
+    with torch.no_grad(), headrace.offload(model, device=compute_device, device_memory="1MiB") as handle:
         for one in (plain, model):
             one(batch())
             one[1].weight.power = 0.5  # type: ignore[union-attr]
@@ -391,11 +391,11 @@ def test_one_that_somebody_kept_from_a_pass_is_lent_again() -> None:
     plain, model = Model(), Model()
     with torch.no_grad():
         wanted = plain(batch())
-        with millrace.offload(model, device="cpu", device_memory=BUDGET_BYTES, blocks=list(model.layers)) as handle:
+        with headrace.offload(model, device="cpu", device_memory=BUDGET_BYTES, blocks=list(model.layers)) as handle:
             assert torch.equal(model(batch()), wanted)
             assert torch.equal((batch() @ model.kept[2]).a, (batch() @ model.layers[2].weight).a), "outside of a pass"
             assert handle.stats().device_peak_bytes <= BUDGET_BYTES
-        with pytest.raises(millrace.StateError, match="is no longer offloaded"):
+        with pytest.raises(headrace.StateError, match="is no longer offloaded"):
             batch() @ model.kept[2]
 
 
@@ -403,13 +403,13 @@ def test_a_trained_one_is_refused() -> None:
     model = pairs(2)
     model[1].weight.requires_grad_(True)
     with pytest.raises(
-        millrace.LayoutError, match=r"'1.weight' cannot be offloaded: it is a TwoTensor that is trained"
+        headrace.LayoutError, match=r"'1.weight' cannot be offloaded: it is a TwoTensor that is trained"
     ):
         offload(model)
     model[1].weight.requires_grad_(False)
     with offload(model):
         model[1].weight.requires_grad_(True)
-        with pytest.raises(millrace.LayoutError, match=r"'1.weight' cannot be offloaded: .* Freeze it"):
+        with pytest.raises(headrace.LayoutError, match=r"'1.weight' cannot be offloaded: .* Freeze it"):
             model(batch())
 
 
@@ -417,7 +417,7 @@ def test_two_models_cannot_have_the_same() -> None:
     one, other = pairs(2), pairs(2)
     other[0].weight = one[0].weight
     with offload(one):
-        with pytest.raises(millrace.LayoutError, match=r"'0.weight.a' cannot be offloaded: another offloaded model"):
+        with pytest.raises(headrace.LayoutError, match=r"'0.weight.a' cannot be offloaded: another offloaded model"):
             offload(other)
         with torch.no_grad():
             assert torch.equal(one(batch()), pairs(2)(batch())), "the first goes on"
@@ -436,8 +436,8 @@ def test_quantising_an_offloaded_model_is_refused_clearly() -> None:
 
     with (
         torch.no_grad(),
-        millrace.offload(model, device="cpu", device_memory="160KiB"),
-        pytest.raises(millrace.LayoutError, match=r"remove\(\) on the handle before"),
+        headrace.offload(model, device="cpu", device_memory="160KiB"),
+        pytest.raises(headrace.LayoutError, match=r"remove\(\) on the handle before"),
     ):
         quantise_and_run()
 
@@ -446,7 +446,7 @@ def test_one_buffer_of_two_models_is_refused() -> None:
     one, other = packed(2), packed(2)
     other[1].qweight = one[1].qweight
     with torch.no_grad(), offload(one, device_memory="4MiB"):
-        with pytest.raises(millrace.LayoutError, match=r"'1.qweight' cannot be offloaded: another offloaded model"):
+        with pytest.raises(headrace.LayoutError, match=r"'1.qweight' cannot be offloaded: another offloaded model"):
             offload(other, device_memory="4MiB")
         assert torch.equal(one(batch()), packed(2)(batch()))
 

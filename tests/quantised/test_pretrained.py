@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, TorchAoConfig
 
-import millrace
+import headrace
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")]
 
@@ -93,7 +93,7 @@ def test_a_quantised_directory_is_run_as_it_lies_there(directory: Path, tier: st
         options = {"host_memory": packed_bytes(directory) // 2, "disk": tmp_path}
     with torch.no_grad():
         wanted = plain(directory)(tokens()).logits
-        model, handle = millrace.from_pretrained(
+        model, handle = headrace.from_pretrained(
             directory, device="cpu", device_memory=BUDGET_BYTES, trainable=False, **options
         )
         with handle:
@@ -112,7 +112,7 @@ def test_adapters_train_on_a_quantised_directory(directory: Path, tier: str, tmp
     options: dict[str, Any] = {}
     if tier == "disk":
         options = {"host_memory": int(packed_bytes(directory) * 0.8), "disk": tmp_path}
-    model, handle = millrace.from_pretrained(
+    model, handle = headrace.from_pretrained(
         directory, device="cpu", device_memory=BUDGET_BYTES, trainable=False, **options
     )
     with handle:
@@ -128,8 +128,8 @@ def test_adapters_train_on_a_quantised_directory(directory: Path, tier: str, tmp
 def test_a_run_goes_on_from_its_checkpoint(directory: Path, tmp_path: Path) -> None:
     """Which has the adapters, the optimizer's state, and nothing of the base."""
 
-    def begin() -> tuple[Any, torch.optim.Optimizer, millrace.Offloaded]:
-        base, handle = millrace.from_pretrained(directory, device="cpu", device_memory=BUDGET_BYTES, trainable=False)
+    def begin() -> tuple[Any, torch.optim.Optimizer, headrace.Offloaded]:
+        base, handle = headrace.from_pretrained(directory, device="cpu", device_memory=BUDGET_BYTES, trainable=False)
         model = with_adapters(base)
         return model, adamw(model), handle
 
@@ -137,11 +137,11 @@ def test_a_run_goes_on_from_its_checkpoint(directory: Path, tmp_path: Path) -> N
     model, optimizer, handle = begin()
     with handle:
         trained(model, optimizer, steps=2)
-        millrace.save(tmp_path / "step-2", model, optimizer)
+        headrace.save(tmp_path / "step-2", model, optimizer)
     assert packed_bytes(tmp_path / "step-2") < packed_bytes(directory) / 4
     model, optimizer, handle = begin()
     with handle:
-        millrace.load(tmp_path / "step-2", model, optimizer)
+        headrace.load(tmp_path / "step-2", model, optimizer)
         got = trained(model, optimizer, steps=3)
         assert all(map(torch.equal, got, wanted[2:]))
         assert handle.stats().device_peak_bytes <= BUDGET_BYTES
@@ -149,7 +149,7 @@ def test_a_run_goes_on_from_its_checkpoint(directory: Path, tmp_path: Path) -> N
 
 def test_what_finds_no_room_names_the_disk(directory: Path) -> None:
     """Parts of packed weights are made as they are loaded (offsets, tables), so they are not read in place."""
-    with pytest.raises(millrace.BudgetError, match=r"pass a directory, such as disk=|pass disk="):
-        millrace.from_pretrained(
+    with pytest.raises(headrace.BudgetError, match=r"pass a directory, such as disk=|pass disk="):
+        headrace.from_pretrained(
             directory, device="cpu", device_memory=BUDGET_BYTES, trainable=False, host_memory="300KiB"
         )

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-from millrace.report import Report
+import headrace
+from headrace.report import Report
 
 
 class Decoder(nn.Module):
@@ -45,7 +45,7 @@ def report(emu_device, slow_link, made) -> Report:
     if "slow link" not in made:
         torch.manual_seed(0)
         model = Decoder()
-        with millrace.offload(model, device="emu", device_memory="900KiB", blocks=[model.layers]) as handle:
+        with headrace.offload(model, device="emu", device_memory="900KiB", blocks=[model.layers]) as handle:
             for _ in range(4):
                 model(torch.randn(64, 256)).sum().backward()
             made["slow link"] = handle.report()
@@ -60,7 +60,7 @@ def disk_report(tmp_path) -> Iterator[Report]:
     budgets = {"device_memory": "900KiB", "host_memory": "1MiB", "disk": tmp_path / "disk"}
     with (
         warnings.catch_warnings(action="ignore"),  # where the directory refuses direct I/O
-        millrace.offload(model, device="cpu", blocks=[model.layers], **budgets) as handle,
+        headrace.offload(model, device="cpu", blocks=[model.layers], **budgets) as handle,
     ):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(4):

@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 
-import millrace
-from millrace.report import Report, RunRecord, Span
+import headrace
+from headrace.report import Report, RunRecord, Span
 from tests.report.conftest import Decoder
 
 BLOCK = 256 * 256 * 4 + 256 * 4
@@ -43,7 +43,7 @@ def test_blocks_are_read_before_they_are_copied(compute_device: torch.device, tm
     budgets = {"device_memory": "900KiB", "host_memory": "1MiB", "disk": tmp_path / "disk"}
     with (
         warnings.catch_warnings(action="ignore"),
-        millrace.offload(model, device=compute_device, blocks=[model.layers], **budgets) as handle,
+        headrace.offload(model, device=compute_device, blocks=[model.layers], **budgets) as handle,
         torch.no_grad(),
     ):
         model(torch.randn(64, 256))  # the first pass: each block is read when it is asked for

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.report import Report
+from headrace.report import Report
 
 webdriver = pytest.importorskip("selenium.webdriver")
 pytestmark = [

@@ -6,11 +6,11 @@ import time
 import pytest
 import torch
 
-import millrace
-from millrace.cli.main import main
-from millrace.cli.report import tables
-from millrace.report import Report, RunRecord, Span
-from millrace.runtime.lanes import Lanes
+import headrace
+from headrace.cli.main import main
+from headrace.cli.report import tables
+from headrace.report import Report, RunRecord, Span
+from headrace.runtime.lanes import Lanes
 from tests.report.conftest import Decoder
 
 BLOCK = 256 * 256 * 4 + 256 * 4
@@ -68,7 +68,7 @@ def test_memory_by_tier_is_what_the_ledger_counts(report: Report) -> None:
 
 @pytest.mark.emu("lazy")
 def test_a_saved_run_is_shown_again(report: Report, tmp_path, capsys) -> None:
-    path = tmp_path / "millrace-run.json"
+    path = tmp_path / "headrace-run.json"
     report.save(path)
     assert RunRecord.from_json(path.read_text()) == report.record
     assert main(["report", str(tmp_path), "--png", str(tmp_path / "a.png"), "--trace", str(tmp_path / "t.json")]) == 0
@@ -93,7 +93,7 @@ def test_the_same_run_takes_the_same_virtual_time(emu_device, slow_link, monkeyp
         emu_device.reset(**settings)
         torch.manual_seed(0)
         model = Decoder()
-        with millrace.offload(model, device="emu", device_memory="900KiB", blocks=[model.layers]) as handle:
+        with headrace.offload(model, device="emu", device_memory="900KiB", blocks=[model.layers]) as handle:
             for _ in range(4):
                 model(torch.randn(64, 256)).sum().backward()
             return list(handle.report().record.spans)
@@ -117,7 +117,7 @@ def test_what_is_no_run_is_refused(tmp_path, capsys) -> None:
 def test_a_run_on_the_cpu_and_the_profiler_share_a_trace(tmp_path) -> None:
     """The profiler's events of the visits lie within our visits' spans: one clock for both."""
     model = Decoder()
-    with millrace.offload(model, device="cpu", device_memory="900KiB", blocks=[model.layers]) as handle:
+    with headrace.offload(model, device="cpu", device_memory="900KiB", blocks=[model.layers]) as handle:
         for _ in range(3):
             model(torch.randn(64, 256)).sum().backward()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
@@ -195,7 +195,7 @@ def test_a_long_record_is_looked_through_once(monkeypatch) -> None:
         counts += len(spans)
         return sum(max(0.0, min(last, s.begin_seconds + s.seconds) - max(first, s.begin_seconds)) for s in spans)
 
-    monkeypatch.setattr(millrace.report.record, "_covered", covered)
+    monkeypatch.setattr(headrace.report.record, "_covered", covered)
     spans = []
     for step in range(10_000):
         begin = 2.0 * step

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from millrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer
-from millrace.train.config import TrainConfig
-from millrace.train.evaluation import Evaluation
-from millrace.train.progress import StepRecord
+from headrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer
+from headrace.train.config import TrainConfig
+from headrace.train.evaluation import Evaluation
+from headrace.train.progress import StepRecord
 
 
 class Recorder:

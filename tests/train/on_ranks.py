@@ -1,4 +1,4 @@
-"""What the ranks of tests/train/test_ranks.py run: `millrace train` as torchrun would start it, which may be ended."""
+"""What the ranks of tests/train/test_ranks.py run: `headrace train` as torchrun would start it, which may be ended."""
 
 import os
 import signal
@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-import millrace
-from millrace.cli.progress import NoProgress
+import headrace
+from headrace.cli.progress import NoProgress
 
 
 def runs(rank: int, world_size: int, cache: str, ports: list[int], settings: list[Mapping[str, Any]]) -> None:
@@ -21,8 +21,8 @@ def runs(rank: int, world_size: int, cache: str, ports: list[int], settings: lis
         from emulator import emu
 
         emu.reset(allocator="exact", scheduler="random", seed=rank)  # each process has one of its own
-    from millrace.train.config import TrainConfig
-    from millrace.train.trainer import train
+    from headrace.train.config import TrainConfig
+    from headrace.train.trainer import train
 
     for port, changes in zip(ports, settings, strict=True):
         os.environ["MASTER_PORT"] = str(port)
@@ -31,7 +31,7 @@ def runs(rank: int, world_size: int, cache: str, ports: list[int], settings: lis
         _end_in(how, step)
         try:
             result = train(TrainConfig(**given), NoProgress())
-        except millrace.RankError as error:
+        except headrace.RankError as error:
             print("RankError", error, flush=True)
             os._exit(0)
         stats: Any = result.stats
@@ -45,7 +45,7 @@ def runs(rank: int, world_size: int, cache: str, ports: list[int], settings: lis
 
 def _end_in(how: str | None, number: int) -> None:
     """The last rank is killed, or gets SIGTERM, in that step of the process, after its update."""
-    from millrace.train.run import Run
+    from headrace.train.run import Run
 
     if not hasattr(Run, "whole_step"):
         Run.whole_step = Run.step  # type: ignore[attr-defined]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from millrace.errors import TrainInputError
-from millrace.train.byte_tokenizer import byte_tokenizer
-from millrace.train.chat import IGNORED, Conversations
-from millrace.train.config import TrainConfig
-from millrace.train.progress import Progress
-from millrace.train.trainer import train
+from headrace.errors import TrainInputError
+from headrace.train.byte_tokenizer import byte_tokenizer
+from headrace.train.chat import IGNORED, Conversations
+from headrace.train.config import TrainConfig
+from headrace.train.progress import Progress
+from headrace.train.trainer import train
 
 PLAIN = (
     "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '\n' }}{% endfor %}"

@@ -1,4 +1,4 @@
-"""What does `millrace train` print, and with which code does it end?"""
+"""What does `headrace train` print, and with which code does it end?"""
 
 import os
 import re
@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-import millrace
-from millrace.cli.main import build_parser, main
+import headrace
+from headrace.cli.main import build_parser, main
 
 
-def run_millrace(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "millrace", *map(str, arguments)]
+def run_headrace(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "headrace", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 
 def test_the_command_trains_compares_reports_and_saves(arguments: list[str], tmp_path: Path):
-    done = run_millrace(*arguments, "--device-memory", "70%", "--compare-plain", "2")
+    done = run_headrace(*arguments, "--device-memory", "70%", "--compare-plain", "2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("yes") == 2
     assert "were on the device at once" in done.stdout
@@ -32,20 +32,20 @@ def test_the_command_trains_compares_reports_and_saves(arguments: list[str], tmp
             sys.executable,
             "-c",
             "import sys; from transformers import AutoModelForCausalLM as M; M.from_pretrained(sys.argv[1]); "
-            "sys.exit('millrace' in sys.modules)",
+            "sys.exit('headrace' in sys.modules)",
             tmp_path / "out",
         ],
         timeout=100,
     )
     assert loaded.returncode == 0
-    shown = run_millrace("report", str(tmp_path / "out"), "--html", str(tmp_path / "run.html"))
+    shown = run_headrace("report", str(tmp_path / "out"), "--html", str(tmp_path / "run.html"))
     assert shown.returncode == 0, shown.stderr
     assert "last step" in shown.stdout
     assert "model.layers.0 forward" in (tmp_path / "run.html").read_text()
 
 
 def test_a_second_ctrl_c_ends_at_once(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys):
-    from millrace.train.run import Run
+    from headrace.train.run import Run
 
     def interrupted(self, batches):
         os.kill(os.getpid(), signal.SIGINT)
@@ -56,7 +56,7 @@ def test_a_second_ctrl_c_ends_at_once(arguments: list[str], monkeypatch: pytest.
 
     monkeypatch.setattr(Run, "step", interrupted)
     assert main([*arguments, "--plain"]) == 130
-    assert capsys.readouterr().err.splitlines()[-1] == "millrace train: interrupted"
+    assert capsys.readouterr().err.splitlines()[-1] == "headrace train: interrupted"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -73,11 +73,11 @@ BAD_INPUTS = {
     "output a file": ("--output {}/empty.txt", "output directory {}/empty.txt cannot be made"),
     "device unknown": ("--device abacus", "--device 'abacus' cannot be used"),
     "not a number": ("--steps many", "argument --steps: invalid int value: 'many'"),
-    "no such option": ("--quietly", "there is no flag --quietly; see millrace train --help"),
-    "an option misspelt": ("--stepz 3", "there is no flag --stepz (did you mean --steps?); see millrace train --help"),
+    "no such option": ("--quietly", "there is no flag --quietly; see headrace train --help"),
+    "an option misspelt": ("--stepz 3", "there is no flag --stepz (did you mean --steps?); see headrace train --help"),
     "an option shortened": (
         "--batch 3",
-        "there is no flag --batch (did you mean --batch-size?); see millrace train --help",
+        "there is no flag --batch (did you mean --batch-size?); see headrace train --help",
     ),
     "a choice misspelt": ("--optimizer adamm", "argument --optimizer: invalid choice: 'adamm'"),
     "no pattern matches": ("--resident nothing", "nothing"),
@@ -103,16 +103,16 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert code == 2
     lines = capsys.readouterr().err.splitlines()
     assert says.format(tmp_path) in lines[-1]
-    assert [line for line in lines if line.startswith("millrace")] == lines[-1:]
+    assert [line for line in lines if line.startswith("headrace")] == lines[-1:]
 
 
 def test_help_and_version_do_not_wait_for_transformers():
     code = (
-        "import sys; from millrace.cli.main import build_parser; build_parser(); "
+        "import sys; from headrace.cli.main import build_parser; build_parser(); "
         "sys.exit('transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
-    assert run_millrace("--version").stdout == f"millrace {millrace.__version__}\n"
+    assert run_headrace("--version").stdout == f"headrace {headrace.__version__}\n"
 
 
 def test_without_a_command_the_commands_are_shown(capsys: pytest.CaptureFixture[str]):
@@ -124,16 +124,16 @@ def test_without_a_command_the_commands_are_shown(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("generate --modle x", "millrace generate: there is no flag --modle (did you mean --model?); see millrace"),
-        ("plan --hardwar=h100 x", "millrace plan: there is no flag --hardwar (did you mean --hardware?); see"),
+        ("generate --modle x", "headrace generate: there is no flag --modle (did you mean --model?); see headrace"),
+        ("plan --hardwar=h100 x", "headrace plan: there is no flag --hardwar (did you mean --hardware?); see"),
         ("plan x --batchsize 2", "there is no flag --batchsize (did you mean --batch-size?)"),
-        ("probe --jsn", "millrace probe: there is no flag --jsn (did you mean --json?)"),
-        ("report --htm x", "millrace report: there is no flag --htm (did you mean --html?)"),
-        ("doctor --dsik /tmp", "millrace doctor: there is no flag --dsik (did you mean --disk?)"),
-        ("train --txt a --output b", "millrace train: there is no flag --txt (did you mean --text?)"),
-        ("plam x", "millrace: there is no command plam (did you mean plan?); see millrace --help"),
-        ("--versoin", "millrace: there is no flag --versoin (did you mean --version?)"),
-        ("plan x y", "millrace: unrecognized arguments: y; see millrace --help"),
+        ("probe --jsn", "headrace probe: there is no flag --jsn (did you mean --json?)"),
+        ("report --htm x", "headrace report: there is no flag --htm (did you mean --html?)"),
+        ("doctor --dsik /tmp", "headrace doctor: there is no flag --dsik (did you mean --disk?)"),
+        ("train --txt a --output b", "headrace train: there is no flag --txt (did you mean --text?)"),
+        ("plam x", "headrace: there is no command plam (did you mean plan?); see headrace --help"),
+        ("--versoin", "headrace: there is no flag --versoin (did you mean --version?)"),
+        ("plan x y", "headrace: unrecognized arguments: y; see headrace --help"),
     ],
 )
 def test_every_command_names_the_nearest_flag(line: str, says: str, capsys: pytest.CaptureFixture[str]):

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from millrace.errors import TrainInputError
-from millrace.train.config import TrainConfig
+from headrace.errors import TrainInputError
+from headrace.train.config import TrainConfig
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_value_that_no_run_could_use_is_named(
 
 
 def test_a_plain_run_has_no_budgets(settings: Callable[..., TrainConfig]):
-    with pytest.raises(TrainInputError, match="--plain trains without millrace"):
+    with pytest.raises(TrainInputError, match="--plain trains without headrace"):
         settings(plain=True, device_memory="1GiB")
     with pytest.raises(TrainInputError, match="so --disk does not apply"):
         settings(plain=True, disk=Path("spill"))

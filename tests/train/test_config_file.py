@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli.config_file import with_config_file
-from millrace.cli.main import main
-from millrace.errors import TrainInputError
+from headrace.cli.config_file import with_config_file
+from headrace.cli.main import main
+from headrace.errors import TrainInputError
 
 FILE = """
 text: [one.txt, two.txt]
@@ -39,9 +39,9 @@ def test_each_key_becomes_its_flag_and_the_command_line_comes_last(tmp_path: Pat
     [
         (
             "batchsize: 3",
-            "'batchsize' is no flag of millrace train (did you mean batch_size?); see millrace train --help",
+            "'batchsize' is no flag of headrace train (did you mean batch_size?); see headrace train --help",
         ),
-        ("xyz: 3", "'xyz' is no flag of millrace train; see millrace train --help"),
+        ("xyz: 3", "'xyz' is no flag of headrace train; see headrace train --help"),
         ("- a", "holds a list; write a flag and its value in a line"),
         ("a: [", "is no YAML: while parsing"),
     ],

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Trainer, TrainingArguments
 
-from millrace.errors import TrainInputError
-from millrace.train.byte_tokenizer import END_ID, VOCABULARY_SIZE, byte_tokenizer, encode_bytes
-from millrace.train.chat import IGNORED
-from millrace.train.config import TrainConfig
-from millrace.train.data import Batches, Sequences, read_sequences
-from millrace.train.files import find_files, kind_of
-from millrace.train.model import load_tokens
+from headrace.errors import TrainInputError
+from headrace.train.byte_tokenizer import END_ID, VOCABULARY_SIZE, byte_tokenizer, encode_bytes
+from headrace.train.chat import IGNORED
+from headrace.train.config import TrainConfig
+from headrace.train.data import Batches, Sequences, read_sequences
+from headrace.train.files import find_files, kind_of
+from headrace.train.model import load_tokens
 
 Settings = Callable[..., TrainConfig]
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from millrace.cli.main import main
-from millrace.errors import TrainInputError
-from millrace.train.config import TrainConfig
-from millrace.train.evaluation import Evaluation
-from millrace.train.progress import Progress
-from millrace.train.trainer import train
+from headrace.cli.main import main
+from headrace.errors import TrainInputError
+from headrace.train.config import TrainConfig
+from headrace.train.evaluation import Evaluation
+from headrace.train.progress import Progress
+from headrace.train.trainer import train
 
 Settings = Callable[..., TrainConfig]
 
@@ -64,7 +64,7 @@ def test_random_numbers_are_as_before_whatever_the_model_draws(
     settings: Settings, progress: Progress, tmp_path: Path, eval_file: Path, emu_device: ModuleType, monkeypatch: Any
 ):
     """Training in which forward draws from every generator, in evaluation too."""
-    from millrace.train.run import Run
+    from headrace.train.run import Run
 
     plain = Run.loss
 
@@ -99,7 +99,7 @@ def test_evaluation_needs_text(settings: Settings, progress: Progress, tmp_path:
 
 
 def test_modes_of_modules_are_as_before(settings: Settings, progress: Progress, eval_file: Path, monkeypatch: Any):
-    from millrace.train.run import Run
+    from headrace.train.run import Run
 
     modes: list[list[bool]] = []
     plain = Run.step

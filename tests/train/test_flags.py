@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-import millrace
-from millrace.cli.main import build_parser, main
-from millrace.cli.train import run_train
-from millrace.errors import TrainInputError
-from millrace.train import placement, trainer
-from millrace.train.config import OPTIMIZERS, TrainConfig
-from millrace.train.optimizer import Optimizers
-from millrace.train.progress import Progress
-from millrace.train.schedule import make_schedule
-from millrace.train.trainer import train
+import headrace
+from headrace.cli.main import build_parser, main
+from headrace.cli.train import run_train
+from headrace.errors import TrainInputError
+from headrace.train import placement, trainer
+from headrace.train.config import OPTIMIZERS, TrainConfig
+from headrace.train.optimizer import Optimizers
+from headrace.train.progress import Progress
+from headrace.train.schedule import make_schedule
+from headrace.train.trainer import train
 
 Settings = Callable[..., TrainConfig]
 
@@ -140,13 +140,13 @@ def test_memory_flags_reach_offload(
     settings: Settings, progress: Progress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     asked: dict[str, Any] = {}
-    real = millrace.offload
+    real = headrace.offload
 
     def offload(model: Any, **given: Any) -> Any:
         asked.update(given)
         return real(model, **given)
 
-    monkeypatch.setattr(millrace, "offload", offload)
+    monkeypatch.setattr(headrace, "offload", offload)
     train(
         settings(
             blocks=("model.layers.*",),
@@ -236,7 +236,7 @@ def test_values_that_no_run_could_use_are_named(settings: Settings, changes: dic
         ("--lora-alpha 16", "--lora-alpha does nothing without --lora-rank, which adds the adapters; give that too"),
         ("--lora-dropout 0.1 --lora-targets q_proj", "--lora-dropout, --lora-targets do nothing without --lora-rank"),
         ("--plain --blocks 1MiB --prefetch 2", "so --blocks, --prefetch do not apply; leave either side out"),
-        ("--plain --resident lm_head", "--plain trains without millrace, so --resident does not apply"),
+        ("--plain --resident lm_head", "--plain trains without headrace, so --resident does not apply"),
         ("--plain --optimizer-tier host --overlap forward", "so --optimizer-tier, --overlap do not apply"),
         ("--plain --compare-plain 2", "so --compare-plain does not apply"),
         ("--plain --no-overlap-d2h-h2d", "so --overlap-d2h-h2d does not apply"),
@@ -306,21 +306,21 @@ def test_where_and_how_state_is_kept_changes_nothing_to_a_plain_run(
 def made(settings: Settings, *, plain: bool = False, **changes: Any) -> Optimizers:
     torch.manual_seed(0)
     config = settings(**changes)
-    from millrace.train.model import load_model
+    from headrace.train.model import load_model
 
     return Optimizers(load_model(config).model, config, plain=plain)
 
 
 def test_settings_reach_the_optimizer(settings: Settings, tmp_path: Path):
     (lion,) = made(settings, optimizer="lion", weight_decay=0.5, optimizer_options=("betas=(0.8,0.9)",)).all
-    assert type(lion) is millrace.optim.Lion
+    assert type(lion) is headrace.optim.Lion
     assert lion.defaults["betas"] == (0.8, 0.9)
     assert lion.defaults["weight_decay"] == 0.5
     matrices, others = made(settings, optimizer="muon").all
-    assert {type(matrices), type(others)} == {millrace.optim.Muon, millrace.optim.AdamW}
+    assert {type(matrices), type(others)} == {headrace.optim.Muon, headrace.optim.AdamW}
     assert len(matrices.param_groups[0]["params"]) == 4 * 7  # of four layers; not of embedding and head
     assert type(made(settings, plain=True).all[0]) is torch.optim.AdamW
-    assert type(made(settings, plain=True, dtype="bfloat16").all[0]) is millrace.optim.AdamW
+    assert type(made(settings, plain=True, dtype="bfloat16").all[0]) is headrace.optim.AdamW
     with pytest.raises(TrainInputError, match=r"--optimizer adamw with momentum=1: .*momentum"):
         made(settings, optimizer_options=("momentum=1",))
 
@@ -361,5 +361,5 @@ def test_a_command_without_the_libraries_names_what_to_install(monkeypatch: pyte
 
     monkeypatch.setitem(sys.modules, "datasets.utils.logging", None)
     arguments = argparse.Namespace(text=[Path("a")], output=Path("b"))
-    with pytest.raises(TrainInputError, match=r"datasets.* is not installed; run: pip install 'millrace\[train\]'"):
+    with pytest.raises(TrainInputError, match=r"datasets.* is not installed; run: pip install 'headrace\[train\]'"):
         run_train(arguments)

@@ -9,10 +9,10 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 
-from millrace.errors import TrainInputError
-from millrace.train.config import TrainConfig
-from millrace.train.progress import Progress
-from millrace.train.trainer import train
+from headrace.errors import TrainInputError
+from headrace.train.config import TrainConfig
+from headrace.train.progress import Progress
+from headrace.train.trainer import train
 
 Settings = Callable[..., TrainConfig]
 

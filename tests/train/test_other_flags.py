@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli.main import main
-from millrace.cli.other_flags import _KNOWN, in_our_words
-from millrace.errors import TrainInputError
+from headrace.cli.main import main
+from headrace.cli.other_flags import _KNOWN, in_our_words
+from headrace.errors import TrainInputError
 
 BECOME = {
     # DiffSynth-Studio's runner
@@ -63,10 +63,10 @@ BECOME = {
 }
 
 REFUSED = {
-    "--model_id_with_origin_paths x:y": "take OffloadTrainingManager from millrace.compat",
+    "--model_id_with_origin_paths x:y": "take OffloadTrainingManager from headrace.compat",
     "--dataset_base_path data": "name files and directories of texts with --text",
     "--dataset_metadata_path data": "name files and directories of texts with --text",
-    "--max_pixels 100": "millrace train is for language models",
+    "--max_pixels 100": "headrace train is for language models",
     "--model_paths a.safetensors": "takes one directory, with --model",
     "--lora_checkpoint a.safetensors": "merge it into the model first",
     "--dataset_repeat often": "give whole numbers",
@@ -76,8 +76,8 @@ REFUSED = {
     "--optimizer-cpu-offload --optimizer-offload-fraction 2": "the fraction is to be from 0 to 1",
     "--optimizer-cpu-offload --optimizer-offload-fraction half": "the fraction is to be from 0 to 1",
     "--cpu-offloading-num-layers few": "the number of layers is to be 0 or more",
-    "model.pipeline_model_parallel_size=2": "millrace train has 1 of these",
-    "--cuda-graph-impl local": "millrace train has none of these",
+    "model.pipeline_model_parallel_size=2": "headrace train has 1 of these",
+    "--cuda-graph-impl local": "headrace train has none of these",
     "--cpu-offloading-num-layers 2 --cpu-offloading-weights --optimizer-cpu-offload --optimizer-offload-fraction 0.5": (
         "all of the optimizer's state is on the host; give the fraction 1"
     ),

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.cli.main import main
-from millrace.errors import BudgetError, DiskError, OutOfMemoryError
-from millrace.train.config import TrainConfig
-from millrace.train.out_of_memory import explained
-from millrace.train.progress import Progress
-from millrace.train.run import Run
-from millrace.train.trainer import train
+from headrace.cli.main import main
+from headrace.errors import BudgetError, DiskError, OutOfMemoryError
+from headrace.train.config import TrainConfig
+from headrace.train.out_of_memory import explained
+from headrace.train.progress import Progress
+from headrace.train.run import Run
+from headrace.train.trainer import train
 
 Settings = Callable[..., TrainConfig]
 
@@ -99,7 +99,7 @@ def test_the_command_ends_with_1_and_without_a_traceback(
     monkeypatch.setattr(Run, "step", fails)
     assert main(arguments) == 1
     lines = capsys.readouterr().err.splitlines()
-    assert lines[-1].startswith("millrace train: out of host memory: DefaultCPUAllocator")
+    assert lines[-1].startswith("headrace train: out of host memory: DefaultCPUAllocator")
     assert not any("Traceback" in line for line in lines)
 
 

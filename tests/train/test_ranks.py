@@ -1,4 +1,4 @@
-"""Does `millrace train` end with the same bits on any number of ranks, also when it goes on from another number?"""
+"""Does `headrace train` end with the same bits on any number of ranks, also when it goes on from another number?"""
 
 import json
 import re
@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from millrace.errors import TrainInputError
-from millrace.train.config import TrainConfig
-from millrace.train.trainer import train
+from headrace.errors import TrainInputError
+from headrace.train.config import TrainConfig
+from headrace.train.trainer import train
 from tests.nursery import Child, Nursery
 from tests.train.conftest import Recorder
 
@@ -160,7 +160,7 @@ def test_a_run_that_is_killed_or_stopped_goes_on_with_other_ranks(
     ("changes", "says"),
     [
         ({"accumulate": 3}, "--accumulate is 3, which 2 ranks cannot share evenly: a step is of 6 sequences"),
-        ({"plain": True, "device_memory": None}, "--plain trains without millrace, in one process"),
+        ({"plain": True, "device_memory": None}, "--plain trains without headrace, in one process"),
         (
             {"disk": Path("disk"), "offload_activations": ("tier=disk",)},
             "--offload-activations tier=disk is for one process: .*leave tier=disk out",
@@ -205,8 +205,8 @@ def test_each_rank_has_a_device_of_its_own(
 
 
 def test_torchrun_trains_and_the_first_rank_tells(arguments: list[str], tmp_path: Path) -> None:
-    """With the losses of one process without millrace, bit for bit, where one process accumulates micro-batches."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "millrace"]
+    """With the losses of one process without headrace, bit for bit, where one process accumulates micro-batches."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "headrace"]
     flags = ["--accumulate", "2", "--compare-plain", "2", "--device-memory", "70%"]
     done = subprocess.run([*start, *arguments, *flags], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

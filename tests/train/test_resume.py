@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from millrace.cli.main import main
-from millrace.errors import TrainInputError
-from millrace.train.config import TrainConfig
-from millrace.train.progress import Progress
-from millrace.train.run import Run
-from millrace.train.trainer import train
+from headrace.cli.main import main
+from headrace.errors import TrainInputError
+from headrace.train.config import TrainConfig
+from headrace.train.progress import Progress
+from headrace.train.run import Run
+from headrace.train.trainer import train
 
 Settings = Callable[..., TrainConfig]
 
@@ -376,7 +376,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(
 
 def test_a_run_that_was_killed_goes_on_from_the_last_whole_checkpoint(arguments: list[str], tmp_path: Path):
     command = [*arguments, "--steps", "60", "--save-every", "2", "--keep", "3"]
-    process = subprocess.Popen([sys.executable, "-m", "millrace", *command], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-m", "headrace", *command], stderr=subprocess.PIPE, text=True)
     with process:
         for line in process.stderr or ():
             if line.startswith("step 5/"):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace.train.evaluation import Evaluation
-from millrace.train.progress import StepRecord
-from millrace.train.scalars import ScalarProgress
+from headrace.train.evaluation import Evaluation
+from headrace.train.progress import StepRecord
+from headrace.train.scalars import ScalarProgress
 
 
 class Listener:
@@ -41,8 +41,8 @@ def test_each_step_is_a_point_and_the_other_progress_hears_it_too(tmp_path: Path
     assert listener.heard == ["begins", 1, 2, measured, "closed"]
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
-    assert [point.value for point in events.Scalars("millrace/loss")] == [4.0, 2.0]
-    assert [point.value for point in events.Scalars("millrace/tokens per second")] == [200.0, 200.0]
-    assert [point.step for point in events.Scalars("millrace/device bytes, peak")] == [1, 2]
-    assert [point.value for point in events.Scalars("millrace/perplexity")] == [pytest.approx(math.e)]
-    assert "millrace/stall seconds" not in events.Tags()["scalars"]  # not measured, so not shown
+    assert [point.value for point in events.Scalars("headrace/loss")] == [4.0, 2.0]
+    assert [point.value for point in events.Scalars("headrace/tokens per second")] == [200.0, 200.0]
+    assert [point.step for point in events.Scalars("headrace/device bytes, peak")] == [1, 2]
+    assert [point.value for point in events.Scalars("headrace/perplexity")] == [pytest.approx(math.e)]
+    assert "headrace/stall seconds" not in events.Tags()["scalars"]  # not measured, so not shown

@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from millrace.errors import TrainingFailedError, TrainInputError
-from millrace.optim.optimizer import HostOptimizer
-from millrace.train import trainer
-from millrace.train.config import TrainConfig
-from millrace.train.progress import Progress
-from millrace.train.run import Run
-from millrace.train.trainer import train
+from headrace.errors import TrainingFailedError, TrainInputError
+from headrace.optim.optimizer import HostOptimizer
+from headrace.train import trainer
+from headrace.train.config import TrainConfig
+from headrace.train.progress import Progress
+from headrace.train.run import Run
+from headrace.train.trainer import train
 
 Settings = Callable[..., TrainConfig]
 
@@ -86,7 +86,7 @@ def test_on_disk_losses_and_saved_weights_equal_the_plain_run(
     assert [*(tmp_path / "disk" / "optimizer").iterdir(), *(tmp_path / "disk" / "weights").iterdir()] == []
 
 
-def test_a_model_from_a_directory_trains_and_loads_without_millrace(
+def test_a_model_from_a_directory_trains_and_loads_without_headrace(
     settings: Settings, progress: Progress, model_directory: Path, tmp_path: Path
 ):
     before = weights(model_directory)
@@ -165,7 +165,7 @@ def test_a_loss_that_differs_in_the_last_bit_fails_the_run(
             return float(torch.nextafter(loss, loss + 1))
 
     monkeypatch.setattr(trainer, "Run", Astray)
-    with pytest.raises(TrainingFailedError, match=r"the loss of step 1 is .*, but .* without millrace"):
+    with pytest.raises(TrainingFailedError, match=r"the loss of step 1 is .*, but .* without headrace"):
         train(settings(compare_plain=1, device_memory="80%"), progress)
     assert list((tmp_path / "out").iterdir()) == []
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from millrace.memory.ledger import Ledger
-from millrace.runtime.lanes import Lanes, open_lanes
+from headrace.memory.ledger import Ledger
+from headrace.runtime.lanes import Lanes, open_lanes
 
 
 @pytest.fixture

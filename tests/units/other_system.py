@@ -1,8 +1,8 @@
-"""A process that finds as little of Linux as on another system: what is millrace able to do there?
+"""A process that finds as little of Linux as on another system: what is headrace able to do there?
 
     python -m tests.units.other_system macos|windows DIRECTORY
 
-PyTorch and what it needs are imported first, because these are Linux's here. What is taken away then is what millrace
+PyTorch and what it needs are imported first, because these are Linux's here. What is taken away then is what headrace
 may look for: names in `os`, `mmap` and `signal`, modules, functions of libc, /proc, directories that can be opened.
 """
 
@@ -28,7 +28,7 @@ import tqdm  # noqa: F401
 import xxhash  # noqa: F401
 from torch import nn
 
-PACKAGE = str(Path(__file__).parent.parent.parent / "millrace") + os.sep
+PACKAGE = str(Path(__file__).parent.parent.parent / "headrace") + os.sep
 LINUX_ONLY = {
     "os": ["sched_getaffinity", "sched_setaffinity", "posix_fallocate", "posix_fadvise", "O_DIRECT", "O_TMPFILE"],
     "mmap": ["MADV_HUGEPAGE", "MAP_POPULATE", "MADV_DONTFORK"],
@@ -78,7 +78,7 @@ def _hide_libc(system: str) -> None:
 
 
 def _hide_files(system: str) -> None:
-    """/proc and /sys from millrace; on Windows no directory can be opened either."""
+    """/proc and /sys from headrace; on Windows no directory can be opened either."""
     opened, text_opened = os.open, builtins.open
 
     def hidden(path: Any) -> bool:
@@ -123,35 +123,35 @@ def main(system: str, directory: Path) -> None:
     take_away(system)
     warnings.simplefilter("error")
 
-    import millrace
-    from millrace.cli.main import main as command
+    import headrace
+    from headrace.cli.main import main as command
 
     for activations in (False, {"min_bytes": 0, "all_leave": True}):
         trained = model()
-        with millrace.offload(trained, device="cpu", device_memory="40KiB", activations=activations) as handle:
-            optimizer = millrace.optim.AdamW(trained.parameters(), lr=1e-2)
+        with headrace.offload(trained, device="cpu", device_memory="40KiB", activations=activations) as handle:
+            optimizer = headrace.optim.AdamW(trained.parameters(), lr=1e-2)
             assert train(trained, optimizer) == expected
             assert handle.stats().onload_bytes > 0
             assert all(map(torch.equal, trained.parameters(), plain.parameters()))
-            millrace.save(directory / "step-3", trained, optimizer)
+            headrace.save(directory / "step-3", trained, optimizer)
             handle.report()
     again = model()
-    millrace.load(directory / "step-3", again, millrace.optim.AdamW(again.parameters(), lr=1e-2))
+    headrace.load(directory / "step-3", again, headrace.optim.AdamW(again.parameters(), lr=1e-2))
     assert all(map(torch.equal, again.parameters(), plain.parameters()))
-    assert millrace.checkpoint.newest(directory) == directory / "step-3"
+    assert headrace.checkpoint.newest(directory) == directory / "step-3"
     assert command(["doctor", "--device", "cpu", "--disk", str(directory)]) in (0, 1)
 
     if system == "windows":
-        with pytest.raises(millrace.DiskError, match="files cannot be read as memory on win32"):
-            millrace.offload(model(), device="cpu", device_memory="40KiB", host_memory="128KiB", disk=directory / "d")
+        with pytest.raises(headrace.DiskError, match="files cannot be read as memory on win32"):
+            headrace.offload(model(), device="cpu", device_memory="40KiB", host_memory="128KiB", disk=directory / "d")
         return
     trained = model()
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
-        with millrace.offload(
+        with headrace.offload(
             trained, device="cpu", device_memory="40KiB", host_memory="128KiB", disk=directory / "disk"
         ) as handle:
-            optimizer = millrace.optim.AdamW(trained.parameters(), lr=1e-2)
+            optimizer = headrace.optim.AdamW(trained.parameters(), lr=1e-2)
             assert train(trained, optimizer) == expected
             assert handle.stats().disk_bytes > 0
             assert handle.stats().fetch_bytes > 0

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.errors import BudgetError
-from millrace.memory import locking
-from millrace.memory.arena import ALIGNMENT_BYTES, Arena, aligned
-from millrace.memory.ledger import Ledger, Tier
+from headrace.errors import BudgetError
+from headrace.memory import locking
+from headrace.memory.arena import ALIGNMENT_BYTES, Arena, aligned
+from headrace.memory.ledger import Ledger, Tier
 
 CPU = torch.device("cpu")
 PAGE = mmap.PAGESIZE

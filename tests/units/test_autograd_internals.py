@@ -1,4 +1,4 @@
-"""Is what PyTorch keeps to itself still as millrace/runtime/autograd.py and torch_rules.py rely on?"""
+"""Is what PyTorch keeps to itself still as headrace/runtime/autograd.py and torch_rules.py rely on?"""
 
 import gc
 import sys
@@ -13,8 +13,8 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import BaseTorchFunctionMode
 
-from millrace.runtime import torch_rules
-from millrace.runtime.autograd import (
+from headrace.runtime import torch_rules
+from headrace.runtime.autograd import (
     NO_TASK,
     EndOfBackward,
     WeakTensor,

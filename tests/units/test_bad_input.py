@@ -9,9 +9,9 @@ from accelerate import cpu_offload
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 
-import millrace
-from millrace.config import parse_bytes
-from millrace.weights.passes import attachment
+import headrace
+from headrace.config import parse_bytes
+from headrace.weights.passes import attachment
 from tests.units.models import Decoder, Snapshot, tokens
 
 LARGEST_BYTES, KEPT_BYTES = 4096, 768  # of the Decoder: its embedding; its positions and the scales of its layers
@@ -36,13 +36,13 @@ def refused(
     """The message with which `offload` refuses; the model is as it was."""
     before = Snapshot(model)
     with pytest.raises(error, match=match) as caught:
-        millrace.offload(model, device=device, **settings)
+        headrace.offload(model, device=device, **settings)
     before.assert_unchanged()
     return str(caught.value)
 
 
 def works(model: nn.Module, device: torch.device, **settings: Any) -> None:
-    with millrace.offload(model, device=device, **settings):
+    with headrace.offload(model, device=device, **settings):
         model(tokens()).sum().backward()
 
 
@@ -50,7 +50,7 @@ def works(model: nn.Module, device: torch.device, **settings: Any) -> None:
 def test_a_budget_below_the_largest_block(compute_device: torch.device, model: Decoder) -> None:
     message = refused(
         model,
-        millrace.BudgetError,
+        headrace.BudgetError,
         r"block 'embedding' needs 4 KiB beside 768 B of resident.*device_memory allows 3.91 KiB; raise it to at least",
         compute_device,
         device_memory=4000,
@@ -65,20 +65,20 @@ def test_the_size_of_blocks_that_is_advised_works(compute_device: torch.device) 
     model = Decoder(vocabulary=16, layers=3)
     blocks = [model.layers]
     message = refused(
-        model, millrace.BudgetError, "or pass smaller blocks", compute_device, blocks=blocks, device_memory=2700
+        model, headrace.BudgetError, "or pass smaller blocks", compute_device, blocks=blocks, device_memory=2700
     )
     works(model, compute_device, device_memory=2700, blocks=message.split("blocks='")[1].split("'")[0])
 
 
 @pytest.mark.parametrize("size", [0, "0B"])
 def test_no_memory_at_all(model: Decoder, size: Any) -> None:
-    refused(model, millrace.BudgetError, r"device_memory allows 0 B; raise it to at least 4.75 KiB", device_memory=size)
+    refused(model, headrace.BudgetError, r"device_memory allows 0 B; raise it to at least 4.75 KiB", device_memory=size)
 
 
 def test_residents_above_the_budget(compute_device: torch.device, model: Decoder) -> None:
     refused(
         model,
-        millrace.BudgetError,
+        headrace.BudgetError,
         r"beside 9.38 KiB of resident weights .*device_memory allows 8 KiB; raise it to at least 1\d",
         compute_device,
         device_memory="8KiB",
@@ -90,7 +90,7 @@ def test_buffers_count(compute_device: torch.device, model: Decoder) -> None:
     model.register_buffer("table", torch.zeros(100_000))
     refused(
         model,
-        millrace.BudgetError,
+        headrace.BudgetError,
         r"beside 391 KiB of resident weights and buffers",
         compute_device,
         device_memory="64KiB",
@@ -117,11 +117,11 @@ def test_a_host_budget_below_the_weights(compute_device: torch.device, share: fl
     model = Decoder(width=30)
     budget_bytes = int(sum(parameter.nbytes for parameter in model.parameters()) * share)
     message = refused(
-        model, millrace.BudgetError, r"weights need .* of host memory .*host_memory allows .* raise it", compute_device,
+        model, headrace.BudgetError, r"weights need .* of host memory .*host_memory allows .* raise it", compute_device,
         host_memory=budget_bytes,
     )  # fmt: skip
     advised = message.split("at least ")[1].split(",")[0]
-    with millrace.offload(model, device=compute_device, host_memory=advised), torch.no_grad():
+    with headrace.offload(model, device=compute_device, host_memory=advised), torch.no_grad():
         model(tokens())
 
 
@@ -130,13 +130,13 @@ def test_a_device_without_memory_for_the_plan(emu_device: Any) -> None:
     model = Decoder(width=128, layers=8)
     refused(
         model,
-        millrace.BudgetError,
+        headrace.BudgetError,
         r"device_memory=1.2 MiB is more than emu:0 has free, [0-9.]+ .iB; lower it, or end what else",
         "emu",
         device_memory="1.2MiB",
     )
     taken = torch.empty(980 << 10, dtype=torch.uint8, device="emu")
-    refused(model, millrace.BudgetError, r"device_memory allows [23]\d.*; raise it", "emu")  # a tenth less than is free
+    refused(model, headrace.BudgetError, r"device_memory allows [23]\d.*; raise it", "emu")  # a tenth less than is free
     del taken
     works(model, torch.device("emu", 0), device_memory="300KiB")
 
@@ -185,15 +185,15 @@ def test_settings_that_make_no_sense(model: Decoder, settings: Any, error: Any, 
 
 def test_what_is_no_module() -> None:
     with pytest.raises(TypeError, match=r"model is a dict; give a torch.nn.Module"):
-        millrace.offload({})  # type: ignore[arg-type]
+        headrace.offload({})  # type: ignore[arg-type]
 
 
 # models -------------------------------------------------------------------------------------------------------------
 def test_a_model_that_is_offloaded_already(compute_device: torch.device, model: Decoder) -> None:
-    with millrace.offload(model, device=compute_device):
+    with headrace.offload(model, device=compute_device):
         for part, name in ((model, "the model"), (model.layers[1], "the model"), (nn.Sequential(model), "module '0'")):
-            with pytest.raises(millrace.StateError, match=rf"{name} is offloaded already; .*remove\(\)"):
-                millrace.offload(part, device=compute_device)
+            with pytest.raises(headrace.StateError, match=rf"{name} is offloaded already; .*remove\(\)"):
+                headrace.offload(part, device=compute_device)
         model(tokens()).sum().backward()  # and the handle that there is goes on
     before = Snapshot(model)
     works(model, compute_device)
@@ -204,13 +204,13 @@ def test_a_model_that_is_offloaded_already(compute_device: torch.device, model: 
 
 def test_accelerates_hooks(model: Decoder) -> None:
     add_hook_to_module(model.layers[1], ModelHook())
-    refused(model, millrace.StateError, r"module 'layers.1' carries an accelerate hook.*remove_hook_from_submodules")
+    refused(model, headrace.StateError, r"module 'layers.1' carries an accelerate hook.*remove_hook_from_submodules")
 
 
 def test_accelerates_offloading(model: Decoder) -> None:
     cpu_offload(model, execution_device=torch.device("cpu"))
-    with pytest.raises(millrace.StateError, match="carries an accelerate hook"):
-        millrace.offload(model, device="cpu")
+    with pytest.raises(headrace.StateError, match="carries an accelerate hook"):
+        headrace.offload(model, device="cpu")
 
 
 def test_diffusers_hooks(model: Decoder) -> None:
@@ -219,7 +219,7 @@ def test_diffusers_hooks(model: Decoder) -> None:
 
     registry = HookRegistry.check_if_exists_or_initialize(model.layers[2])
     registry.register_hook(DiffusersHook(), "group_offloading")
-    refused(model, millrace.StateError, r"module 'layers.2' carries a diffusers hook.*disable group offloading first")
+    refused(model, headrace.StateError, r"module 'layers.2' carries a diffusers hook.*disable group offloading first")
 
 
 def put(model: Decoder, parameter: nn.Parameter) -> Decoder:
@@ -243,7 +243,7 @@ def quantised() -> nn.Parameter:
 )
 def test_parameters_that_have_no_plain_bytes(model: Decoder, make: Any, reason: str) -> None:
     match = rf"parameter 'layers.1.up.weight' cannot be offloaded: .*{reason}"
-    refused(put(model, make()), millrace.LayoutError, match)
+    refused(put(model, make()), headrace.LayoutError, match)
 
 
 def test_a_scripted_part(compute_device: torch.device) -> None:
@@ -251,7 +251,7 @@ def test_a_scripted_part(compute_device: torch.device) -> None:
     model = Decoder()
     with torch.no_grad():
         model.traced = torch.jit.trace(nn.Linear(4, 4), torch.zeros(1, 4))
-    refused(model, millrace.StateError, r"'traced' .*TorchScript, which millrace cannot manage", compute_device)
+    refused(model, headrace.StateError, r"'traced' .*TorchScript, which headrace cannot manage", compute_device)
     del model.traced
     works(model, compute_device)
 
@@ -262,10 +262,10 @@ def test_an_error_half_way_is_undone(compute_device: torch.device, model: Decode
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("of another process")
 
-    monkeypatch.setattr("millrace.weights.movement.residency.DeviceBuffers.allocate", full)
+    monkeypatch.setattr("headrace.weights.movement.residency.DeviceBuffers.allocate", full)
     before = Snapshot(model, addresses=False)  # the values lie in other memory now
     with pytest.raises(torch.OutOfMemoryError, match="of another process"):
-        millrace.offload(model, device=compute_device)
+        headrace.offload(model, device=compute_device)
     before.assert_unchanged()
     monkeypatch.undo()
     works(model, compute_device)
@@ -274,11 +274,11 @@ def test_an_error_half_way_is_undone(compute_device: torch.device, model: Decode
 # after offloading ---------------------------------------------------------------------------------------------------
 def test_a_shape_that_changes_later(compute_device: torch.device, model: Decoder) -> None:
     weight, kept = model.layers[1].up.weight, model.layers[1].up.weight.detach().clone()
-    with millrace.offload(model, device=compute_device):
+    with headrace.offload(model, device=compute_device):
         model(tokens()).sum().backward()
         weight.data = torch.zeros(16, 20)
         with pytest.raises(
-            millrace.LayoutError,
+            headrace.LayoutError,
             match=r"'layers.1.up.weight' was offloaded with shape \(16, 16\) and now has shape \(16, 20\); call remove",
         ):
             model(tokens())
@@ -290,12 +290,12 @@ def test_a_shape_that_changes_later(compute_device: torch.device, model: Decoder
 
 
 def test_a_weight_that_changes_between_forward_and_backward(compute_device: torch.device, model: Decoder) -> None:
-    with millrace.offload(model, device=compute_device, device_memory="8KiB"):
+    with headrace.offload(model, device=compute_device, device_memory="8KiB"):
         loss = model(tokens()).sum()
         with torch.no_grad():
             model.layers[1].down.weight.mul_(2)
         with pytest.raises(
-            millrace.WeightChangedError,
+            headrace.WeightChangedError,
             match=r"'layers.1.down.weight' was modified in place .*version \d+; expected version \d+.* backward before",
         ):
             loss.backward()

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.memory.buffers import DeviceBuffers
-from millrace.memory.ledger import Ledger, Tier
+from headrace.memory.buffers import DeviceBuffers
+from headrace.memory.ledger import Ledger, Tier
 from tests.nursery import Nursery
 
 CPU = torch.device("cpu")
@@ -114,8 +114,8 @@ def test_an_accelerators_allocator_gets_its_memory_back(emu_device, ledger: Ledg
 
 FORKS = """
 import os, torch
-from millrace.memory.buffers import DeviceBuffers
-from millrace.memory.ledger import Ledger
+from headrace.memory.buffers import DeviceBuffers
+from headrace.memory.ledger import Ledger
 torch.set_num_threads(1)  # a forked process has no threads to compute with
 buffer = DeviceBuffers(torch.device("cpu"), Ledger(), 1 << 23).allocate(5 << 20)
 buffer.fill_(7)

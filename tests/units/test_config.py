@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.config import OffloadConfig, format_bytes, parse_bytes
+from headrace.config import OffloadConfig, format_bytes, parse_bytes
 
 SETTINGS = settings(derandomize=True, max_examples=60, deadline=None)
 

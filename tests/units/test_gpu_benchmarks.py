@@ -16,7 +16,7 @@ from benchmarks.gpu.cases import CASES, GIB, Job, meta_model
 from benchmarks.gpu.floor import floor_of, must_of
 from benchmarks.gpu.table import judged
 from benchmarks.gpu.ways import no_room
-from millrace.planning.cost import MACHINES
+from headrace.planning.cost import MACHINES
 
 ROOT = Path(__file__).parents[2]
 STAGES = {"decode": ["prefill", "decode"], "dit": ["forward"]}
@@ -33,11 +33,11 @@ def command(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CASES)
 def test_a_case(name: str, tmp_path: Path) -> None:
-    """millrace gives plain's results in less device memory, within its budget, and no fewer bytes than have to cross.
+    """headrace gives plain's results in less device memory, within its budget, and no fewer bytes than have to cross.
 
     diffusers refuses this device: its row says so, and the others come all the same.
     """
-    ways = "plain,millrace" + ",diffusers" * (name == "dit")
+    ways = "plain,headrace" + ",diffusers" * (name == "dit")
     flags = ("--size", "tiny", "--device", "emu", "--steps", "2", "--ways", ways, "--directory", str(tmp_path))
     done = command(name, *flags, "--output", str(tmp_path / "rows.jsonl"))
     assert done.returncode == 0, done.stderr
@@ -46,7 +46,7 @@ def test_a_case(name: str, tmp_path: Path) -> None:
     assert [row["way"] for row in rows if "skipped" in row] == ["diffusers"] * (name == "dit")
     rows = [row for row in rows if "skipped" not in row]
     assert {row["kind"] for row in rows} == {case.kind for case in CASES[name]}
-    for row in (row for row in rows if row["way"] == "millrace"):
+    for row in (row for row in rows if row["way"] == "headrace"):
         assert row["stage"] in STAGES.get(row["kind"], ["step"])
         assert row["compared_with"] == "plain"
         assert row["results_equal"] == len(row["results"]) > 2
@@ -56,7 +56,7 @@ def test_a_case(name: str, tmp_path: Path) -> None:
         assert row["offload_bytes"] > 0 or row["kind"] in ("decode", "dit")
         if row["kind"] != "activations":
             check_weights(row)
-    assert sum(row["way"] == "millrace" for row in rows) == expected_rows(name)
+    assert sum(row["way"] == "headrace" for row in rows) == expected_rows(name)
 
 
 def sum_of(results: Any) -> float:
@@ -102,8 +102,8 @@ def test_what_has_no_room_is_not_tried() -> None:
     parameters = 8 * 10**9
     assert no_room(JOB, parameters, 0, 64 * GIB) == ""
     assert "needs 60 GiB of device memory (8 bytes" in no_room(JOB, parameters, 0, 59 * GIB)
-    assert "needs 104 GiB of host memory (14 bytes" in no_room(replace(JOB, way="millrace"), parameters, GIB, GIB)
-    assert no_room(replace(JOB, way="millrace", disk=True), parameters, GIB, GIB) == ""
+    assert "needs 104 GiB of host memory (14 bytes" in no_room(replace(JOB, way="headrace"), parameters, GIB, GIB)
+    assert no_room(replace(JOB, way="headrace", disk=True), parameters, GIB, GIB) == ""
 
 
 def test_bytes_that_have_to_cross() -> None:
@@ -111,7 +111,7 @@ def test_bytes_that_have_to_cross() -> None:
     model = meta_model("train", "8b")
     table = 2 * 128256 * 4096
     weights = 2 * 8_030_261_248 - table
-    job = replace(JOB, way="millrace", device_memory=8 * 10**9)
+    job = replace(JOB, way="headrace", device_memory=8 * 10**9)
     must = must_of(job, model)
     assert must.must_onload_bytes == 2 * weights - 8 * 10**9
     assert must.must_offload_bytes == weights

@@ -6,10 +6,10 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from millrace.memory.disk import Request
-from millrace.memory.ledger import Ledger
-from millrace.weights.movement.gradient_memory import Additions, Staging
-from millrace.weights.movement.staged import Rest, Staged, add_up, rest_of, sum_of_rows
+from headrace.memory.disk import Request
+from headrace.memory.ledger import Ledger
+from headrace.weights.movement.gradient_memory import Additions, Staging
+from headrace.weights.movement.staged import Rest, Staged, add_up, rest_of, sum_of_rows
 from tests.matrix.compare import same
 
 ROWS, WIDTH = 5, 3

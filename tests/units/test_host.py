@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from millrace.runtime import host
+from headrace.runtime import host
 
 GIB = 1 << 30
 NO_LIMIT_V1 = 9223372036854771712

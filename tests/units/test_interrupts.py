@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-import millrace
-from millrace.memory.buffers import DeviceBuffers
-from millrace.weights.movement.block import Block
-from millrace.weights.movement.residency import Residency
-from millrace.weights.passes.backward import Backward
-from millrace.weights.passes.call import Call
-from millrace.weights.passes.engine import Engine
+import headrace
+from headrace.memory.buffers import DeviceBuffers
+from headrace.weights.movement.block import Block
+from headrace.weights.movement.residency import Residency
+from headrace.weights.passes.backward import Backward
+from headrace.weights.passes.call import Call
+from headrace.weights.passes.engine import Engine
 from tests.units.models import Decoder, tokens
 
 BUDGET_BYTES = 9 << 10  # a fifth of the Decoder: blocks come and go all the time
@@ -68,7 +68,7 @@ def test_the_next_step_is_right(
     plain.load_state_dict(model.state_dict())
     plain.to(compute_device)
     batch = tokens().to(compute_device)
-    with millrace.offload(model, device=compute_device, device_memory=BUDGET_BYTES) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=BUDGET_BYTES) as handle:
         step(model, batch).backward()
         model.zero_grad()
         owners: dict[str, Any] = {"_submit": Residency, "copies_in": Block, "point_leaves": Block}
@@ -99,7 +99,7 @@ def test_another_thread_may_call_the_model_next(
     compute_device: torch.device, owner: Any, name: str, after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, batch = Decoder(), tokens().to(compute_device)
-    with millrace.offload(model, device=compute_device, device_memory=BUDGET_BYTES), torch.no_grad():
+    with headrace.offload(model, device=compute_device, device_memory=BUDGET_BYTES), torch.no_grad():
         expected = model(batch)
         with monkeypatch.context() as patch:
             Interrupts(patch, owner, name, at=1, after=after)

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from millrace.runtime.lanes import Lane, Lanes, open_lanes
+from headrace.runtime.lanes import Lane, Lanes, open_lanes
 
 
 def host(*values: float) -> torch.Tensor:

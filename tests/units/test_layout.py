@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from millrace.errors import LayoutError
-from millrace.memory.arena import ALIGNMENT_BYTES, KERNEL_ALIGNMENT_BYTES, aligned
-from millrace.weights.model.inventory import take_inventory
-from millrace.weights.model.layout import lay_out, travel_dtype
-from millrace.weights.model.slot import Layout
+from headrace.errors import LayoutError
+from headrace.memory.arena import ALIGNMENT_BYTES, KERNEL_ALIGNMENT_BYTES, aligned
+from headrace.weights.model.inventory import take_inventory
+from headrace.weights.model.layout import lay_out, travel_dtype
+from headrace.weights.model.slot import Layout
 
 SETTINGS = settings(derandomize=True, max_examples=40, deadline=None)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.complex64)

@@ -5,7 +5,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.memory.least import LeastTree
+from headrace.memory.least import LeastTree
 
 NUMBERS = st.integers(-3, 9) | st.just(math.inf)
 

@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
-from millrace.config import parse_bytes
-from millrace.errors import BudgetError
-from millrace.memory.ledger import Ledger, Tier
+from headrace.config import parse_bytes
+from headrace.errors import BudgetError
+from headrace.memory.ledger import Ledger, Tier
 
 
 def test_bytes_are_counted_by_tier_and_purpose() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from millrace.weights.passes.module_states import ModuleStates
+from headrace.weights.passes.module_states import ModuleStates
 
 
 def scaled(factor: float) -> Callable[..., torch.Tensor]:

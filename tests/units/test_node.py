@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from millrace.runtime import node
+from headrace.runtime import node
 
 
 def test_an_uncaught_error_is_told_once_where_others_wrap_the_hook(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.memory import pages
-from millrace.memory.arena import Arena
-from millrace.memory.ledger import Ledger
-from millrace.runtime import numa
+from headrace.memory import pages
+from headrace.memory.arena import Arena
+from headrace.memory.ledger import Ledger
+from headrace.runtime import numa
 
 NBYTES = 64 * 4096
 

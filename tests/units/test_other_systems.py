@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.memory.disk import DirectFile
-from millrace.runtime import system
-from millrace.runtime.device import resolve_device
+from headrace.memory.disk import DirectFile
+from headrace.runtime import system
+from headrace.runtime.device import resolve_device
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.memory import pages as pages_module
-from millrace.memory.pages import Pages, map_pages
+from headrace.memory import pages as pages_module
+from headrace.memory.pages import Pages, map_pages
 
 MIB = 1 << 20
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from millrace.weights.model.inventory import take_inventory
-from millrace.weights.model.partition import Partition, partition
+from headrace.weights.model.inventory import take_inventory
+from headrace.weights.model.partition import Partition, partition
 from tests.units.models import Decoder, Layer
 
 PLENTY_BYTES = 1 << 30
@@ -84,8 +84,8 @@ def test_a_model_that_decodes_and_nearly_fits_is_cut_finely(
     monkeypatch: pytest.MonkeyPatch, missing_layers: float, matrices: int
 ) -> None:
     matrix_bytes, layer_bytes = 16 * 2**10, 64 * 2**10
-    monkeypatch.setattr("millrace.weights.model.partition._MISSING_SHARE", 1 / 8)
-    monkeypatch.setattr("millrace.weights.model.partition._VISIT_BYTES", 1024)
+    monkeypatch.setattr("headrace.weights.model.partition._MISSING_SHARE", 1 / 8)
+    monkeypatch.setattr("headrace.weights.model.partition._VISIT_BYTES", 1024)
     model = Writing().eval()
     budget_bytes = int((8 - missing_layers) * layer_bytes)
     parts = cut(model, budget_bytes=budget_bytes)

@@ -8,12 +8,12 @@ PROGRAM = """
 import torch
 import torch.distributed.pipelining
 from torch import nn
-import millrace
+import headrace
 
 stage = torch.distributed.pipelining.stage
 before = stage.stage_backward_input
 models = [nn.Linear(4, 4), nn.Linear(4, 4)]
-handles = [millrace.offload(model, device="cpu") for model in models]
+handles = [headrace.offload(model, device="cpu") for model in models]
 for model in models:
     model(torch.ones(1, 4))
 seen = [stage.stage_backward_input is before]

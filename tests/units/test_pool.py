@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import BudgetError
-from millrace.memory.arena import aligned, whole_pages
-from millrace.memory.ledger import Ledger, Tier
-from millrace.memory.pool import HostPool, Slab
+from headrace.errors import BudgetError
+from headrace.memory.arena import aligned, whole_pages
+from headrace.memory.ledger import Ledger, Tier
+from headrace.memory.pool import HostPool, Slab
 
 
 def make(budget_bytes: int | None = None) -> tuple[HostPool, Ledger]:

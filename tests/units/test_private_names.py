@@ -5,10 +5,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import millrace
-from millrace.runtime import autograd
+import headrace
+from headrace.runtime import autograd
 
-PACKAGE = Path(millrace.__file__).parent
+PACKAGE = Path(headrace.__file__).parent
 HOMES = {"runtime/autograd.py", "runtime/torch_rules.py", "runtime/grad_scaler.py", "runtime/sharded.py"}
 OF_OTHERS = {
     "_actions",
@@ -79,16 +79,16 @@ def private_uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def test_private_names_of_pytorch_have_one_home() -> None:
     found = [
-        f"millrace/{path}:{line}: {name}"
+        f"headrace/{path}:{line}: {name}"
         for path, tree in trees()
         if path not in HOMES
         for line, name in private_uses(tree)
     ]
-    assert not found, "give it a name in millrace/runtime/autograd.py:\n" + "\n".join(found)
+    assert not found, "give it a name in headrace/runtime/autograd.py:\n" + "\n".join(found)
 
 
 def test_private_attributes_are_listed() -> None:
-    """Those of tensors and modules, which are not millrace's own."""
+    """Those of tensors and modules, which are not headrace's own."""
     of_files = dict(trees())
     own = set(OF_OTHERS)
     for tree in of_files.values():
@@ -103,13 +103,13 @@ def test_private_attributes_are_listed() -> None:
                 own.add(node.name)
     listed = set(re.findall(r"`(_\w+)`", autograd.__doc__ or ""))
     found = [
-        f"millrace/{path}:{node.lineno}: {node.attr}"
+        f"headrace/{path}:{node.lineno}: {node.attr}"
         for path, tree in of_files.items()
         if path not in HOMES
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own | listed
     ]
-    assert not found, "list it in the docstring of millrace/runtime/autograd.py:\n" + "\n".join(found)
+    assert not found, "list it in the docstring of headrace/runtime/autograd.py:\n" + "\n".join(found)
 
 
 def test_what_is_looked_for_is_found() -> None:

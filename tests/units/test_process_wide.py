@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from millrace.runtime.process_wide import ProcessWide
+from headrace.runtime.process_wide import ProcessWide
 
 
 class User:
@@ -83,17 +83,17 @@ def everything():
     hooks = [module.__dict__[name] for module in modules for name in sorted(module.__dict__) if name[:7] == "_global"]
     return [dict(place.__dict__) for place in places], [dict(one) if isinstance(one, dict) else one for one in hooks]
 
-import millrace
+import headrace
 import emulator.emu
-from millrace.weights.model.home import Home
+from headrace.weights.model.home import Home
 
 torch.optim.SGD([torch.zeros(1)]).step()  # optimizers change their class when the first is made
 torch.optim.AdamW([torch.zeros(1)]).step()
 before = everything()
 for overlap, max_grad_norm in (("forward", 1.0), ("backward", None)):
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-    with millrace.offload(model, device="emu", device_memory=40_000, activations=True) as handle:
-        optimizer = millrace.optim.AdamW(model.parameters(), overlap=overlap, max_grad_norm=max_grad_norm)
+    with headrace.offload(model, device="emu", device_memory=40_000, activations=True) as handle:
+        optimizer = headrace.optim.AdamW(model.parameters(), overlap=overlap, max_grad_norm=max_grad_norm)
         for _ in range(3):
             model(torch.ones(2, 64)).sum().backward()
             optimizer.step()

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-from millrace.memory import locking
-from millrace.memory.arena import Arena
-from millrace.memory.ledger import Ledger, Tier
-from millrace.runtime import device as device_module
-from millrace.runtime import page_locks
-from millrace.runtime.probe import link_rates
+import headrace
+from headrace.memory import locking
+from headrace.memory.arena import Arena
+from headrace.memory.ledger import Ledger, Tier
+from headrace.runtime import device as device_module
+from headrace.runtime import page_locks
+from headrace.runtime.probe import link_rates
 
 MIB = 1 << 20
 WIDTH, LAYERS = 256, 6
@@ -57,8 +57,8 @@ def train(trained: nn.Module, device: torch.device, optimizer: torch.optim.Optim
 def plain_run(device: torch.device) -> tuple[list[torch.Tensor], nn.Module]:
     """On the host beside a copy on the device: the optimizer of the offloaded run steps on the host."""
     plain = model()
-    handle = millrace.offload(plain, device=device)
-    losses = train(plain, device, millrace.optim.AdamW(plain.parameters(), lr=1e-2))
+    handle = headrace.offload(plain, device=device)
+    losses = train(plain, device, headrace.optim.AdamW(plain.parameters(), lr=1e-2))
     handle.remove()
     return losses, plain
 
@@ -76,8 +76,8 @@ def test_a_run_goes_on_exactly_with_one_warning(
     trained = model()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with millrace.offload(trained, device=emu0(), device_memory="600KiB", **settings) as handle:
-            losses = train(trained, emu0(), millrace.optim.AdamW(trained.parameters(), lr=1e-2))
+        with headrace.offload(trained, device=emu0(), device_memory="600KiB", **settings) as handle:
+            losses = train(trained, emu0(), headrace.optim.AdamW(trained.parameters(), lr=1e-2))
             stats, printed = handle.stats(), str(handle.report())
     assert all(map(torch.equal, losses, expected))
     assert all(map(torch.equal, trained.parameters(), plain.parameters()))
@@ -94,8 +94,8 @@ def test_blocks_on_disk_go_on_exactly(emu_device: ModuleType, tmp_path: Path) ->
     limit_locks(emu_device, 300 << 10)
     trained = model()
     with pytest.warns(RuntimeWarning, match="could not be page-locked") as caught:
-        handle = millrace.offload(trained, device=emu0(), device_memory="600KiB", host_memory="2MiB", disk=tmp_path)
-    losses = train(trained, emu0(), millrace.optim.AdamW(trained.parameters(), lr=1e-2))
+        handle = headrace.offload(trained, device=emu0(), device_memory="600KiB", host_memory="2MiB", disk=tmp_path)
+    losses = train(trained, emu0(), headrace.optim.AdamW(trained.parameters(), lr=1e-2))
     assert handle.stats().disk_bytes > 0
     assert handle.stats().host_refused_bytes > 0
     assert all(map(torch.equal, trained.parameters(), plain.parameters()))
@@ -112,7 +112,7 @@ def test_activations_alone_go_on_exactly(emu_device: ModuleType, locked_bytes: i
     limit_locks(emu_device, locked_bytes)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with millrace.offload_activations(trained, min_bytes=0, all_leave=True) as handle:
+        with headrace.offload_activations(trained, min_bytes=0, all_leave=True) as handle:
             losses = train(trained, emu0(), torch.optim.SGD(trained.parameters(), lr=1e-2))
             stats = handle.stats()
     assert all(map(torch.equal, losses, expected))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from millrace.report import Span, Stats, write_trace
+from headrace.report import Span, Stats, write_trace
 
 FIGURES: dict[str, Any] = {
     "device_peak_bytes": 3 << 29,
@@ -97,4 +97,4 @@ def test_the_timeline_is_a_chrome_trace_in_microseconds(tmp_path: Path) -> None:
 def test_a_timeline_without_spans_still_names_its_lanes(tmp_path: Path) -> None:
     write_trace(str(tmp_path / "trace.json"), [])
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {event["args"]["name"] for event in events} == {"millrace", "compute", "onload", "offload"}
+    assert {event["args"]["name"] for event in events} == {"headrace", "compute", "onload", "offload"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.memory.disk.requests import Access, Kind, Request
+from headrace.memory.disk.requests import Access, Kind, Request
 
 
 def test_the_cause_of_a_failure_is_told() -> None:

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from millrace.errors import LayoutError, StateError
-from millrace.memory.ledger import Ledger, Tier
-from millrace.runtime.autograd import without_overrides
-from millrace.runtime.lanes import open_lanes
-from millrace.weights.meter import Meter
-from millrace.weights.model.home import AwayLeaf, Home
-from millrace.weights.model.places import Member, Place
-from millrace.weights.model.slot import Slot
-from millrace.weights.movement.block import Block, Presence
-from millrace.weights.movement.leaves import Leaves
-from millrace.weights.rest.placement import Placement, Shelf
+from headrace.errors import LayoutError, StateError
+from headrace.memory.ledger import Ledger, Tier
+from headrace.runtime.autograd import without_overrides
+from headrace.runtime.lanes import open_lanes
+from headrace.weights.meter import Meter
+from headrace.weights.model.home import AwayLeaf, Home
+from headrace.weights.model.places import Member, Place
+from headrace.weights.model.slot import Slot
+from headrace.weights.movement.block import Block, Presence
+from headrace.weights.movement.leaves import Leaves
+from headrace.weights.rest.placement import Placement, Shelf
 
 CPU = torch.device("cpu")
 

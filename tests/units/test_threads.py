@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
-from millrace.runtime.threads import OneThread, on_own_thread
+from headrace.runtime.threads import OneThread, on_own_thread
 
 LONG_SECONDS = 20
 

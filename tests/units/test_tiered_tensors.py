@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.errors import BudgetError, DiskError, StateError
-from millrace.memory.disk import DiskStore
-from millrace.memory.disk.file import DirectFile
-from millrace.memory.ledger import Ledger, Tier
-from millrace.memory.single import TieredTensors
-from millrace.memory.single.placement import Room, tiers_for
+from headrace.errors import BudgetError, DiskError, StateError
+from headrace.memory.disk import DiskStore
+from headrace.memory.disk.file import DirectFile
+from headrace.memory.ledger import Ledger, Tier
+from headrace.memory.single import TieredTensors
+from headrace.memory.single.placement import Room, tiers_for
 
 KIB = 1024
 Make = Callable[..., TieredTensors]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from millrace.planning import Phase, Problem, Visit, make_plan
-from millrace.weights.movement.trace import _MOST_PLANS, _MOST_TRACES, Course, Entry, Trace, TraceBook, VisitKey
+from headrace.planning import Phase, Problem, Visit, make_plan
+from headrace.weights.movement.trace import _MOST_PLANS, _MOST_TRACES, Course, Entry, Trace, TraceBook, VisitKey
 
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 TRAIN, EVALUATE = Entry("model", FORWARD, True), Entry("model", FORWARD, False)

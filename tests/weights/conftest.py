@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from millrace.planning import search
+from headrace.planning import search
 from tests.weights.models import Decoder
 
 

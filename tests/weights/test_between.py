@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-import millrace
+import headrace
 from tests.weights.models import Decoder, loss_of, weight_bytes
 
 
@@ -25,9 +25,9 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 def test_remove_within_a_pass_is_refused(decoder: Decoder, tokens: torch.Tensor, compute_device: torch.device) -> None:
     plain = copy.deepcopy(decoder)
-    handle = millrace.offload(decoder, device=compute_device, device_memory=budget_bytes(decoder))
+    handle = headrace.offload(decoder, device=compute_device, device_memory=budget_bytes(decoder))
     hook = decoder.layers[2].register_forward_hook(lambda *_: handle.remove())
-    with pytest.raises(millrace.StateError, match="call it after that"):
+    with pytest.raises(headrace.StateError, match="call it after that"):
         decoder(tokens)
     hook.remove()
     loss_of(decoder, tokens).backward()
@@ -39,10 +39,10 @@ def test_remove_within_a_pass_is_refused(decoder: Decoder, tokens: torch.Tensor,
 def test_a_backward_after_remove_is_refused(
     decoder: Decoder, tokens: torch.Tensor, compute_device: torch.device
 ) -> None:
-    handle = millrace.offload(decoder, device=compute_device, device_memory=budget_bytes(decoder))
+    handle = headrace.offload(decoder, device=compute_device, device_memory=budget_bytes(decoder))
     loss = loss_of(decoder, tokens)
     handle.remove()
-    with pytest.raises(millrace.StateError, match="before remove"):
+    with pytest.raises(headrace.StateError, match="before remove"):
         loss.backward()
     assert all(parameter.grad is None for parameter in decoder.parameters())
     loss_of(decoder, tokens).backward()
@@ -51,10 +51,10 @@ def test_a_backward_after_remove_is_refused(
 
 def test_a_gradient_that_needs_no_weight_is_not_lost_after_remove(compute_device: torch.device) -> None:
     model = nn.Embedding(8, 4)
-    handle = millrace.offload(model, device=compute_device)
+    handle = headrace.offload(model, device=compute_device)
     loss = model(torch.arange(4)).sum()
     handle.remove()
-    with pytest.raises(millrace.StateError, match="before remove"):
+    with pytest.raises(headrace.StateError, match="before remove"):
         loss.backward()
 
 
@@ -73,7 +73,7 @@ def test_refresh_before_backward(decoder: Decoder, tokens: torch.Tensor, compute
         return gradients(model)
 
     expected = run(copy.deepcopy(decoder).to(compute_device), None)
-    with millrace.offload(decoder, device=compute_device, device_memory=budget_bytes(decoder)) as handle:
+    with headrace.offload(decoder, device=compute_device, device_memory=budget_bytes(decoder)) as handle:
         found = run(decoder, handle)
     assert all(torch.equal(a, b.cpu()) for a, b in zip(found, expected, strict=True))
 
@@ -105,7 +105,7 @@ def test_a_forward_and_backward_within_a_hook_of_backward(compute_device: torch.
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)))
         if offloads:
-            handle = millrace.offload(model, device=compute_device, device_memory=budget_bytes(model))
+            handle = headrace.offload(model, device=compute_device, device_memory=budget_bytes(model))
             results.append(run(model))
             assert handle.stats().device_peak_bytes <= handle.stats().device_budget_bytes
             assert handle.stats().onload_bytes > weight_bytes(model)
@@ -118,15 +118,15 @@ def test_models_are_offloaded_in_inference_mode(
     decoder: Decoder, tokens: torch.Tensor, compute_device: torch.device
 ) -> None:
     with torch.inference_mode():
-        handle = millrace.offload(decoder, device=compute_device, device_memory=budget_bytes(decoder))
+        handle = headrace.offload(decoder, device=compute_device, device_memory=budget_bytes(decoder))
         decoder(tokens)
     loss_of(decoder, tokens).backward()
     assert all(parameter.grad is not None for parameter in decoder.parameters())
     handle.remove()
     with torch.inference_mode():
         made_there = nn.Linear(4, 4)
-    with pytest.raises(millrace.LayoutError, match="made in torch"):
-        millrace.offload(made_there, device=compute_device)
+    with pytest.raises(headrace.LayoutError, match="made in torch"):
+        headrace.offload(made_there, device=compute_device)
 
 
 class Recurrent(nn.Module):
@@ -147,7 +147,7 @@ def test_lengths_stay_on_the_host(compute_device: torch.device) -> None:
     model, x, lengths = Recurrent(), torch.randn(3, 5, 8), torch.tensor([5, 3, 2])
     packed = pack_padded_sequence(x, lengths, batch_first=True)
     plain = copy.deepcopy(model).to(compute_device)
-    with millrace.offload(model, device=compute_device):
+    with headrace.offload(model, device=compute_device):
         for inputs in ((x.to(compute_device), lengths), (packed.to(compute_device),)):
             assert torch.equal(model(*inputs), plain(*inputs))
         assert torch.equal(model(packed), plain(packed.to(compute_device)))  # a batch on the CPU
@@ -158,7 +158,7 @@ def test_layers_that_are_compiled_after_offload(
     decoder: Decoder, tokens: torch.Tensor, compute_device: torch.device
 ) -> None:
     plain, tokens = copy.deepcopy(decoder).to(compute_device), tokens.to(compute_device)
-    with millrace.offload(decoder, device=compute_device, device_memory=budget_bytes(decoder)) as handle:
+    with headrace.offload(decoder, device=compute_device, device_memory=budget_bytes(decoder)) as handle:
         for index, layer in enumerate(decoder.layers):
             decoder.layers[index] = torch.compile(layer, backend="eager")  # type: ignore[call-overload]
         for _ in range(3):
@@ -188,7 +188,7 @@ def test_an_interrupt_between_two_layers_of_backward_leaves_nothing_bound(
                 sys.setprofile(None)
                 raise KeyboardInterrupt
 
-    with millrace.offload(decoder, device="cpu", device_memory=budget_bytes(decoder)):
+    with headrace.offload(decoder, device="cpu", device_memory=budget_bytes(decoder)):
         loss = loss_of(decoder, tokens)
         sys.setprofile(interrupt)
         try:
@@ -215,7 +215,7 @@ def test_assigned_states_are_computed_with(compute_device: torch.device) -> None
     for resident in ((), ("*",)):
         model = make()
         kept = list(model.parameters())
-        with millrace.offload(model, device=compute_device, resident=resident) as handle:
+        with headrace.offload(model, device=compute_device, resident=resident) as handle:
             model(x)
             held_bytes = handle.stats().device_peak_bytes
             model.load_state_dict(state, assign=True)
@@ -234,7 +234,7 @@ def test_a_parameter_that_gets_other_data_before_backward(
     """Autograd goes on with what it saved, the data of before: there is none, or it is given back in time."""
     plain = copy.deepcopy(decoder)
     disk: dict[str, Any] = {"host_memory": "34KiB", "disk": tmp_path} if tier == "disk" else {}
-    handle = millrace.offload(decoder, device=compute_device, device_memory=budget_bytes(decoder), **disk)
+    handle = headrace.offload(decoder, device=compute_device, device_memory=budget_bytes(decoder), **disk)
     for _ in range(2):
         loss = loss_of(decoder, tokens)
         weight = next(p for p in decoder.parameters() if p.dim() == 2 and p is not decoder.embedding.weight)
@@ -246,7 +246,7 @@ def test_a_parameter_that_gets_other_data_before_backward(
             loss_of(plain, tokens).backward()
             assert all(map(torch.equal, gradients(decoder), gradients(plain)))
         else:
-            with pytest.raises(millrace.WeightChangedError, match=r"was given other data \(p.data = t\) after forward"):
+            with pytest.raises(headrace.WeightChangedError, match=r"was given other data \(p.data = t\) after forward"):
                 loss.backward()
             plain.load_state_dict(decoder.state_dict())
             for model in (decoder, plain):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-from millrace.config import parse_bytes
-from millrace.errors import BudgetError
+import headrace
+from headrace.config import parse_bytes
+from headrace.errors import BudgetError
 
 
 class Layer(nn.Module):
@@ -74,11 +74,11 @@ def test_blocks_that_share_weights_have_room_together(compute_device: torch.devi
     settings = {"device": compute_device, "blocks": ["[0-9]"]}
     largest_bytes = sum(p.nbytes for p in model[1].parameters())
     with pytest.raises(BudgetError, match=r"blocks .*'0'.* and '\d', which share weights, need .* KiB") as refused:
-        millrace.offload(model, device_memory=largest_bytes + 8000, **settings)
+        headrace.offload(model, device_memory=largest_bytes + 8000, **settings)
     assert type(model[1]) in (Layer, Own)
     needed = re.search(r"raise it to at least ([\d.]+ KiB)", str(refused.value))
     assert needed is not None
-    with millrace.offload(
+    with headrace.offload(
         model, device_memory=parse_bytes(needed[1].replace(" ", ""), name="needed"), **settings
     ) as handle:
         expected = run(plain.to(compute_device))
@@ -94,7 +94,7 @@ def test_what_comes_later_and_has_no_room_is_refused_whole(compute_device: torch
     model = nn.Sequential(*(Layer() for _ in range(6)))
     hidden = torch.randn(4, 32)
     budget_bytes = 2 * sum(p.nbytes for p in model[0].parameters())
-    with millrace.offload(model, device=compute_device, device_memory=budget_bytes) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=budget_bytes) as handle:
         expected = model(hidden)
         for layer in model:
             layer.up.more = nn.Parameter(torch.zeros_like(layer.up.weight))
@@ -106,7 +106,7 @@ def test_what_comes_later_and_has_no_room_is_refused_whole(compute_device: torch
             del layer.up.more
         assert torch.equal(model(hidden), expected)
         handle.remove()
-    with millrace.offload(model, device=compute_device, device_memory=budget_bytes) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=budget_bytes) as handle:
         assert torch.allclose(model(hidden), expected)
         assert handle.stats().device_peak_bytes <= budget_bytes
 
@@ -116,11 +116,11 @@ def test_the_minimum_that_an_error_names_is_enough(compute_device: torch.device)
     model = nn.Sequential(nn.Embedding(64, 32), *(Normed() for _ in range(4)))
     for budget_bytes in (0, 1024, 8000):
         with pytest.raises(BudgetError, match="raise it to at least") as refused:
-            millrace.offload(model, device=compute_device, device_memory=budget_bytes)
+            headrace.offload(model, device=compute_device, device_memory=budget_bytes)
         needed = re.search(r"needs ([\d.]+ \w+) beside ([\d.]+ \w+) of .* at least ([\d.]+ KiB)$", str(refused.value))
         assert needed is not None
         largest_bytes, kept_bytes, enough_bytes = map(parse_bytes, needed.groups())
         assert enough_bytes / 1.01 <= largest_bytes + kept_bytes <= enough_bytes * 1.01
-        with millrace.offload(model, device=compute_device, device_memory=enough_bytes) as handle:
+        with headrace.offload(model, device=compute_device, device_memory=enough_bytes) as handle:
             model(torch.zeros(1, dtype=torch.int64, device=compute_device)).sum().backward()
             assert 0 < handle.stats().device_peak_bytes <= enough_bytes

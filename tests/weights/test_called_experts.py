@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import millrace
+import headrace
 from tests.matrix.compare import same, weight_bytes
 
 EXPERTS, FEATURES, HIDDEN, LAYERS, ROUTED = 8, 16, 32, 3, 2  # no gaps between weights in a block
@@ -97,7 +97,7 @@ def test_forwards_have_the_bits_of_a_plain_run(compute_device: torch.device, way
     model = model_of(way)
     wanted = forwards(copy.deepcopy(model).to(compute_device), compute_device)
     limit = budget(model, slots)
-    with millrace.offload(model, device=compute_device, device_memory=limit) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=limit) as handle:
         for _ in range(2):
             assert all(map(same, forwards(model, compute_device), wanted))
         stats = handle.stats()
@@ -113,7 +113,7 @@ def test_what_crosses_the_link_is_what_is_called_and_not_there(way: str, slots: 
     called: list[nn.Module] = []
     for expert in experts_of(model):
         expert.register_forward_pre_hook(lambda module, args: called.append(module) if len(args[0]) else None)
-    with millrace.offload(model, device="cpu", device_memory=budget(model, slots)) as handle:
+    with headrace.offload(model, device="cpu", device_memory=budget(model, slots)) as handle:
         forwards(model, torch.device("cpu"))  # all other weights have come to stay
         blocks = {id(slot.home): block for block in handle._blocks() for slot in block.slots}
         block_of = {expert: blocks[id(expert.up.weight)] for expert in experts_of(model)}
@@ -170,7 +170,7 @@ def test_full_training(compute_device: torch.device, way: str, checkpointed: boo
     model = model_of(way, checkpointed=checkpointed)
     wanted = train(copy.deepcopy(model).to(compute_device), compute_device)
     limit = budget(model, slots)
-    with millrace.offload(model, device=compute_device, device_memory=limit) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=limit) as handle:
         assert equal(train(model, compute_device), wanted)
         stats = handle.stats()
         assert stats.expert_bytes > 0
@@ -189,7 +189,7 @@ def test_adapters_on_experts(compute_device: torch.device, way: str, slots: int)
     frozen = sum(parameter.nbytes for parameter in experts_of(model)[0].parameters() if not parameter.requires_grad)
     limit = budget(model_of(way), slots) + 4 * 2**12 + 2**15
     limit = min(limit, weight_bytes(model) - 2**12)
-    with millrace.offload(model, device=compute_device, device_memory=limit) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=limit) as handle:
         assert equal(train(model, compute_device), wanted)
         stats = handle.stats()
         assert stats.expert_bytes == stats.expert_loads * frozen > 0
@@ -203,7 +203,7 @@ def test_backward_brings_each_once_and_ahead() -> None:
     called: list[nn.Module] = []
     for expert in experts_of(model):
         expert.register_forward_pre_hook(lambda module, _args: called.append(module))
-    with millrace.offload(model, device="cpu", device_memory=budget(model, 2)) as handle:
+    with headrace.offload(model, device="cpu", device_memory=budget(model, 2)) as handle:
         ahead: list[str] = []
         own = handle._executor.prefetch
         handle._executor.prefetch = lambda block: (ahead.append(block.name), own(block))[1]  # type: ignore[method-assign]
@@ -222,7 +222,7 @@ def test_from_disk(compute_device: torch.device, tmp_path: Path, way: str, train
     run = train if trained else forwards
     wanted = run(copy.deepcopy(model).to(compute_device), compute_device)
     options = {"host_memory": weight_bytes(model) * (3 if trained else 1) // 2, "disk": tmp_path}
-    with millrace.offload(model, device=compute_device, device_memory=budget(model, 4), **options) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=budget(model, 4), **options) as handle:
         on_disk = [block for block in handle._blocks() if block.called is not None and block.is_fetched]
         assert on_disk
         assert equal(run(model, compute_device), wanted)
@@ -234,14 +234,14 @@ def test_a_list_of_another_name_is_told_of(compute_device: torch.device) -> None
     model = model_of(name="branches")
     plain = copy.deepcopy(model).to(compute_device)
     for layer in model.layers:
-        assert millrace.experts(layer.get_submodule("branches")) is layer.get_submodule("branches")
-    with millrace.offload(model, device=compute_device, device_memory=budget(model, 4)) as handle:
+        assert headrace.experts(layer.get_submodule("branches")) is layer.get_submodule("branches")
+    with headrace.offload(model, device=compute_device, device_memory=budget(model, 4)) as handle:
         assert all(map(same, forwards(model, compute_device), forwards(plain, compute_device)))
         assert handle.stats().expert_loads > 0
     with pytest.raises(ValueError, match="two or more of one class, and no argument"):
-        millrace.experts(nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]))
+        headrace.experts(nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]))
     with pytest.raises(ValueError, match=r"which argument of Expert\.forward"):
-        millrace.experts(Expert())
+        headrace.experts(Expert())
 
 
 class Tied(Expert):
@@ -257,14 +257,14 @@ def test_an_idle_expert_that_uses_its_values_comes(compute_device: torch.device)
     for layer in model.layers:
         layer.experts = nn.ModuleList(Tied() for _ in range(EXPERTS))
     wanted = forwards(copy.deepcopy(model).to(compute_device), compute_device)
-    with millrace.offload(model, device=compute_device, device_memory=budget(model, 3)) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=budget(model, 3)) as handle:
         assert all(map(same, forwards(model, compute_device), wanted))
         assert handle.stats().onloads > 0
 
 
 def test_all_weights_have_room(compute_device: torch.device) -> None:
     model = model_of()
-    with millrace.offload(model, device=compute_device, device_memory=2 * weight_bytes(model)) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=2 * weight_bytes(model)) as handle:
         forwards(model, compute_device)
         assert handle.stats().expert_uses == 0
 
@@ -275,7 +275,7 @@ def test_micro_batches_together() -> None:
     batches = [torch.randn(3, FEATURES) for _ in range(3)]
     for batch in batches:
         (plain(batch).square().mean() / 3).backward()
-    with millrace.offload(model, device="cpu", device_memory=budget(model, 4)) as handle:
+    with headrace.offload(model, device="cpu", device_memory=budget(model, 4)) as handle:
         handle.forward_backward(batches, lambda batch: model(batch).square().mean() / 3)
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
             assert (one.grad is None) == (other.grad is None)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-import millrace
-from millrace.runtime import pace
-from millrace.runtime.lanes import Lane, Transfer
+import headrace
+from headrace.runtime import pace
+from headrace.runtime.lanes import Lane, Transfer
 from tests.weights.models import Decoder, loss_of, weight_bytes
 
 WIDTH = 64
@@ -24,9 +24,9 @@ def decoder() -> Decoder:
     return Decoder(layers=6, width=WIDTH)
 
 
-def offloaded(model: Decoder, device: torch.device, **settings: Any) -> millrace.Offloaded:
+def offloaded(model: Decoder, device: torch.device, **settings: Any) -> headrace.Offloaded:
     budget = weight_bytes(model) - 3 * weight_bytes(model.layers[0])
-    return millrace.offload(model, device=device, **{"device_memory": budget, "blocks": ["layers.*"], **settings})
+    return headrace.offload(model, device=device, **{"device_memory": budget, "blocks": ["layers.*"], **settings})
 
 
 def train(model: Decoder, steps: int, around: Callable[[], Any] = contextlib.nullcontext) -> list[torch.Tensor]:
@@ -47,7 +47,7 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(torch.equal(one.cpu(), other) for one, other in zip(ours, theirs, strict=True))
 
 
-def onloaded(handle: millrace.Offloaded) -> int:
+def onloaded(handle: headrace.Offloaded) -> int:
     return handle.stats().onload_bytes
 
 
@@ -216,7 +216,7 @@ def test_after_the_end_there_is_nothing_to_hold_back():
                 handle.remove()
 
     train(model, 4, paused)
-    with pytest.raises(millrace.StateError, match="came after remove"):
+    with pytest.raises(headrace.StateError, match="came after remove"):
         handle.copies_paused().__enter__()
-    with pytest.raises(millrace.StateError, match="came after remove"):
+    with pytest.raises(headrace.StateError, match="came after remove"):
         handle.limit_copies("1GB")

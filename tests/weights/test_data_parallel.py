@@ -9,12 +9,12 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-import millrace
-from millrace.compat.diffsynth import OffloadTrainingManager
+import headrace
+from headrace.compat.diffsynth import OffloadTrainingManager
 from tests.nursery import Nursery
 
-REFUSAL = r"(?s)each rank would train a model of its own.*millrace.offload\(model, mesh=mesh\)"
-WRAPPED = r"(?s)DistributedDataParallel, which would never see gradients.*millrace.offload\(model, mesh=mesh\)"
+REFUSAL = r"(?s)each rank would train a model of its own.*headrace.offload\(model, mesh=mesh\)"
+WRAPPED = r"(?s)DistributedDataParallel, which would never see gradients.*headrace.offload\(model, mesh=mesh\)"
 X = torch.ones(3, 16)
 
 
@@ -32,8 +32,8 @@ def stack() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)))
 
 
-def offload(model: nn.Module) -> millrace.Offloaded:
-    return millrace.offload(model, device="cpu", device_memory=3000)
+def offload(model: nn.Module) -> headrace.Offloaded:
+    return headrace.offload(model, device="cpu", device_memory=3000)
 
 
 def check_trains(model: nn.Module) -> None:
@@ -80,7 +80,7 @@ class Whole(nn.Module):
 def test_a_wrapper_around_an_offloaded_model(wrap: Callable[[nn.Module], nn.Module]) -> None:
     model = stack()
     handle = offload(model)
-    with pytest.raises(millrace.StateError, match=REFUSAL):
+    with pytest.raises(headrace.StateError, match=REFUSAL):
         wrap(model)
     check_trains(model)
     assert handle.stats().onload_bytes > 0
@@ -89,10 +89,10 @@ def test_a_wrapper_around_an_offloaded_model(wrap: Callable[[nn.Module], nn.Modu
 def test_data_parallel_in_one_process() -> None:
     """There are no ranks to average over."""
     model = stack()
-    with pytest.raises(millrace.StateError, match="wrapped by DataParallel: its copies"):
+    with pytest.raises(headrace.StateError, match="wrapped by DataParallel: its copies"):
         offload(DataParallel(model))
     handle = offload(model)
-    with pytest.raises(millrace.StateError, match=r"a Sequential with 12 trainable parameters.*on one device") as told:
+    with pytest.raises(headrace.StateError, match=r"a Sequential with 12 trainable parameters.*on one device") as told:
         DataParallel(model)
     assert "rank" not in str(told.value)
     check_trains(model)
@@ -103,12 +103,12 @@ def test_a_wrapped_model() -> None:
     model = stack()
     wrapped = DistributedDataParallel(model)
     for one in (wrapped, nn.ModuleList([wrapped])):
-        with pytest.raises(millrace.StateError, match=WRAPPED):
+        with pytest.raises(headrace.StateError, match=WRAPPED):
             offload(one)
     for one in (wrapped.module, model[1]):
-        with pytest.raises(millrace.StateError, match=WRAPPED):
+        with pytest.raises(headrace.StateError, match=WRAPPED):
             offload(one)
-    with pytest.raises(millrace.StateError, match=WRAPPED):
+    with pytest.raises(headrace.StateError, match=WRAPPED):
         OffloadTrainingManager(wrapped.module, "cpu")
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
     del wrapped, one
@@ -135,7 +135,7 @@ def test_sharded_models() -> None:
     model = stack()
     handle = offload(model)
     # On an accelerator while it wraps, on a CPU at the first forward.
-    refusals = millrace.LayoutError, millrace.StateError
+    refusals = headrace.LayoutError, headrace.StateError
 
     def shard_and_call() -> None:
         for layer in model:
@@ -147,12 +147,12 @@ def test_sharded_models() -> None:
     handle.remove()
     sharded = stack()
     fully_shard(sharded)
-    with pytest.raises(millrace.StateError, match=r"wrapped by FSDPModule.*millrace\.offload\(model, mesh=mesh\)"):
+    with pytest.raises(headrace.StateError, match=r"wrapped by FSDPModule.*headrace\.offload\(model, mesh=mesh\)"):
         offload(sharded)
 
 
 RANK = """
-import os, sys, torch, millrace
+import os, sys, torch, headrace
 from torch import distributed, nn
 
 rank, file = int(sys.argv[1]), sys.argv[2]
@@ -160,7 +160,7 @@ os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 distributed.init_process_group("gloo", store=distributed.FileStore(file, 2), rank=rank, world_size=2)
 torch.manual_seed(0)
 model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)))
-handle = millrace.offload(model, device="cpu", device_memory=3000)
+handle = headrace.offload(model, device="cpu", device_memory=3000)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(4):
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * rank + step))

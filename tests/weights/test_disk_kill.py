@@ -12,17 +12,17 @@ from tests.nursery import Nursery
 from tests.weights.test_disk_tier import build
 
 TRAINING = """
-import sys, torch, millrace
-from millrace.planning import search
+import sys, torch, headrace
+from headrace.planning import search
 from tests.weights.models import Decoder, loss_of
 search._TRIALS = 20
 path, disk, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 with torch.device("meta"):
     model = Decoder(layers=6, width=64, vocabulary=128)
-handle = millrace.offload(
+handle = headrace.offload(
     model, device="cpu", device_memory="160KiB", host_memory="96KiB", disk=disk + "/weights", checkpoint=path
 )
-optimizer = millrace.optim.AdamW(model.parameters(), lr=1e-2, tier="disk", disk=disk + "/state", overlap="forward")
+optimizer = headrace.optim.AdamW(model.parameters(), lr=1e-2, tier="disk", disk=disk + "/state", overlap="forward")
 tokens = torch.arange(16).view(2, 8)
 for step in range(steps):
     loss = loss_of(model, (tokens + step) % 128)

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import millrace
-from millrace.errors import BudgetError, DiskError
-from millrace.memory.disk import Checkpoint
-from millrace.memory.disk.mapping import Mapping
-from millrace.memory.ledger import Ledger
+import headrace
+from headrace.errors import BudgetError, DiskError
+from headrace.memory.disk import Checkpoint
+from headrace.memory.disk.mapping import Mapping
+from headrace.memory.ledger import Ledger
 from tests.disk.test_faults import spill_file
 from tests.weights.models import Decoder, loss_of, weight_bytes
 from tests.weights.test_disk_tier import assert_equal, build, offload, train
@@ -61,7 +61,7 @@ def test_adapters_that_come_later_find_room(
     tokens = tokens.to(compute_device)
     expected = train_adapters(plain)
     model = build().requires_grad_(False)
-    with millrace.offload(
+    with headrace.offload(
         model, device=compute_device, device_memory=weight_bytes(model), host_memory=host_memory, disk=tmp_path
     ) as handle:
         loss_of(model, tokens)
@@ -77,7 +77,7 @@ def test_no_room_for_adapters_names_what_to_raise(tokens: torch.Tensor, tmp_path
     """Every parameter's memory is in a user's hands: no block can move."""
     model = build().requires_grad_(False)
     nbytes = 483328  # of all blocks, in whole pages
-    with millrace.offload(
+    with headrace.offload(
         model, device="cpu", device_memory=2 * weight_bytes(model), host_memory=nbytes, disk=tmp_path
     ):
         loss_of(model, tokens)
@@ -158,7 +158,7 @@ def test_what_a_module_writes_to_its_weights_reaches_the_disk(compute_device: to
     hidden = torch.ones(2, 64)
     plain, model = make().to(compute_device), make()
     with (
-        millrace.offload(
+        headrace.offload(
             model, device=compute_device, device_memory="64KiB", host_memory="64KiB", disk=tmp_path
         ) as handle,
         torch.no_grad(),
@@ -190,7 +190,7 @@ def test_writes_to_memory_of_a_checkpoint_before_offload_are_kept(
     model.load_state_dict({name: checkpoint.tensor(name) for name in checkpoint.records}, assign=True)
     model.requires_grad_(False)
     write(model)
-    with millrace.offload(
+    with headrace.offload(
         model,
         device=compute_device,
         device_memory=weight_bytes(plain) // 3,
@@ -218,7 +218,7 @@ def test_activations_that_find_no_room_beside_weights_stay(
     plain = train(build().to(compute_device), batch().to(compute_device))
     model = build()
     host_bytes = 3 * weight_bytes(model)
-    with millrace.offload(
+    with headrace.offload(
         model,
         device=compute_device,
         device_memory=weight_bytes(model) // 3,

@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import millrace
-from millrace.memory.arena import Arena
-from millrace.memory.disk import DiskStore
-from millrace.memory.ledger import Ledger, Tier
-from millrace.runtime.lanes import open_lanes
-from millrace.weights.meter import Meter
-from millrace.weights.rest.placement import DiskGradients, Placement, Shelf
+import headrace
+from headrace.memory.arena import Arena
+from headrace.memory.disk import DiskStore
+from headrace.memory.ledger import Ledger, Tier
+from headrace.runtime.lanes import open_lanes
+from headrace.weights.meter import Meter
+from headrace.weights.rest.placement import DiskGradients, Placement, Shelf
 from tests.nursery import Nursery
 from tests.weights.models import Decoder, loss_of, weight_bytes
 
@@ -32,9 +32,9 @@ def build() -> Decoder:
     return Decoder(layers=6, width=64, vocabulary=128)
 
 
-def offload(model: nn.Module, device: torch.device, disk: Path, **options: Any) -> millrace.Offloaded:
+def offload(model: nn.Module, device: torch.device, disk: Path, **options: Any) -> headrace.Offloaded:
     options.setdefault("device_memory", weight_bytes(model) // 3)
-    return millrace.offload(model, device=device, host_memory=HOST, disk=disk, **options)
+    return headrace.offload(model, device=device, host_memory=HOST, disk=disk, **options)
 
 
 def train(
@@ -62,7 +62,7 @@ def assert_equal(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
     assert all(map(torch.equal, ours, plain))
 
 
-def assert_streamed(handle: millrace.Offloaded, model: nn.Module) -> None:
+def assert_streamed(handle: headrace.Offloaded, model: nn.Module) -> None:
     """Weights came from disk again and again, and every budget was kept."""
     stats = handle.stats()
     assert stats.fetch_bytes > weight_bytes(model)
@@ -155,7 +155,7 @@ def test_weights_that_travel_in_another_dtype(
     compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, param_dtype: torch.dtype
 ):
     model, other = build(), build()
-    in_ram = millrace.offload(other, device=compute_device, device_memory=weight_bytes(model), param_dtype=param_dtype)
+    in_ram = headrace.offload(other, device=compute_device, device_memory=weight_bytes(model), param_dtype=param_dtype)
     expected = train(other, tokens)
     in_ram.remove()
     with offload(model, compute_device, tmp_path, param_dtype=param_dtype, device_memory=weight_bytes(model)) as handle:
@@ -226,14 +226,14 @@ def test_a_read_that_fails_reaches_the_caller_and_the_next_pass_is_right(
             nonlocal calls
             calls += 1
             if calls == number + 1:
-                raise millrace.DiskError(5, f"{extent.name!r}: 4096 bytes at offset 0 could not be read")
+                raise headrace.DiskError(5, f"{extent.name!r}: 4096 bytes at offset 0 could not be read")
             read_piece(self, extent, *args)
 
         model = build()
         with offload(model, compute_device, tmp_path):
             with monkeypatch.context() as patch:
                 patch.setattr(DiskStore, "_read_piece", fail_once)
-                with pytest.raises(millrace.DiskError, match="could not be read"):
+                with pytest.raises(headrace.DiskError, match="could not be read"):
                     train(model, tokens * 0, steps=3)
             model.load_state_dict(build().state_dict())
             model.zero_grad()
@@ -244,7 +244,7 @@ def test_a_model_whose_disk_fails_can_be_let_go_of(
     compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def fail(_store: DiskStore, extent: Any, *_args: Any) -> None:
-        raise millrace.DiskError(5, f"{extent.name!r}: 4096 bytes at offset 0 could not be read")
+        raise headrace.DiskError(5, f"{extent.name!r}: 4096 bytes at offset 0 could not be read")
 
     model, plain = build(), build()
     handle = offload(model, compute_device, tmp_path)
@@ -253,7 +253,7 @@ def test_a_model_whose_disk_fails_can_be_let_go_of(
             model(tokens)
         monkeypatch.setattr(DiskStore, "_read_piece", fail)
         for _ in range(2):
-            with pytest.raises(millrace.DiskError, match="could not be read"):
+            with pytest.raises(headrace.DiskError, match="could not be read"):
                 model(tokens)
     handle.remove()
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
@@ -263,13 +263,13 @@ def test_a_model_whose_disk_fails_can_be_let_go_of(
 ENDING = """
 import sys, torch
 import emulator.emu
-import millrace
-from millrace.planning import search
+import headrace
+from headrace.planning import search
 from tests.weights.models import Decoder
 search._TRIALS = 20
 model = Decoder(layers=6, width=64, vocabulary=128)
 budgets = {"device_memory": "140KiB", "host_memory": "256KiB", "disk": sys.argv[2]}
-handle = millrace.offload(model, device=sys.argv[1], **budgets)
+handle = headrace.offload(model, device=sys.argv[1], **budgets)
 with torch.no_grad():
     for _ in range(3):
         model(torch.zeros(1, 4, dtype=torch.int64))
@@ -291,7 +291,7 @@ def test_an_adapter_is_not_taken_for_a_weight_of_the_checkpoint(
 ):
     """Parameters that `load_state_dict(assign=True)` replaced are gone, and their ids are used again."""
     model = on_meta().requires_grad_(False)
-    with millrace.offload(model, device=compute_device, host_memory="16MiB", checkpoint=checkpoint_file):
+    with headrace.offload(model, device=compute_device, host_memory="16MiB", checkpoint=checkpoint_file):
         with torch.no_grad():
             model(tokens)
             for _ in range(3):
@@ -354,7 +354,7 @@ def test_removing_while_blocks_are_on_their_way(compute_device: torch.device, to
 
 def test_a_disk_that_is_not_needed_is_not_used(tokens: torch.Tensor, tmp_path: Path):
     model = build()
-    with millrace.offload(model, device="cpu", host_memory="64MiB", disk=tmp_path / "none") as handle:
+    with headrace.offload(model, device="cpu", host_memory="64MiB", disk=tmp_path / "none") as handle:
         model(tokens)
         assert handle.stats().disk_bytes == 0
     assert not (tmp_path / "none").exists()
@@ -362,14 +362,14 @@ def test_a_disk_that_is_not_needed_is_not_used(tokens: torch.Tensor, tmp_path: P
 
 def test_too_little_host_memory(tmp_path: Path):
     model = build()
-    with pytest.raises(millrace.BudgetError, match=r"host_memory allows 16 KiB.*or pass a directory"):
-        millrace.offload(model, device="cpu", host_memory="16KiB")
-    with pytest.raises(millrace.BudgetError, match=r"host_memory leaves .* raise it by"):
-        millrace.offload(model, device="cpu", host_memory="16KiB", disk=tmp_path)
+    with pytest.raises(headrace.BudgetError, match=r"host_memory allows 16 KiB.*or pass a directory"):
+        headrace.offload(model, device="cpu", host_memory="16KiB")
+    with pytest.raises(headrace.BudgetError, match=r"host_memory leaves .* raise it by"):
+        headrace.offload(model, device="cpu", host_memory="16KiB", disk=tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is a file"):
-        millrace.offload(model, device="cpu", host_memory=HOST, disk=tmp_path / "file")
-    with offload(model, torch.device("cpu"), tmp_path), pytest.raises(millrace.StateError, match="another disk store"):
+        headrace.offload(model, device="cpu", host_memory=HOST, disk=tmp_path / "file")
+    with offload(model, torch.device("cpu"), tmp_path), pytest.raises(headrace.StateError, match="another disk store"):
         offload(build(), torch.device("cpu"), tmp_path)
 
 
@@ -392,7 +392,7 @@ def test_parameters_of_no_bytes_are_trained_with_the_others(compute_device: torc
 
     inputs = torch.ones(2, 64)
     plain, model = make().to(compute_device), make()
-    with millrace.offload(
+    with headrace.offload(
         model, device=compute_device, device_memory="40KiB", host_memory="64KiB", disk=tmp_path
     ) as handle:
         for each in (plain, model):
@@ -424,7 +424,7 @@ def test_what_a_user_keeps_stays_in_host_memory(
     """Gradients of weights that were frozen want room: other blocks move to disk, and what is kept is written to."""
     plain, model = build().requires_grad_(False).to(compute_device), build().requires_grad_(False)
     tokens, nbytes = tokens.to(compute_device), weight_bytes(model)
-    handle = millrace.offload(
+    handle = headrace.offload(
         model, device=compute_device, device_memory=nbytes // 3, host_memory=nbytes + (64 << 10), disk=tmp_path
     )
     for each in (plain, model):
@@ -467,7 +467,7 @@ def test_inference_reads_a_checkpoint_in_place(
     compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, checkpoint_file: Path, host_memory: str
 ):
     plain, model, before = build(), on_meta(), checkpoint_file.read_bytes()
-    handle = millrace.offload(
+    handle = headrace.offload(
         model,
         device=compute_device,
         device_memory=weight_bytes(plain) // 3,
@@ -480,7 +480,7 @@ def test_inference_reads_a_checkpoint_in_place(
     stats = handle.stats()
     assert (stats.fetch_bytes > weight_bytes(plain)) == (host_memory == "256KiB")
     assert stats.disk_bytes == stats.spill_bytes == 0
-    assert stats.host_peak_bytes <= millrace.config.parse_bytes(host_memory)
+    assert stats.host_peak_bytes <= headrace.config.parse_bytes(host_memory)
     assert 0 < stats.device_peak_bytes <= stats.device_budget_bytes
     assert all(map(torch.equal, model.state_dict().values(), plain.to("cpu").state_dict().values()))
     handle.remove()
@@ -493,7 +493,7 @@ def test_trained_weights_leave_the_checkpoint(
 ):
     plain = train(build().to(compute_device), tokens.to(compute_device))
     model, before = on_meta(), checkpoint_file.read_bytes()
-    with millrace.offload(
+    with headrace.offload(
         model,
         device=compute_device,
         device_memory=weight_bytes(model) // 3,
@@ -531,35 +531,35 @@ def test_writes_to_weights_of_a_checkpoint_are_seen(
 
 def test_a_checkpoint_that_changes_without_a_disk(tokens: torch.Tensor, checkpoint_file: Path):
     model = on_meta()
-    with millrace.offload(
+    with headrace.offload(
         model, device="cpu", device_memory="200KiB", host_memory="256KiB", checkpoint=checkpoint_file
     ):
-        with pytest.raises(millrace.BudgetError, match=r"gradients need .* of host memory"):
+        with pytest.raises(headrace.BudgetError, match=r"gradients need .* of host memory"):
             model(tokens)
         with torch.no_grad():
             model(tokens)
             for parameter in model.parameters():
                 parameter.mul_(2)
-            with pytest.raises(millrace.BudgetError, match=r"change, or lie in no checkpoint .*pass a directory"):
+            with pytest.raises(headrace.BudgetError, match=r"change, or lie in no checkpoint .*pass a directory"):
                 model(tokens)
 
 
 def test_checkpoints_that_do_not_fit_the_model(tmp_path: Path, checkpoint_file: Path):
     full = build()
     with pytest.raises(ValueError, match="no parameter of the model is on the meta device"):
-        millrace.offload(full, device="cpu", checkpoint=checkpoint_file)
+        headrace.offload(full, device="cpu", checkpoint=checkpoint_file)
     with torch.device("meta"):
         deeper, wider = Decoder(layers=7, width=64, vocabulary=128), Decoder(layers=6, width=32, vocabulary=128)
     for other, message in (
         (deeper, r"no tensor for parameter 'layers.6"),
         (wider, r"has shape .* and .* in the model"),
     ):
-        with pytest.raises(millrace.CheckpointError, match=message):
-            millrace.offload(other, device="cpu", checkpoint=checkpoint_file)
+        with pytest.raises(headrace.CheckpointError, match=message):
+            headrace.offload(other, device="cpu", checkpoint=checkpoint_file)
         assert all(parameter.is_meta for parameter in other.parameters())
     model = on_meta()
-    with pytest.raises(millrace.BudgetError):
-        millrace.offload(model, device="cpu", device_memory="1KiB", checkpoint=checkpoint_file)
+    with pytest.raises(headrace.BudgetError):
+        headrace.offload(model, device="cpu", device_memory="1KiB", checkpoint=checkpoint_file)
     assert all(parameter.is_meta for parameter in model.parameters())
-    with millrace.offload(model, device="cpu", checkpoint=checkpoint_file):
+    with headrace.offload(model, device="cpu", checkpoint=checkpoint_file):
         assert not any(parameter.is_meta for parameter in model.parameters())

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-from millrace.memory.disk.checksums import Checksums
-from millrace.memory.disk.file import DirectFile
-from millrace.memory.disk.mapping import Mapping
-from millrace.weights.movement.block import Block, Presence
+import headrace
+from headrace.memory.disk.checksums import Checksums
+from headrace.memory.disk.file import DirectFile
+from headrace.memory.disk.mapping import Mapping
+from headrace.weights.movement.block import Block, Presence
 from tests.weights.models import weight_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
@@ -30,9 +30,9 @@ def build() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
 
 
-def offload(model: nn.Module, device: torch.device, disk: Path) -> millrace.Offloaded:
+def offload(model: nn.Module, device: torch.device, disk: Path) -> headrace.Offloaded:
     block_bytes = weight_bytes(model) // LAYERS
-    return millrace.offload(model, device=device, device_memory=3 * block_bytes, host_memory=6 * block_bytes, disk=disk)
+    return headrace.offload(model, device=device, device_memory=3 * block_bytes, host_memory=6 * block_bytes, disk=disk)
 
 
 def inputs(step: int) -> torch.Tensor:
@@ -141,7 +141,7 @@ def test_between_forward_and_backward(
 ) -> None:
     """A bias is written, which backward does not read, while its block is on its way for backward."""
 
-    def train(model: Layers, handle: millrace.Offloaded | None = None) -> list[torch.Tensor]:
+    def train(model: Layers, handle: headrace.Offloaded | None = None) -> list[torch.Tensor]:
         gradients: list[torch.Tensor] = []
         for step in range(2):
             loss = model(inputs(step).to(compute_device)).square().mean()
@@ -157,7 +157,7 @@ def test_between_forward_and_backward(
             gradients += [p.grad.cpu().clone() for p in model.parameters() if p.grad is not None]
         return gradients
 
-    def send_for_one(handle: millrace.Offloaded) -> Block:
+    def send_for_one(handle: headrace.Offloaded) -> Block:
         """As a plan would: which one it has on its way at that moment is another matter."""
         residency = handle._engine._residency
         block = next(block for block in handle._engine.blocks if block.is_fetched)

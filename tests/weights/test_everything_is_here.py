@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
+import headrace
 from tests.weights.models import Decoder, loss_of, weight_bytes
 
 AMPLE = "64MiB"
@@ -26,7 +26,7 @@ def settled(decoder: Decoder, tokens: torch.Tensor, *, forwards: int = 4) -> Non
             decoder(tokens)
 
 
-def counted(handle: millrace.Offloaded, monkeypatch: pytest.MonkeyPatch) -> Visits:
+def counted(handle: headrace.Offloaded, monkeypatch: pytest.MonkeyPatch) -> Visits:
     """The names of the visits from now on."""
     names: Visits = []
     visit = handle._executor.visit
@@ -46,7 +46,7 @@ def equal_gradients(ours: nn.Module, theirs: nn.Module) -> bool:
 
 def test_nothing_is_visited(decoder, plain, tokens, compute_device, monkeypatch) -> None:
     on_device = tokens.to(compute_device)
-    with millrace.offload(decoder, device=compute_device, device_memory=AMPLE) as handle, torch.no_grad():
+    with headrace.offload(decoder, device=compute_device, device_memory=AMPLE) as handle, torch.no_grad():
         settled(decoder, tokens)
         visits = counted(handle, monkeypatch)
         for _ in range(3):
@@ -62,7 +62,7 @@ def test_nothing_is_visited(decoder, plain, tokens, compute_device, monkeypatch)
 
 def test_training_and_evaluation_take_turns(decoder, plain, tokens, compute_device, monkeypatch) -> None:
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (decoder, plain)]
-    with millrace.offload(decoder, device=compute_device, device_memory=AMPLE) as handle:
+    with headrace.offload(decoder, device=compute_device, device_memory=AMPLE) as handle:
         visits = counted(handle, monkeypatch)
         for _ in range(4):
             for model, optimizer in zip((decoder, plain), optimizers, strict=True):
@@ -86,7 +86,7 @@ def test_gradients_inside(decoder, plain, tokens, compute_device, how) -> None:
                 return super().forward(tokens)
 
     decoder.__class__ = plain.__class__ = Inside
-    with millrace.offload(decoder, device=compute_device, device_memory=AMPLE):
+    with headrace.offload(decoder, device=compute_device, device_memory=AMPLE):
         settled(decoder, tokens)
         raised = []
         for model in (decoder, plain):
@@ -115,7 +115,7 @@ def test_two_backwards_within_a_forward_leave_homes(decoder, plain, tokens, comp
 
     decoder.__class__ = plain.__class__ = Inside
     homes = [id(parameter) for parameter in decoder.parameters()]
-    with millrace.offload(decoder, device=compute_device, device_memory=AMPLE):
+    with headrace.offload(decoder, device=compute_device, device_memory=AMPLE):
         settled(decoder, tokens)
         decoder.zero_grad()
         with torch.no_grad():
@@ -128,7 +128,7 @@ def test_two_backwards_within_a_forward_leave_homes(decoder, plain, tokens, comp
 
 @pytest.mark.parametrize("how", ["in place", "data"])
 def test_a_later_layer_s_weight_is_written_in_the_pass(decoder, plain, tokens, compute_device, how) -> None:
-    with millrace.offload(decoder, device=compute_device, device_memory=AMPLE):
+    with headrace.offload(decoder, device=compute_device, device_memory=AMPLE):
         settled(decoder, tokens)
         outputs = []
         for model in (decoder, plain):
@@ -154,7 +154,7 @@ def test_autocast_within_the_model(decoder, plain, tokens, compute_device, monke
                 return super().forward(tokens)
 
     decoder.__class__ = plain.__class__ = Mixed
-    with millrace.offload(decoder, device=compute_device, device_memory=AMPLE) as handle:
+    with headrace.offload(decoder, device=compute_device, device_memory=AMPLE) as handle:
         settled(decoder, tokens)
         visits = counted(handle, monkeypatch)
         with torch.no_grad():
@@ -182,7 +182,7 @@ def test_a_weight_that_a_layer_of_an_encoder_keeps(compute_device) -> None:
     for layer in plain.layers:
         layer.kept = [layer.extra]
     x = torch.randn(2, 4, 16)
-    with millrace.offload(model, device=compute_device, device_memory=AMPLE), torch.no_grad():
+    with headrace.offload(model, device=compute_device, device_memory=AMPLE), torch.no_grad():
         for _ in range(5):
             assert torch.equal(model(x), plain(x.to(compute_device)))
 
@@ -194,7 +194,7 @@ def test_a_forward_that_is_broken_off(decoder, plain, tokens, compute_device, br
     def interrupt(*_: object) -> None:
         raise break_off
 
-    with millrace.offload(decoder, device=compute_device, device_memory=AMPLE):
+    with headrace.offload(decoder, device=compute_device, device_memory=AMPLE):
         settled(decoder, tokens)
         hook = decoder.layers[2].register_forward_hook(interrupt)
         with torch.no_grad(), pytest.raises(break_off):
@@ -216,7 +216,7 @@ def test_an_interrupt_in_a_backward_within_a_forward_is_told(decoder, tokens, mo
         raise KeyboardInterrupt
 
     decoder.__class__ = Inside
-    with millrace.offload(decoder, device="cpu", device_memory=AMPLE) as handle:
+    with headrace.offload(decoder, device="cpu", device_memory=AMPLE) as handle:
         decoder(tokens)
         monkeypatch.setattr(handle._engine.updates, "changed", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -349,6 +349,6 @@ def both(kind: Any, act: Any, blocks_that_fit: int, device: torch.device, run: C
     plain = kind(act).to(device)
     plain.load_state_dict(model.state_dict())
     memory_bytes = blocks_that_fit * 512
-    with millrace.offload(model, device=device, device_memory=memory_bytes, blocks=list(model.layers)):
+    with headrace.offload(model, device=device, device_memory=memory_bytes, blocks=list(model.layers)):
         ours = run(model)
     return ours, run(plain)

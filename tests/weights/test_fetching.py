@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-from millrace.memory.disk import DiskStore
-from millrace.memory.ledger import Tier
+import headrace
+from headrace.memory.disk import DiskStore
+from headrace.memory.ledger import Tier
 from tests.weights.models import Decoder, loss_of
 from tests.weights.test_lifetime import is_gone
 
@@ -33,14 +33,14 @@ def build() -> Decoder:
     return Decoder(layers=6, width=64, vocabulary=128)
 
 
-def offload(model: Decoder, device: torch.device, disk: Path) -> millrace.Offloaded:
-    handle = millrace.offload(model, device=device, disk=disk, blocks=[model.layers], **BUDGETS)
+def offload(model: Decoder, device: torch.device, disk: Path) -> headrace.Offloaded:
+    handle = headrace.offload(model, device=device, disk=disk, blocks=[model.layers], **BUDGETS)
     ring = handle._fetching._ring  # type: ignore[union-attr]
     assert ring.slot_bytes * ring.free_slots == RING_BYTES
     return handle
 
 
-def layers_on_disk(handle: millrace.Offloaded) -> list[Any]:
+def layers_on_disk(handle: headrace.Offloaded) -> list[Any]:
     found = [block for block in handle._engine.blocks if "layers" in block.name and block.is_fetched]
     assert len(found) > 2
     assert all(block.nbytes > RING_BYTES for block in found)
@@ -126,7 +126,7 @@ def test_blocks_that_were_fetched_ahead_keep_nobody_waiting(
     plain = build() if large else Decoder(layers=60, width=32)
     model = copy.deepcopy(plain.requires_grad_(False))
     budgets = BUDGETS if large else {"device_memory": "48KiB", "host_memory": "640KiB"}
-    handle = millrace.offload(model, device=compute_device, disk=tmp_path, blocks=[model.layers], **budgets)
+    handle = headrace.offload(model, device=compute_device, disk=tmp_path, blocks=[model.layers], **budgets)
 
     def check() -> None:
         plain.to(compute_device)
@@ -222,7 +222,7 @@ def test_records_of_reads_go_with_them(tokens: torch.Tensor, tmp_path: Path):
     model = Decoder(layers=60, width=32).requires_grad_(False)
     budgets = {"device_memory": "256KiB", "host_memory": "640KiB"}
     with (
-        millrace.offload(model, device="cpu", disk=tmp_path, blocks=[model.layers], **budgets) as handle,
+        headrace.offload(model, device="cpu", disk=tmp_path, blocks=[model.layers], **budgets) as handle,
         torch.no_grad(),
     ):
         kept = []

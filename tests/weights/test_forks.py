@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 LOADER = """
-import sys, torch, millrace
+import sys, torch, headrace
 device, disk = sys.argv[1:]
 if device == "emu":
     import emulator.emu
@@ -26,7 +26,7 @@ class Data(torch.utils.data.Dataset):
 def main():
     model = Decoder(layers=6, width=64, vocabulary=128)
     rest = {"host_memory": "256KiB", "disk": disk} if disk else {}
-    millrace.offload(model, device=device, device_memory=weight_bytes(model) // 3, **rest)
+    headrace.offload(model, device=device, device_memory=weight_bytes(model) // 3, **rest)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = torch.utils.data.DataLoader(Data(model), batch_size=2, num_workers=2, multiprocessing_context="fork")
     batch = torch.zeros(2, 8, dtype=torch.long)
@@ -46,7 +46,7 @@ if __name__ == "__main__":
 """
 
 CHILD = """
-import os, sys, torch, millrace
+import os, sys, torch, headrace
 device, disk = sys.argv[1:]
 if device == "emu":
     import emulator.emu
@@ -54,7 +54,7 @@ from tests.weights.models import Decoder, loss_of, weight_bytes
 
 model = Decoder(layers=6, width=64, vocabulary=128)
 rest = {"host_memory": "256KiB", "disk": disk} if disk else {}
-handle = millrace.offload(model, device=device, device_memory=weight_bytes(model) // 3, **rest)
+handle = headrace.offload(model, device=device, device_memory=weight_bytes(model) // 3, **rest)
 tokens = torch.arange(16).view(2, 8)
 loss = loss_of(model, tokens)
 before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -64,7 +64,7 @@ def child():
     for refused in (lambda: model(tokens), handle.remove):
         try:
             refused()
-        except millrace.StateError as error:
+        except headrace.StateError as error:
             assert str(os.getppid()) in str(error), error
         else:
             raise AssertionError("computed in a process without lanes")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-import millrace
+import headrace
 
 WIDTH = 16
 COUNT = 3
@@ -50,10 +50,10 @@ def built(kind: Callable[[], nn.Module] = Model) -> Any:
     return kind()
 
 
-def offloaded(model: Any, **options: Any) -> millrace.Offloaded:
+def offloaded(model: Any, **options: Any) -> headrace.Offloaded:
     budget = 2 * sum(p.nbytes for p in model.layers[0].parameters()) + 4096
     options = {"device": "cpu", "device_memory": budget, "blocks": list(model.layers)} | options
-    return millrace.offload(model, **options)
+    return headrace.offload(model, **options)
 
 
 def batches(count: int = COUNT) -> list[Tensor]:
@@ -85,7 +85,7 @@ def assert_equals_the_loop(
     loss: Callable[[nn.Module, Tensor], Tensor],
     count: int = COUNT,
     **options: Any,
-) -> millrace.Offloaded:
+) -> headrace.Offloaded:
     """Three steps; a warning that it goes in the loop is an error."""
     plain, model = built(make), built(make)
     handle = offloaded(model, **options)
@@ -268,7 +268,7 @@ def test_autocast_and_other_states_of_the_thread_go_along() -> None:
 def test_updates_beside_the_next_forward() -> None:
     plain, model = built(), built()
     handle = offloaded(model)
-    ours = millrace.optim.AdamW(model.parameters(), lr=0.01, overlap="forward", max_grad_norm=0.5)
+    ours = headrace.optim.AdamW(model.parameters(), lr=0.01, overlap="forward", max_grad_norm=0.5)
     theirs = torch.optim.AdamW(plain.parameters(), lr=0.01, fused=True)
     for _ in range(4):
         losses = handle.forward_backward(batches(), lambda batch: square(model, batch))
@@ -450,24 +450,24 @@ def test_buffers_are_as_the_loop_leaves_them_after_falling_back() -> None:
 
 
 # errors ---------------------------------------------------------------------------------------------------------------
-def works_still(handle: millrace.Offloaded, model: Any) -> None:
+def works_still(handle: headrace.Offloaded, model: Any) -> None:
     plain = built()
     model.zero_grad()
     handle.forward_backward(batches(), lambda batch: square(model, batch))
     in_turn(plain, lambda batch: square(plain, batch), batches())
     assert_same(model, plain)
-    assert not [thread for thread in threading.enumerate() if thread.name == "millrace-micro-batch"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "headrace-micro-batch"]
 
 
 @pytest.fixture
-def trained() -> Iterator[tuple[millrace.Offloaded, Any]]:
+def trained() -> Iterator[tuple[headrace.Offloaded, Any]]:
     model = built()
     with offloaded(model) as handle:
         yield handle, model
 
 
 @pytest.mark.parametrize("calls", range(1, 3 * 5, 3))
-def test_an_error_in_forward(trained: tuple[millrace.Offloaded, Any], calls: int) -> None:
+def test_an_error_in_forward(trained: tuple[headrace.Offloaded, Any], calls: int) -> None:
     handle, model = trained
     left = [calls]
 
@@ -499,7 +499,7 @@ def test_an_error_in_forward(trained: tuple[millrace.Offloaded, Any], calls: int
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("calls", range(1, 3 * 5, 3))
 @pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt])
-def test_an_error_in_backward(trained: tuple[millrace.Offloaded, Any], calls: int, kind: type[BaseException]) -> None:
+def test_an_error_in_backward(trained: tuple[headrace.Offloaded, Any], calls: int, kind: type[BaseException]) -> None:
     handle, model = trained
     left = [calls]
 
@@ -518,7 +518,7 @@ def test_an_error_in_backward(trained: tuple[millrace.Offloaded, Any], calls: in
 
 
 @pytest.mark.parametrize("calls", range(1, 3 * 5, 3))
-def test_ctrl_c_in_forward(trained: tuple[millrace.Offloaded, Any], calls: int) -> None:
+def test_ctrl_c_in_forward(trained: tuple[headrace.Offloaded, Any], calls: int) -> None:
     handle, model = trained
     left = [calls]
 
@@ -537,7 +537,7 @@ def test_ctrl_c_in_forward(trained: tuple[millrace.Offloaded, Any], calls: int) 
     works_still(handle, model)
 
 
-def test_what_is_no_loss_or_no_micro_batch_is_refused(trained: tuple[millrace.Offloaded, Any]) -> None:
+def test_what_is_no_loss_or_no_micro_batch_is_refused(trained: tuple[headrace.Offloaded, Any]) -> None:
     handle, model = trained
     with pytest.raises(ValueError, match="micro_batches is empty"):
         handle.forward_backward([], lambda batch: square(model, batch))
@@ -560,23 +560,23 @@ def test_what_is_no_loss_or_no_micro_batch_is_refused(trained: tuple[millrace.Of
             handle.forward_backward(batches(), lambda batch: square(model, batch), together=together)  # type: ignore[arg-type]
     works_still(handle, model)
     handle.remove()
-    with pytest.raises(millrace.StateError, match=r"after remove\(\)"):
+    with pytest.raises(headrace.StateError, match=r"after remove\(\)"):
         handle.forward_backward(batches(), lambda batch: square(model, batch))
 
 
-def test_a_call_within_a_pass_is_refused(trained: tuple[millrace.Offloaded, Any]) -> None:
+def test_a_call_within_a_pass_is_refused(trained: tuple[headrace.Offloaded, Any]) -> None:
     handle, model = trained
 
     def nested(batch: Tensor) -> Tensor:
         handle.forward_backward(batches(), lambda other: square(model, other))
         return square(model, batch)
 
-    with pytest.raises(millrace.StateError, match="within a forward or backward"):
+    with pytest.raises(headrace.StateError, match="within a forward or backward"):
         handle.forward_backward(batches(), nested)
     works_still(handle, model)
 
 
-def test_nothing_is_kept_of_what_is_over(trained: tuple[millrace.Offloaded, Any]) -> None:
+def test_nothing_is_kept_of_what_is_over(trained: tuple[headrace.Offloaded, Any]) -> None:
     handle, model = trained
     gone: list[Any] = []
 
@@ -750,7 +750,7 @@ def test_a_mode_of_the_users_own_goes_along() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_no_graph_is_kept(trained: tuple[millrace.Offloaded, Any], fails: bool) -> None:
+def test_no_graph_is_kept(trained: tuple[headrace.Offloaded, Any], fails: bool) -> None:
     handle, model = trained
     nodes: list[Any] = []
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import millrace
+import headrace
 from tests.weights.models import Decoder, loss_of, weight_bytes
 
 COUNT = 4
@@ -33,9 +33,9 @@ def build(kind: type[Decoder] = Decoder) -> Decoder:
     return kind(layers=6, width=64, vocabulary=128)
 
 
-def on_disk(model: nn.Module, device: torch.device, disk: Path) -> millrace.Offloaded:
+def on_disk(model: nn.Module, device: torch.device, disk: Path) -> headrace.Offloaded:
     budget = weight_bytes(model) // 3
-    return millrace.offload(model, device=device, device_memory=budget, host_memory=HOST, disk=disk / "weights")
+    return headrace.offload(model, device=device, device_memory=budget, host_memory=HOST, disk=disk / "weights")
 
 
 def batches(tokens: Tensor, step: int, count: int = COUNT) -> list[Tensor]:
@@ -44,7 +44,7 @@ def batches(tokens: Tensor, step: int, count: int = COUNT) -> list[Tensor]:
 
 def adamw(model: nn.Module, tier: str, disk: Path) -> torch.optim.Optimizer:
     options = {"tier": "disk", "disk": disk / "state"} if tier == "disk" else {}
-    return millrace.optim.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.1, **options)
+    return headrace.optim.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.1, **options)
 
 
 def train(
@@ -74,7 +74,7 @@ def in_turn(model: nn.Module, of: list[Tensor]) -> list[Tensor]:
     return losses
 
 
-def together(handle: millrace.Offloaded, model: nn.Module, of: list[Tensor]) -> list[Tensor]:
+def together(handle: headrace.Offloaded, model: nn.Module, of: list[Tensor]) -> list[Tensor]:
     return handle.forward_backward(of, lambda batch: loss_of(model, batch) / COUNT)
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-import millrace
+import headrace
 from tests.weights.models import loss_of, weight_bytes
 
 
@@ -13,7 +13,7 @@ from tests.weights.models import loss_of, weight_bytes
 def test_gradients_are_unscaled_by_the_scale(emu_device, decoder, tokens):
     plain = copy.deepcopy(decoder).to("emu")
     scalers = [torch.amp.GradScaler("emu", init_scale=1024.0) for _ in range(2)]
-    with millrace.offload(decoder, device="emu", device_memory=weight_bytes(decoder) // 2):
+    with headrace.offload(decoder, device="emu", device_memory=weight_bytes(decoder) // 2):
         for model, scaler in zip((plain, decoder), scalers, strict=True):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for _ in range(2):

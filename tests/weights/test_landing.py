@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import millrace
-from millrace.memory.arena import Arena
-from millrace.memory.disk import DISK_ALIGNMENT_BYTES
-from millrace.memory.ledger import Ledger
-from millrace.runtime.lanes import Copy
-from millrace.weights.rest.pieces import Piece
-from millrace.weights.rest.tiers import _scattered
+import headrace
+from headrace.memory.arena import Arena
+from headrace.memory.disk import DISK_ALIGNMENT_BYTES
+from headrace.memory.ledger import Ledger
+from headrace.runtime.lanes import Copy
+from headrace.weights.rest.pieces import Piece
+from headrace.weights.rest.tiers import _scattered
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 
@@ -101,7 +101,7 @@ def test_weights_of_a_checkpoint_and_of_the_disk_tier_are_not_copied(
     batch = torch.randn(4, 600)
     layer_bytes = 600 * 600 * 4 + 600 * 4
     settings: dict[str, Any] = {"host_memory": "8MiB", "device_memory": 4 * layer_bytes, "disk": tmp_path / "spill"}
-    with millrace.offload(
+    with headrace.offload(
         model, device="cpu", checkpoint=tmp_path / "model.safetensors", blocks=list(model.layers), **settings
     ) as handle:
         ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.1, foreach=False) for one in (model, plain))
@@ -131,7 +131,7 @@ def test_a_limited_link_copies(tmp_path: Path) -> None:
     plain = Layers()
     model = copy.deepcopy(plain).requires_grad_(False)
     batch = torch.randn(4, 600)
-    with millrace.offload(
+    with headrace.offload(
         model, device="cpu", host_memory="8MiB", device_memory="6MiB", disk=tmp_path, blocks=list(model.layers)
     ) as handle:
         handle._pace.limit(1e9, 0.01)

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-import millrace
-from millrace import live
-from millrace.memory import locking
-from millrace.memory.ledger import Tier
+import headrace
+from headrace import live
+from headrace.memory import locking
+from headrace.memory.ledger import Tier
 from tests.weights.models import Decoder, loss_of, weight_bytes
 
 
@@ -28,7 +28,7 @@ def is_gone(reference: weakref.ref[Any]) -> bool:
 
 def test_remove_gives_everything_back_but_the_weights(compute_device, tokens):
     model = Decoder()
-    handle = millrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2)
+    handle = headrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2)
     for _ in range(3):
         loss_of(model, tokens).backward()
     model.zero_grad()
@@ -52,27 +52,27 @@ def is_plain(model: torch.nn.Module) -> bool:
 def test_remove_lets_go_of_the_model_whatever_fails(tokens, monkeypatch: pytest.MonkeyPatch) -> None:
     """A spill that failed is told, once all is done."""
     model = Decoder()
-    handle = millrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2, activations=True)
+    handle = headrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2, activations=True)
     loss_of(model, tokens).backward()
     own = handle.activations.remove
 
     def failing() -> None:
         own()
-        raise millrace.DiskError(5, "the drive is gone")
+        raise headrace.DiskError(5, "the drive is gone")
 
     monkeypatch.setattr(handle.activations, "remove", failing)
-    with pytest.raises(millrace.DiskError, match="the drive is gone"):
+    with pytest.raises(headrace.DiskError, match="the drive is gone"):
         handle.remove()
     assert is_plain(model)
     assert handle._ledger.held_bytes(Tier.DEVICE) == 0
     handle.remove()
-    millrace.offload(model, device="cpu").remove()
+    headrace.offload(model, device="cpu").remove()
 
 
 def test_the_end_of_the_process_amid_a_pass(tokens, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a daemon thread computes: every model is let go of."""
     models = Decoder(), Decoder()
-    handles = [millrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2) for model in models]
+    handles = [headrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2) for model in models]
     monkeypatch.setattr(live, "handles", weakref.WeakSet(handles))
 
     def end(*_: Any) -> None:
@@ -112,7 +112,7 @@ def test_a_gradient_that_is_kept_is_not_written_over(way, tier, tokens, tmp_path
     """And its memory is used again when it is kept no longer."""
     model = Decoder()
     room = {"disk": tmp_path, "host_memory": 48 * 1024} if tier == "disk" else {}
-    with millrace.offload(model, device="cpu", **room) as handle:
+    with headrace.offload(model, device="cpu", **room) as handle:
         parameters = list(model.parameters())
         loss_of(model, tokens).backward()
         kept = [KEPT[way](parameter.grad) for parameter in parameters]
@@ -136,7 +136,7 @@ def test_a_gradient_that_is_kept_is_not_written_over(way, tier, tokens, tmp_path
 def test_registered_memory_is_given_back(emu_device, tokens):
     before = emu_device.stats()["registered_bytes"]
     model = Decoder()
-    with millrace.offload(model, device="emu", device_memory=weight_bytes(model) // 2):
+    with headrace.offload(model, device="emu", device_memory=weight_bytes(model) // 2):
         loss_of(model, tokens).backward()
         assert emu_device.stats()["registered_bytes"] >= before + 2 * weight_bytes(model)
     parameter = weakref.ref(model.head.weight)
@@ -152,7 +152,7 @@ def test_the_class_of_a_model_goes_with_its_last_module(compute_device):
 
     model = Local(4, 4)
     Local.made.append(model)
-    millrace.offload(model, device=compute_device, device_memory="1MiB")
+    headrace.offload(model, device=compute_device, device_memory="1MiB")
     model(torch.ones(2, 4))
     own = weakref.ref(Local)
     del model, Local
@@ -161,7 +161,7 @@ def test_the_class_of_a_model_goes_with_its_last_module(compute_device):
 
 def test_a_model_that_is_dropped_takes_its_handle_along(compute_device, tokens):
     model = Decoder()
-    handle = weakref.ref(millrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2))
+    handle = weakref.ref(headrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2))
     loss_of(model, tokens).backward()
     assert handle() is not None  # the model keeps it alive
     del model
@@ -174,7 +174,7 @@ def test_a_device_that_registers_nothing_gets_pinned_memory_all_the_same(emu_dev
     monkeypatch.setattr(locking, "can_register_host_memory", lambda device: False)
     model = Decoder()
     before = emu_device.stats()["pinned_bytes"]
-    with millrace.offload(model, device="emu", device_memory=weight_bytes(model) // 2) as handle:
+    with headrace.offload(model, device="emu", device_memory=weight_bytes(model) // 2) as handle:
         for _ in range(3):
             loss_of(model, tokens).backward()
         assert all(parameter.is_pinned() and parameter.grad.is_pinned() for parameter in model.parameters())
@@ -191,7 +191,7 @@ def test_a_backward_that_is_let_go_of_on_a_thread_of_ours_waits_for_nobody(compu
     plain, model = Decoder().to(compute_device), Decoder()
     model.load_state_dict(plain.state_dict())
     loss_of(plain, tokens.to(compute_device)).backward()
-    with millrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2) as handle:
         backward, told = handle._engine._backward, []
 
         def let_go(_: torch.Tensor) -> None:

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-import millrace
+import headrace
 from tests.weights.models import loss_of, weight_bytes
 
 
 @pytest.fixture
 def handle(compute_device, decoder):
-    with millrace.offload(decoder, device=compute_device, device_memory=weight_bytes(decoder) // 2) as handle:
+    with headrace.offload(decoder, device=compute_device, device_memory=weight_bytes(decoder) // 2) as handle:
         yield handle
 
 
@@ -27,7 +27,7 @@ def test_autograd_grad_does_not_find_parameters(handle, decoder, tokens):
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 def test_a_graph_over_the_gradients_of_parameters_is_refused(handle, decoder, tokens):
-    with pytest.raises(millrace.StateError, match="create_graph=True"):
+    with pytest.raises(headrace.StateError, match="create_graph=True"):
         loss_of(decoder, tokens).backward(create_graph=True)
     assert all(parameter.grad is None for parameter in decoder.parameters())
 
@@ -47,7 +47,7 @@ def test_compilation_goes_around_blocks(handle, decoder, tokens):
 
 
 def test_a_write_through_a_kept_tensor_needs_refresh(compute_device, decoder, tokens):
-    with millrace.offload(decoder, device=compute_device, device_memory=2 * weight_bytes(decoder)) as handle:
+    with headrace.offload(decoder, device=compute_device, device_memory=2 * weight_bytes(decoder)) as handle:
         kept = decoder.head.weight.data
         with torch.no_grad():
             for _ in range(3):  # after these every block stays on the device

@@ -13,20 +13,20 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-from millrace.runtime import lanes as lanes_module
-from millrace.runtime.lanes import Lane, Lanes
-from millrace.weights.movement.block import Block, Presence
-from millrace.weights.movement.gradients import Gradients
-from millrace.weights.movement.residency import Residency
+import headrace
+from headrace.runtime import lanes as lanes_module
+from headrace.runtime.lanes import Lane, Lanes
+from headrace.weights.movement.block import Block, Presence
+from headrace.weights.movement.gradients import Gradients
+from headrace.weights.movement.residency import Residency
 from tests.weights.models import loss_of, weight_bytes
 
 pytestmark = pytest.mark.emu("random:0", "random:1")
 
 
-def offloaded(model: nn.Module, **settings: Any) -> millrace.Offloaded:
+def offloaded(model: nn.Module, **settings: Any) -> headrace.Offloaded:
     """A budget of about half of the model: every block comes and goes."""
-    return millrace.offload(model, device="emu", device_memory=weight_bytes(model) // 2, **settings)
+    return headrace.offload(model, device="emu", device_memory=weight_bytes(model) // 2, **settings)
 
 
 def train(emu: ModuleType, model: nn.Module, tokens: torch.Tensor, micro_batches: int = 1, steps: int = 4) -> None:
@@ -224,7 +224,7 @@ def test_edge_9_counts_loads_that_were_consumed_in_another_order(emu_device, gra
     plain, parameters = copy.deepcopy(model), list(model.parameters())
     outputs, expected = [], []
     fits_bytes = blocks_that_fit * weight_bytes(model[0])
-    with millrace.offload(model, device="emu", device_memory=fits_bytes, blocks=list(model)) as handle:
+    with headrace.offload(model, device="emu", device_memory=fits_bytes, blocks=list(model)) as handle:
         with torch.set_grad_enabled(gradients):
             for passes in range(9):
                 if passes > 5:
@@ -243,7 +243,7 @@ def test_edge_9_holds_at_the_end_of_a_backward_without_gradients_of_parameters(e
     model, hidden = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5))).requires_grad_(False), torch.randn(4, 16)
     plain, parameters = copy.deepcopy(model), list(model.parameters())
     gradients, expected = [], []
-    with millrace.offload(model, device="emu", device_memory=2 * weight_bytes(model[0]), blocks=list(model)):
+    with headrace.offload(model, device="emu", device_memory=2 * weight_bytes(model[0]), blocks=list(model)):
         for _ in range(6):
             for run, found in ((model, gradients), (plain, expected)):
                 given = hidden.to("emu" if run is model else "cpu", copy=True).requires_grad_()

@@ -1,4 +1,4 @@
-"""Do experts of a user's own module come one by one, bit for bit, once millrace.experts() was told of it?"""
+"""Do experts of a user's own module come one by one, bit for bit, once headrace.experts() was told of it?"""
 
 import copy
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import millrace
+import headrace
 from tests.matrix.compare import same, weight_bytes
 
 EXPERTS, FEATURES, HIDDEN = 8, 16, 24
@@ -74,7 +74,7 @@ class Layer(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.router = nn.Linear(FEATURES, EXPERTS)
-        self.experts = millrace.experts(Experts(way), argument="chosen")
+        self.experts = headrace.experts(Experts(way), argument="chosen")
         self.last = nn.Linear(FEATURES, FEATURES)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ def test_forwards_have_the_bits_of_a_plain_run(compute_device: torch.device, way
     model = model_of(way)
     wanted = forwards(copy.deepcopy(model).to(compute_device), compute_device)
     limit = budget(model, slots)
-    with millrace.offload(model, device=compute_device, device_memory=limit) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=limit) as handle:
         for _ in range(2):
             assert all(map(same, forwards(model, compute_device), wanted))
         stats = handle.stats()
@@ -129,7 +129,7 @@ def test_what_crosses_the_link_are_the_chosen_experts(way: str) -> None:
         layer.experts.register_forward_pre_hook(
             lambda _module, _args, kwargs: chosen.append(len(kwargs["chosen"].unique())), with_kwargs=True
         )
-    with millrace.offload(model, device="cpu", device_memory=budget(model, 8)) as handle, torch.no_grad():
+    with headrace.offload(model, device="cpu", device_memory=budget(model, 8)) as handle, torch.no_grad():
         model(torch.randn(1, FEATURES))
         assert handle.stats().expert_bytes == sum(chosen) * one_bytes() == 6 * one_bytes()
         assert handle.stats().onload_bytes == 6 * one_bytes() + sum(
@@ -159,7 +159,7 @@ def test_training(compute_device: torch.device, way: str, frozen: bool) -> None:
         layer.experts.requires_grad_(not frozen)
     wanted = train(copy.deepcopy(model).to(compute_device), compute_device)
     limit = budget(model, 9)
-    with millrace.offload(model, device=compute_device, device_memory=limit) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=limit) as handle:
         assert all(map(same, train(model, compute_device), wanted))
         assert handle.stats().expert_loads > 0
         assert handle.stats().expert_bytes == handle.stats().expert_loads * one_bytes()
@@ -172,7 +172,7 @@ def test_training_all_of_a_weight_after_single_experts(compute_device: torch.dev
     plain = copy.deepcopy(model).to(compute_device)
     found = []
     limit = budget(model, 12)
-    with millrace.offload(model, device=compute_device, device_memory=limit) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=limit) as handle:
         for one in (model, plain):
             for ways in (("loop", "loop"), ("loop", "all at once", "loop")):
                 torch.manual_seed(3)  # the same experts are chosen
@@ -195,7 +195,7 @@ def test_from_disk(compute_device: torch.device, tmp_path: Path, way: str) -> No
     model = model_of(way)
     wanted = forwards(copy.deepcopy(model).to(compute_device), compute_device)
     host = weight_bytes(model) // 2
-    with millrace.offload(
+    with headrace.offload(
         model, device=compute_device, device_memory=budget(model, 5), host_memory=host, disk=tmp_path
     ) as handle:
         assert any(block.experts is not None and block.is_fetched for block in handle._blocks())
@@ -209,7 +209,7 @@ def test_other_uses_bring_all_experts_and_run_once(compute_device: torch.device)
     calls: list[int] = []
     model[1].experts.register_forward_hook(lambda *_: calls.append(1))
     limit = budget(model, 9)
-    with millrace.offload(model, device=compute_device, device_memory=limit) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=limit) as handle:
         assert all(map(same, forwards(model, compute_device), wanted))
         assert len(calls) == len(wanted)
         assert handle.stats().device_peak_bytes <= limit
@@ -223,7 +223,7 @@ def test_what_is_written_to_experts_is_kept(compute_device: torch.device, tmp_pa
     wanted = forwards(plain, compute_device)
     limit = budget(model, 9)
     options: dict[str, Any] = {"host_memory": weight_bytes(model) * 2 // 3, "disk": tmp_path} if disk else {}
-    with millrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
         assert all(map(same, forwards(model, compute_device), wanted))
         assert handle.stats().expert_loads > 0
         assert handle.stats().device_peak_bytes <= limit
@@ -239,7 +239,7 @@ def test_experts_that_are_kept_beyond_a_call_are_copies(compute_device: torch.de
     plain = copy.deepcopy(model).to(compute_device)
     wanted = forwards(plain, compute_device)
     limit = budget(model, slots)
-    with millrace.offload(model, device=compute_device, device_memory=limit) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=limit) as handle:
         for _ in range(2):
             assert all(map(same, forwards(model, compute_device), wanted))
             for layer, other in zip(model, plain, strict=True):
@@ -249,13 +249,13 @@ def test_experts_that_are_kept_beyond_a_call_are_copies(compute_device: torch.de
 
 
 def test_numbers_of_no_expert_are_left_out(compute_device: torch.device) -> None:
-    model = nn.Sequential(*(millrace.experts(Experts("loop"), argument="chosen") for _ in range(3)))
+    model = nn.Sequential(*(headrace.experts(Experts("loop"), argument="chosen") for _ in range(3)))
     plain = copy.deepcopy(model).to(compute_device)
     tokens, shares = torch.randn(2, FEATURES).to(compute_device), torch.rand(2, 2).to(compute_device)
     chosen = torch.tensor([[3, -1], [6, 3]])
     for module in (*model, *plain):
         module.up.requires_grad_(False)
-    with millrace.offload(model, device=compute_device, device_memory=4 * 2**12) as handle, torch.no_grad():
+    with headrace.offload(model, device=compute_device, device_memory=4 * 2**12) as handle, torch.no_grad():
         for one, other in zip(model, plain, strict=True):
             ours = chosen.to(compute_device)
             assert same(
@@ -269,26 +269,26 @@ def test_numbers_of_no_expert_are_left_out(compute_device: torch.device) -> None
 
 def test_what_cannot_be() -> None:
     with pytest.raises(TypeError, match="is a int"):
-        millrace.experts(3, argument="chosen")  # type: ignore[type-var]
+        headrace.experts(3, argument="chosen")  # type: ignore[type-var]
     with pytest.raises(ValueError, match="has no argument 'index'; it has 'tokens', 'chosen', 'shares'"):
-        millrace.experts(Experts("loop"), argument="index")
+        headrace.experts(Experts("loop"), argument="index")
     odd = nn.Linear(4, 3)
     odd.bias = nn.Parameter(torch.zeros(4))
     with pytest.raises(ValueError, match=r"do not all have the experts as first dimension: 'weight' \(3, 4\), 'bias'"):
-        millrace.experts(odd, argument="input")
+        headrace.experts(odd, argument="input")
     with pytest.raises(ValueError, match="no parameters"):
-        millrace.experts(nn.ReLU(), argument="input")
+        headrace.experts(nn.ReLU(), argument="input")
     model = model_of("loop")
     with (
-        millrace.offload(model, device="cpu", device_memory="1MiB"),
-        pytest.raises(millrace.StateError, match=r"before millrace\.offload"),
+        headrace.offload(model, device="cpu", device_memory="1MiB"),
+        pytest.raises(headrace.StateError, match=r"before headrace\.offload"),
     ):
-        millrace.experts(model[0].experts, argument="chosen")
+        headrace.experts(model[0].experts, argument="chosen")
 
 
 def test_a_copy_is_marked_too() -> None:
     model = copy.deepcopy(model_of("loop"))
-    with millrace.offload(model, device="cpu", device_memory=budget(model, 4)) as handle:
+    with headrace.offload(model, device="cpu", device_memory=budget(model, 4)) as handle:
         forwards(model, torch.device("cpu"))
         assert handle.stats().expert_loads > 0
     assert same(forwards(model, torch.device("cpu"))[0], forwards(model_of("loop"), torch.device("cpu"))[0])

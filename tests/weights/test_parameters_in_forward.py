@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-import millrace
+import headrace
 
 
 class Product(torch.autograd.Function):
@@ -136,7 +136,7 @@ def test_as_without_us(compute_device: torch.device, name: str, blocks_on_device
     model = nn.Sequential(*layers)
     expected = trained(copy.deepcopy(model), torch.device("cpu"))
     budget = blocks_on_device * 512
-    with millrace.offload(model, device=compute_device, device_memory=budget, blocks=layers) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=budget, blocks=layers) as handle:
         seen = trained(model, compute_device)
         for module in model.modules():
             assert not [name for name, held in vars(module).items() if isinstance(held, nn.Parameter)]
@@ -172,7 +172,7 @@ def test_what_the_model_has_in_front_of_its_weights(
     plain.load_state_dict(model.state_dict())
     before = [vars(module).get("weight") for module in model]
     expected = trained(plain, torch.device("cpu"))
-    with millrace.offload(
+    with headrace.offload(
         model, device=compute_device, device_memory=blocks_on_device * 512, blocks=[*model]
     ) as handle:
         seen = trained(model, compute_device)
@@ -185,7 +185,7 @@ def test_what_the_model_has_in_front_of_its_weights(
 def test_duplicates_of_what_modules_hold(duplicate: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """They are plain dicts, of no module."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    with millrace.offload(model, device="cpu", device_memory=2 * 512, blocks=[*model]):
+    with headrace.offload(model, device="cpu", device_memory=2 * 512, blocks=[*model]):
         model(torch.ones(1, 8))
         copied = duplicate(model[0]._parameters)
         assert type(copied) is dict
@@ -201,7 +201,7 @@ def kept(inner: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
 
 def test_copies_have_what_a_forward_put_into_its_module() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Using(kept))
-    with millrace.offload(model, device="cpu", device_memory=2 * 512, blocks=[*model]):
+    with headrace.offload(model, device="cpu", device_memory=2 * 512, blocks=[*model]):
         model(torch.ones(1, 8))
         copied = copy.deepcopy(model)
         assert torch.equal(vars(copied[1].inner)["cached"], copied[1].inner.weight)
@@ -233,7 +233,7 @@ def test_a_home_that_is_written_to_within_a_call(compute_device: torch.device, b
 
     plain[0].write = doubling(plain[0].inner.weight)
     blocks = [model.get_submodule(block)]
-    with torch.no_grad(), millrace.offload(model, device=compute_device, device_memory=4096, blocks=blocks):
+    with torch.no_grad(), headrace.offload(model, device=compute_device, device_memory=4096, blocks=blocks):
         kept = model[0].inner.weight
         model[0].write = doubling(kept)
         for _ in range(3):
@@ -265,7 +265,7 @@ class Forwarding(nn.Module):
 def test_copies_of_a_wrapper_are_wrappers() -> None:
     model = Forwarding()
     names = vars(copy.deepcopy(model)).keys()
-    with millrace.offload(model, device="cpu", device_memory=2 * 512):
+    with headrace.offload(model, device="cpu", device_memory=2 * 512):
         copied = copy.deepcopy(model)
         assert type(copied) is Forwarding
         assert vars(copied).keys() == names

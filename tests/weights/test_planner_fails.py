@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-from millrace.planning import Problem
-from millrace.weights.movement import planner as planner_module
-from millrace.weights.movement.trace import _MOST_TRACES
+import headrace
+from headrace.planning import Problem
+from headrace.weights.movement import planner as planner_module
+from headrace.weights.movement.trace import _MOST_TRACES
 from tests.weights.models import Decoder, loss_of, weight_bytes
 
 
@@ -40,7 +40,7 @@ def test_a_planner_that_fails_is_named_once_and_blocks_come_on_demand(
     expected = train(plain, tokens)
     monkeypatch.setattr(planner_module, "make_plan", fails)
     with (
-        millrace.offload(decoder, device="cpu", device_memory=weight_bytes(decoder) // 2) as handle,
+        headrace.offload(decoder, device="cpu", device_memory=weight_bytes(decoder) // 2) as handle,
         warnings.catch_warnings(record=True) as told,
     ):
         warnings.simplefilter("always")
@@ -74,7 +74,7 @@ def test_passes_that_never_come_again_are_forgotten() -> None:
     model, hidden = Skipping(), torch.randn(2, 8)
     with torch.no_grad():
         expected = [model(hidden, number) for number in range(1, 128)]
-        with millrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2) as handle:
+        with headrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2) as handle:
             found = [model(hidden, number) for number in range(1, 128)]
             assert len(handle._executor._book) == _MOST_TRACES
             assert handle.stats().onload_bytes > weight_bytes(model)

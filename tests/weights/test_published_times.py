@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
-from millrace.compat.mindie_sd import enable_offload
-from millrace.formulas import reserved_peak_blocks, step_seconds
+import headrace
+from headrace.compat.mindie_sd import enable_offload
+from headrace.formulas import reserved_peak_blocks, step_seconds
 
 WIDTH, TOKENS, LAYERS = 256, 512, 12
 BLOCK_BYTES = WIDTH * WIDTH * 4
@@ -59,7 +59,7 @@ def pass_seconds(emu_device: ModuleType) -> Callable[..., tuple[float, int]]:
         end.record()
         torch.accelerator.synchronize()
         peak = torch.accelerator.max_memory_allocated()
-        if isinstance(handle, millrace.Offloaded):
+        if isinstance(handle, headrace.Offloaded):
             assert handle.stats().onloads >= LAYERS
             handle.remove()
         gc.collect()
@@ -68,8 +68,8 @@ def pass_seconds(emu_device: ModuleType) -> Callable[..., tuple[float, int]]:
     return measure
 
 
-def streamed(blocks: int) -> Callable[[Decoder], millrace.Offloaded]:
-    return lambda model: millrace.offload(
+def streamed(blocks: int) -> Callable[[Decoder], headrace.Offloaded]:
+    return lambda model: headrace.offload(
         model, device="emu", device_memory=blocks * BLOCK_BYTES, blocks=[model.layers]
     )
 

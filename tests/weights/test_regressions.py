@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-import millrace
+import headrace
 from tests.weights.models import Decoder, loss_of, weight_bytes
 
 
@@ -29,13 +29,13 @@ def _train(model: Decoder, tokens: torch.Tensor) -> list[torch.Tensor]:
 
 
 class _Interrupt:
-    """Raises KeyboardInterrupt when the n-th function of millrace's engine is entered, as a signal handler may."""
+    """Raises KeyboardInterrupt when the n-th function of headrace's engine is entered, as a signal handler may."""
 
     def __init__(self, after: int) -> None:
         self.left = after
 
     def __call__(self, frame: FrameType, event: str, _arg: Any) -> None:
-        if event == "call" and "/millrace/weights/" in frame.f_code.co_filename and frame.f_code.co_name != "__del__":
+        if event == "call" and "/headrace/weights/" in frame.f_code.co_filename and frame.f_code.co_name != "__del__":
             self.left -= 1
             if self.left == 0:
                 raise KeyboardInterrupt
@@ -51,7 +51,7 @@ def test_training_after_interrupts_anywhere_in_the_engine_equals_plain(
     decoder.load_state_dict(weights)
     decoder.zero_grad()
     chance = random.Random(0)
-    with millrace.offload(decoder, device="cpu", device_memory=device_memory):
+    with headrace.offload(decoder, device="cpu", device_memory=device_memory):
         for _ in range(8):
             with contextlib.suppress(KeyboardInterrupt):
                 sys.setprofile(_Interrupt(chance.randrange(1, 1200)))
@@ -86,7 +86,7 @@ def test_weights_written_in_forward_are_written_at_home(compute_device: torch.de
     torch.manual_seed(0)
     plain = _Renormed()
     model = copy.deepcopy(plain)
-    with millrace.offload(model, device=compute_device, device_memory=1600, blocks=["embedding", "layers.*"]):
+    with headrace.offload(model, device=compute_device, device_memory=1600, blocks=["embedding", "layers.*"]):
         for each in (plain, model):
             optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
             for _ in range(3):
@@ -117,7 +117,7 @@ def test_weights_written_through_data_in_forward_are_written_at_home(
     torch.manual_seed(0)
     plain = nn.Sequential(_Codebook(), *(nn.Linear(8, 8) for _ in range(3)))
     model = copy.deepcopy(plain)
-    with millrace.offload(model, device=compute_device, device_memory=2048, blocks=["*"]), torch.no_grad():
+    with headrace.offload(model, device=compute_device, device_memory=2048, blocks=["*"]), torch.no_grad():
         for _ in range(3):
             assert torch.equal(plain(tokens), model(tokens).cpu())
         assert all(map(torch.equal, plain.parameters(), model.parameters()))
@@ -148,7 +148,7 @@ class _Halves(nn.Module):
 def test_gradients_of_weights_with_views_of_their_own(compute_device: torch.device, make: Any) -> None:
     plain, model = make(), make()
     values = torch.arange(3.0) if make is _Conjugated else torch.arange(4.0)
-    with millrace.offload(model, device=compute_device, device_memory="64KiB", blocks=[model]):
+    with headrace.offload(model, device=compute_device, device_memory="64KiB", blocks=[model]):
         for _ in range(3):
             for each in (plain, model):
                 torch.view_as_real(each(values) + 0j).square().sum().backward()
@@ -170,7 +170,7 @@ def test_a_block_without_bytes(compute_device: torch.device, device_memory: str)
 
     plain, model = Hollow(), Hollow()
     plain.load_state_dict(model.state_dict())
-    with millrace.offload(model, device=compute_device, device_memory=device_memory, blocks=["empty", "full"]):
+    with headrace.offload(model, device=compute_device, device_memory=device_memory, blocks=["empty", "full"]):
         for _ in range(3):
             assert torch.equal(model(torch.ones(2, 8)).cpu(), plain(torch.ones(2, 8)))
 
@@ -178,7 +178,7 @@ def test_a_block_without_bytes(compute_device: torch.device, device_memory: str)
 def test_a_slice_of_a_module_list_is_an_ordinary_one(compute_device: torch.device, tokens: torch.Tensor) -> None:
     plain, model = Decoder(), Decoder()
     plain.load_state_dict(model.state_dict())
-    with millrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2), torch.no_grad():
+    with headrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2), torch.no_grad():
         for each in (plain, model):
             for parameter in each.layers[1:3].parameters():
                 parameter.mul_(2)
@@ -188,7 +188,7 @@ def test_a_slice_of_a_module_list_is_an_ordinary_one(compute_device: torch.devic
 
 
 def test_a_pattern_means_the_outermost_modules_that_match(decoder: Decoder) -> None:
-    with millrace.offload(decoder, device="cpu", blocks=["layers.*"]) as handle:
+    with headrace.offload(decoder, device="cpu", blocks=["layers.*"]) as handle:
         assert [block.name for block in handle._engine.blocks if "layers" in block.name] == [
             f"layers.{index}" for index in range(5)
         ]

@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 
-import millrace
+import headrace
 from tests.weights.models import Decoder, loss_of, weight_bytes
 
 
 def test_stats_count_what_moved(compute_device, decoder, tokens):
     total = weight_bytes(decoder)
-    with millrace.offload(decoder, device=compute_device, device_memory=total // 2) as handle:
+    with headrace.offload(decoder, device=compute_device, device_memory=total // 2) as handle:
         loss_of(decoder, tokens).backward()
         stats = handle.stats()
         assert stats.offload_bytes == total  # every gradient once
@@ -26,8 +26,8 @@ def test_stats_count_what_moved(compute_device, decoder, tokens):
 
 
 def test_the_timeline_has_every_visit_and_copy(compute_device, decoder, tokens, tmp_path):
-    with millrace.offload(decoder, device=compute_device, device_memory=weight_bytes(decoder) // 2) as handle:
-        with pytest.raises(millrace.StateError, match="no pass over the model"):
+    with headrace.offload(decoder, device=compute_device, device_memory=weight_bytes(decoder) // 2) as handle:
+        with pytest.raises(headrace.StateError, match="no pass over the model"):
             handle.timeline(tmp_path / "early.json")
         for _ in range(3):
             loss_of(decoder, tokens).backward()
@@ -44,7 +44,7 @@ def test_the_timeline_has_every_visit_and_copy(compute_device, decoder, tokens, 
 def test_gradients_arrive_in_pinned_memory_and_nobody_waits_on_the_way(emu_device, decoder, tokens):
     """A pass makes the host wait at its ends, not in between: the count does not grow with the layers."""
     torch.empty(1).pin_memory()  # is_pinned() asks the device only after it was used
-    with millrace.offload(decoder, device="emu", device_memory=weight_bytes(decoder) // 2) as handle:
+    with headrace.offload(decoder, device="emu", device_memory=weight_bytes(decoder) // 2) as handle:
         for _ in range(4):
             loss_of(decoder, tokens).backward()
             assert all(parameter.grad.is_pinned() for parameter in decoder.parameters())
@@ -62,10 +62,10 @@ def test_gradients_arrive_in_pinned_memory_and_nobody_waits_on_the_way(emu_devic
 def test_host_memory_is_a_promise(compute_device, tokens):
     decoder = Decoder(width=128)
     total = weight_bytes(decoder)
-    with pytest.raises(millrace.BudgetError, match=r"weights need .* of host memory .* raise it"):
-        millrace.offload(decoder, device=compute_device, host_memory=total // 2)
-    with millrace.offload(decoder, device=compute_device, host_memory=int(1.5 * total) + (64 << 10)):
+    with pytest.raises(headrace.BudgetError, match=r"weights need .* of host memory .* raise it"):
+        headrace.offload(decoder, device=compute_device, host_memory=total // 2)
+    with headrace.offload(decoder, device=compute_device, host_memory=int(1.5 * total) + (64 << 10)):
         with torch.no_grad():
             decoder(tokens)  # inference fits
-        with pytest.raises(millrace.BudgetError, match="gradients need"):
+        with pytest.raises(headrace.BudgetError, match="gradients need"):
             decoder(tokens)

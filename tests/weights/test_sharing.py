@@ -13,7 +13,7 @@ import torch
 import torch.multiprocessing
 from torch import nn
 
-import millrace
+import headrace
 from tests.weights.models import Decoder, loss_of, weight_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
@@ -60,7 +60,7 @@ def train(device: torch.device | None, act: Act, make: Make = torch.optim.AdamW,
     optimizer = make(model.parameters(), lr=1e-2)
     handle = None
     if device is not None:
-        handle = millrace.offload(model, device=device, device_memory=weight_bytes(model) // 3, **settings)
+        handle = headrace.offload(model, device=device, device_memory=weight_bytes(model) // 3, **settings)
     tokens = torch.arange(16).view(2, 8)
     values, kept = [], []
     for step in range(4):
@@ -93,9 +93,9 @@ def test_training_goes_on(act: Act, tier: str, compute_device: torch.device, tmp
 @pytest.mark.parametrize("act", [send_model, send_gradients, share])
 def test_training_goes_on_beside_updates(act: Act, compute_device: torch.device) -> None:
     def make(parameters: Any, lr: float) -> torch.optim.Optimizer:
-        return millrace.optim.AdamW(parameters, lr=lr, overlap="forward")
+        return headrace.optim.AdamW(parameters, lr=lr, overlap="forward")
 
-    ours, plain = train(compute_device, act, make), train(None, act, millrace.optim.AdamW)
+    ours, plain = train(compute_device, act, make), train(None, act, headrace.optim.AdamW)
     assert all(map(torch.equal, ours, plain))
 
 
@@ -106,7 +106,7 @@ def test_what_another_process_writes_is_computed_with(compute_device: torch.devi
         torch.manual_seed(0)
         model = Decoder()
         if device is not None:
-            millrace.offload(model, device=device, device_memory=weight_bytes(model), param_dtype=param_dtype)
+            headrace.offload(model, device=device, device_memory=weight_bytes(model), param_dtype=param_dtype)
         tokens = torch.arange(16).view(2, 8)
         values = [loss_of(model, tokens).detach().cpu()]
         theirs = sent(dict(model.named_parameters()))
@@ -127,7 +127,7 @@ def test_gradients_that_were_sent_stay_as_they_are(compute_device: torch.device,
     torch.manual_seed(0)
     model = Decoder(layers=6, width=64, vocabulary=128)
     settings = {"device": compute_device, "device_memory": weight_bytes(model) // 3}
-    millrace.offload(model, **settings, host_memory="256KiB", disk=tmp_path)
+    headrace.offload(model, **settings, host_memory="256KiB", disk=tmp_path)
     tokens = torch.arange(16).view(2, 8)
     for _ in range(3):
         loss_of(model, tokens).backward()
@@ -144,7 +144,7 @@ def test_a_parameter_in_the_place_of_one_that_was_sent(compute_device: torch.dev
     """Who was sent the old one keeps that."""
     torch.manual_seed(0)
     model = Decoder()
-    millrace.offload(model, device=compute_device, device_memory=weight_bytes(model))
+    headrace.offload(model, device=compute_device, device_memory=weight_bytes(model))
     tokens = torch.arange(16).view(2, 8)
     loss_of(model, tokens)
     theirs = sent(model.head.weight)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import millrace
-from millrace.weights.movement.rows import Rows
+import headrace
+from headrace.weights.movement.rows import Rows
 from tests.weights.test_tables import BUDGET, Encoder, assert_equal, ids_of, train
 
 Use = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -89,7 +89,7 @@ def test_as_in_a_plain_run(compute_device: torch.device, use: Use) -> None:
     model = Encoder(calls=2)
     plain = copy.deepcopy(model).to(compute_device)
     ids = ids_of(0).to(compute_device)
-    with millrace.offload(model, device=compute_device, device_memory=BUDGET) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=BUDGET) as handle:
         found = use(model, ids)
         assert handle.stats().device_peak_bytes <= BUDGET
         assert handle.stats().row_bytes > 0
@@ -110,7 +110,7 @@ def test_an_interrupted_lookup_leaves_nothing(compute_device: torch.device, monk
         send(*args)
         raise KeyboardInterrupt
 
-    with millrace.offload(model, device=compute_device, device_memory=BUDGET) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=BUDGET) as handle:
         monkeypatch.setattr(Rows, "_send", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(ids_of(0).to(compute_device))
@@ -125,7 +125,7 @@ def test_copies_are_plain(compute_device: torch.device) -> None:
     torch.manual_seed(0)
     model = Encoder()
     ids = ids_of(0)
-    with millrace.offload(model, device=compute_device, device_memory=BUDGET):
+    with headrace.offload(model, device=compute_device, device_memory=BUDGET):
         found = model(ids.to(compute_device)).cpu()
         copied = copy.deepcopy(model)
     assert "forward" not in vars(copied.table)
@@ -139,7 +139,7 @@ def test_what_is_tied_later_travels_whole(compute_device: torch.device) -> None:
     model = nn.Sequential(nn.Embedding(600, 16), *layers, nn.Linear(16, 1, bias=False))
     plain = copy.deepcopy(model)
     budget = 600 * 16 * 4 + 2500  # the table beside a layer, not beside two
-    with millrace.offload(model, device=compute_device, device_memory=budget, resident=["3"]) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=budget, resident=["3"]) as handle:
         ids = ids_of(0).to(compute_device)
         model(ids)
         assert handle.stats().row_bytes > 0

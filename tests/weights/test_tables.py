@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import millrace
-from millrace.planning.text import plan_text
+import headrace
+from headrace.planning.text import plan_text
 from tests.weights.models import Layer
 
 ROWS, WIDTH = 600, 16
@@ -72,7 +72,7 @@ def pair(compute_device, request):
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_training_has_the_bits_of_a_plain_run(compute_device, pair, kind, accumulate):
     model, plain = pair
-    with millrace.offload(model, device=compute_device, device_memory=BUDGET) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=BUDGET) as handle:
         train(model, kind(model.parameters(), lr=0.1), compute_device, accumulate=accumulate)
         stats = handle.stats()
     train(plain, kind(plain.parameters(), lr=0.1), compute_device, accumulate=accumulate)
@@ -85,8 +85,8 @@ def test_host_optimizers_update_tables_by_rows_as_whole_ones(compute_device, pai
     model, _ = pair
     whole = copy.deepcopy(model)
     for one, budget in ((model, BUDGET), (whole, "1MiB")):
-        with millrace.offload(one, device=compute_device, device_memory=budget):
-            optimizer = millrace.optim.AdamW(one.parameters(), lr=0.1, overlap=overlap)
+        with headrace.offload(one, device=compute_device, device_memory=budget):
+            optimizer = headrace.optim.AdamW(one.parameters(), lr=0.1, overlap=overlap)
             for _ in range(2):
                 train(one, optimizer, compute_device, accumulate=1)
     assert_equal(model, whole)
@@ -96,7 +96,7 @@ def test_host_optimizers_update_tables_by_rows_as_whole_ones(compute_device, pai
 def test_a_table_on_disk_travels_by_rows(compute_device, pair, tmp_path):
     model, plain = pair
     options = {"device": compute_device, "device_memory": BUDGET, "disk": tmp_path, "host_memory": "80KiB"}
-    with millrace.offload(model, **options) as handle:
+    with headrace.offload(model, **options) as handle:
         train(model, torch.optim.AdamW(model.parameters(), lr=0.1), compute_device, accumulate=2)
         assert handle.stats().disk_bytes >= TABLE_BYTES
         assert handle.stats().device_peak_bytes <= BUDGET
@@ -109,7 +109,7 @@ def test_only_rows_that_are_used_cross_the_link(compute_device, pair):
     model.requires_grad_(False)
     layer_bytes = sum(parameter.nbytes for parameter in model.layers.parameters())
     ids = ids_of(0)
-    with millrace.offload(model, device=compute_device, device_memory=layer_bytes + 2**13) as handle, torch.no_grad():
+    with headrace.offload(model, device=compute_device, device_memory=layer_bytes + 2**13) as handle, torch.no_grad():
         for _ in range(4):  # after these the layers stay
             found = model(ids.to(compute_device))
         handle.reset_stats()
@@ -124,7 +124,7 @@ def test_gradients_of_rows_leave_alone(compute_device, pair):
     model, plain = pair
     ids = ids_of(0)
     model.layers.requires_grad_(False)
-    with millrace.offload(model, device=compute_device, device_memory=BUDGET) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=BUDGET) as handle:
         model(ids.to(compute_device)).sum().backward()
         plain(ids.to(compute_device)).sum().backward()
         assert handle.stats().offload_bytes == len(ids.unique()) * WIDTH * 4
@@ -136,7 +136,7 @@ def test_where_few_rows_have_room_a_lookup_takes_turns(compute_device):
     model = nn.Sequential(nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, 2))
     plain = copy.deepcopy(model).to(compute_device)
     budget = 16 * WIDTH * 4 + 256  # sixteen rows, beside the layer, which stays
-    with millrace.offload(model, device=compute_device, device_memory=budget) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=budget) as handle:
         train(model, torch.optim.SGD(model.parameters(), lr=0.1), compute_device)
         assert handle.stats().device_peak_bytes <= budget
     train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), compute_device)
@@ -148,7 +148,7 @@ def test_a_table_in_another_dtype(compute_device, pair):
     whole = copy.deepcopy(model)
     for one, budget in ((model, BUDGET // 2), (whole, "1MiB")):
         options = {"device_memory": budget, "param_dtype": torch.bfloat16, "grad_dtype": torch.float32}
-        with millrace.offload(one, device=compute_device, **options):
+        with headrace.offload(one, device=compute_device, **options):
             train(one, torch.optim.SGD(one.parameters(), lr=0.1), compute_device, accumulate=2)
     assert_equal(model, whole)
 
@@ -165,7 +165,7 @@ def test_a_table_that_is_needed_whole_travels_whole_from_then_on(compute_device)
     model = Borrows(calls=3)
     plain = copy.deepcopy(model).to(compute_device)
     budget = TABLE_BYTES + 2**10
-    with millrace.offload(model, device=compute_device, device_memory=budget) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=budget) as handle:
         train(model, torch.optim.SGD(model.parameters(), lr=0.1), compute_device, accumulate=2)
         assert handle.stats().device_peak_bytes <= budget
     train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), compute_device, accumulate=2)
@@ -174,8 +174,8 @@ def test_a_table_that_is_needed_whole_travels_whole_from_then_on(compute_device)
 
 def test_a_whole_table_that_does_not_fit_is_told_of(compute_device):
     model = Borrows()
-    with millrace.offload(model, device=compute_device, device_memory=BUDGET):
-        with pytest.raises(millrace.BudgetError, match=r"block 'table' needs 37\.5 KiB as a whole, as more is done"):
+    with headrace.offload(model, device=compute_device, device_memory=BUDGET):
+        with pytest.raises(headrace.BudgetError, match=r"block 'table' needs 37\.5 KiB as a whole, as more is done"):
             model(ids_of(0).to(compute_device))
         found = model.table(ids_of(0).to(compute_device))  # and rows still have room
         assert torch.equal(found.cpu(), model.table.weight[ids_of(0)])
@@ -184,7 +184,7 @@ def test_a_whole_table_that_does_not_fit_is_told_of(compute_device):
 def test_hooks_of_the_home_see_the_whole_gradient(compute_device, pair):
     model, plain = pair
     seen: dict[nn.Module, torch.Tensor] = {}
-    with millrace.offload(model, device=compute_device, device_memory=BUDGET):
+    with headrace.offload(model, device=compute_device, device_memory=BUDGET):
         for one in (model, plain):
             one.table.weight.register_hook(lambda gradient, one=one: seen.update({one: gradient.cpu()}))
             one(ids_of(0).to(compute_device)).square().sum().backward()
@@ -193,7 +193,7 @@ def test_hooks_of_the_home_see_the_whole_gradient(compute_device, pair):
 
 def test_a_row_that_is_not_there(compute_device, pair):
     model, _ = pair
-    with millrace.offload(model, device=compute_device, device_memory=BUDGET):
+    with headrace.offload(model, device=compute_device, device_memory=BUDGET):
         with pytest.raises(IndexError, match="'table' has 600 rows, and row 600 is asked for"):
             model(torch.full((4, 4), ROWS).to(compute_device))
         assert model(torch.zeros(0, 4, dtype=torch.int64).to(compute_device)).shape == (0, 4, WIDTH)
@@ -201,9 +201,9 @@ def test_a_row_that_is_not_there(compute_device, pair):
 
 def test_no_gradient_comes_after_removal(compute_device, pair):
     model, _ = pair
-    with millrace.offload(model, device=compute_device, device_memory=BUDGET):
+    with headrace.offload(model, device=compute_device, device_memory=BUDGET):
         found = model.table(ids_of(0).to(compute_device))
-    with pytest.raises(millrace.StateError, match="let go of"):
+    with pytest.raises(headrace.StateError, match="let go of"):
         found.sum().backward()
     assert "forward" not in vars(model.table)
     assert model.table.weight.grad is None
@@ -212,8 +212,8 @@ def test_no_gradient_comes_after_removal(compute_device, pair):
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 def test_a_backward_that_raises_leaves_no_gradient(compute_device, pair):
     model, _ = pair
-    with millrace.offload(model, device=compute_device, device_memory=BUDGET):
-        with pytest.raises(millrace.StateError, match="create_graph=True"):
+    with headrace.offload(model, device=compute_device, device_memory=BUDGET):
+        with pytest.raises(headrace.StateError, match="create_graph=True"):
             model.table(ids_of(0).to(compute_device)).square().sum().backward(create_graph=True)
         assert model.table.weight.grad is None
         model.table(ids_of(1).to(compute_device)).sum().backward()
@@ -228,13 +228,13 @@ def test_which_tables_travel_by_rows(compute_device, pair):
         "max_norm": (nn.Sequential(nn.Embedding(ROWS, WIDTH, max_norm=1.0), nn.Linear(WIDTH, 2)), BUDGET),
         "sparse": (nn.Sequential(nn.Embedding(ROWS, WIDTH, sparse=True), nn.Linear(WIDTH, 2)), BUDGET),
     }
-    with millrace.offload(others["fits"][0], device=compute_device, device_memory=others["fits"][1]):
+    with headrace.offload(others["fits"][0], device=compute_device, device_memory=others["fits"][1]):
         assert "forward" not in vars(model.table)
     for name in ("tied", "max_norm", "sparse"):
         other, budget = others[name]
-        with pytest.raises(millrace.BudgetError, match="needs"):
-            millrace.offload(other, device=compute_device, device_memory=budget)
-    with millrace.offload(model, device=compute_device, device_memory=BUDGET):
+        with pytest.raises(headrace.BudgetError, match="needs"):
+            headrace.offload(other, device=compute_device, device_memory=budget)
+    with headrace.offload(model, device=compute_device, device_memory=BUDGET):
         assert "forward" in vars(model.table)
 
 
@@ -246,7 +246,7 @@ def tied() -> nn.Module:
 
 def test_texts_say_what_travels_by_rows(compute_device, pair):
     model, _ = pair
-    with millrace.offload(model, device=compute_device, device_memory=BUDGET) as handle:
+    with headrace.offload(model, device=compute_device, device_memory=BUDGET) as handle:
         for step in range(3):
             model(ids_of(step).to(compute_device)).sum().backward()
         rows = sum(len(ids_of(step).unique()) for step in range(3))
@@ -275,7 +275,7 @@ def test_a_checkpoint_that_looks_up_again_in_the_whole_table(compute_device):
     torch.manual_seed(0)
     model = Tied()
     plain = copy.deepcopy(model).to(compute_device)
-    with millrace.offload(model, device=compute_device, device_memory=TABLE_BYTES + 5000, blocks=["layers.*"]):
+    with headrace.offload(model, device=compute_device, device_memory=TABLE_BYTES + 5000, blocks=["layers.*"]):
         assert "forward" in vars(model.table)
         for one in (model, plain):
             train(one, torch.optim.SGD(one.parameters(), lr=0.1), compute_device)
@@ -286,7 +286,7 @@ def test_what_is_set_between_calls(compute_device, pair):
     """A table frozen between forward and backward, and a padding row counted from the end."""
     model, _ = pair
     model.table.padding_idx = -1
-    with millrace.offload(model, device=compute_device, device_memory=BUDGET):
+    with headrace.offload(model, device=compute_device, device_memory=BUDGET):
         model(torch.tensor([[ROWS - 1, 3]]).to(compute_device)).sum().backward()
         assert not model.table.weight.grad[ROWS - 1].any()
         assert model.table.weight.grad[3].any()
@@ -300,7 +300,7 @@ def test_what_is_set_between_calls(compute_device, pair):
 def test_errors_are_those_of_a_plain_lookup(compute_device, pair):
     model, plain = pair
     ids = torch.tensor([[1.0, 2.0]]).to(compute_device)
-    with millrace.offload(model, device=compute_device, device_memory=BUDGET):
+    with headrace.offload(model, device=compute_device, device_memory=BUDGET):
         for wrong in (ids, ids.to(torch.uint8)):
             with pytest.raises(RuntimeError, match="Expected tensor for argument #1 'indices'"):
                 plain(wrong)

@@ -1,0 +1,284 @@
+"""How are a model's activations offloaded? `offload_activations()` wires it, and its handle shows what it did."""
+
+import functools
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Literal
+
+from torch import nn
+
+from headrace.activations.calls import Calls
+from headrace.activations.decisions import Basis
+from headrace.activations.passes import Passes
+from headrace.activations.selection import Selection
+from headrace.activations.stash import PURPOSE
+from headrace.activations.targets import check_targets, chosen_layers, chosen_modules, named_layers
+from headrace.activations.watched import make_watched, unwatch, watcher_of
+from headrace.config import ActivationConfig, Size
+from headrace.errors import StateError
+from headrace.memory.disk import DiskStore
+from headrace.memory.ledger import Ledger, Tier
+from headrace.planning import ActivationPlan
+from headrace.report import ActivationStats, Report, Row, RunRecord
+from headrace.runtime.device import resolve_device
+from headrace.runtime.host import available_host_bytes
+from headrace.runtime.lanes import Lanes, open_lanes
+from headrace.runtime.link import LaneUse
+from headrace.runtime.spans import Moved, Waited
+from headrace.weights.passes.managed import site_of
+
+__all__ = ["ActivationOffloading", "offload_activations"]
+
+_HOST_RESERVE = 0.15  # of what is available: the rest of the process, when no host_memory is given
+
+
+def offload_activations(
+    model: nn.Module,
+    *,
+    layers: int | Sequence[nn.Module | str] | None = None,
+    fraction: float = 1.0,
+    min_bytes: Size = "1MiB",
+    modules: Sequence[nn.Module | str] | None = None,
+    tier: Literal["host", "disk"] = "host",
+    device_memory: Size | None = None,
+    host_memory: Size | None = None,
+    disk: str | os.PathLike[str] | None = None,
+    most_in_flight: int | None = None,
+    all_leave: bool = False,
+) -> "ActivationOffloading":
+    """Keeps what autograd saves in forward in host memory until backward. For a model that is on its device.
+
+    Results stay the same bit for bit. Copies begin when a tensor is saved, and the first step is recorded; from then on
+    a plan says what leaves and when it comes back, so that compute waits as little as possible. Inputs of other shapes
+    keep to that plan's limit, and get a plan of their own when they recur. Gradient checkpointing may be on: then what
+    the checkpoints keep is what leaves. Parameters and buffers never leave.
+
+    - `layers`: only what these layers save: an int N for the first N of the model's lists of layers, or modules and
+      name patterns (fnmatch, such as "model.layers.*"). Default: whatever the model saves.
+    - `fraction`: at most this share of the bytes leaves, those saved first. 0 to 1.
+    - `min_bytes`: smaller tensors stay.
+    - `modules`: only what is saved inside these modules or name patterns (such as "*.mlp"). Calls inside compiled code
+      are not seen: name the module that was compiled.
+    - `tier`: "host"; or "disk": tensors pass through a little host memory and rest in a file in the directory `disk`.
+    - `device_memory`: ceiling in bytes for the saved tensors on the device, from the second step on, kept even if
+      compute has to wait; only what is being computed may have to exceed it. Default: as few bytes as possible without
+      making compute wait.
+    - `host_memory`: ceiling in bytes for the host memory. Default: what the machine and the cgroup leave free, less
+      15%.
+    - `most_in_flight`: at most this many copies to the host at once. Default: as the plan says.
+    - `all_leave`: everything that may leave does, however slow the link is; instead of `device_memory`.
+
+    Returns the handle; as a context manager it calls `remove()` at the end. Weights and activations are offloaded
+    together by `headrace.offload(model, activations=True)`.
+
+    Raises ValueError and TypeError for settings that make no sense, StateError for a model whose activations or weights
+    are offloaded already, or a directory that is in use, DiskError for one that cannot be used. The first forward that
+    needs more than `host_memory` raises BudgetError.
+    """
+    config = ActivationConfig.of(
+        layers=layers,
+        fraction=fraction,
+        min_bytes=min_bytes,
+        modules=modules,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        most_in_flight=most_in_flight,
+        tier=tier,
+        all_leave=all_leave,
+    )
+    if (tier == "disk") != (disk is not None):
+        raise ValueError(f'tier={tier!r}, disk={disk!r}: with tier="disk", and only then, give a directory as disk')
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+    for module in model.modules():
+        if site_of(module) is not None:
+            raise StateError(
+                "the model's weights are offloaded already; offload both together:"
+                " headrace.offload(model, activations=True)"
+            )
+    first = next(iter(model.parameters()), None)
+    lanes = open_lanes(resolve_device(None if first is None else first.device))
+    ledger = Ledger(host_budget_bytes=int(available_host_bytes() * (1 - _HOST_RESERVE)))
+    check_targets(model, config)
+    store = None if disk is None else DiskStore(disk, ledger)
+    return ActivationOffloading(model, config, lanes, ledger, store)
+
+
+class ActivationOffloading:
+    """The handle on a model whose activations are offloaded. As a context manager it calls `remove()` at the end."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ActivationConfig,
+        lanes: Lanes,
+        ledger: Ledger,
+        store: DiskStore | None = None,
+        shared: LaneUse | None = None,
+    ) -> None:
+        for name, module in model.named_modules():
+            if watcher_of(module) is not None:
+                raise StateError(
+                    f"the activations of module {name!r} are offloaded already; call remove() on that handle first"
+                )
+        self._model = weakref.ref(model)
+        self._lanes = lanes
+        self._shares = shared is not None  # lanes, ledger and store, with the weights
+        self._removed = False
+        self._ledger = ledger
+        self._store = store
+        self._passes = Passes(config, lanes, ledger, store, shared)
+        self._meter, self._stash, self._book = self._passes.meter, self._passes.stash, self._passes.book
+        if self._shares:
+            self._stash.pool.reserve()
+        layers, modules = chosen_layers(model, config.layers), chosen_modules(model, config.modules)
+        self._selection = Selection(model, lanes.device, config.min_bytes, layers, modules)
+        watched = {*named_layers(model), *(layers or ()), *(modules or ())}
+        # Weak, as all that is known of modules here: this lives as long as they do.
+        self._names = weakref.WeakKeyDictionary({m: name for name, m in model.named_modules() if m in watched})
+        self._calls = Calls(model, self._passes, self._selection, self._names, self._check_device)
+        for module in {model, *watched}:
+            make_watched(module, self, outermost=module is model)
+
+    # what it did ------------------------------------------------------------------------------------------------------
+    @property
+    def plan(self) -> ActivationPlan | None:
+        """The plan that is followed now, or was last; None before the first backward is over."""
+        return self._book.last_plan
+
+    def stats(self) -> ActivationStats:
+        """What was moved and held since the beginning or the last `reset_stats()`. Waits for what is under way."""
+        stall_seconds = self.stall_seconds()
+        meter = self._meter
+        return ActivationStats(
+            host_held_bytes=self._stash.pool.held_bytes,
+            host_bytes=self._ledger.held_bytes(Tier.HOST, PURPOSE),
+            host_peak_bytes=self._ledger.peak_bytes(Tier.HOST, PURPOSE),
+            host_locked_bytes=self._stash.pool.locked_bytes,
+            device_peak_bytes=self._ledger.peak_bytes(Tier.DEVICE, PURPOSE),
+            offload_bytes=meter.offload_bytes,
+            onload_bytes=meter.onload_bytes,
+            offloads=meter.offloads,
+            onloads=meter.onloads,
+            hits=meter.hits,
+            demand_onloads=meter.demand_onloads,
+            stall_seconds=stall_seconds,
+            spill_bytes=meter.spill_bytes,
+            fetch_bytes=meter.fetch_bytes,
+            skipped=self._selection.skipped_kinds,
+            pool_growths=self._stash.pool.grown,
+            planned_forwards=meter.forwards[Basis.PLAN],
+            similar_forwards=meter.forwards[Basis.SIMILAR],
+            recorded_forwards=meter.forwards[Basis.NOTHING],
+        )
+
+    def stall_seconds(self) -> float:
+        """For how long compute waited, as in the stats. Waits for what is under way."""
+        self._stash.guard(self._stash.synchronize)
+        return self._meter.stall_seconds()
+
+    def moved(self) -> list[Moved]:
+        """The last copies each way, for a timeline."""
+        return self._meter.moved()
+
+    def waited(self) -> list[Waited]:
+        """The last waits for copies, for a timeline."""
+        return self._meter.last_waits()
+
+    def reset_stats(self) -> None:
+        """Counters and peaks start anew."""
+        self._meter.reset()
+        self._ledger.reset_peaks()
+
+    def summary(self) -> tuple[Row, ...]:
+        """The stats by name, and what the plan advises."""
+        rows, plan = self.stats().rows(), self.plan
+        if plan is not None and plan.beyond_bytes:
+            rows.append(("advice", ActivationStats.advice(plan.beyond_bytes, plan.recompute)))
+        return tuple(rows)
+
+    def report(self) -> Report:
+        """The summary, and the last forwards with their backwards lane by lane: `print` it, or see its `to_html`,
+        `to_png` and `to_trace` (Perfetto). With weights, `report()` of their handle shows both."""
+        return Report(
+            RunRecord(
+                device=str(self._lanes.device),
+                stats=None,
+                spans=tuple(self._meter.spans()),
+                samples=(),
+                planned=None,
+                rates={},
+                activations=self.summary(),
+            )
+        )
+
+    # control ----------------------------------------------------------------------------------------------------------
+    def remove(self) -> None:
+        """Makes the model as it was before. What a forward has saved already can still be used by its backward."""
+        model = self._model()
+        for module in [] if model is None else model.modules():
+            if watcher_of(module) is self:
+                unwatch(module)
+        if self._removed:
+            return
+        self._removed = True
+        try:
+            self._stash.guard(self._stash.settle)
+        finally:
+            if self._shares:
+                _call_all(self._stash.closers(wait=True))
+            else:  # a backward may still come: when nothing can ask for an activation any more, the stash is gone
+                closers = self._stash.closers(wait=False)
+                closers += [] if self._store is None else [self._store.close]
+                closers.append(functools.partial(self._lanes.close, wait=False))
+                weakref.finalize(self._stash, _call_all, closers)
+
+    def __enter__(self) -> "ActivationOffloading":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    # calls ------------------------------------------------------------------------------------------------------------
+    def forward(self) -> AbstractContextManager[None]:
+        """A block of code that counts as one forward: what a loss function outside the model saves may leave, too.
+
+        `with handle.forward(): loss = loss_function(model(inputs), targets)`, then `loss.backward()`. It begins with
+        the first call of the model inside, and ends with the block, or where backward begins inside it; a call of the
+        model after that begins the next forward. With `layers` or `modules`, only what is saved there leaves. Raises
+        StateError inside another such block or inside a call of the model.
+        """
+        return self._calls.block()
+
+    def together(self, inputs: Any) -> AbstractContextManager[None]:
+        """A forward that consists of several calls of the model, with all these inputs, which take turns."""
+        return self._calls.together(inputs)
+
+    def one_backward(self) -> AbstractContextManager[None]:
+        """Within a backward: those nested in it are parts of it."""
+        return self._passes.one_backward()
+
+    def calling(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+        """A watched module is called, in a forward or a recomputation."""
+        return self._calls.calling(module, args, kwargs)
+
+    def _check_device(self) -> None:
+        model = self._model()
+        if model is None or self._shares:  # homes are on the host
+            return
+        devices = {parameter.device for parameter in model.parameters()}
+        if devices and self._lanes.device not in devices:
+            raise StateError(
+                f"the model is on {devices.pop()}, but was on {self._lanes.device} when its activations were"
+                " offloaded; call offload_activations() when the model is on its device"
+            )
+
+
+def _call_all(calls: list[Callable[[], None]]) -> None:
+    for call in calls:
+        call()

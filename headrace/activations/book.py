@@ -1,0 +1,196 @@
+"""What will the next forward save, and what is planned for it? Traces by what went into the model."""
+
+import itertools
+import warnings
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headrace.activations.course import Course, Expected, Others, UseRecord
+from headrace.activations.meter import ActivationMeter
+from headrace.config import ActivationConfig
+from headrace.planning import ActivationPlan, ActivationProblem, Saved, plan_activations
+from headrace.runtime.autograd import in_backward
+from headrace.runtime.lanes import Lanes, Tick
+from headrace.runtime.link import LinkSpeed
+from headrace.runtime.tensors import tensors_in
+
+__all__ = ["ActivationBook", "Entry", "entry_of"]
+
+_MOST_ENTRIES = 64  # shapes of inputs that are remembered, and kinds of them; the one used longest ago goes first
+
+Entry = tuple[Any, ...]
+
+
+def entry_of(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Entry:
+    """What tells how much a forward will save: shapes and dtypes of its inputs, and the mode of the model. And whether
+    it is in a backward, beside whose values it is on the device."""
+    shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in((args, kwargs)))
+    return (training, torch.is_autocast_enabled(), in_backward(), *shapes)
+
+
+def _kind_of(entry: Entry) -> Entry:
+    """The same for inputs of any sizes."""
+    return tuple((len(part[0]), part[1]) if isinstance(part, tuple) else part for part in entry)
+
+
+@dataclass
+class _Known:
+    """What is known of one entry: its plan, or how many forwards more go without one, and how many the next time."""
+
+    plan: ActivationPlan | None = None
+    is_refined: bool = False
+    left: int = 1
+    patience: int = 1
+
+
+class ActivationBook:
+    """Plans by entry. A plan is made of the recorded forward and refined once, when its own first course is timed.
+
+    An entry that is new keeps to the ceiling of a similar one, and is planned for when it comes again: to make a plan,
+    the host waits. One whose forwards go otherwise than planned is planned for again after two more, four more, ....
+    """
+
+    def __init__(self, config: ActivationConfig, lanes: Lanes, meter: ActivationMeter) -> None:
+        self._config = config
+        self._lanes = lanes
+        self._meter = meter
+        self._known: OrderedDict[Entry, _Known] = OrderedDict()
+        # By kind, the one that saves the most.
+        self._similar: OrderedDict[Entry, tuple[Entry, ActivationPlan]] = OrderedDict()
+        self.last_plan: ActivationPlan | None = None
+        self._planner_failed = False  # once it has, nobody is told again
+
+    def expect(self, entry: Entry) -> Expected:
+        """What is known of a forward that begins so."""
+        known = self._know(entry)
+        kind = _kind_of(entry)
+        similar = None
+        if kind in self._similar:
+            self._similar.move_to_end(kind)
+            similar = self._similar[kind][1]
+        self.last_plan = known.plan or similar or self.last_plan
+        if known.plan is not None:
+            return Expected(known.plan, None, timed=not known.is_refined)
+        if similar is None:
+            return Expected(None, None, timed=True)
+        known.left -= 1
+        return Expected(None, similar, timed=known.left < 0)
+
+    def _know(self, entry: Entry) -> _Known:
+        """What is known of it, which is used now."""
+        known = self._known.setdefault(entry, _Known())
+        self._known.move_to_end(entry)
+        if len(self._known) > _MOST_ENTRIES:
+            self._known.popitem(last=False)
+        return known
+
+    def strayed(self, entry: Entry) -> None:
+        """A forward that began so did not go as planned."""
+        known = self._known.get(entry)
+        if known is not None and known.plan is not None:
+            known.patience *= 2
+            known.plan, known.left = None, known.patience
+
+    def forget(self, entry: Entry) -> None:
+        """A backward went further than that which the plan was made of."""
+        self._known.pop(entry, None)
+        kind = _kind_of(entry)
+        if kind in self._similar and self._similar[kind][0] == entry:
+            del self._similar[kind]
+
+    def learn(self, entry: Entry, course: Course, end: Tick) -> None:
+        """Plans for a course that was timed from its first save to the end of its first backward."""
+        try:
+            plan = plan_activations(self._problem(course, end))
+        except Exception as error:  # whatever it is: no step depends on a plan
+            self._tell(error, course)
+            return
+        known = self._know(entry)
+        known.plan, known.is_refined = plan, course.plan is not None
+        kind = _kind_of(entry)
+        largest, similar = self._similar.get(kind, (entry, plan))
+        if largest == entry or similar.problem.nbytes <= plan.problem.nbytes:
+            self._similar[kind] = entry, plan
+            self._similar.move_to_end(kind)
+            if len(self._similar) > _MOST_ENTRIES:
+                self._similar.popitem(last=False)
+        self.last_plan = plan
+
+    def _tell(self, error: Exception, course: Course) -> None:
+        """Once: the planner failed."""
+        if not self._planner_failed:
+            self._planner_failed = True
+            warnings.warn(
+                f"the planner of activations failed for a forward that saved {len(course.saves)} tensors,"
+                f" {type(error).__name__}: {error}. Such forwards have no plan: results are the same, compute may wait"
+                " longer. Please report this",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _problem(self, course: Course, end: Tick) -> ActivationProblem:
+        offload, onload = self._meter.speeds()
+        config, saves, uses = self._config, course.saves, course.uses
+        after_saves = [save.asked for save in saves[1:]] + [uses[0].asked if uses else end]
+        after_uses = [use.asked for use in uses[1:]] + [end]
+        nbytes = sum(save.nbytes for save in saves)
+        others = [*(save.others for save in saves), *(use.others for use in uses)]
+        room = config.host_memory_bytes if config.stays_without_room and config.tier == "host" else None
+        least = min(each.passing_bytes for each in others)  # weights, and what else is there all the time
+        return ActivationProblem(
+            saved=tuple(
+                Saved(
+                    nbytes=save.nbytes,
+                    offload_seconds=max(
+                        offload.load_seconds(save.nbytes), save.nbytes * self._meter.spill_seconds_per_byte
+                    ),
+                    onload_seconds=max(
+                        onload.load_seconds(save.nbytes), save.nbytes * self._meter.fetch_seconds_per_byte
+                    ),
+                    alone_at=save.alone_at,
+                    name=save.name,
+                )
+                for save in saves
+            ),
+            forward_seconds=self._seconds([save.began for save in saves], after_saves),
+            uses=tuple(use.index for use in uses),
+            backward_seconds=self._seconds([use.began for use in uses], after_uses),
+            freed_at=tuple(use.freed_at for use in uses),
+            budget_bytes=config.device_memory_bytes,
+            offload_bytes=min(int(nbytes * config.fraction), nbytes if room is None else room),
+            most_in_flight=config.most_in_flight,
+            all_leave=config.all_leave,
+            other_seconds=self._weights_seconds(course, onload),
+            forward_other_bytes=_forward_bytes(others[: len(saves) + 1], least)[: len(saves)],
+            backward_other_bytes=_backward_bytes(uses, least),
+        )
+
+    @staticmethod
+    def _weights_seconds(course: Course, onload: LinkSpeed) -> tuple[float, ...]:
+        """How long the onload lane is taken by weights that are sent for between the uses."""
+        counts = [course.saves[-1].weights_bytes, *(use.weights_bytes for use in course.uses)]
+        return tuple(onload.seconds(after - before) for before, after in itertools.pairwise(counts))
+
+    def _seconds(self, begins: list[Tick], ends: list[Tick]) -> tuple[float, ...]:
+        return tuple(max(0.0, self._lanes.seconds(begin, end)) for begin, end in zip(begins, ends, strict=True))
+
+
+def _forward_bytes(others: list[Others], least: int) -> tuple[int, ...]:
+    """What else is there from each save to the next: what was there at one of them."""
+    pairs = itertools.pairwise([*others, others[-1]])
+    return tuple(each.gradient_bytes + max(each.passing_bytes, after.passing_bytes) - least for each, after in pairs)
+
+
+def _backward_bytes(uses: list[UseRecord], least: int) -> tuple[int, ...]:
+    """What else is there from each use to the next: the gradients that come in, those that go on, and the weights'.
+
+    Where layers are recomputed, what that made is there with the gradients that come in when the first one goes on.
+    """
+    ends = [*(use.others for use in uses[1:]), Others(uses[-1].others.gradient_bytes, least)] if uses else []
+    return tuple(
+        after.gradient_bytes + (use.recomputed.passing_bytes - least) + (after.passing_bytes - least)
+        for use, after in zip(uses, ends, strict=True)
+    )

@@ -1,0 +1,224 @@
+"""What happens during one forward and its backward? Items leave and come back, and are compared with the plan.
+
+Each outermost forward has a course of its own, which its saved tensors keep alive. So any number of forwards may come
+before any number of backwards. What leaves and when is decided in decisions.py.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from headrace.activations.decisions import AsPlanned, Basis, ByCeiling, Decisions, Unplanned
+from headrace.activations.item import Item, Presence
+from headrace.activations.stash import Stash
+from headrace.planning import ActivationPlan
+from headrace.runtime.device import allocated_bytes
+from headrace.runtime.lanes import Tick
+
+__all__ = ["Course", "Expected", "Others", "SaveRecord", "UseRecord"]
+
+_MOST_LOOKS = 512  # at what else the device holds, in one forward
+
+
+@dataclass
+class SaveRecord:
+    """One save as it happened; ticks of the compute lane before and after what was done at it."""
+
+    nbytes: int
+    name: str
+    asked: Tick
+    began: Tick
+    weights_bytes: int  # what had been sent for by the weights since the beginning
+    others: "Others"
+    alone_at: int | None = None  # the save at which nobody else held the memory any more
+
+
+@dataclass
+class UseRecord:
+    """One first use in backward as it happened."""
+
+    index: int
+    asked: Tick
+    began: Tick
+    freed_at: int  # the position of the item's last use
+    weights_bytes: int  # what had been sent for by the weights since the beginning
+    others: "Others"
+    recomputed: "Others"  # the most that there was when recomputation ended, until the next use
+
+
+class Others(NamedTuple):
+    """What was on the device at a moment, beside what the course had there: bytes that stay, and others."""
+
+    gradient_bytes: int  # of parameters
+    passing_bytes: int  # weights, and values that nobody saved
+
+
+class Expected(NamedTuple):
+    """What is known of a forward that begins: its plan, or one of a forward with other sizes.
+
+    `timed`: its ticks are wanted, because there is no plan or one to be refined.
+    """
+
+    plan: ActivationPlan | None
+    similar: ActivationPlan | None
+    timed: bool
+
+
+class Course:
+    """One forward and its backward."""
+
+    def __init__(self, stash: Stash, expected: Expected, gradient_bytes: Callable[[], int]) -> None:
+        self._stash = stash
+        self._gradient_bytes = gradient_bytes  # of the model's parameters, on the device now
+        self.plan = expected.plan
+        self.timed = expected.timed
+        self.strayed = False
+        self.is_over = False  # the forward
+        self.calls = 0  # of the model, that are under way
+        self.learned = False
+        self.used_unplanned = False  # its backward went further than that which the plan was made of
+        self.saves: list[SaveRecord] = []
+        self.uses: list[UseRecord] = []
+        self._positions: dict[int, int] = {}  # of first uses that were recorded, by the item's index
+        self._items: list[weakref.ref[Item]] = []
+        self._decisions = _decisions(expected, self._items)
+        self._others = Others(0, 0)  # at the last look
+        # Of a course that is timed: somebody else held their memory at the last look.
+        self._shared: list[tuple[Item, SaveRecord]] = []
+
+    @property
+    def basis(self) -> Basis:
+        """What decides what leaves."""
+        return self._decisions.basis
+
+    @property
+    def is_part(self) -> bool:
+        """Whether an interrupt left gaps in it, or its backward used less than that which the plan was made of."""
+        if len(self.saves) < len(self._items) or len(self.uses) < len(self._positions):
+            return True
+        return self.plan is not None and not self.plan.position_of_use.keys() <= self._positions.keys()
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether all that it saved has been let go of."""
+        return bool(self._items) and all(ref() is None for ref in self._items)
+
+    # forward ----------------------------------------------------------------------------------------------------------
+    def saved(self, item: Item) -> None:
+        """Autograd saved an item for the first time: it is sent out, and others are let go of."""
+        asked = self._stash.lanes.tick() if self.timed else None
+        self._compare(item)
+        self._items.append(weakref.ref(item))
+        if self._decisions.leaves(item):
+            self._stash.send_out(item)
+        for other in self._decisions.to_let_go(item):
+            self._stash.send_out(other)
+            self._stash.let_go(other)
+        if self.timed:
+            weights_bytes, others = self._stash.meter.lane_use.weights_bytes, self._look_at_others()
+            began = self._stash.lanes.tick()
+            record = SaveRecord(item.nbytes, item.name, asked, began, weights_bytes, others)
+            self.saves.append(record)
+            self._shared.append((item, record))
+            self.look_who_is_alone()
+
+    def goes(self, item: Item) -> None:
+        """The device memory of the item goes right after this."""
+        self._decisions.goes(item)
+
+    def _look_at_others(self) -> Others:
+        """Looks at every item, so only a course that a plan is refined by asks, and in long ones not every time."""
+        looks = len(self.saves) + len(self.uses)
+        if self.plan is not None and looks % (1 + len(self.plan.problem.saved) // _MOST_LOOKS) == 0:
+            self._others = self._others_now()
+        return self._others
+
+    def _others_now(self) -> Others:
+        items = [item for ref in self._items if (item := ref()) is not None]
+        gradient_bytes = self._gradient_bytes()
+        counted_bytes = gradient_bytes + sum(item.nbytes for item in items if item.memory is not None)
+        return Others(gradient_bytes, allocated_bytes(self._stash.lanes.device) - counted_bytes)
+
+    def look_who_is_alone(self) -> None:
+        """Notes whose memory is held by nobody else any more."""
+        still_shared = []
+        for item, record in self._shared:
+            if item.memory is not None and not item.is_alone:
+                still_shared.append((item, record))
+            else:
+                record.alone_at = len(self.saves) - 1
+        self._shared = still_shared
+
+    def end_forward(self) -> None:
+        """The forward ends, or its backward begins."""
+        if self.is_over:
+            return
+        self.is_over = True
+        if self.plan is not None and len(self._items) != len(self.plan.problem.saved):
+            self._stray(self.plan)
+        if self.timed:
+            self.look_who_is_alone()
+            self._shared.clear()
+
+    def _compare(self, item: Item) -> None:
+        if self.plan is not None:
+            planned = self.plan.problem.saved
+            if item.index >= len(planned) or planned[item.index].nbytes != item.nbytes:
+                self._stray(self.plan)
+
+    def _stray(self, plan: ActivationPlan) -> None:
+        if not self.strayed:
+            self.strayed = True
+            self.timed = False  # its beginning was not timed: another one is recorded from its beginning
+            self._decisions = ByCeiling(plan, self._items)
+
+    # backward ---------------------------------------------------------------------------------------------------------
+    def used(self, item: Item, backward_round: int, *, recorded: bool) -> None:
+        """Backward needs the item, for the first time in this backward: it is there when compute goes on."""
+        stash = self._stash
+        recorded = recorded and self.is_over
+        self.used_unplanned |= recorded and self.plan is not None and item.index not in self.plan.position_of_use
+        recorded = recorded and self.timed and not self.learned and item.index not in self._positions
+        asked = stash.lanes.tick() if recorded else None
+        if item.presence is Presence.AWAY:
+            stash.meter.demand_onloads += 1
+            stash.send_for(item, needed=True)
+        else:
+            stash.meter.hits += 1
+        stash.arrive(item)
+        if recorded:
+            self._positions[item.index] = len(self.uses)
+            weights_bytes = stash.meter.lane_use.weights_bytes
+            position, others = len(self.uses), self._look_at_others()
+            self.uses.append(UseRecord(item.index, asked, stash.lanes.tick(), position, weights_bytes, others, others))
+        for other in self._decisions.to_send_for(item, backward_round):
+            stash.send_for(other, needed=False)
+
+    def used_again(self, item: Item) -> None:
+        """Another saved tensor that is part of the item is needed."""
+        position = self._positions.get(item.index)
+        if position is not None and not self.learned:
+            self.uses[position].freed_at = len(self.uses) - 1
+
+    def recomputed(self) -> None:
+        """Something was computed again for the last use, and is all there."""
+        if self.timed and self.plan is not None and self.uses and not self.learned:
+            use, others = self.uses[-1], self._others_now()
+            item = self._items[use.index]()
+            if item is not None and item.memory is None:  # we hold it no longer, but what was computed of it does
+                others = others._replace(passing_bytes=others.passing_bytes - item.nbytes)
+            use.recomputed = max(use.recomputed, others, key=lambda others: others.passing_bytes)
+
+    def end_backward(self) -> None:
+        """What came back and is still held for somebody goes: the host has it."""
+        for ref in self._items:
+            item = ref()
+            if item is not None:
+                self._stash.put_back(item)
+
+
+def _decisions(expected: Expected, items: list[weakref.ref[Item]]) -> Decisions:
+    if expected.plan is not None:
+        return AsPlanned(expected.plan, items)
+    return Unplanned(items) if expected.similar is None else ByCeiling(expected.similar, items)

@@ -1,0 +1,232 @@
+"""What leaves at a save, and what comes back at a use? As planned, by a plan's ceiling, or, knowing nothing, little.
+
+Random lengths, and experts that get other tokens at every step, save other bytes than any plan has seen. Then the plan
+of another forward gives the ceiling and the share that leaves, and the walk of planning/activations.py is made with
+what is really there: the earliest saved go first, and come back in the reverse order as early as the ceiling allows.
+"""
+
+import itertools
+import math
+import weakref
+from bisect import bisect_left
+from collections.abc import Iterable
+from enum import Enum
+from typing import Protocol
+
+from headrace.activations.item import Item, Presence
+from headrace.activations.present import Items, Present
+from headrace.planning import ActivationPlan
+
+__all__ = ["AsPlanned", "Basis", "ByCeiling", "Decisions", "Unplanned"]
+
+_UNPLANNED_COPIES = 2  # in flight at once, each way, while nothing is known
+
+
+class Basis(Enum):
+    """What the decisions of a forward come from."""
+
+    PLAN = "its plan"
+    SIMILAR = "the plan of a forward with other sizes"
+    NOTHING = "nothing: it is the first of its kind"
+
+
+class Decisions(Protocol):
+    """What a course asks, in the order of events."""
+
+    basis: Basis
+
+    def leaves(self, item: Item) -> bool:
+        """Whether its copy out begins now that it is saved."""
+
+    def to_let_go(self, item: Item) -> Iterable[Item]:
+        """Whose device memory goes now that the item is saved; those whose copy has not begun are copied first."""
+
+    def to_send_for(self, item: Item, backward_round: int) -> Iterable[Item]:
+        """What is sent for now that backward uses the item."""
+
+    def goes(self, item: Item) -> None:
+        """The device memory of the item goes right after this."""
+
+
+class AsPlanned:
+    """Every item is the one that the plan has at its index."""
+
+    basis = Basis.PLAN
+
+    def __init__(self, plan: ActivationPlan, items: Items) -> None:
+        self._plan = plan
+        self._items = items
+
+    def leaves(self, item: Item) -> bool:
+        """As `Decisions`."""
+        return item.index in self._plan.offloaded
+
+    def to_let_go(self, item: Item) -> Iterable[Item]:
+        """As `Decisions`."""
+        return self._present(self._plan.releases[item.index])
+
+    def to_send_for(self, item: Item, backward_round: int) -> Iterable[Item]:
+        """As `Decisions`."""
+        position = self._plan.position_of_use.get(item.index)
+        return () if position is None else self._present(self._plan.reloads[position])
+
+    def goes(self, item: Item) -> None:
+        """As `Decisions`."""
+
+    def _present(self, indices: Iterable[int]) -> Iterable[Item]:
+        """Of these, those that somebody can ask for. A backward within the forward comes before the last are saved."""
+        saved = (self._items[index] for index in indices if index < len(self._items))
+        return [item for ref in saved if (item := ref()) is not None]
+
+
+class Unplanned:
+    """Everything leaves at once, a few at a time."""
+
+    basis = Basis.NOTHING
+
+    def __init__(self, items: Items) -> None:
+        self._items = items
+        self._sent: list[int] = []  # indices of what left
+        self._leaving: list[weakref.ref[Item]] = []  # at the last save
+
+    def leaves(self, item: Item) -> bool:
+        """As `Decisions`."""
+        return True
+
+    def to_let_go(self, item: Item) -> Iterable[Item]:
+        """As `Decisions`."""
+        if item.presence is Presence.LEAVING:  # there was room for it
+            self._sent.append(item.index)
+            self._leaving.append(weakref.ref(item))
+        leaving = [
+            other for ref in self._leaving if (other := ref()) is not None and other.presence is Presence.LEAVING
+        ]
+        self._leaving = [weakref.ref(other) for other in leaving]
+        return [other for other in leaving[:-_UNPLANNED_COPIES] if other.is_alone]
+
+    def to_send_for(self, item: Item, backward_round: int) -> Iterable[Item]:
+        """As `Decisions`."""
+        found: list[Item] = []
+        for place in range(bisect_left(self._sent, item.index) - 1, -1, -1):
+            other = self._items[self._sent[place]]()
+            if other is not None and other.presence is not Presence.HERE and other.round != backward_round:
+                found.append(other)
+                if len(found) == _UNPLANNED_COPIES:
+                    break
+        return found
+
+    def goes(self, item: Item) -> None:
+        """As `Decisions`."""
+
+
+class ByCeiling:
+    """Keeps to the ceiling of a plan that was made for other sizes; without `budget_bytes`, in proportion to the sizes.
+
+    `items`: of the course, of which so many as there are now were saved as planned.
+    """
+
+    basis = Basis.SIMILAR
+
+    def __init__(self, plan: ActivationPlan, items: Items) -> None:
+        problem = plan.problem
+        count = len(items)
+        self._plan = plan
+        self._items = items
+        self._planned_bytes = [0, *itertools.accumulate(saved.nbytes for saved in problem.saved)]  # before each save
+        self._saved_bytes = self._planned_bytes[count]
+        self._sent_bytes = sum(problem.saved[index].nbytes for index in plan.offloaded if index < count)
+        self._largest_bytes = max((saved.nbytes for saved in problem.saved[:count]), default=0)
+        # By name, the first save in each module: where one begins, the bytes before it are compared with the planned.
+        self._begins = {saved.name: index for index, saved in reversed(list(enumerate(problem.saved)))}
+        self._reached = count  # of the plan's saves, when that was done last
+        self._factor = 1.0 if count else None
+        self._present = Present(items)
+        self._round = -1
+        self._next = 0  # items from here on were sent for in this round, or need not be
+
+    def leaves(self, item: Item) -> bool:
+        """As `Decisions`. The earliest saved do, until what stays fits under the ceiling."""
+        begin = self._begins.get(item.name, 0)
+        if begin > self._reached and self._saved_bytes:
+            self._reached, self._factor = begin, self._saved_bytes / self._planned_bytes[begin]
+        self._present.note(item)
+        self._saved_bytes += item.nbytes
+        self._largest_bytes = max(self._largest_bytes, item.nbytes)
+        staying_bytes = self._scale * self._plan.problem.nbytes - self._sent_bytes
+        return staying_bytes + self._largest_bytes > self._forward_ceiling_bytes and self._sends(item)
+
+    def to_let_go(self, item: Item) -> Iterable[Item]:
+        """As `Decisions`. Room is made for the next one too, whatever it is."""
+        problem, here = self._plan.problem, self._present
+        here.look()
+        over_bytes = here.nbytes + self._largest_bytes - self._forward_ceiling_bytes
+        crowd = 0 if problem.most_in_flight is None else here.leaving - problem.most_in_flight
+        found = []
+        index = 0
+        while over_bytes > 0 or crowd > 0:
+            late = problem.budget_bytes is not None and over_bytes > 0  # compute waits for a copy that begins only now
+            other = here.first(index, max(0, self._bytes_left) if late else 0)
+            if other is None:
+                break
+            index = other.index + 1
+            if other.is_alone and (other.presence is Presence.LEAVING or self._sends(other)):
+                found.append(other)
+                over_bytes -= other.nbytes
+                crowd -= 1
+        return found
+
+    def to_send_for(self, item: Item, backward_round: int) -> Iterable[Item]:
+        """As `Decisions`."""
+        if backward_round != self._round:
+            self._round, self._next = backward_round, item.index
+        self._next = min(self._next, item.index)
+        self._present.note(item)
+        self._present.look()
+        here_bytes = self._present.nbytes
+        found: list[Item] = []
+        while self._next > 0:
+            other = self._items[self._next - 1]()
+            if other is not None and other.presence is Presence.AWAY and other.round != backward_round:
+                here_bytes += other.nbytes
+                if here_bytes > self._ceiling_bytes:
+                    break
+                self._present.note(other)
+                found.append(other)
+            self._next -= 1
+        return found
+
+    def goes(self, item: Item) -> None:
+        """As `Decisions`."""
+        self._present.goes(item)
+
+    @property
+    def _scale(self) -> float:
+        """How many times the planned bytes there are, by what was saved so far."""
+        if self._factor is not None:
+            return self._factor
+        return self._saved_bytes / self._planned_bytes[min(len(self._items), len(self._planned_bytes) - 1)]
+
+    @property
+    def _ceiling_bytes(self) -> float:
+        budget_bytes = self._plan.problem.budget_bytes
+        return self._scale * self._plan.peak_bytes if budget_bytes is None else budget_bytes
+
+    @property
+    def _forward_ceiling_bytes(self) -> float:
+        return 0 if self._plan.problem.all_leave else self._ceiling_bytes
+
+    @property
+    def _bytes_left(self) -> int:
+        """Of how many bytes an item may be that may leave still."""
+        problem = self._plan.problem
+        most_bytes = problem.nbytes if problem.offload_bytes is None else problem.offload_bytes
+        if most_bytes < problem.nbytes:
+            return math.floor(self._scale * most_bytes) - self._sent_bytes
+        return self._largest_bytes
+
+    def _sends(self, item: Item) -> bool:
+        """Whether it may leave; then it is counted among those that do."""
+        if item.nbytes > self._bytes_left:
+            return False
+        self._sent_bytes += item.nbytes
+        return True

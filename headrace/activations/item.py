@@ -1,0 +1,98 @@
+"""Where is one piece of device memory that autograd keeps? On the device, on its way, or on the host."""
+
+import weakref
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from headrace.memory.pool import Slab
+from headrace.runtime.autograd import WeakTensor, address_of, storage_use_count
+from headrace.runtime.lanes import LateTransfer, Transfer
+
+if TYPE_CHECKING:
+    from headrace.activations.course import Course
+
+__all__ = ["Claim", "Item", "Presence"]
+
+
+class Presence(Enum):
+    """Where an item's bytes are."""
+
+    HERE = "on the device"  # never sent out, or back again
+    LEAVING = "on the device, and being copied to the host"
+    AWAY = "on the host, or on disk"
+    ARRIVING = "on its way to the device"
+
+
+class Claim(weakref.ref[Any]):
+    """What is known of one handle on an item, as long as that lives, and the note that it does no longer."""
+
+    __slots__ = ("item", "round")
+
+    item: "weakref.ref[Item]"
+    round: int  # the backward that used the handle last
+
+
+class Item:
+    """A range of bytes of one storage, saved by autograd once or several times.
+
+    Where it is follows from what it holds, so an interrupt between two assignments leaves it in one of these places.
+    """
+
+    def __init__(
+        self,
+        course: "Course",
+        index: int,
+        storage: torch.UntypedStorage,
+        start: int,
+        nbytes: int,
+        root: torch.Tensor,
+        stream: Any,
+        name: str,
+    ) -> None:
+        self.course = course
+        self.index = index  # in the order of saving
+        self.nbytes = nbytes
+        self.stream = stream  # on which it was saved, and is used
+        self.name = name  # of the module that saved it
+        self.start = start  # bytes from the beginning of the storage it was saved from
+        self.memory: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+            storage, start, (nbytes,), (1,)
+        )  # its device bytes, of shape (nbytes,)
+        # No other storage or tensor has the address of these as long as this lives.
+        self.identity = StorageWeakRef(storage), WeakTensor(root)
+        self.slab: Slab | None = None
+        self.sent = False  # there is, or will be, a copy outside of the device
+        self.leaving: Transfer | None = None  # the copy out, until compute has waited for it
+        self.arriving: Transfer | LateTransfer | None = None  # the copy in, until compute has waited for it
+        self.returned = False  # `memory` is a storage of its own, filled from the host
+        self.claims: set[Claim] = set()  # of saved tensors that are part of it and were not let go; without any it ends
+        self.round = -1  # the backward that used it last
+        self.seen: set[Claim] = set()  # those that this backward has used
+        self.note_version()
+
+    @property
+    def presence(self) -> Presence:
+        if self.memory is None:
+            return Presence.AWAY
+        if self.arriving is not None:
+            return Presence.ARRIVING
+        return Presence.HERE if self.leaving is None else Presence.LEAVING
+
+    def note_version(self) -> None:
+        """From now on whoever is given the memory must not have written to it when the next one is."""
+        self.version = 0 if self.memory is None else self.memory._version
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody else holds the device memory: letting go of it frees it."""
+        return self.memory is not None and _references(self.memory) <= _SOLE_REFERENCES
+
+
+def _references(memory: torch.Tensor) -> int:
+    return int(storage_use_count(address_of(memory.untyped_storage())))
+
+
+_SOLE_REFERENCES = _references(torch.empty(1, device="cpu"))

@@ -1,0 +1,227 @@
+"""What is one forward, and what is one backward, to activations? Each is told apart by autograd's own marks.
+
+A forward opens a course and puts hooks on top; they need not stay on all the time. A backward begins with the first use
+of an item, and ends when autograd's engine says so, or lets go of what would have said so.
+"""
+
+import contextlib
+import functools
+import itertools
+import weakref
+from collections.abc import Iterator
+
+from headrace.activations.book import ActivationBook, Entry
+from headrace.activations.course import Course
+from headrace.activations.item import Item
+from headrace.activations.meter import ActivationMeter
+from headrace.activations.saving import Saving
+from headrace.activations.selection import Selection
+from headrace.activations.spilling import DiskStash
+from headrace.activations.stash import Stash
+from headrace.config import ActivationConfig
+from headrace.errors import StateError
+from headrace.memory.disk import DiskStore
+from headrace.memory.ledger import Ledger
+from headrace.runtime.autograd import NO_TASK, EndOfBackward, backward_task
+from headrace.runtime.device import is_capturing
+from headrace.runtime.lanes import Lanes
+from headrace.runtime.link import LaneUse
+
+__all__ = ["Forward", "Passes"]
+
+
+class Passes:
+    """All forwards and backwards of one model, or of a part of one."""
+
+    def __init__(
+        self,
+        config: ActivationConfig,
+        lanes: Lanes,
+        ledger: Ledger,
+        store: DiskStore | None = None,
+        shared: LaneUse | None = None,
+    ) -> None:
+        self.meter = ActivationMeter(lanes, shared or LaneUse())
+        self.stash = _make_stash(config, lanes, ledger, self.meter, store)
+        self.book = ActivationBook(config, lanes, self.meter)
+        self._lanes = lanes
+        self._rounds = itertools.count()
+        # Under way, by autograd's number of their graph task, which holds them.
+        self._backwards: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
+        self._whole: _Backward | None = None  # that consists of several
+        self._entries: weakref.WeakKeyDictionary[Course, Entry] = weakref.WeakKeyDictionary()
+
+    def begin(self, entry: Entry, selection: Selection) -> "Forward":
+        """A forward begins. Raises StateError while a CUDA graph is captured: a plan is no part of a graph."""
+        if is_capturing(self._lanes.device):
+            raise StateError(
+                "activations cannot be offloaded while a CUDA graph is captured, because copies would be replayed into"
+                " memory of another step; capture layers whose activations stay, or run without graphs"
+            )
+        course = self.stash.guard(self._begin, entry, selection)
+        return Forward(self, course, entry, Saving(course, self.stash, selection, self._use))
+
+    def _begin(self, entry: Entry, selection: Selection) -> Course:
+        self.stash.begin()
+        selection.begin()
+        course = Course(self.stash, self.book.expect(entry), selection.gradient_bytes)
+        self._entries[course] = entry
+        return course
+
+    # backward ---------------------------------------------------------------------------------------------------------
+    def _use(self, item: Item) -> int:
+        """Backward needs an item; which backward that is."""
+        backward = self._backward()
+        if backward is None:  # somebody looks at what a node has saved
+            backward_round = next(self._rounds)
+        else:
+            backward_round = backward.round
+            backward.courses[item.course] = None
+        if item.round != backward_round:
+            item.round, item.seen = backward_round, set()
+            if backward is not None and not item.course.calls:
+                item.course.end_forward()
+            item.course.used(item, backward_round, recorded=backward is not None)
+        else:
+            if item.memory is None:  # a part of a graph is gone through twice
+                self.stash.send_for(item, needed=True)
+            self.stash.arrive(item)
+            item.course.used_again(item)
+        return backward_round
+
+    def recomputed(self) -> None:
+        """A call of the model's has ended within a backward: what it computed again is on the device now."""
+        backward = self._whole or self._backwards.get(backward_task())
+        if backward is not None:
+            with self.stash.lock:
+                for course in backward.courses:
+                    course.recomputed()
+
+    @contextlib.contextmanager
+    def one_backward(self) -> Iterator[None]:
+        """Within a backward: those nested in it are parts of it."""
+        self._whole = self._backward()
+        try:
+            yield
+        finally:
+            self._whole = None
+
+    def _backward(self) -> "_Backward | None":
+        """The backward that asks. Several may take turns on one device, and be nested."""
+        task = backward_task()
+        if self._whole is not None or task == NO_TASK:
+            return self._whole
+        backward = self._backwards.get(task)
+        if backward is None:
+            backward = _Backward(self, task, next(self._rounds))
+            EndOfBackward(backward.ended).queue()
+            self._backwards[task] = backward
+        return backward
+
+    def completed(self, backward: "_Backward") -> None:
+        """Backward returned."""
+        self.stash.guard(self._complete, backward)
+
+    def let_go(self, backward: "_Backward") -> None:
+        """Autograd has let go of a backward, in whatever thread and whatever that is doing."""
+        if not backward.is_over:  # it raised
+            self.stash.between_moves(functools.partial(self._end_backward, backward, completed=False))
+
+    def _complete(self, backward: "_Backward") -> None:
+        self.stash.settle()
+        self._end_backward(backward, completed=True)
+
+    def _end_backward(self, backward: "_Backward", *, completed: bool) -> None:
+        """May be done again, where Ctrl-C kept it from being done wholly."""
+        self._backwards.pop(backward.task, None)
+        self.meter.backward_ended(backward.begun)
+        for course in backward.courses:
+            course.end_backward()
+            if completed and course.is_over and not course.learned:
+                self._learn(course)
+        backward.is_over = True
+
+    def _learn(self, course: Course) -> None:
+        if any(course in other.courses for other in self._backwards.values()):  # a backward within another one
+            return
+        if course.timed and not course.is_part:
+            course.learned = True
+            self.book.learn(self._entries[course], course, self._lanes.tick())
+        elif course.used_unplanned and not course.timed and not course.strayed:
+            self.book.forget(self._entries[course])
+
+
+class Forward:
+    """One forward: its hooks, which may be put on top and taken off several times, and its end."""
+
+    def __init__(self, passes: Passes, course: Course, entry: Entry, saving: Saving) -> None:
+        self._passes = passes
+        self._course = course
+        self._entry = entry
+        self._saving = saving
+        self._begun = passes.stash.lanes.tick()
+
+    def enter(self) -> None:
+        """A call of the model begins: a backward within it is a part of this forward."""
+        self._course.calls += 1
+
+    def leave(self) -> None:
+        """The call ends."""
+        self._course.calls -= 1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, by itself or because its backward has begun."""
+        return self._course.is_over
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether autograd has let go of all that was saved."""
+        self._passes.stash.guard(self._passes.stash.settle)
+        return self._course.is_gone
+
+    def push(self) -> None:
+        """From now on autograd saves through the forward's hooks."""
+        self._saving.push()
+
+    def pop(self) -> None:
+        """The hooks that were on top before are again."""
+        self._saving.pop()
+
+    def end(self, *, completed: bool) -> None:
+        """Nothing more is saved."""
+        with self._passes.stash.lock:
+            if completed:
+                self._course.end_forward()
+            self._passes.meter.forward_ended(self._begun, self._course.basis)
+            if self._course.strayed:
+                self._passes.book.strayed(self._entry)
+
+
+def _make_stash(
+    config: ActivationConfig, lanes: Lanes, ledger: Ledger, meter: ActivationMeter, store: DiskStore | None
+) -> Stash:
+    if config.tier == "host":
+        return Stash(lanes, ledger, meter, config)
+    if store is None:
+        raise ValueError('tier="disk" needs a directory; give disk="/path/on/a/local/drive"')
+    return DiskStash(lanes, ledger, meter, config, store)
+
+
+class _Backward:
+    """One backward, by autograd's own count."""
+
+    def __init__(self, passes: Passes, task: int, number: int) -> None:
+        self.passes = passes
+        self.task = task
+        self.round = number
+        self.begun = passes.stash.lanes.tick()
+        self.courses: dict[Course, None] = {}  # whose items it has used
+        self.is_over = False
+
+    def ended(self, *, completed: bool) -> None:
+        """As an EndOfBackward tells it."""
+        if completed:
+            self.passes.completed(self)
+        else:
+            self.passes.let_go(self)

@@ -1,0 +1,91 @@
+"""Which items of a forward are on the device now, and which of them may go first? Counted as they change.
+
+To look at all of them at every save and use would take the host longer the more there are. So whatever changes is noted
+and only that is looked at: by whoever lets items move, and by weak references for those that end. See Interrupts in
+docs/design/activations.md: until a note is done with it stays, and all that it leads to may be done twice.
+"""
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+from headrace.activations.item import Item, Presence
+from headrace.memory.least import LeastTree
+
+__all__ = ["Items", "Present"]
+
+Items = Sequence[weakref.ref[Item]]  # of a course, in the order of saving
+
+
+class _Note(weakref.ref[Item]):
+    """An item of which something may have changed."""
+
+    __slots__ = ("index",)
+
+    index: int
+
+
+class Present:
+    """`nbytes`: of what was on the device at the last `look()`. `leaving`: how many of them were being copied out."""
+
+    def __init__(self, items: Items) -> None:
+        self.nbytes = 0
+        self.leaving = 0
+        self._notes: deque[_Note] = deque()
+        self._of: dict[int, _Note] = {}  # by the item's index
+        self._seen: dict[int, tuple[int, int]] = {}  # by index: bytes on the device, and 1 if it was being copied out
+        self._to_send = LeastTree()  # bytes by index: 0 if it is being copied out already
+        self._stale: dict[int, None] = {}  # indices for which that does not hold now
+        for ref in items:
+            item = ref()
+            if item is not None:
+                self.note(item)
+
+    def note(self, item: Item) -> None:
+        """The item is to be counted: it is on the device, or will be soon."""
+        note = self._of.get(item.index)
+        if note is None:
+            note = _Note(item, self._notes.append)
+            note.index = item.index
+            self._of[item.index] = note
+        self._notes.append(note)
+
+    def goes(self, item: Item) -> None:
+        """The device memory of the item goes right after this."""
+        if self._seen.get(item.index, _GONE) != _GONE:
+            self._notes.append(self._of[item.index])
+
+    def look(self) -> None:
+        """Counts what has changed."""
+        while self._notes:
+            note = self._notes[0]
+            index, item = note.index, note()
+            old, new = self._seen.get(index, _GONE), _state(item)
+            nbytes, leaving = self.nbytes + new[0] - old[0], self.leaving + new[1] - old[1]
+            self.nbytes, self.leaving, self._seen[index], self._stale[index] = nbytes, leaving, new, None  # no calls
+            self._notes.popleft()
+
+    def first(self, index: int, most_bytes: int) -> Item | None:
+        """The first from that index on that is being copied out, or of which at most so many bytes would have to be."""
+        while self._stale:
+            stale = next(iter(self._stale))
+            nbytes, leaving = self._seen[stale]
+            self._to_send.put(stale, math.inf if nbytes == 0 else 0 if leaving else nbytes)
+            del self._stale[stale]
+        found = self._to_send.first(index, most_bytes)
+        while found is not None:
+            item = self._of[found]()
+            if item is not None:
+                return item
+            found = self._to_send.first(found + 1, most_bytes)
+        return None
+
+
+_GONE = (0, 0)
+
+
+def _state(item: Item | None) -> tuple[int, int]:
+    if item is None or item.memory is None:
+        return _GONE
+    return item.nbytes, int(item.presence is Presence.LEAVING)

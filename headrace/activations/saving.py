@@ -1,0 +1,184 @@
+"""What does autograd get instead of an activation? A handle: which item, and how the tensor lies in it.
+
+These hooks are on top while the outermost call runs, below those of a block's visit (weights/passes/handles.py), which
+keep weights to themselves and hand everything else on. A checkpoint inside puts its own on top; what it keeps comes
+here.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from headrace.activations.course import Course
+from headrace.activations.item import Item
+from headrace.activations.selection import Selection
+from headrace.activations.stash import Stash
+from headrace.memory.arena import KERNEL_ALIGNMENT_BYTES
+from headrace.runtime.autograd import address_of, check_version, hooks_are_enabled, pop_hooks, push_hooks, top_hooks
+
+__all__ = ["Saving", "may_save", "pop_left_over"]
+
+_WHOLE_SHARE = 0.5  # a view of at least so much of its storage has all of it saved: the other views come too, mostly
+
+
+class _Kept(NamedTuple):
+    """A tensor that stays where it is, and its version: hooks bypass autograd's own check."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+class _Handle:
+    """A view of an item that autograd saved."""
+
+    __slots__ = (
+        "__weakref__",
+        "claim",
+        "counter",
+        "dtype",
+        "item",
+        "offset_bytes",
+        "size",
+        "stash",
+        "stride",
+        "version",
+    )
+
+    def __init__(self, item: Item, tensor: torch.Tensor, stash: Stash) -> None:
+        self.item = item
+        self.stash = stash
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
+        self.counter = tensor.detach()  # shares the version counter, and from the next line on no memory
+        self.counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.version = tensor._version
+        self.claim = stash.claim(item, self)
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor as it was saved, over the item's device memory, with whose version counter it counts writes."""
+        item = self.item
+        memory = self.stash.memory_of(item)
+        check_version(memory, item.version if memory is item.memory else memory._version, self.size)
+        offset_bytes = self.offset_bytes - (item.start if item.returned else 0)
+        tensor = torch.empty(0, dtype=self.dtype, device=memory.device)
+        tensor.set_(memory.untyped_storage(), offset_bytes // self.dtype.itemsize, self.size, self.stride)
+        counted = memory.detach()
+        counted.data = tensor
+        return counted
+
+
+class Saving:
+    """The saved-tensor hooks of one outermost call. `on_use` says that an item is needed, and makes it present."""
+
+    def __init__(self, course: Course, stash: Stash, selection: Selection, on_use: Callable[[Item], int]) -> None:
+        self._course = course
+        self._stash = stash
+        self._selection = selection
+        self._on_use = on_use
+        self._count = 0
+        self._items: weakref.WeakValueDictionary[tuple[int, ...], Item] = weakref.WeakValueDictionary()
+        # Items of whole storages, with a tensor that shares the version counter of what was saved, and its version.
+        self._whole: dict[int, tuple[weakref.ref[Item], torch.Tensor, int]] = {}
+
+    def push(self) -> None:
+        """From now on autograd saves through these hooks."""
+        push_hooks(self._pack, self._unpack)
+
+    def pop(self) -> None:
+        """The hooks that were on top before are again. After an interrupt these may not be on top at all."""
+        hooks = top_hooks(True)
+        if hooks is not None and getattr(hooks[0], "__self__", None) is self:
+            pop_hooks()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if self._course.is_over or not self._selection.wants(tensor):
+            # Detached: an output that is saved by the very node that made it would keep the graph alive for good.
+            return _Kept(tensor.detach(), tensor._version)
+        return self._stash.guard(self._handle_of, tensor)
+
+    def _handle_of(self, tensor: torch.Tensor) -> _Handle:
+        self._stash.settle()
+        storage = tensor.untyped_storage()
+        start, nbytes = _range_of(tensor, storage.nbytes())
+        # What shares a version counter is the same memory for sure. Otherwise it need not be: recurrent cells write
+        # into parts of a storage whose other parts were saved, through views that know nothing of each other.
+        root = tensor if tensor._base is None else tensor._base
+        key = (address_of(storage), address_of(root), start, nbytes, tensor._version)
+        item = self._items.get(key) or self._same_memory(tensor, address_of(storage), nbytes)
+        if item is not None and item.claims:  # without any it was given up, whoever may still know of it
+            self._items[key] = item
+            return _Handle(item, tensor, self._stash)
+        stream, name = self._stash.streams.now(), self._selection.name
+        item = Item(self._course, self._count, storage, start, nbytes, root, stream, name)
+        whole = nbytes == storage.nbytes()
+        del storage  # a holder that would count as somebody else
+        self._count += 1
+        self._items[key] = item
+        handle = _Handle(item, tensor, self._stash)
+        if whole:
+            self._whole[key[0]] = weakref.ref(item), handle.counter, handle.version
+        self._course.saved(item)
+        return handle
+
+    def _same_memory(self, tensor: torch.Tensor, address: int, nbytes: int) -> Item | None:
+        """An item of the whole storage that nobody has written to since, by all that the version counters tell.
+
+        Compiled code saves a tensor and returns another one over the same memory, with a counter of its own.
+        """
+        known = self._whole.get(address)
+        item = None if known is None else known[0]()  # while it lives, no other storage has this address
+        if known is None or item is None or item.nbytes != nbytes:
+            return None
+        _, counter, version = known
+        return item if tensor._version == 0 and counter._version == version else None
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, _Kept):
+            check_version(packed.tensor, packed.version)
+            return packed.tensor
+        return self._stash.guard(self._tensor_of, packed)
+
+    def _tensor_of(self, handle: _Handle) -> torch.Tensor:
+        check_version(handle.counter, handle.version, handle.size)
+        self._stash.settle()
+        self._stash.streams.now()
+        item = handle.item
+        handle.claim.round = self._on_use(item)
+        item.seen.add(handle.claim)
+        tensor = handle.tensor()
+        if len(item.seen) >= len(item.claims):
+            self._stash.put_back(item)
+        return tensor
+
+
+def may_save() -> bool:
+    """Whether a call may put its hooks on top.
+
+    Not when there are some: a checkpoint around the model, a user's own, or those of a call around this. Nor inside of
+    `torch.func.grad` and the like, which allow none.
+    """
+    return hooks_are_enabled() and top_hooks(True) is None
+
+
+def pop_left_over(stash: Stash) -> None:
+    """Takes off hooks of the stash's calls that an interrupt kept from ending."""
+    while (hooks := top_hooks(True)) is not None:
+        owner = getattr(hooks[0], "__self__", None)
+        if not isinstance(owner, Saving) or owner._stash is not stash:
+            return
+        pop_hooks()
+
+
+def _range_of(tensor: torch.Tensor, storage_bytes: int) -> tuple[int, int]:
+    """Which bytes of the storage have to be saved: begin, and how many."""
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    span_bytes = elements * tensor.element_size()
+    if span_bytes >= _WHOLE_SHARE * storage_bytes:
+        return 0, storage_bytes
+    offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
+    start = offset_bytes // KERNEL_ALIGNMENT_BYTES * KERNEL_ALIGNMENT_BYTES  # kernels are chosen by alignments
+    return start, offset_bytes + span_bytes - start

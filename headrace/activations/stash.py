@@ -1,0 +1,223 @@
+"""How do activations move between device and host? Each move submits a copy or lets compute wait for one.
+
+The order across lanes is the subject of docs/design/activations.md.
+"""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+
+from headrace.activations.item import Claim, Item, Presence
+from headrace.activations.meter import ActivationMeter
+from headrace.activations.streams import ComputeStreams
+from headrace.config import ActivationConfig
+from headrace.memory.ledger import Ledger, Tier
+from headrace.memory.pool import HostPool, Slab
+from headrace.runtime.lanes import Event, Lane, Lanes, LateTransfer, Transfer
+from headrace.runtime.threads import on_own_thread
+
+__all__ = ["PURPOSE", "Stash"]
+
+PURPOSE = "activations"
+
+T = TypeVar("T")
+
+
+class Stash:
+    """The host memory of one model's activations, and the copies to and from it."""
+
+    def __init__(self, lanes: Lanes, ledger: Ledger, meter: ActivationMeter, config: ActivationConfig) -> None:
+        self.lanes = lanes
+        self.ledger = ledger
+        self.meter = meter
+        self.pool = HostPool(lanes.device, ledger, PURPOSE, config.host_memory_bytes)
+        self._stays_without_room = config.stays_without_room
+        self.streams = ComputeStreams(lanes)
+        self.lock = threading.RLock()  # of all that happens to items: several threads may run forwards and backwards
+        self._moving = False  # one of the moves below is under way, by whoever has the lock
+        self._torn = False  # something was raised in the middle of a move: Ctrl-C, or no room
+        self._guests: dict[int, Item] = {}  # items that were sent out, by their id, while anybody can ask for them
+        self._lost: deque[Claim] = deque()  # on handles that autograd has let go of
+        self._put_off: deque[Callable[[], None]] = deque()  # what was to be done in the middle of a move
+
+    def begin(self) -> None:
+        """A forward begins."""
+        self.settle()
+        self.pool.consolidate()
+
+    def guard(self, move: Callable[..., T], *args: Any) -> T:
+        """Does something with items. If that raises, in the middle of anything, the next one looks what is where."""
+        with self.lock:
+            self._moving = True
+            try:
+                return move(*args)
+            except BaseException:
+                self._torn = True
+                raise
+            finally:
+                self._moving = False
+
+    def between_moves(self, move: Callable[[], None]) -> None:
+        """Does something now, or before the next move where one is under way: for destructors, which the garbage
+        collector may run in the midst of one, or on a thread that it waits for."""
+        self._put_off.append(move)
+        if not on_own_thread() and self.lock.acquire(blocking=False):
+            try:
+                if not self._moving:
+                    self.guard(self.take_back)
+            finally:
+                self.lock.release()
+
+    # moves ------------------------------------------------------------------------------------------------------------
+    def send_out(self, item: Item) -> None:
+        """Submits the copy to the host, behind what compute was given until now."""
+        if item.memory is None or item.sent:
+            return
+        slab = self._slab_for(item)
+        if slab is None:
+            return
+        self._guests[id(item)] = item
+        item.sent = True
+        item.slab = slab
+        item.leaving = self.lanes.copy(Lane.OFFLOAD, [(slab.memory[: item.nbytes], item.memory)], self.lanes.mark())
+        self.ledger.add(Tier.DEVICE, PURPOSE, item.nbytes)
+        self.meter.offloaded(item.leaving, item.name)
+
+    def let_go(self, item: Item) -> None:
+        """Compute waits for the copy to the host, then the device memory goes."""
+        if item.leaving is None:
+            return
+        self._wait(item.leaving.done, Lane.OFFLOAD, item.name)
+        self._drop(item)
+
+    def send_for(self, item: Item, *, needed: bool) -> None:
+        """Allocates device memory and submits the copy back. Not `needed` yet: only if there is room on its way."""
+        if item.presence is not Presence.AWAY or not item.sent or not self._is_open(item, needed=needed):
+            return
+        with self.lanes.computing_on(item.stream):
+            memory = torch.empty(item.nbytes, dtype=torch.uint8, device=self.lanes.device)
+            item.arriving = self._copy_back(item, memory, self.lanes.mark())
+        item.memory, item.returned = memory, True
+        self.ledger.add(Tier.DEVICE, PURPOSE, item.nbytes)
+        self.meter.onloaded(item.nbytes)
+
+    def arrive(self, item: Item) -> None:
+        """Compute waits for the copy back."""
+        if item.arriving is not None:
+            transfer = item.arriving
+            self._wait(transfer.done, Lane.ONLOAD, item.name)
+            item.arriving = None
+            item.note_version()
+            self.meter.arrived(transfer, item.name)
+
+    def memory_of(self, item: Item) -> torch.Tensor:
+        """The device bytes of an item that is there, for the stream that computes now."""
+        if item.memory is None:
+            raise RuntimeError(f"an activation of {item.nbytes} bytes is not on the device")
+        if not item.returned or item.stream == self.streams.now():
+            return item.memory
+        return self.streams.copy_of(item.memory, item.stream)
+
+    def put_back(self, item: Item) -> None:
+        """Our hold on device memory that was copied back ends: whoever was given it has it, and the host has it too."""
+        if item.returned and item.memory is not None:
+            self.arrive(item)
+            self._drop(item)
+
+    def _drop(self, item: Item) -> None:
+        item.course.goes(item)
+        item.leaving = item.arriving = item.memory = None
+        self.ledger.add(Tier.DEVICE, PURPOSE, -item.nbytes)
+
+    def _wait(self, event: Event, lane: Lane, name: str) -> None:
+        asked = self.lanes.tick()
+        self.streams.wait(event)
+        self.meter.waited(asked, self.lanes.tick(), lane, name)
+
+    # the host's side, which the disk tier does in its own way ---------------------------------------------------------
+    def _slab_for(self, item: Item) -> Slab | None:
+        """Host memory for the copy out; None where it is to stay if there is none."""
+        if self._stays_without_room and not self.pool.has_room(item.nbytes):
+            return self.pool.try_take(item.nbytes)
+        return self.pool.take(item.nbytes)
+
+    def _is_open(self, item: Item, *, needed: bool) -> bool:
+        """Whether the way back is open now."""
+        return item.slab is not None
+
+    def _copy_back(self, item: Item, memory: torch.Tensor, after: Event) -> Transfer | LateTransfer:
+        """Submits the copy into `memory`, which may be written after the event."""
+        if item.slab is None:
+            raise RuntimeError("an activation that is away is not on the host")
+        return self.lanes.copy(Lane.ONLOAD, [(memory, item.slab.memory[: item.nbytes])], after)
+
+    def _give_up(self, item: Item) -> None:
+        """Nobody needs the host's copy any more, and compute is ordered behind the copies that used it."""
+        slab, item.slab = item.slab, None
+        if slab is not None:
+            self.pool.give_back(slab)
+
+    def closers(self, *, wait: bool) -> list[Callable[[], None]]:
+        """What ends the threads of the stash, and waits for that; none of it refers to the stash itself."""
+        return []
+
+    # ends -------------------------------------------------------------------------------------------------------------
+    def claim(self, item: Item, handle: object) -> Claim:
+        """Notes a handle. When autograd lets go of it, which may be in any thread at any time, nothing of ours runs
+        but the note in `_lost`: Ctrl-C would end a function of Python in silence."""
+        weak_item = weakref.ref(item)
+        claim = Claim(handle, self._lost.append)
+        claim.item, claim.round = weak_item, -1
+        item.claims.add(claim)
+        return claim
+
+    def settle(self) -> None:
+        """Takes back the memory of items that nobody can ask for any more, or that the disk has. Raises DiskError where
+        it failed to write some."""
+        self.take_back()
+
+    def synchronize(self) -> None:
+        """The same, once what is on its way to disk is there."""
+        self.take_back()
+
+    def take_back(self) -> None:
+        """Takes back the memory of items that nobody can ask for any more."""
+        if self._torn:
+            self._mend()
+        while self._put_off:
+            self._put_off[0]()  # until it is done with
+            self._put_off.popleft()
+        while self._lost:
+            claim = self._lost[0]  # until it is done with
+            item = claim.item()
+            if item is not None:
+                item.claims.discard(claim)
+                item.seen.discard(claim)
+                if not item.claims:
+                    self._forget(item)
+            self._lost.popleft()
+
+    def _forget(self, item: Item) -> None:
+        """Its copies are ordered before whatever compute does next, so both ends of them may be used again."""
+        self.let_go(item)
+        self.put_back(item)
+        self._give_up(item)
+        self._guests.pop(id(item), None)
+        item.memory, item.sent = None, False
+
+    def _mend(self) -> None:
+        """What is held is what the items hold, and no copy is under way that none of them knows of."""
+        for lane in Lane:  # behind whatever was submitted
+            self.lanes.copy(lane, (), self.lanes.mark()).done.synchronize()
+        self.pool.keep(self._slabs())
+        here_bytes = sum(item.nbytes for item in self._guests.values() if item.memory is not None)
+        self.ledger.add(Tier.DEVICE, PURPOSE, here_bytes - self.ledger.held_bytes(Tier.DEVICE, PURPOSE))
+        self._torn = False
+
+    def _slabs(self) -> Iterable[Slab]:
+        """All that are in use."""
+        return [item.slab for item in self._guests.values() if item.slab is not None]

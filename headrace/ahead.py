@@ -1,0 +1,383 @@
+"""What can be known before a run? `probe()` measures the machine, `plan()` says what a model holds and takes on it."""
+
+import dataclasses
+import errno
+import os
+import platform
+import tempfile
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from headrace.config import Size, parse_bytes
+from headrace.errors import HeadraceError
+from headrace.optim.eight_bit import RECORD_BYTES, RUN_ELEMENTS
+from headrace.planning.cost import (
+    MACHINES,
+    Hardware,
+    Overlap,
+    RunPlan,
+    Spread,
+    Training,
+    Work,
+    all_devices,
+    nearest,
+    plan_run,
+    wanted,
+    with_drives,
+    with_peers,
+)
+from headrace.runtime.device import is_accelerator, resolve_device
+from headrace.runtime.host import available_host_bytes
+from headrace.runtime.probe import dram_rate, link_rates, matmul_rates, update_rate
+from headrace.runtime.probe_disk import disk_rates
+from headrace.shapes import shape_of
+
+__all__ = ["HardwareNotFound", "Probe", "cached_probe", "plan", "probe", "probed_rates"]
+
+MEASURED = "measured"
+
+Choice = TypeVar("Choice", bound=Enum)
+
+
+class HardwareNotFound(HeadraceError, ValueError):  # noqa: N818 - the name says what is wrong
+    """The machine that was named is neither in the catalogue nor measured."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Probe:
+    """What `probe()` measured: the machine as `plan()` takes it, matrix products by dtype, and what looks wrong."""
+
+    hardware: Hardware
+    matmul_flops_per_second: dict[str, float]
+    pageable_bytes_per_second: float
+    locked: bool = True  # host memory could be page-locked; without, the hardware's link is as fast as pageable memory
+    notes: tuple[str, ...]
+
+    def to_text(self) -> str:
+        """The rates as a table."""
+        hardware, products = self.hardware, self.matmul_flops_per_second
+        host = "page-locked" if self.locked else "not locked"
+        rows = [
+            ("device memory", f"{hardware.device_memory_bytes / 1e9:.1f} GB"),
+            (f"onload, {host}", f"{hardware.onload_bytes_per_second / 1e9:.2f} GB/s"),
+            ("onload, pageable", f"{self.pageable_bytes_per_second / 1e9:.2f} GB/s"),
+            (f"offload, {host}", f"{hardware.offload_bytes_per_second / 1e9:.2f} GB/s"),
+            ("of each, both at once", f"{hardware.duplex_share:.0%}"),
+            ("host memory", f"{hardware.host_memory_bytes / 1e9:.1f} GB"),
+            ("host memory, copies", f"{hardware.dram_bytes_per_second / 1e9:.2f} GB/s read and written"),
+            ("optimizer update", f"{hardware.update_rate / 1e9:.2f} GB/s, {hardware.update_rate / 28e9:.2f}G params/s"),
+            ("disk read", f"{hardware.disk_read_bytes_per_second / 1e9:.2f} GB/s"),
+            ("disk write", f"{hardware.disk_write_bytes_per_second / 1e9:.2f} GB/s"),
+            *((f"products, {kind}", f"{rate / 1e12:.3g} TFLOP/s") for kind, rate in products.items()),
+        ]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{hardware.name}", *(f"  {name:<{width}}  {value}" for name, value in rows)]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)]) + "\n"
+
+
+def probe(
+    device: torch.device | str | int | None = None, *, disk: str | os.PathLike[str] | None = None, cache: bool = True
+) -> Probe:
+    """Measures this machine: links (page-locked and not, both directions at once), disk, host memory, update, products.
+
+    `disk`: the directory whose disk is measured; default the one for temporary files. Takes some seconds, less than a
+    minute. With `cache` the result is kept in the user's cache directory, where `plan(hardware="measured")` finds it.
+    Raises ValueError for a device that does not exist, OSError when nothing can be written to `disk`.
+    """
+    chosen = resolve_device(device)
+    if cache:
+        _make_cache()  # now: what takes a minute to measure should not be lost for want of a directory
+    directory = Path(tempfile.gettempdir() if disk is None else disk)
+    link, products = link_rates(chosen), matmul_rates(chosen)
+    disk_found = disk_rates(directory)
+    half = max(products["bfloat16"], products["float16"])
+    dram = dram_rate()
+    update = update_rate()
+    device_memory = available_host_bytes()
+    if is_accelerator(chosen):
+        device_memory = int(torch.accelerator.get_memory_info(chosen)[1])
+    hardware = Hardware(
+        name=f"{platform.node()} ({chosen})",
+        devices=max(1, torch.accelerator.device_count() if is_accelerator(chosen) else 1),
+        device_memory_bytes=device_memory,
+        device_bytes_per_second=_device_copy_rate(chosen, dram),
+        flops_per_second=half,
+        onload_bytes_per_second=link.onload,
+        offload_bytes_per_second=link.offload,
+        duplex_share=link.both_share,
+        host_memory_bytes=available_host_bytes(),
+        dram_bytes_per_second=max(dram, update),
+        update_bytes_per_second=update,
+        disk_bytes=disk_found.free_bytes,
+        disk_read_bytes_per_second=disk_found.read,
+        disk_write_bytes_per_second=disk_found.write,
+        sources={"all": "measured by headrace probe"},
+    )
+    found = Probe(
+        hardware=hardware,
+        matmul_flops_per_second=products,
+        pageable_bytes_per_second=link.pageable_onload,
+        locked=link.locked,
+        notes=(*link.notes, *disk_found.notes, *_implausible(hardware)),
+    )
+    if cache:
+        _cache_path().write_text(hardware.to_json())
+    return found
+
+
+def cached_probe() -> Hardware:
+    """What `probe()` last measured on this machine. Raises HardwareNotFound when it never has."""
+    path = _cache_path()
+    if not path.exists():
+        raise HardwareNotFound("this machine has not been measured; run headrace probe, or name a machine: " + _known())
+    try:
+        return Hardware.from_json(path.read_text())
+    except OSError as error:
+        raise HardwareNotFound(
+            f"the measurement {path} cannot be read ({error.strerror}); run headrace probe again, or name a machine: "
+            + _known()
+        ) from error
+
+
+def probed_rates(device: torch.device) -> dict[str, float]:
+    """Bytes per second of each lane as `probe()` measured them for `device`; empty when it has not, or is damaged."""
+    path = _cache_path()
+    if not path.exists():
+        return {}
+    try:
+        hardware = Hardware.from_json(path.read_text())
+    except (ValueError, OSError):  # damaged, or of another version: `plan` says so, a report does without
+        return {}
+    if not hardware.name.endswith(f"({device})"):
+        return {}
+    return {
+        "onload": hardware.onload_bytes_per_second,
+        "offload": hardware.offload_bytes_per_second,
+        "fetch": hardware.disk_read_bytes_per_second,
+        "spill": hardware.disk_write_bytes_per_second,
+    }
+
+
+def plan(
+    model: Any,
+    *,
+    hardware: Hardware | str | None = None,
+    batch_size: int = 1,
+    sequence_length: int = 2048,
+    micro_batches: int = 1,
+    device_memory: Size | None = None,
+    host_memory: Size | None = None,
+    disk: Size | bool | None = None,
+    drive: str | None = None,
+    drives: int = 1,
+    link_bytes_per_second: float | None = None,
+    disk_bytes_per_second: float | None = None,
+    host_bytes_per_second: float | None = None,
+    device_bytes_per_second: float | None = None,
+    flops_per_second: float | None = None,
+    update_bytes_per_second: float | None = None,
+    peer: Literal["fabric", "pcie", "none"] | None = None,
+    peer_bytes_per_second: float | None = None,
+    network_bytes_per_second: float | None = None,
+    devices: int | None = None,
+    nodes: int = 1,
+    training: Literal["full", "adapter", "inference"] = "full",
+    adapter_rank: int | None = None,
+    weight_bits: float | None = None,
+    overlap: Literal["none", "forward", "backward"] = "none",
+    state_dtype: torch.dtype | Literal["float32", "bfloat16", "8bit"] = torch.float32,
+    tensor: int = 1,
+    pipeline: int = 1,
+    zero_stage: int = 0,
+    expert_parallel: int = 1,
+    method: str | None = None,
+    optimizer_fraction: float | None = None,
+    expert_hit_rate: float | None = None,
+) -> RunPlan:
+    """What a run of `model` will hold in each tier, how long a step will take and why, before anything is allocated.
+
+    - `model`: a module (on meta is enough), a transformers config, its dictionary, or a path to a config.json.
+    - `hardware`: a `Hardware`, a name from the catalogue ("4090", "8xh100"), or "measured": what `probe()` found.
+      Default: "measured" if there is a measurement, otherwise "4090".
+    - `batch_size`, `sequence_length`, `micro_batches`: one optimizer step of one replica.
+    - `device_memory`, `host_memory`, `disk`: bytes or text such as "24GiB", instead of the machine's own; `disk=False`:
+      no disk. `drive`: "nvme-gen4", "nvme-gen5", "sata" or "hdd" instead of the machine's, `drives` of them.
+    - `link_bytes_per_second` (each way), `disk_bytes_per_second` (reading and writing), `host_bytes_per_second` (of
+      host memory), `device_bytes_per_second` (of device memory), `flops_per_second`, `update_bytes_per_second` (of host
+      memory that the optimizer's updates of all devices move together), `peer_bytes_per_second` (from each device to
+      the others of its node), `network_bytes_per_second` (of each node, each way): rates as reached in practice,
+      instead of the machine's own. `peer`: how devices of a node reach each other: "fabric" (NVLink, Infinity Fabric),
+      "pcie" (peer access over each one's link to the host) or "none" (through host memory).
+    - `devices`: how many devices of each of the `nodes` are used; by default `tensor` times `pipeline`, or, with
+      several nodes, all of the machine. After division by `tensor` and `pipeline`, the rest are data-parallel replicas:
+      those of a node share one copy on the host, or all are sharded by a `zero_stage` of 1 to 3; `expert_parallel` of
+      them share the experts of a layer. What headrace does not run yet is simulated: see `RunPlan.not_run`.
+    - `method`: instead of the fastest, one by name ("none", "offload-optimizer", "offload-optimizer-to-disk",
+      "stream-weights", "stream-weights-from-disk"), by its parts ("weights=host,state=disk,activations=recomputed"), or
+      both. `optimizer_fraction`: the share of the optimizer's state and update that is on the host, 0 to 1; the rest is
+      on the device, as with `device_fraction` of `headrace.optim`.
+    - `training`: "full", "adapter" (LoRA of `adapter_rank`, default 16) or "inference". `weight_bits`: of the layers'
+      weights, 4.5 for NF4. `overlap` and `state_dtype`: those of `headrace.optim.AdamW`: "none", "forward" or
+      "backward"; torch.float32, torch.bfloat16 or "8bit".
+
+    - `expert_hit_rate`: of the experts that decoding wants, the share that is on the device, 0 to 1, as a run's stats
+      have it (1 - `expert_loads` / `expert_uses`). `RunPlan.decoding` has a rate for it, and others beside.
+
+    Raises ValueError for settings that make no sense, and HardwareNotFound for a machine that is not known. A model
+    that does not fit is not an error: see `RunPlan.fits`.
+    """
+    machine = _machine(hardware)
+    if drive is not None:
+        machine = with_drives(machine, drive, drives)
+    elif drives != 1:
+        raise ValueError(f"drives={drives} of which drive? Give drive too, such as drive='nvme-gen4'")
+    rates = {
+        ("onload_bytes_per_second", "offload_bytes_per_second"): link_bytes_per_second,
+        ("disk_read_bytes_per_second", "disk_write_bytes_per_second"): disk_bytes_per_second,
+        ("dram_bytes_per_second", "update_bytes_per_second"): host_bytes_per_second,
+        ("device_bytes_per_second",): device_bytes_per_second,
+        ("flops_per_second",): flops_per_second,
+        ("update_bytes_per_second",): update_bytes_per_second,
+        ("collective_bytes_per_second",): peer_bytes_per_second,
+        ("node_bytes_per_second",): network_bytes_per_second,
+    }
+    given = {field: rate for fields, rate in rates.items() if rate is not None for field in fields}
+    machine = _resized(machine.changed(**given) if given else machine, device_memory, host_memory, disk)
+    machine = with_peers(machine, peer, peer_bytes_per_second)
+    work = _one_of(Training, training, "training")
+    shape = shape_of(model, work, adapter_rank, weight_bits)
+    if tensor < 1 or pipeline < 1:
+        raise ValueError(f"tensor={tensor}, pipeline={pipeline}; give at least 1 of each")
+    if expert_hit_rate is not None and not 0 <= expert_hit_rate <= 1:
+        raise ValueError(f"expert_hit_rate={expert_hit_rate}; give the share of experts that is there, from 0 to 1")
+    count = all_devices(machine, devices, nodes, tensor * pipeline)
+    spread = Spread(
+        data=count // (tensor * pipeline),
+        tensor=tensor,
+        pipeline=pipeline,
+        zero_stage=zero_stage,
+        expert=expert_parallel,
+        nodes=nodes,
+    )
+    full_width = shape.weight_bytes >= 3.9 * shape.parameters
+    return plan_run(
+        shape,
+        machine,
+        Work(
+            training=work,
+            batch_size=batch_size,
+            sequence_length=sequence_length,
+            micro_batches=micro_batches,
+            gradient_bytes=4 if full_width else 2,
+            master_bytes=0 if full_width else 2,  # as headrace.optim keeps it
+            state_bytes=_state_bytes(state_dtype),
+        ),
+        spread,
+        overlap=_one_of(Overlap, overlap, "overlap"),
+        disk=disk is not False,
+        wanted=wanted(method, optimizer_fraction),
+        expert_hit_rate=expert_hit_rate,
+    )
+
+
+def _state_bytes(state_dtype: torch.dtype | str) -> float:
+    """Of both moments of a parameter."""
+    name = str(state_dtype).removeprefix("torch.")
+    known = {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 * RECORD_BYTES / RUN_ELEMENTS}
+    if name not in known:
+        raise ValueError(f"state_dtype={state_dtype!r}; give one of {', '.join(known)}")
+    return known[name]
+
+
+def _machine(hardware: Hardware | str | None) -> Hardware:
+    if isinstance(hardware, Hardware):
+        return hardware
+    if hardware is None:
+        return cached_probe() if _cache_path().exists() else MACHINES["4090"]
+    if hardware == MEASURED:
+        return cached_probe()
+    if hardware not in MACHINES:
+        raise HardwareNotFound(f"hardware={hardware!r} is not known{nearest(hardware, MACHINES)}; give {_known()}")
+    return MACHINES[hardware]
+
+
+def _resized(
+    machine: Hardware, device_memory: Size | None, host_memory: Size | None, disk: Size | bool | None
+) -> Hardware:
+    fields: dict[str, Any] = {}
+    if device_memory is not None:
+        fields["device_memory_bytes"] = parse_bytes(device_memory, name="device_memory")
+    if host_memory is not None:
+        fields["host_memory_bytes"] = parse_bytes(host_memory, name="host_memory")
+    if disk is not None and not isinstance(disk, bool):
+        fields["disk_bytes"] = parse_bytes(disk, name="disk")
+        if not machine.disk_read_bytes_per_second:
+            raise ValueError(f"disk={disk!r} but the speed of {machine.name}'s disk is not known; give a Hardware")
+    return machine.changed(**fields) if fields else machine
+
+
+def _implausible(hardware: Hardware) -> list[str]:
+    """What contradicts itself."""
+    notes = []
+    if hardware.disk_read_bytes_per_second > hardware.dram_bytes_per_second / 2:
+        notes.append(
+            "the disk reads faster than half of what host memory copies: this is a file in memory (tmpfs) or a cache;"
+            " name a directory on the drive"
+        )
+    if hardware.update_rate < hardware.dram_bytes_per_second / 4:
+        notes.append(
+            "the update reaches less than a quarter of what host memory copies: too few threads"
+            " (OMP_NUM_THREADS, taskset)"
+        )
+    return notes
+
+
+def _device_copy_rate(device: torch.device, dram: float) -> float:
+    """Bytes read and written per second within the device's memory."""
+    if not is_accelerator(device):
+        return dram
+    source = torch.zeros(64 * 2**20, device=device)
+    target = torch.empty_like(source)
+    begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+    target.copy_(source)
+    stream = torch.accelerator.current_stream(device)
+    stream.record_event(begin)
+    for _ in range(5):
+        target.copy_(source)
+    stream.record_event(end)
+    torch.accelerator.synchronize(device)
+    return 2 * source.nbytes * 5 / (float(begin.elapsed_time(end)) / 1e3)
+
+
+def _cache_path() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "headrace" / f"hardware-{platform.node() or 'host'}.json"
+
+
+def _make_cache() -> None:
+    """The directory in which a measurement is kept. Raises OSError when there can be none."""
+    directory = _cache_path().parent
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"the measurement cannot be kept in {directory} ({error.strerror}); set XDG_CACHE_HOME, or keep none:"
+            " --no-cache, cache=False",
+        ) from error
+
+
+def _known() -> str:
+    return ", ".join(MACHINES) + ' or "measured"'
+
+
+def _one_of(kind: type[Choice], value: str, name: str) -> Choice:
+    known = {str(member.value): member for member in kind}
+    if value not in known:
+        raise ValueError(f"{name}={value!r}; give one of {', '.join(known)}")
+    return known[value]

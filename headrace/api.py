@@ -1,0 +1,400 @@
+"""How is a model offloaded? `offload()` wires the layers together, and `Offloaded` is the handle on the result."""
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from headrace import live
+from headrace.accumulating import Accumulating
+from headrace.activation_offloading import ActivationOffloading
+from headrace.activations.targets import check_targets
+from headrace.activations.watched import refuse_watched
+from headrace.config import BlocksSpec, OffloadConfig, Size, activation_config, parse_bytes, prefetch_blocks
+from headrace.errors import StateError
+from headrace.memory.disk import Checkpoint, StagingRing
+from headrace.memory.ledger import Ledger
+from headrace.observed import Observed
+from headrace.optim.optimizer import HostOptimizer
+from headrace.planning import Plan
+from headrace.runtime.device import is_accelerator, resolve_device
+from headrace.runtime.grad_scaler import make_grad_scaler_wait
+from headrace.runtime.handle import Handle
+from headrace.runtime.lanes import open_lanes
+from headrace.runtime.node import Node
+from headrace.runtime.pace import Pace
+from headrace.runtime.pending import unit_of
+from headrace.runtime.ways import way_of
+from headrace.weights.meter import Checkpointed, Meter
+from headrace.weights.model.inventory import Inventory, take_inventory
+from headrace.weights.model.module_buffers import ModuleBuffers
+from headrace.weights.model.partition import Partition, partition
+from headrace.weights.model.places import Member
+from headrace.weights.movement.averaging import AveragedGradients
+from headrace.weights.movement.block import Block
+from headrace.weights.movement.common import CommonHomes
+from headrace.weights.movement.control import CopyControl
+from headrace.weights.movement.executor import Executor
+from headrace.weights.movement.gathering import Gathers
+from headrace.weights.movement.gradients import Gradients
+from headrace.weights.movement.residency import Residency
+from headrace.weights.movement.room import Room
+from headrace.weights.passes.attachment import Attachment
+from headrace.weights.passes.engine import Engine
+from headrace.weights.passes.refusals import refuse_unmanageable
+from headrace.weights.passes.steps import OptimizerSteps
+from headrace.weights.rest.budgets import Budgets
+from headrace.weights.rest.fetching import Fetching
+from headrace.weights.rest.materialize import Materialized, materialize
+from headrace.weights.rest.placement import Placement, Shelf
+
+__all__ = ["Offloaded", "offload"]
+
+
+def offload(
+    model: nn.Module,
+    *,
+    device: torch.device | str | int | None = None,
+    device_memory: Size | None = None,
+    host_memory: Size | None = None,
+    disk: str | os.PathLike[str] | None = None,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
+    blocks: BlocksSpec = "auto",
+    resident: Sequence[nn.Module | str] = (),
+    prefetch: int | Literal["auto"] = "auto",
+    param_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+    activations: bool | Mapping[str, Any] = False,
+    mesh: Any = None,
+    onload: Literal["own", "gather", "auto"] = "own",
+    packed: bool = True,
+) -> "Offloaded":
+    """Makes the weights of `model` visit `device` block by block as it computes. In place; training and inference.
+
+    The parameters stay the model's own `nn.Parameter` objects, on the host, so optimizers, `state_dict`, clipping and
+    saving work as on a CPU model. Inputs are moved to the device, outputs stay there. Results equal those of the plain
+    model bit for bit. Quantised weights travel packed, and are not trained.
+
+    - `device`: where to compute; default the current accelerator, or the CPU where there is none.
+    - `device_memory`: ceiling in bytes for weights on the device (resident, visiting and arriving together) and for
+      buffers of modules. Gradients on their way out (those of two blocks at most) and activations come on top. Default:
+      what is free now, less a tenth; on the CPU, twice the weights, or half of what is free if that is less.
+    - `host_memory`: ceiling in bytes for weights, gradients, activations and staging in host memory; what optimizers
+      hold (`optimizer.held_bytes()`) comes on top. Default: what the machine and the cgroup leave free, less 15%.
+    - `disk`: a directory, on a local drive, for blocks (and gradients) that do not fit in `host_memory`. It belongs to
+      this model alone while the model is offloaded. Parameters on disk are tensors over memory-mapped files: code reads
+      and writes them as usual.
+    - `checkpoint`: safetensors files (one, an index of shards, or their directory) from which parameters on the meta
+      device take their values, under the names of `state_dict()` and in the files' dtypes. Those that do not fit in
+      `host_memory` are read in place, and move to `disk` when they change.
+    - `blocks`: what travels together: "auto" (repeated layers, or parts of one where a model that decodes nearly fits),
+      a size such as "256MiB", or a list of modules, ModuleLists and name patterns (fnmatch, such as "model.layers.*").
+    - `resident`: modules and name patterns that stay on the device. Adapters and small weights outside the blocks stay
+      anyway.
+    - `prefetch`: at most how many visits ahead a block is loaded; "auto": as the plan says.
+    - `param_dtype`: dtype in which floating-point weights travel and compute; the parameters on the host keep theirs.
+    - `grad_dtype`: dtype of `parameter.grad`, in which micro-batches are summed; default the parameter's own.
+    - `activations`: True, or settings of `offload_activations` as a dict such as `{"device_memory": "2GiB"}`: what
+      autograd saves waits on the host, too. The plans for weights and for activations take each other's copies into
+      account. A `host_memory` among these settings is a part of the `host_memory` here, reserved for activations;
+      default where blocks rest on disk: a quarter. Activations that do not fit in it stay on the device.
+
+    - `mesh`: a DeviceMesh (of one dimension, or of all ranks) whose ranks train one model, each with its own batches.
+      All ranks call this with the same model. The ranks of a node share one copy of it, of its gradients and of what
+      headrace's optimizers keep; `host_memory` is for the whole node, the staging of each rank included, and `disk` has
+      one file per node. Gradients are averaged over all ranks. Linux only.
+    - `onload`: with `mesh`, how blocks arrive and gradients leave in training. "own": whole, over each device's own
+      link. "gather": each device loads 1/N of a block over its link and gets the rest from the other devices of the
+      node, through the mesh's process group; for devices that reach each other faster than the host (NVLink). With
+      three or more ranks, gradients are then summed in the order of that group's collective. "auto": both are tried,
+      the faster one is used, and the report says which.
+    - `packed`: frozen bfloat16 weights that come again and again are kept packed as well, without loss, where that is
+      quicker: those from disk in `disk`, and those from host memory, for an accelerator with Triton, in what the host
+      budget leaves. Three quarters of the bytes are read, or cross the link, then. False: not.
+
+    Raises BudgetError when a budget is too small, LayoutError for parameters that cannot travel (on meta, sparse, or
+    trained tensor subclasses), StateError for a model that is offloaded already, is wrapped for data-parallel training,
+    or carries hooks of accelerate or diffusers, and ValueError or TypeError for settings that make no sense. In all
+    these cases nothing has been changed. Host memory for gradients is allocated by the first pass with gradients, which
+    raises BudgetError when `host_memory` has no room for them.
+
+    Gradients of parameters come only from `backward()`: `torch.autograd.grad` and `backward(inputs=...)` do not find
+    them, because the graph holds the copies on the device.
+    """
+    config = OffloadConfig(
+        device=resolve_device(device),
+        device_memory_bytes=None if device_memory is None else parse_bytes(device_memory, name="device_memory"),
+        host_memory_bytes=None if host_memory is None else parse_bytes(host_memory, name="host_memory"),
+        disk=None if disk is None else Path(disk),
+        checkpoint=Path(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint,
+        blocks=blocks,
+        resident=(resident,) if isinstance(resident, str | nn.Module) else tuple(resident),
+        prefetch_blocks=prefetch_blocks(prefetch),
+        param_dtype=param_dtype,
+        grad_dtype=grad_dtype,
+        activations=activation_config(activations),
+        mesh=mesh,
+        onload=onload,
+        packed=packed,
+    )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+    refuse_watched(model)
+    refuse_unmanageable(model, with_checkpoint=config.checkpoint is not None)
+    if config.activations is not None:
+        check_targets(model, config.activations)
+        if config.activations.tier == "disk" and config.disk is None:
+            raise ValueError('activations with tier="disk" need a directory; give disk="/path/on/a/local/drive"')
+    return Offloaded(model, config)
+
+
+class Offloaded(Accumulating, Observed, CopyControl, Handle):
+    """The handle on an offloaded model, made by `offload()`. As a context manager it calls `remove()` at the end."""
+
+    def __init__(self, model: nn.Module, config: OffloadConfig) -> None:
+        self._given = config
+        self._goes_together, self._why_in_a_loop = set(), {}
+        self._start(model)
+
+    def _start(self, model: nn.Module) -> None:
+        self._config = config = self._given
+        self._device = config.device
+        self._node = None if config.mesh is None else Node(config.mesh)
+        self._way = None if self._node is None else way_of(config.onload, self._node, config.device)
+        self._attachment: Attachment | None = None
+        self._ledger = Ledger(frozenset({"weights", "buffers"}), self._own_part(config.host_memory_bytes))
+        opened = config.checkpoint
+        materialized = None if opened is None else materialize(model, opened, self._ledger)
+        try:
+            with torch.inference_mode(False):  # in which nothing could be trained that is made there
+                self._offload(model, materialized)
+        except BaseException:
+            if materialized is not None:
+                materialized.undo()
+                materialized.checkpoint.close()
+            raise
+
+    def _offload(self, model: nn.Module, materialized: Materialized | None) -> None:
+        config = self._config
+        inventory = take_inventory(model, param_dtype=config.param_dtype)
+        budgets = Budgets.of(model, inventory, config)
+        if self._node is not None:
+            device_bytes, host_bytes = self._node.least([budgets.device_bytes, budgets.host_bytes])
+            budgets = replace(budgets, device_bytes=device_bytes, host_bytes=host_bytes, ranks=self._node.size)
+        self._budgets = budgets
+        self._ledger.host_budget_bytes = self._own_part(budgets.host_bytes)
+        cut = partial(partition, model, inventory, config.blocks, config.resident, tables_by_rows=self._node is None)
+        parts = budgets.checked(inventory, cut, config.device)
+        activations = budgets.share_for_activations(inventory, parts, config)
+        placement = budgets.place(inventory, parts, replace(config, activations=activations), materialized)
+        if activations is not None and activations.host_memory_bytes:
+            activations = replace(activations, host_memory_bytes=self._own_part(activations.host_memory_bytes))
+        self._config = config = replace(config, activations=activations)
+        self._lanes = open_lanes(config.device)
+        self._pace = Pace(self._lanes)
+        self._meter = Meter(self._lanes, self._ledger)
+        self._made: list[Block] = []
+        self._leave_grad_scaler = make_grad_scaler_wait(self) if is_accelerator(config.device) else None
+        if materialized is not None:
+            materialized.checkpoint.log = self._meter.disk_log
+        among = self._ledger, self._meter, placement, config.disk, materialized, self._node
+        self._shelf = Shelf(config.device, *among, packed=config.packed)
+        reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if materialized is not None:
+            reading = materialized.checkpoint.reading(budgets.reading_bytes, self._ledger)
+        try:
+            with reading:
+                self._wire(model, inventory, parts, placement)
+        except BaseException:
+            if self._attachment is not None:
+                self._attachment.detach()
+                self._attachment = None
+            for block in self._made:
+                block.release()
+            self._shelf.close()
+            raise
+        self._steps = OptimizerSteps(
+            self._engine,
+            self._executor,
+            self._meter,
+            waits_by_itself=lambda optimizer: isinstance(optimizer, HostOptimizer) and optimizer.overlaps,
+            skipped=lambda optimizer: isinstance(optimizer, HostOptimizer) and optimizer.last_step_skipped,
+            not_finite=lambda by, wait: by.count_not_finite_steps(wait=wait) if isinstance(by, HostOptimizer) else 0,
+            takes_turns=lambda optimizer: isinstance(optimizer, HostOptimizer),
+            common=self._common,
+        )
+        self._steps.watch()
+        live.handles.add(self)
+
+    def _wire(self, model: nn.Module, inventory: Inventory, parts: Partition, placement: Placement) -> None:
+        config = self._config
+        self._fetching: Fetching | None = None
+        if placement.on_disk:
+            self._open_fetching(placement.chunk_bytes, placement.chunks)
+        self._common = None if self._node is None else CommonHomes(self._node, lambda: self._made)
+        streamed = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.streamed]
+        residents = [self._block(part.name, [inventory.members[key] for key in part.keys]) for part in parts.resident]
+        for index, (part, block) in enumerate(zip(parts.streamed, streamed, strict=True)):
+            block.index, block.row_bytes, block.experts, block.called = index, part.row_bytes, part.experts, part.called
+        self._gathers: Gathers | None = None
+        if self._common is not None and self._way is not None and self._way.gathers:
+            self._gathers = Gathers(self._common, lambda: self._made, self._pace, self._meter, self._ledger)
+        among, packs = (self._pace, self._ledger, self._meter, self._fetching, self._gathers), self._shelf.packs
+        self._residency = Residency(config.device, self._budgets.weights_bytes, *among, packed=packs)
+        self._executor = Executor(streamed, self._residency, self._lanes, self._meter, config.prefetch_blocks)
+        if config.disk is not None:
+            self._shelf.room = Room(
+                self._blocks,
+                self._residency,
+                self._executor,
+                self._ledger,
+                self._open_fetching,
+                self._shelf.has_room,
+                self._budgets.ranks,
+            )
+        gradients: Gradients | AveragedGradients
+        metered = self._lanes, self._ledger, self._meter
+        if self._common is None:
+            gradients = Gradients(*metered, self._shelf, config.grad_dtype)
+        else:
+            gradients = AveragedGradients(*metered, self._common, self._shelf, config.grad_dtype, gathers=self._gathers)
+        self._gradients = gradients
+        buffers = ModuleBuffers(config.device, self._ledger)
+        self._engine = Engine(
+            config.device, streamed, residents, self._residency, self._executor, gradients, buffers, self._common
+        )
+        for block in residents:
+            self._executor.bring(block)
+        self._executor.slices.use_host(placement.experts_bytes)
+        mains: dict[nn.Module, tuple[Block, ...]] = {}
+        for part, block in zip(parts.streamed, streamed, strict=True):
+            for module in part.sites:
+                mains[module] = (*mains.get(module, ()), block)
+        self._attachment = Attachment(model, self._engine, mains, lambda members: self._block("added", members))
+        self._attachment.keep_alive(self)
+        self.activations: ActivationOffloading | None = None  # the handle on the model's activations
+        if config.activations is not None:
+            store = self._shelf.private_store("activations") if config.activations.tier == "disk" else None
+            resources = self._lanes, self._ledger, store, self._meter.lane_use
+            self.activations = ActivationOffloading(model, config.activations, *resources)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that is followed now, or was last; None before the first pass is over."""
+        return self._executor.plan
+
+    def synchronize(self) -> None:
+        """The host waits until every copy, write and update for this model is done, and all other work of the device.
+
+        Raises DiskError for a write that failed and has not succeeded since.
+        """
+        self._engine.updates.wait()
+        for block in self._blocks():
+            if block.arrival is not None:
+                block.arrival.done.synchronize()
+        self._shelf.synchronize()
+        if is_accelerator(self._config.device):
+            torch.accelerator.synchronize(self._config.device)
+
+    def remove(self) -> None:
+        """Makes the model an ordinary CPU model again. Parameters keep their identity, values and gradients.
+
+        Parameters that rest on disk stay tensors over its files, which have no name and disappear with the last of
+        these tensors. Raises StateError within a forward or backward. If an update that was under way or a write to
+        disk failed, raises that error, but removes the handle all the same.
+        """
+        if self._attachment is not None:
+            self._check_between_passes("remove()")
+            self.let_go()
+
+    def convert(self, model: nn.Module, convert: Callable[[], object]) -> None:
+        """The whole model gets other dtypes by `convert`, and is offloaded anew. Counters start anew."""
+        self._check_between_passes("a change of dtype")
+        if self._given.disk is not None or self._given.checkpoint is not None:
+            raise StateError(
+                "weights that rest on disk, or come from a checkpoint, cannot change their dtype while they are"
+                " offloaded; convert the model before offload(), or pass param_dtype to compute in another dtype"
+            )
+        self.let_go()
+        convert()
+        self._start(model)
+
+    def settled_blocks(self, what: str) -> list[Block]:
+        """All blocks, with nothing under way. Raises StateError when `what` is called within a pass."""
+        self._check_between_passes(what)
+        self.synchronize()
+        return self._blocks()
+
+    def manages(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter is one of this model's."""
+        return getattr(unit_of(parameter), "manager", None) is self._shelf
+
+    def note_checkpoint(self, saving: Checkpointed) -> None:
+        """The stats count it."""
+        self._meter.checkpoints.append(saving)
+
+    def _check_between_passes(self, what: str) -> None:
+        self._engine.process.check()
+        self._engine.quiesce(updates=False)
+        if self._engine.progress.computes or self._engine.progress.runs_hooks:
+            raise StateError(f"{what} was called within a forward or backward of the model; call it after that")
+
+    def let_go(self) -> None:
+        """As `remove()`, wherever the model is; all of it, whatever fails. Raises what did."""
+        if self._attachment is None:
+            return
+        with contextlib.ExitStack() as steps:  # the last one first
+            steps.callback(self._shelf.close)
+            steps.callback(self._lanes.close)
+            steps.callback(self._pace.close)
+            if self._gathers is not None:
+                steps.callback(self._gathers.close)
+            if self._fetching is not None:
+                steps.callback(self._fetching.close)
+            if self._leave_grad_scaler is not None:
+                steps.callback(self._leave_grad_scaler)
+            steps.callback(self._steps.unwatch)
+            steps.callback(live.handles.discard, self)
+            steps.callback(setattr, self, "_attachment", None)
+            steps.callback(self._attachment.detach)
+            steps.callback(self._residency.close)
+            if self.activations is not None:
+                steps.callback(self.activations.remove)
+            steps.callback(self._gradients.close)
+            steps.callback(self._engine.release_everything)
+            if is_accelerator(self._config.device):
+                steps.callback(torch.accelerator.synchronize, self._config.device)
+            for block in self._blocks():
+                steps.callback(block.wait_for_reads)
+            steps.callback(self._engine.updates.wait)
+
+    def _block(self, name: str, members: Sequence[Member]) -> Block:
+        block = Block(name, members, self._config.device, self._shelf, self._config.param_dtype)
+        self._made.append(block)
+        if self._common is not None:
+            self._common.move_in(block)
+        return block
+
+    def _own_part(self, nbytes: int | None) -> int | None:
+        """Of what all ranks of the node may take."""
+        return nbytes if self._node is None or nbytes is None else nbytes // self._node.size
+
+    def _open_fetching(self, chunk_bytes: int, chunks: int) -> Fetching:
+        ring = StagingRing(chunk_bytes, chunks, self._config.device, self._ledger)
+        self._fetching = Fetching(ring, chunks, self._pace, self._meter)
+        return self._fetching
+
+    def forked(self) -> None:
+        """In a process that was forked: its parent has the threads, and the files."""
+        self._shelf.forked()
+        for block in self._blocks():
+            block.forked()
+
+    def _blocks(self) -> list[Block]:
+        return [*self._engine.blocks, *self._engine.residents]

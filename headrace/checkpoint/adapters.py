@@ -1,0 +1,86 @@
+"""Which weights are a PEFT model's adapters, and what are they called in the files that PEFT writes of them?
+
+`adapter_model.safetensors` has one adapter, without its name: `lora_A.weight` for `lora_A.default.weight`.
+"""
+
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from headrace.checkpoint.contents import Contents, SavedTensor
+from headrace.errors import CheckpointError
+
+__all__ = ["adapter_names", "with_names_of"]
+
+_PREFIX = "base_model.model."  # which a model of transformers' own `add_adapter` does not have
+
+
+def adapter_names(model: Any, adapter: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """By name in its file: the name in the model. Raises CheckpointError for what is computed when it is saved."""
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    found = sys.modules["peft"].get_peft_model_state_dict(
+        model, state_dict=dict(tensors), adapter_name=adapter, save_embedding_layers=False
+    )
+    computed = next((there for there, tensor in found.items() if id(tensor) not in names), None)
+    if computed is not None:
+        raise CheckpointError(
+            f"PEFT saves {computed!r} of adapter {adapter!r} as something that is not in the model; save and load this"
+            " kind of adapter with its own save_pretrained and load_adapter"
+        )
+    return {there: names[id(tensor)] for there, tensor in found.items()}
+
+
+def with_names_of(contents: Contents, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Contents:
+    """The adapters of `contents` as weights of the model. Raises CheckpointError when it does not have them."""
+    adapters = getattr(model, "peft_config", None)
+    if not adapters:
+        raise CheckpointError(
+            f"{contents.path} holds adapters of PEFT, and the model has none; put them on first (peft.get_peft_model)"
+        )
+    weights: dict[str, SavedTensor] = {}
+    for directory, saved in contents.adapters.items():
+        adapter = directory or _only(contents, model, adapters)
+        if adapter not in adapters:
+            raise CheckpointError(
+                f"{contents.path} holds an adapter {adapter!r}, and the model has {sorted(adapters)}; add it to the"
+                " model, or give the path of another one's directory"
+            )
+        names = adapter_names(model, adapter, tensors)
+        weights |= {_name(there, names, tensors): one for there, one in saved.items()}
+        lacking = [there for there, name in names.items() if name not in weights]
+        if lacking:
+            raise CheckpointError(
+                f"{contents.path} lacks {lacking[0]!r} (and {len(lacking) - 1} more) of adapter {adapter!r}; load it"
+                " into the model that was saved"
+            )
+    loaded = {id(tensors[name]) for name in weights if name in tensors}
+    stays = [name for name, tensor in tensors.items() if tensor.requires_grad and id(tensor) not in loaded]
+    if stays:
+        warnings.warn(
+            f"{stays[0]!r} (and {len(stays) - 1} more) can be trained and is not in {contents.path}: PEFT saves"
+            " adapters and modules_to_save alone. It stays as it is",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return replace(contents, weights=weights, trained_only=True)
+
+
+def _only(contents: Contents, model: Any, adapters: Mapping[str, Any]) -> str:
+    """The adapter whose file has no directory of its own: as Trainer takes it."""
+    if contents.path.name in adapters:
+        return contents.path.name
+    if "default" in adapters and len(contents.adapters) > 1:
+        return "default"
+    active = model.active_adapters
+    return str((active() if callable(active) else active)[0])
+
+
+def _name(there: str, names: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> str:
+    """In the model. Embeddings, which PEFT saves when they were resized, have theirs."""
+    bare = there.removeprefix(_PREFIX)
+    return names.get(there) or names.get(bare) or (there if there in tensors else bare)

@@ -1,0 +1,117 @@
+"""How is a checkpoint of torch.distributed.checkpoint loaded? By its own reader, in place, however many ranks wrote it.
+
+Saving needs nothing of ours: `dcp.save(get_state_dict(model, optimizer))` works with an offloaded model as with any.
+"""
+
+import math
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.optim import Optimizer
+
+from headrace.checkpoint.distributed_files import DataPlanner, DataReader
+from headrace.errors import CheckpointError
+from headrace.runtime.tensors import parameters_of
+
+__all__ = ["load_distributed"]
+
+_OPTIMIZERS = re.compile(
+    r"(.*\.)?state\.(.+)\.([^.]+)"
+)  # the optimizer's prefix, a parameter's number or name, an entry
+
+
+def load_distributed(path: Path, state: Mapping[str, torch.Tensor], optimizers: Sequence[Optimizer]) -> None:
+    """Into the tensors of a model's state_dict, and one optimizer. Raises CheckpointError when they do not fit."""
+    found = DataReader(path).read_metadata().state_dict_metadata
+    weights = _weights(path, state, found)
+    if len(optimizers) > 1:
+        raise CheckpointError(f"{path}: load the optimizers one by one, with torch.distributed.checkpoint's own call")
+    states = [_OptimizerState(path, state, optimizer, found) for optimizer in optimizers]
+    _load(path, weights)
+    for one in states:
+        one.load()
+
+
+def _weights(path: Path, state: Mapping[str, torch.Tensor], found: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    first = next(iter(state))
+    prefixes = [key[: -len(first)] for key in found if key == first or key.endswith(f".{first}")]
+    for prefix in prefixes:
+        if any(not isinstance(found.get(prefix + name), TensorStorageMetadata) for name in state):
+            continue
+        other = [name for name, tensor in state.items() if found[prefix + name].size != tensor.shape]
+        if other:
+            raise CheckpointError(
+                f"{other[0]!r} has the shape {tuple(found[prefix + other[0]].size)} in {path}, and"
+                f" {tuple(state[other[0]].shape)} in the model; load it into the model that was saved"
+            )
+        return {prefix + name: tensor for name, tensor in state.items()}
+    raise CheckpointError(
+        f"{path} does not hold all weights of the model, such as {first!r}; load it into the saved one"
+    )
+
+
+class _OptimizerState:
+    """What there is of an optimizer's state. Raises CheckpointError when that is nothing."""
+
+    def __init__(
+        self, path: Path, state: Mapping[str, torch.Tensor], optimizer: Optimizer, found: Mapping[str, Any]
+    ) -> None:
+        self._path = path
+        self._optimizer = optimizer
+        self._wanted: dict[str, Any] = {}
+        self._entries: dict[str, tuple[int, str]] = {}  # by key: the parameter's number, and the entry
+        self._settings: dict[str, tuple[int, str]] = {}  # by key: the group's number, and the setting
+        numbers = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
+        by_name = {name: numbers[tensor] for name, tensor in state.items() if tensor in numbers}
+        by_name |= {str(number): number for number in numbers.values()}
+        prefix = ""
+        for key, stored in found.items():
+            match = _OPTIMIZERS.fullmatch(key)
+            if match is not None and match[2] in by_name:
+                prefix, self._entries[key] = match[1] or "", (by_name[match[2]], match[3])
+                self._wanted[key] = _place(path, key, stored)
+        for number, group in enumerate(optimizer.param_groups):
+            for name in group:
+                key = f"{prefix}param_groups.{number}.{name}"
+                if name != "params" and key in found:
+                    self._settings[key], self._wanted[key] = (number, name), _place(path, key, found[key])
+        if not self._entries:
+            raise CheckpointError(f"{path} holds no state of an optimizer of these parameters; load the model alone")
+
+    def load(self) -> None:
+        """Into the optimizer."""
+        _load(self._path, self._wanted)
+        loaded: dict[int, dict[str, Any]] = {}
+        for key, (parameter, name) in self._entries.items():
+            loaded.setdefault(parameter, {})[name] = self._wanted[key]
+        groups = self._optimizer.state_dict()["param_groups"]
+        for key, (number, name) in self._settings.items():
+            groups[number][name] = self._wanted[key]
+        self._optimizer.load_state_dict({"state": loaded, "param_groups": groups})
+
+
+def _place(path: Path, key: str, stored: TensorStorageMetadata | BytesStorageMetadata) -> Any:
+    if not isinstance(stored, TensorStorageMetadata):
+        return None
+    nbytes = math.prod(stored.size) * stored.properties.dtype.itemsize
+    held = sum(file.stat().st_size for file in path.iterdir())
+    if nbytes > held:
+        raise CheckpointError(
+            f"{key!r} is of {nbytes} bytes, it says, and all files of {path} have {held}; {path} is unsound"
+        )
+    return torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
+
+
+def _load(path: Path, wanted: dict[str, Any]) -> None:
+    try:
+        with torch.no_grad():
+            load(wanted, storage_reader=DataReader(path), planner=DataPlanner(), no_dist=True)
+    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError, CheckpointException) as error:
+        raise CheckpointError(f"{path} could not be read: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,211 @@
+"""Which files does a checkpoint consist of, and where in them does each tensor lie? Laid out before a byte is written.
+
+Weights are safetensors files as transformers has them, sharded by size; an optimizer's state is what `torch.save`
+would write of its state_dict, so that `torch.load` reads it.
+"""
+
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.serialization import skip_data
+from torch.utils import deterministic
+
+from headrace.checkpoint.sources import (
+    Literal,
+    NotPlainError,
+    Source,
+    SourceAtRest,
+    TensorSource,
+    check_plain,
+    nbytes_of,
+)
+from headrace.errors import CheckpointError
+from headrace.memory.disk import TensorAtRest
+from headrace.memory.disk.safetensors_header import DTYPES
+from headrace.memory.disk.torch_files import open_torch_file, storage_ranges
+
+__all__ = ["Layout", "Owned", "Stretch", "literal", "torch_file", "weight_files"]
+
+SHARD_BYTES = 5 << 30
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Bytes `begin` to `end` of a file."""
+
+    begin: int
+    end: int
+    source: Source
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A file: its stretches in order, without overlap. What is between them is zeros."""
+
+    name: str
+    nbytes: int
+    stretches: Sequence[Stretch]
+
+
+def literal(name: str, data: bytes) -> Layout:
+    """A small file."""
+    return Layout(name, len(data), [Stretch(0, len(data), Literal(name, data))])
+
+
+def weight_files(tensors: Mapping[str, torch.Tensor], stem: str) -> tuple[list[Layout], dict[str, str]]:
+    """Safetensors files of these tensors, and in which of them each is.
+
+    In shards of 5 GiB; beside several, with the index that transformers reads. No tensors make no file.
+
+    Raises TypeError for a dtype that safetensors has no name for.
+    """
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    used = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise TypeError(f"{name!r} is of {tensor.dtype}, which safetensors files cannot hold; convert it first")
+        if shards[-1] and used + nbytes_of(tensor) > SHARD_BYTES:
+            shards.append({})
+            used = 0
+        shards[-1][name] = tensor
+        used += nbytes_of(tensor)
+    if not tensors:
+        return [], {}
+    numbered = [f"-{number:05}-of-{len(shards):05}" for number in range(1, len(shards) + 1)]
+    files = [
+        _safetensors(f"{stem}{number if len(shards) > 1 else ''}.safetensors", shard)
+        for number, shard in zip(numbered, shards, strict=True)
+    ]
+    places = {name: file.name for file, shard in zip(files, shards, strict=True) for name in shard}
+    if len(files) > 1:
+        total_bytes = sum(map(nbytes_of, tensors.values()))
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
+        files.append(literal(f"{stem}.safetensors.index.json", json.dumps(index, indent=2).encode()))
+    return files, places
+
+
+def _safetensors(name: str, tensors: Mapping[str, torch.Tensor]) -> Layout:
+    # The format wants the elements of each dtype at its own alignment: wide ones come first.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at, places = 0, []
+    for key, tensor in ordered:
+        shape = list(tensor.shape)
+        if tensor.dtype is torch.float4_e2m1fn_x2:  # two values in each element: the header counts values
+            shape[-1] *= 2
+        entries[key] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "data_offsets": [at, at + nbytes_of(tensor)]}
+        places.append((at, key, tensor))
+        at += nbytes_of(tensor)
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    stretches = [Stretch(0, len(header), Literal(f"header of {name}", header))]
+    stretches += [
+        Stretch(len(header) + begin, len(header) + begin + nbytes_of(tensor), TensorSource(key, tensor, tensor))
+        for begin, key, tensor in places
+        if nbytes_of(tensor)
+    ]
+    return Layout(name, len(header) + at, stretches)
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A part of a tree, and the parameter that it belongs to."""
+
+    tree: Any
+    owner: Any
+
+
+def torch_file(name: str, tree: Any, scratch: Path) -> Layout:
+    """What `torch.save(tree)` would write, with TensorAtRest in it as tensors. `scratch`: a directory for a moment.
+
+    Every tensor has a storage of its own there.
+    """
+    sources: list[Source] = []
+
+    def stand_in(value: Any, path: str, owner: Any = None) -> Any:
+        """The same tree, with memory that nobody touches in the place of tensors: no page of it is ever there."""
+        if isinstance(value, Owned):
+            return stand_in(value.tree, path, value.owner)
+        if isinstance(value, TensorAtRest):
+            sources.append(SourceAtRest(path, value, owner))
+            return torch.empty_strided(value.like.shape, value.like.stride(), dtype=value.like.dtype, device="cpu")
+        if isinstance(value, torch.Tensor):
+            check_plain(f"{path} of {name}", value)
+            if torch.ops.aten.is_non_overlapping_and_dense(value):  # as it lies in memory
+                sources.append(TensorSource(path, value.detach().as_strided((value.numel(),), (1,)), owner))
+                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+            sources.append(TensorSource(path, value, owner))
+            return torch.empty(value.shape, dtype=value.dtype, device="cpu")
+        if isinstance(value, dict):
+            return type(value)(
+                (key, stand_in(entry, f"{path}.{key}" if path else str(key), owner)) for key, entry in value.items()
+            )
+        if isinstance(value, list | tuple) and type(value) in (list, tuple):
+            return type(value)(
+                stand_in(entry, f"{path}.{index}" if path else str(index), owner) for index, entry in enumerate(value)
+            )
+        return value
+
+    skeleton = scratch / name
+
+    def write() -> None:
+        settings: Any = deterministic
+        fills, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
+        try:
+            with skip_data():
+                torch.save(stand_in(tree, ""), skeleton)  # with holes where the bytes of tensors belong
+        finally:
+            settings.fill_uninitialized_memory = fills
+
+    try:
+        # On a thread of its own: what `skip_data` sets is a thread's, and Ctrl-C does not strike there.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(write).result()
+        open_torch_file(skeleton)
+        return _with_sources(name, skeleton, sources)
+    except NotPlainError:
+        raise
+    except (CheckpointError, pickle.PicklingError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{name} would hold what cannot be read back safely: {str(error).splitlines()[0]}; give the optimizer plain"
+            " values and tensors (a NumPy number is none: float(lr) is)"
+        ) from error
+    finally:
+        skeleton.unlink(missing_ok=True)
+
+
+def _with_sources(name: str, skeleton: Path, sources: Sequence[Source]) -> Layout:
+    """The layout of a file of torch.save: a zip archive whose records `data/0`, `data/1`, ... are the tensors.
+
+    They are numbered as the tensors come in the tree.
+    """
+    ranges = storage_ranges(skeleton)
+    stretches, end = [], 0
+    with skeleton.open("rb") as file:
+
+        def between(begin: int) -> None:
+            file.seek(end)
+            if data := file.read(begin - end):
+                stretches.append(Stretch(end, begin, Literal(name, data)))
+
+        for number, source in enumerate(sources):
+            begin, nbytes = ranges[str(number)]
+            if nbytes != source.nbytes:
+                raise CheckpointError(
+                    f"{source.name} has {source.nbytes} bytes, and torch.save of this PyTorch ({torch.__version__})"
+                    f" keeps {nbytes} for it; please report it"
+                )
+            between(begin)
+            end = begin + source.nbytes
+            if source.nbytes:
+                stretches.append(Stretch(begin, end, source))
+        between(skeleton.stat().st_size)
+        return Layout(name, skeleton.stat().st_size, stretches)

@@ -1,0 +1,137 @@
+"""What does a checkpoint of another program hold? Of transformers' Trainer, accelerate, Lightning, and plain files.
+
+| what is given | weights | optimizers | the rest, returned as `extra` |
+|---|---|---|---|
+| Trainer's `checkpoint-300` | safetensors or pytorch_model.bin | optimizer.pt | scheduler, trainer_state |
+| accelerate's `save_state` | the same | optimizer.bin, optimizer_1.bin | scheduler |
+| Lightning's `.ckpt` | state_dict | optimizer_states | everything else in it |
+| a file of torch.save | itself, or its model_state_dict or model | optimizer_state_dict, optimizer | everything else |
+| what PEFT saved, alone or of Trainer | its adapters, in directories of their names | optimizer.pt | as above |
+| a safetensors file, index or directory | all | none | None |
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.checkpoint.contents import Contents, SavedOptimizer, SavedTensor, opener
+from headrace.checkpoint.reading import PlaceInFile, SavedFile
+from headrace.errors import CheckpointError
+from headrace.memory.disk.checkpoint_files import find_files
+from headrace.memory.disk.safetensors_header import read_header
+from headrace.memory.disk.torch_files import TorchFile, open_torch_file, plain_values
+
+__all__ = ["foreign_contents"]
+
+_WEIGHTS = ("state_dict", "model_state_dict", "model")  # under which files of torch.save have them
+_ADAPTER = "adapter_model"  # a file of PEFT's, without what ends its name
+_OPTIMIZERS = ("optimizer_states", "optimizer_state_dict", "optimizer")
+
+
+def foreign_contents(path: Path, stack: ExitStack) -> Contents:
+    """What is in `path`. Its files are open until `stack` ends. Raises CheckpointError when it is none of these."""
+    opened = opener(stack, lambda name: SavedFile(Path(name), None))
+    is_adapter = path.name.startswith(f"{_ADAPTER}.")
+    if path.is_file() and not path.name.endswith((".safetensors", ".json")) and not is_adapter:
+        return _torch_checkpoint(path, opened(str(path)))
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; give a checkpoint's directory, or its file")
+    if path.is_file() and is_adapter:
+        return Contents(path=path.parent, weights={}, adapters={"": _weights(path, opened)})
+    adapters = {} if path.is_file() else _adapters(path)
+    weights = {} if adapters else _weights(path, opened)
+    optimizers = []
+    for file in [path / "optimizer.pt", *sorted(path.glob("optimizer*.bin"), key=lambda file: (len(file.name), file))]:
+        if file.is_file():
+            content = open_torch_file(file)
+            optimizers.append(SavedOptimizer(content.tree, content, opened(str(file))))
+    return Contents(
+        path=path,
+        weights=weights,
+        adapters={name: _weights(file, opened) for name, file in adapters.items()},
+        optimizers=optimizers,
+        extra=_rest(path),
+    )
+
+
+def _weights(path: Path, opened: Callable[[str], SavedFile]) -> dict[str, SavedTensor]:
+    weights: dict[str, SavedTensor] = {}
+    for file, names in find_files(path).items():
+        saved = opened(str(file))
+        if file.suffix == ".safetensors":
+            for record in read_header(saved.descriptor, str(file)):
+                if names is None or record.name in names:
+                    at = PlaceInFile(record.offset, record.nbytes)
+                    weights[record.name] = SavedTensor(record.name, saved, at, record.dtype, record.shape)
+        else:
+            content = open_torch_file(file)
+            found = _tensors(content.tree, content, saved)
+            weights |= {name: one for name, one in found.items() if names is None or name in names}
+    return weights
+
+
+def _adapters(directory: Path) -> dict[str, Path]:
+    """The file of each adapter of PEFT, by its directory, where there is nothing else."""
+    weights = [path for name in ("*.safetensors", "pytorch_model*.bin") for path in directory.glob(name)]
+    if any(not path.name.startswith(_ADAPTER) for path in weights):
+        return {}
+    found = {}
+    for place in (directory, *sorted(path for path in directory.iterdir() if path.is_dir())):
+        files = [place / f"{_ADAPTER}{suffix}" for suffix in (".safetensors", ".bin")]
+        file = next((file for file in files if file.is_file()), None)
+        if file is not None:
+            found["" if place == directory else place.name] = file
+    return found
+
+
+def _torch_checkpoint(path: Path, file: SavedFile) -> Contents:
+    content = open_torch_file(path)
+    tree = content.tree
+    if not isinstance(tree, Mapping):
+        raise CheckpointError(f"{path} holds a {type(tree).__name__}, and no state_dict")
+    inner = next((name for name in _WEIGHTS if isinstance(tree.get(name), Mapping)), None)
+    states: Any = next((tree[name] for name in _OPTIMIZERS if isinstance(tree.get(name), Mapping | list)), [])
+    several = [states] if isinstance(states, Mapping) else states
+    optimizers = [SavedOptimizer(state, content, file) for state in several if _is_optimizer(state)]
+    if inner is None:
+        return Contents(path=path, weights=_tensors(tree, content, file))
+    rest = {name: value for name, value in tree.items() if name not in (inner, *_OPTIMIZERS)}
+    return Contents(path=path, weights=_tensors(tree[inner], content, file), optimizers=optimizers, extra=rest)
+
+
+def _tensors(tree: Any, content: TorchFile, file: SavedFile) -> dict[str, SavedTensor]:
+    found = {}
+    for name, tensor in tree.items() if isinstance(tree, Mapping) else ():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if not tensor.is_contiguous():
+            raise CheckpointError(
+                f"{name!r} is not contiguous in {file.path}; save it as a safetensors file, or with .contiguous()"
+            )
+        at = PlaceInFile(content.offset(tensor), tensor.numel() * tensor.element_size())
+        found[name] = SavedTensor(name, file, at, tensor.dtype, tuple(tensor.shape))
+    if not found:
+        raise CheckpointError(f"{file.path} holds no tensors that are a model's state_dict")
+    return found
+
+
+def _is_optimizer(state: Any) -> bool:
+    return isinstance(state, Mapping) and {"state", "param_groups"} <= state.keys()
+
+
+def _rest(directory: Path) -> dict[str, Any] | None:
+    found: dict[str, Any] = {}
+    for path in (directory / "scheduler.pt", directory / "scheduler.bin"):
+        if path.is_file():
+            found["scheduler"] = plain_values(path.read_bytes(), path)
+    state = directory / "trainer_state.json"
+    if state.is_file():
+        try:
+            found["trainer_state"] = json.loads(state.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{state} is no sound JSON ({error})") from error
+    return found or None

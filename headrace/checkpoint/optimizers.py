@@ -1,0 +1,105 @@
+"""What is saved of optimizers? Their state_dicts; what rests on disk stays there until it is read."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from headrace.checkpoint.contents import SavedOptimizer
+from headrace.checkpoint.files import Owned
+from headrace.errors import CheckpointError
+from headrace.runtime.tensors import parameters_of
+
+__all__ = [
+    "Optimizers",
+    "check_sound",
+    "is_loaded_otherwise",
+    "optimizer_file",
+    "plain_optimizers",
+    "state_of_optimizer",
+]
+
+Optimizers = Optimizer | Sequence[Optimizer] | None
+
+
+def optimizer_file(number: int) -> str:
+    """Where the state of the first, the second, ... is."""
+    return f"optimizer-{number}.pt" if number else "optimizer.pt"
+
+
+def plain_optimizers(given: Optimizers) -> list[Optimizer]:
+    """One, several or none, without the wrappers that accelerate puts around them."""
+    several = [] if given is None else [given] if not isinstance(given, Sequence) else list(given)
+    accelerate = sys.modules.get("accelerate")
+    wrappers = () if accelerate is None else (accelerate.optimizer.AcceleratedOptimizer,)
+    plain = [one.optimizer if isinstance(one, wrappers) else one for one in several]
+    for one in plain:
+        if not isinstance(one, Optimizer):
+            raise TypeError(
+                f"optimizer is a {type(one).__name__}; give one of torch.optim or headrace.optim, or a list"
+            )
+    return plain
+
+
+def state_of_optimizer(optimizer: Optimizer, state: Mapping[Any, Mapping[str, Any]]) -> Owned:
+    """`optimizer.state_dict()`, with `state` as that of the parameters, and whose what in it is."""
+    parameters = list(dict.fromkeys(parameters_of(optimizer)))
+    tree = optimizer.state_dict() if _is_made_otherwise(optimizer) else _plain_state(optimizer, state)
+    numbered = tree.get("state") if isinstance(tree, Mapping) else None
+    if isinstance(numbered, Mapping):
+        within = range(len(parameters))
+        owned = {key: Owned(value, parameters[key]) for key, value in numbered.items() if key in within}
+        tree = {**tree, "state": {**numbered, **owned}}
+    return Owned(tree, next(iter(parameters), None))  # what is of no parameter changes when any does
+
+
+def _is_made_otherwise(optimizer: Optimizer) -> bool:
+    """Whether hooks, or its own class, have a part in its state_dict."""
+    hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
+    return any(hooks) or not type(optimizer).state_dict.__module__.startswith(("torch.", "headrace."))
+
+
+def is_loaded_otherwise(optimizer: Optimizer) -> bool:
+    """Whether hooks, or its own class, change a state_dict before it is loaded."""
+    own = type(optimizer).load_state_dict
+    return bool(optimizer._optimizer_load_state_dict_pre_hooks) or not own.__module__.startswith(
+        ("torch.", "headrace.")
+    )
+
+
+def check_sound(saved: SavedOptimizer) -> None:
+    """Raises CheckpointError for what is no state_dict of an optimizer, or has tensors larger than their bytes."""
+    tree = saved.tree
+    state, groups = (tree.get("state"), tree.get("param_groups")) if isinstance(tree, Mapping) else (None, None)
+    if (
+        not isinstance(state, Mapping)
+        or not all(isinstance(entries, Mapping) for entries in state.values())
+        or not isinstance(groups, list)
+        or not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups)
+    ):
+        raise CheckpointError(f"{saved.file.path} holds no state_dict of an optimizer; load another checkpoint")
+    for number, entries in state.items():
+        for name, value in entries.items():
+            if isinstance(value, torch.Tensor) and value.nbytes > value.untyped_storage().nbytes():
+                raise CheckpointError(
+                    f"{name!r} of parameter {number} is of {value.nbytes} bytes, and {saved.file.path} has"
+                    f" {value.untyped_storage().nbytes()} of it; save it with .contiguous()"
+                )
+
+
+def _plain_state(optimizer: Optimizer, state: Mapping[Any, Mapping[str, Any]]) -> dict[str, Any]:
+    numbers: dict[Any, int] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            numbers.setdefault(parameter, len(numbers))
+        packed = {name: value for name, value in group.items() if name != "params"}
+        groups.append({**packed, "params": [numbers[parameter] for parameter in group["params"]]})
+    others = {key: value for key, value in state.items() if key not in numbers and not isinstance(key, torch.Tensor)}
+    return {
+        "state": {number: dict(state[parameter]) for parameter, number in numbers.items() if state.get(parameter)}
+        | others,
+        "param_groups": groups,
+    }

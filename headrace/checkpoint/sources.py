@@ -1,0 +1,210 @@
+"""Where do a checkpoint's bytes come from? Host memory, a device, or the disk tier; some of a tensor's at a time."""
+
+import ctypes
+import math
+import threading
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from headrace.errors import CheckpointError, StateError
+from headrace.memory.disk import TensorAtRest, origin_of, read_bytes
+from headrace.runtime.device import is_accelerator
+
+__all__ = [
+    "SMALL_BYTES",
+    "Literal",
+    "NotPlainError",
+    "Source",
+    "SourceAtRest",
+    "TensorSource",
+    "check_plain",
+    "memory_of",
+    "nbytes_of",
+]
+
+SMALL_BYTES = 1 << 14  # of a tensor that is not streamed
+
+
+class NotPlainError(CheckpointError):
+    """A tensor is not plain bytes."""
+
+
+def check_plain(name: str, tensor: torch.Tensor) -> None:
+    """Raises NotPlainError for a tensor whose bytes cannot be saved."""
+    reason = _why_not_plain(tensor)
+    if reason is not None:
+        raise NotPlainError(f"{name!r} cannot be saved: {reason}")
+
+
+def _why_not_plain(tensor: torch.Tensor) -> str | None:
+    if torch.nn.parameter.is_lazy(tensor):
+        return "it is not initialised yet; call the model once before, so that lazy modules learn their shapes"
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "nested" if tensor.is_nested else f"of the layout {tensor.layout}"
+        return f"it is {kind}, and files of weights hold dense tensors; make it dense, as with to_dense()"
+    if tensor.is_quantized:
+        return f"it is of {tensor.dtype}, which is more than its bytes; call dequantize() on it"
+    if type(tensor).__name__ == "DTensor":
+        return "it is a DTensor, of which each rank has a part; save it by torch.distributed.checkpoint"
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        return (
+            f"it is a {type(tensor).__name__}, which is more than its bytes; save the adapters that are trained beside"
+            " it (of a PEFT model nothing else is saved), or all by torch.save(model.state_dict())"
+        )
+    if tensor.is_meta:
+        return "it is on meta and has no value; load the model first"
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        return f"its storage of {nbytes_of(tensor)} bytes was freed (resized to 0); bring them back first"
+    reached = 0  # the furthest element from the first, over the dimensions so far
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride:  # elements of an expanded dimension are one
+            if stride <= reached:
+                return f"its elements overlap in memory (strides {tensor.stride()}); make it contiguous() first"
+            reached += (size - 1) * stride
+    return None
+
+
+class Source(Protocol):
+    """Bytes of a checkpoint's file."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def owner(self) -> Any:
+        """The parameter whose value or state it is: who writes to that waits until it has been read. None: nobody's."""
+
+    def read(self, begin: int, memory: torch.Tensor) -> None:
+        """Fills uint8 `memory` with the bytes from `begin` on."""
+
+
+@dataclass(frozen=True)
+class Literal:
+    """Bytes that are there."""
+
+    name: str
+    data: bytes
+    owner: None = None
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+    def read(self, begin: int, memory: torch.Tensor) -> None:
+        ctypes.memmove(memory.data_ptr(), self.data[begin : begin + memory.nbytes], memory.nbytes)
+
+
+@dataclass(frozen=True)
+class SourceAtRest:
+    """A tensor on disk."""
+
+    name: str
+    tensor: TensorAtRest
+    owner: Any
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def read(self, begin: int, memory: torch.Tensor) -> None:
+        self.tensor.read(begin, memory)
+
+
+class TensorSource:
+    """A strided tensor, its elements in the order of their indices."""
+
+    def __init__(self, name: str, tensor: torch.Tensor, owner: Any) -> None:
+        self.name = name
+        self.owner = owner
+        self.nbytes = nbytes_of(tensor)
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.detach().resolve_conj().resolve_neg()
+        self._original = self._tensor = tensor.detach()
+        self._version = None if tensor.is_inference() else tensor._version
+        if self.nbytes <= SMALL_BYTES:  # not worth holding up whoever writes to it
+            self._tensor = self._original.to("cpu", copy=True)
+
+    def expect_writes(self) -> None:
+        """Who writes to the tensor waits until it has been read."""
+        self._version = None
+
+    @property
+    def was_written(self) -> bool:
+        """Whether the tensor changed since this source was made, and nobody was expected to."""
+        return self._version is not None and self._original._version != self._version
+
+    def write_error(self) -> StateError:
+        """Says that."""
+        return StateError(
+            f"{self.name!r} was written to while it was being saved, so nothing was saved; write to it after wait(), or"
+            " call headrace.save with wait=True"
+        )
+
+    @property
+    def memory(self) -> tuple[int, int] | None:
+        """First address and last but one of what is yet to be read; None where that is a copy."""
+        return memory_of(self._tensor) if self._tensor is self._original else None
+
+    def read(self, begin: int, memory: torch.Tensor) -> None:
+        """Fills `memory`. Raises StateError when the tensor changed since this source was made."""
+        tensor = self._tensor
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            self._read_elements(begin, memory)
+        elif not self._read_file(begin, memory):
+            ctypes.memmove(memory.data_ptr(), tensor.data_ptr() + begin, memory.nbytes)
+        if tensor is self._original and self.was_written:
+            raise self.write_error()
+
+    def _read_file(self, begin: int, memory: torch.Tensor) -> bool:
+        found = origin_of(self._tensor)
+        return found is not None and read_bytes(found[0], found[1] + begin, memory)
+
+    def _read_elements(self, begin: int, memory: torch.Tensor) -> None:
+        """Rows of the first dimension, as few as hold the bytes, are made contiguous memory of the CPU."""
+        tensor, end = self._tensor, begin + memory.nbytes
+        if tensor.is_contiguous():
+            tensor = tensor.view(-1)
+        if tensor.dim() == 0:
+            tensor = tensor.view(1)
+        row_bytes = max(1, math.prod(tensor.shape[1:])) * tensor.itemsize
+        first, last = begin // row_bytes, -(-end // row_bytes)
+        if is_accelerator(tensor.device):
+            with _stream(tensor.device):  # beside what the device computes
+                flat = tensor[first:last].contiguous().to("cpu")
+        else:
+            flat = tensor[first:last].contiguous()
+        ctypes.memmove(memory.data_ptr(), flat.data_ptr() + begin - first * row_bytes, memory.nbytes)
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of all elements of a strided tensor, whatever its strides."""
+    return tensor.numel() * tensor.itemsize
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """First address and last but one of a strided tensor's elements; None where it has none."""
+    if tensor.is_meta or not tensor.numel():
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+class _Streams(threading.local):
+    """For copies from devices: of each thread."""
+
+    def __init__(self) -> None:
+        self.of: dict[torch.device, torch.Stream] = {}
+
+
+_streams = _Streams()
+
+
+def _stream(device: torch.device) -> torch.Stream:
+    if device not in _streams.of:
+        _streams.of[device] = torch.Stream(device)
+    return _streams.of[device]

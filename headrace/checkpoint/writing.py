@@ -1,0 +1,306 @@
+"""How do a checkpoint's bytes reach the drive? Pieces are read into a little memory, and written from there.
+
+One thread reads the pieces, in the order of the files; what an optimizer is about to write comes first. Others write
+them. So reading is as far ahead of the drive as there is memory, and training waits for reading alone.
+"""
+
+import errno
+import os
+import threading
+import time
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from operator import itemgetter
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from headrace.checkpoint.files import Layout, Stretch
+from headrace.checkpoint.manifest import PIECE_BYTES, FileRecord
+from headrace.checkpoint.sources import TensorSource, memory_of
+from headrace.config import format_bytes
+from headrace.errors import DiskError
+from headrace.memory.disk import DirectFile, neighbours_follow
+from headrace.memory.disk.checksums import checksum
+from headrace.memory.pages import map_pages
+from headrace.runtime.autograd import without_overrides
+from headrace.runtime.capture import begin_capture, end_capture
+from headrace.runtime.system import CLOSED_IN_CHILDREN, reserve
+from headrace.runtime.threads import Gate
+
+__all__ = ["LEAST_BYTES", "Writing"]
+
+WRITERS = 4  # that keep a drive busy; measured, see docs/design/checkpoints.md
+LEAST_BYTES = (WRITERS + 2) * PIECE_BYTES  # of memory: each writer has a piece, one is read, one waits
+
+
+class _Piece:
+    """Some neighbouring bytes of a file."""
+
+    def __init__(self, file: str, index: int, begin: int, end: int) -> None:
+        self.file, self.index, self.begin, self.end = file, index, begin, end
+        self.stretches: list[Stretch] = []
+        self.read = Gate()
+        self.begun = False
+
+    def fill(self, memory: torch.Tensor) -> None:
+        """Reads it into `memory`."""
+        reached = self.begin
+        for stretch in self.stretches:
+            begin, end = max(stretch.begin, self.begin), min(stretch.end, self.end)
+            if begin > reached:
+                memory[reached - self.begin : begin - self.begin].zero_()
+            stretch.source.read(begin - stretch.begin, memory[begin - self.begin : end - self.begin])
+            reached = end
+        memory[reached - self.begin :].zero_()
+
+
+class _Ranges:
+    """Ranges of addresses, first and last but one, and whose each is."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int, Any]] = ()) -> None:
+        self._ranges = sorted(ranges, key=itemgetter(0, 1))
+        self._reached = list(accumulate((last for _, last, _ in self._ranges), max))
+
+    def overlapping(self, first: int, last: int) -> list[Any]:
+        """Whose ranges have an address of these."""
+        found = []
+        for index in reversed(range(bisect_left(self._ranges, last, key=itemgetter(0)))):
+            if self._reached[index] <= first:
+                break
+            if self._ranges[index][1] > first:
+                found.append(self._ranges[index][2])
+        return found
+
+
+class Writing:
+    """The files of `layouts` on their way into `directory`.
+
+    `finish` is called with the records of all files when they are written and safe from a loss of power, `clean_up`
+    when anything failed.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        layouts: Sequence[Layout],
+        memory_bytes: int,
+        finish: Callable[[Mapping[str, FileRecord]], None],
+        clean_up: Callable[[], None],
+    ) -> None:
+        self._finish, self._clean_up = finish, clean_up
+        self._pieces: list[_Piece] = []
+        self._of: dict[Any, list[_Piece]] = defaultdict(list)
+        self._sources: dict[Any, list[TensorSource]] = defaultdict(list)
+        self._checksums: dict[str, list[int]] = {}
+        self._sizes = {layout.name: layout.nbytes for layout in layouts}
+        self.nbytes = sum(self._sizes.values())
+        self.waited_seconds = 0.0  # that somebody was held up who was about to write
+        self.seconds = 0.0
+        self._error: BaseException | None = None
+        self._begin, self._done = Gate(), Gate()
+        self._urgent: SimpleQueue[_Piece] = SimpleQueue()
+        self._filled: SimpleQueue[tuple[_Piece, torch.Tensor] | None] = SimpleQueue()
+        self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
+        self._files: dict[str, DirectFile] = {}
+        try:
+            self._open(directory, layouts)
+        except BaseException:
+            for file in self._files.values():
+                file.close()
+            raise
+        slots = min(memory_bytes // PIECE_BYTES, len(self._pieces))
+        for _ in range(slots):
+            self._free.put(torch.frombuffer(map_pages(PIECE_BYTES, touched=False), dtype=torch.uint8))
+        self._writers = [threading.Thread(target=self._write, name="headrace-save-write") for _ in range(WRITERS)]
+        self._reader = threading.Thread(target=self._run, name="headrace-save")
+
+    def start(self) -> None:
+        """Begins. Optimizers ask this before they write, from now on. Raises RuntimeError when there are no threads."""
+        begun: list[threading.Thread] = []
+        try:
+            for thread in (*self._writers, self._reader):
+                thread.start()
+                begun.append(thread)
+        except BaseException:
+            for _ in begun:
+                self._filled.put(None)
+            for file in self._files.values():
+                file.close()
+            self._clean_up()
+            raise
+        begin_capture(self)
+        self._begin.open()
+
+    def expect(self, parameters: Sequence[Any]) -> None:
+        """As in `runtime.capture.Capture`."""
+        for owner in self._touched(parameters):
+            for source in self._sources.get(owner, []):
+                source.expect_writes()
+
+    def hurry(self, parameters: Sequence[Any] | None) -> None:
+        """As in `runtime.capture.Capture`."""
+        owners = list(self._of) if parameters is None else self._touched(parameters)
+        lists = [self._of.get(owner, []) for owner in owners]
+        waiting = [piece for pieces in lists for piece in pieces if not piece.read.is_open]
+        if not waiting:
+            return
+        begun_at = time.perf_counter()
+        for piece in waiting:
+            self._urgent.put(piece)
+        for piece in waiting:
+            piece.read.wait()
+        self.waited_seconds += time.perf_counter() - begun_at
+
+    def wait(self) -> None:
+        """Waits until all of it is on the drive. Raises what failed."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._done.is_open
+
+    def _touched(self, parameters: Iterable[Any]) -> list[Any]:
+        """Whose bytes change when these parameters do: theirs, and of what shares their memory (`p.data = t`)."""
+        found = list(parameters)
+        with without_overrides():  # those of an offloaded model are asked for themselves
+            memories = [memory_of(parameter) for parameter in found]
+        for memory in memories:
+            if memory is not None:
+                found += self._neighbours.overlapping(*memory)
+        return list(dict.fromkeys(found))
+
+    def _open(self, directory: Path, layouts: Sequence[Layout]) -> None:
+        for layout in layouts:
+            (directory / layout.name).parent.mkdir(exist_ok=True)
+            self._files[layout.name] = _new_file(directory / layout.name, layout.nbytes)
+            pieces = [
+                _Piece(layout.name, index, begin, min(begin + PIECE_BYTES, layout.nbytes))
+                for index, begin in enumerate(range(0, layout.nbytes, PIECE_BYTES))
+            ]
+            self._checksums[layout.name] = [0] * len(pieces)
+            for stretch in layout.stretches:
+                among = pieces[stretch.begin // PIECE_BYTES : -(-stretch.end // PIECE_BYTES)]
+                whose = stretch.source.owner
+                for piece in among:
+                    piece.stretches.append(stretch)
+                if whose is not None:
+                    self._of[whose] += among
+                    if isinstance(stretch.source, TensorSource):
+                        self._sources[whose].append(stretch.source)
+            self._pieces += pieces
+        self._neighbours = _Ranges(
+            (*memory, source.owner)
+            for several in self._sources.values()
+            for source in several
+            if (memory := source.memory) is not None
+        )
+
+    def _run(self) -> None:
+        begun_at = time.perf_counter()
+        self._begin.wait()
+        try:
+            with neighbours_follow():
+                self._read()
+        except BaseException as error:
+            self._fail(self._cause(error))
+        end_capture(self)
+        for _ in self._writers:
+            self._filled.put(None)
+        for writer in self._writers:
+            writer.join()
+        for piece in self._pieces:  # after a failure
+            if not piece.read.is_open:
+                piece.read.open()
+        try:
+            if self._error is None:
+                for name, file in self._files.items():
+                    _flush(file, name)
+                self._finish({name: FileRecord(size, self._checksums[name]) for name, size in self._sizes.items()})
+        except BaseException as error:
+            self._fail(error)
+        for file in self._files.values():
+            file.close()
+        if self._error is not None:
+            self._clean_up()
+        # The memory goes; the figures are kept.
+        for held in (self._pieces, self._of, self._sources, self._files):
+            held.clear()
+        self._neighbours = _Ranges()
+        self._free, self._filled, self._urgent = SimpleQueue(), SimpleQueue(), SimpleQueue()
+        self.seconds = time.perf_counter() - begun_at
+        self._done.open()
+
+    def _cause(self, error: BaseException) -> BaseException:
+        """What failed: bytes on disk that are not those of their checksum were written to, if a tensor there was."""
+        if isinstance(error, DiskError) and error.errno == errno.EBADMSG:
+            sources = (source for several in self._sources.values() for source in several)
+            written = next((source for source in sources if source.was_written), None)
+            return error if written is None else written.write_error()
+        return error
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+
+    def _read(self) -> None:
+        in_order = iter(self._pieces)
+        while self._error is None:
+            memory = self._free.get()
+            try:
+                piece = self._urgent.get_nowait()
+            except Empty:
+                found = next(in_order, None)
+                if found is None:
+                    return
+                piece = found
+            if piece.begun:
+                self._free.put(memory)
+                continue
+            piece.begun = True
+            part = memory[: piece.end - piece.begin]
+            piece.fill(part)
+            piece.read.open()
+            self._filled.put((piece, part))
+
+    def _write(self) -> None:
+        while (item := self._filled.get()) is not None:
+            piece, part = item
+            try:
+                if self._error is None:
+                    self._checksums[piece.file][piece.index] = checksum(part.data_ptr(), part.nbytes)
+                    self._files[piece.file].write(part.data_ptr(), part.nbytes, piece.begin, piece.file)
+            except BaseException as error:
+                self._fail(error)
+            self._free.put(part.as_strided((PIECE_BYTES,), (1,), 0))
+
+
+def _new_file(path: Path, nbytes: int) -> DirectFile:
+    """An empty file with room for so many bytes. Raises DiskError."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | CLOSED_IN_CHILDREN, 0o666)
+    except OSError as error:
+        raise DiskError(error.errno, f"{path} cannot be made: {error.strerror}") from error
+    try:
+        if nbytes:
+            reserve(descriptor, 0, nbytes)
+        return DirectFile(descriptor, str(path), writable=True)
+    except OSError as error:
+        os.close(descriptor)
+        raise DiskError(
+            error.errno,
+            f"{path}: {format_bytes(nbytes)} could not be taken: {error.strerror}. Free space, or save elsewhere.",
+        ) from error
+
+
+def _flush(file: DirectFile, name: str) -> None:
+    try:
+        os.fsync(file.descriptor)
+    except OSError as error:
+        raise DiskError(error.errno, f"{name} did not reach the drive: {error.strerror}") from error

@@ -1,0 +1,1 @@
+"""What does the command line offer? See `headrace --help`."""

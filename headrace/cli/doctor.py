@@ -1,0 +1,93 @@
+"""How does the command line look for what is wrong? The arguments of `headrace doctor`, and how findings read."""
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from headrace.checkpoint.directory import newest
+from headrace.checkpoint.manifest import MANIFEST, read_manifest
+from headrace.checkpoint.reading import SavedFile
+from headrace.cli.symptoms import SYMPTOMS, matching
+from headrace.config import format_bytes
+from headrace.errors import HeadraceError
+from headrace.optim import kernel
+from headrace.runtime.checks import Finding, Machine, findings
+from headrace.runtime.device import resolve_device
+
+
+class DoctorInputError(HeadraceError, ValueError):
+    """What was given cannot be looked at."""
+
+
+def add_doctor_command(commands: "argparse._SubParsersAction[Any]") -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="what is wrong with this machine for offloading, and the fix",
+        description="Look for what makes offloading fail or slow here. Exit code 1 when something severe is found.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--device", metavar="DEVICE", help="compute device (default: the accelerator, else cpu)")
+    parser.add_argument("--disk", type=Path, metavar="DIR", help="where a run would spill (default: temporary files)")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="read all of a checkpoint, or of the newest one in DIR, and say if it is whole",
+    )
+    parser.add_argument(
+        "--symptoms",
+        nargs="*",
+        metavar="WORD",
+        help="what usually goes wrong with a run, how headrace names it, why, and what to do; those with all WORDs",
+    )
+    parser.set_defaults(run=run_doctor)
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    if arguments.symptoms is not None:
+        print(_symptoms(arguments.symptoms))
+        return 0
+    if arguments.checkpoint is not None:
+        print(_checked(arguments.checkpoint))
+        return 0
+    disk = arguments.disk or Path(tempfile.gettempdir())
+    if not disk.is_dir():
+        raise DoctorInputError(f"--disk {disk} is no directory; make it, or name another")
+    try:
+        device = resolve_device(arguments.device)
+    except ValueError as error:
+        raise DoctorInputError(str(error)) from error
+    missing = () if kernel.available() else (Finding(kernel.SLOWER, kernel.INSTALL),)
+    found = findings(Machine(device=device, disk=disk, missing=missing))
+    for finding in found:
+        print(f"{'SEVERE' if finding.severe else 'note'}: {finding.problem}\n  fix: {finding.fix}")
+    if not found:
+        print("nothing wrong was found; headrace probe measures how fast it is")
+    return 1 if any(finding.severe for finding in found) else 0
+
+
+def _symptoms(words: list[str]) -> str:
+    found = matching(words)
+    if not found:
+        raise DoctorInputError(
+            f"no symptom has {' and '.join(map(repr, words))}; give fewer or other words, or none to see all"
+            f" {len(SYMPTOMS)}"
+        )
+    return "\n".join(row.to_text() for row in found).rstrip("\n")
+
+
+def _checked(directory: Path) -> str:
+    """Raises CheckpointError, naming the file, when a byte of it is not as it was written.
+
+    Of a directory that holds checkpoints, and is none, the newest is meant.
+    """
+    if not (directory / MANIFEST).is_file():
+        directory = newest(directory) or directory
+    manifest = read_manifest(directory)
+    for name, record in manifest.files.items():
+        file = SavedFile(directory / name, record)
+        file.verify()
+        file.close()
+    nbytes = sum(record.nbytes for record in manifest.files.values())
+    return f"{directory} is whole: {len(manifest.files)} files, {format_bytes(nbytes)}, as they were written"

@@ -1,0 +1,263 @@
+"""How does the command line write text with a model that does not fit? The arguments of `headrace generate`."""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.config import counted, format_bytes, parse_bytes
+from headrace.errors import HeadraceError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+    from headrace import Offloaded
+
+EPILOG = """\
+Sizes are bytes or text such as 8GiB. Without --prompt, the prompt is read from standard input.
+The text goes to standard output as it comes, and what was measured to standard error. Several prompts are written on
+together, and their texts come when all are done.
+"""
+
+
+class GenerateInputError(HeadraceError, ValueError):
+    """What was given cannot be used."""
+
+
+def add_generate_command(commands: "argparse._SubParsersAction[Any]") -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="write text with a model that is larger than memory",
+        description="Write text with a causal language model that is larger than device memory, or than RAM.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="a transformers model, tokenizer too")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="what the text begins with (default: standard input); may be given several times",
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="prompts are a user's messages, in the model's chat template"
+    )
+    parser.add_argument("--json", action="store_true", help="write texts and what was measured as JSON")
+    parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="to write at most (default: 100)")
+    parser.add_argument("--sample", action="store_true", help="draw tokens at random (default: the likeliest)")
+    parser.add_argument("--temperature", type=float, metavar="X", help="of --sample (default: as the model says)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of --sample (default: 0)")
+    memory = parser.add_argument_group("memory")
+    memory.add_argument("--device", metavar="DEVICE", help="compute device (default: the accelerator, else cpu)")
+    memory.add_argument("--device-memory", metavar="SIZE", help="for weights on the device (default: what is free)")
+    memory.add_argument("--host-memory", metavar="SIZE", help="for weights in host RAM (default: what is free)")
+    memory.add_argument("--disk", type=Path, metavar="DIR", help="for weights that fit in neither (default: none)")
+    parser.set_defaults(run=run_generate)
+
+
+def run_generate(arguments: argparse.Namespace) -> int:
+    if arguments.max_new_tokens < 1:
+        raise GenerateInputError(f"--max-new-tokens is {arguments.max_new_tokens}; give 1 or more")
+    if not -(2**63) <= arguments.seed < 2**64:
+        raise GenerateInputError(f"--seed {arguments.seed} is not a number of 64 bits")
+    if arguments.temperature is not None and not (arguments.sample and arguments.temperature > 0):
+        raise GenerateInputError(f"--temperature {arguments.temperature} needs --sample, and to be above 0")
+    if not arguments.model.is_dir():
+        raise GenerateInputError(f"model directory {arguments.model} does not exist; models are not downloaded")
+    prompts = [sys.stdin.read()] if arguments.prompt is None else arguments.prompt
+    if not all(prompts):
+        raise GenerateInputError("the prompt is empty; give some text to go on from")
+    try:
+        # Here and not above: transformers takes seconds to import, and `headrace --help` does not need it.
+        from transformers.utils.logging import disable_progress_bar
+
+        from headrace.integrations.transformers import from_pretrained
+        from headrace.runtime.device import resolve_device
+    except ModuleNotFoundError as error:
+        raise GenerateInputError(f"{error.name} is not installed; run: pip install 'headrace[transformers]'") from error
+    disable_progress_bar()
+    tokenizer = _tokenizer(arguments.model)
+    if arguments.chat:
+        prompts = [_in_template(tokenizer, prompt) for prompt in prompts]
+    try:
+        settings = {
+            "device": resolve_device(arguments.device),
+            "device_memory": _size(arguments.device_memory, "--device-memory"),
+            "host_memory": _size(arguments.host_memory, "--host-memory"),
+            "disk": arguments.disk,
+        }
+    except ValueError as error:
+        raise GenerateInputError(str(error)) from error
+    if arguments.disk is not None and arguments.disk.is_file():
+        raise GenerateInputError(f"--disk {arguments.disk} is a file; give a directory")
+    model, handle = from_pretrained(arguments.model, trainable=False, **settings)
+    with handle:
+        _write(arguments, prompts, tokenizer, model, handle)
+    return 0
+
+
+def _write(
+    arguments: argparse.Namespace,
+    prompts: list[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    model: "PreTrainedModel",
+    handle: "Offloaded",
+) -> None:
+    """Writes the text as it comes, or those of several prompts at the end, and then what was measured."""
+    import torch
+    from transformers import TextStreamer
+
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None and len(prompts) > 1:
+        raise GenerateInputError("the tokenizer has no token to pad with; give one prompt at a time")
+    tokenizer.padding_side = "left"  # so that all texts go on at the end
+    # A chat template has its own token for the beginning.
+    inputs = tokenizer(
+        prompts, return_tensors="pt", padding=len(prompts) > 1, add_special_tokens=not arguments.chat
+    ).to(model.device)
+    _check(arguments, model, inputs["input_ids"])
+    text = None if arguments.json or len(prompts) > 1 else TextStreamer(tokenizer, skip_special_tokens=True)
+    clock = _Clock(text)
+    torch.manual_seed(arguments.seed)
+    written = model.generate(
+        **inputs,
+        max_new_tokens=arguments.max_new_tokens,
+        do_sample=arguments.sample,
+        temperature=arguments.temperature,
+        pad_token_id=tokenizer.pad_token_id,
+        streamer=clock,
+    )
+    seconds = time.perf_counter() - clock.began
+    # Behind an encoder's prompt the text has one token to begin with.
+    new = written[:, 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1] :]
+    lengths = [_length(row, model.generation_config.eos_token_id) for row in new.tolist()]
+    stats = handle.stats()
+    if arguments.json:
+        measured = {name: getattr(stats, name) for name in _MEASURED}
+        texts = [
+            tokenizer.decode(row[:length], skip_special_tokens=True)
+            for row, length in zip(new.tolist(), lengths, strict=True)
+        ]
+        speed = {
+            "tokens": lengths,
+            "seconds": seconds,
+            "first_token_seconds": clock.first - clock.began,
+            "tokens_per_second": sum(lengths) / seconds,
+        }
+        print(json.dumps({"texts": texts, **speed, **measured}, indent=2))
+        return
+    if text is None:
+        print("\n\n".join(tokenizer.batch_decode(written, skip_special_tokens=True)))
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    from_disk = f"; {format_bytes(stats.fetch_bytes / seconds)}/s came from disk" if stats.fetch_bytes else ""
+    print(
+        f"{counted(sum(lengths), 'token')} in {seconds:.1f} s, the first after {clock.first - clock.began:.1f} s; of"
+        f" {format_bytes(weight_bytes)} of weights at most {format_bytes(stats.device_peak_bytes)} were on the device"
+        f" and {format_bytes(stats.host_peak_bytes)} in host memory{from_disk}",
+        file=sys.stderr,
+    )
+
+
+def _check(arguments: argparse.Namespace, model: "PreTrainedModel", tokens: "Tensor") -> None:
+    """Raises GenerateInputError where the model cannot go on from these; `tokens` has shape (prompts, length)."""
+    from torch import nn
+
+    if not model.can_generate():
+        raise GenerateInputError(f"a {type(model).__name__} writes no text; give a causal language model")
+    if not tokens.numel():
+        raise GenerateInputError("the prompt has no tokens; give some text to go on from")
+    table = model.get_input_embeddings()
+    largest = int(tokens.max())
+    if isinstance(table, nn.Embedding) and largest >= table.num_embeddings:
+        raise GenerateInputError(
+            f"the tokenizer gives token {largest}, but the model embeds tokens below {table.num_embeddings};"
+            " save the tokenizer there that belongs to the model"
+        )
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    length = tokens.shape[1] + arguments.max_new_tokens - 1  # the last token goes through no layer
+    if longest is None or length <= longest or model.config.is_encoder_decoder:
+        return
+    # Positions that are computed go on as far as one likes, those of a table do not; some tables have two rows more.
+    others = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not table]
+    if any(longest <= other.num_embeddings <= longest + 2 for other in others):
+        raise GenerateInputError(
+            f"{counted(tokens.shape[1], 'token')} of prompt and --max-new-tokens {arguments.max_new_tokens} are more"
+            f" than the model's {longest} positions; shorten one"
+        )
+
+
+# Of the stats, in bytes, and counts of experts.
+_MEASURED = (
+    "device_peak_bytes",
+    "host_peak_bytes",
+    "disk_bytes",
+    "onload_bytes",
+    "fetch_bytes",
+    "expert_bytes",
+    "expert_loads",
+    "expert_uses",
+    "expert_host_loads",
+)
+
+
+class _Clock:
+    """Takes tokens as `generate` has them, hands them on to who writes them, and notes when the first one came."""
+
+    def __init__(self, text: "TextStreamer | None") -> None:
+        self.began = self.first = time.perf_counter()
+        self._text = text
+        self._steps = 0  # the prompt is one
+
+    def put(self, tokens: "Tensor") -> None:
+        """The prompt, or the next token of each text."""
+        self._steps += 1
+        if self._steps == 2:
+            self.first = time.perf_counter()
+        if self._text is not None:
+            self._text.put(tokens)
+
+    def end(self) -> None:
+        """There are no more."""
+        if self._text is not None:
+            self._text.end()
+
+
+def _length(tokens: list[int], ends: int | list[int] | None) -> int:
+    """Up to the token that ends the text, and with it."""
+    last = {ends} if isinstance(ends, int) else set(ends or ())
+    return next((number for number, token in enumerate(tokens, 1) if token in last), len(tokens))
+
+
+def _in_template(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> str:
+    if not tokenizer.chat_template:
+        raise GenerateInputError("the tokenizer has no chat template; leave --chat out")
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # templates are programs
+        raise GenerateInputError(f"the chat template cannot be used: {error}; leave --chat out") from error
+    return str(text)
+
+
+def _size(text: str | None, option: str) -> int | None:
+    return None if text is None else parse_bytes(text, name=option)
+
+
+def _tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # transformers raises many kinds for a file that is missing or broken
+        raise GenerateInputError(
+            f"model directory {directory} has no tokenizer that transformers can load; save the model's tokenizer there"
+        ) from error
+    return tokenizer

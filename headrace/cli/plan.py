@@ -1,0 +1,182 @@
+"""How does the command line plan a run? The arguments of `headrace plan`; several machines are shown side by side."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from headrace.ahead import plan
+from headrace.errors import HeadraceError
+from headrace.planning.cost import DRIVES, METHODS, PEERS, RunPlan, compare_text
+
+EPILOG = """\
+MODEL is a transformers config.json, a directory that holds one, or the name of a model whose config transformers
+can load. Memory is bytes or text such as 24GiB. The model itself is never loaded.
+Rates are what is reached, not what is sold. What headrace cannot run yet (replicas that share one copy on each node,
+tensor, pipeline and expert degrees, ZeRO stages) is simulated, and the plan says so. docs/many_devices.md has examples.
+In the table of lanes (compute, copies each way, drive, update), the floor is the least time that what passes through a
+lane can take; "busy" is what the plan gives it.
+Exit codes: 0 planned and fits, 1 does not fit (the plan says what is missing), 2 the input cannot be used.
+"""
+_RATES = {
+    "link-gbps": "10^9 bytes per second between host and device, each way",
+    "disk-gbps": "10^9 bytes per second that all drives read, and write",
+    "host-gbps": "10^9 bytes per second of host memory",
+    "device-gbps": "10^9 bytes per second of device memory",
+    "update-gbps": "10^9 bytes per second of host memory that updates of all devices move together",
+    "peer-gbps": "10^9 bytes per second of each device to the others of its node",
+    "network-gbps": "10^9 bytes (not bits) per second of each node to others, each way",
+    "tflops": "10^12 operations per second in matrix products of 16 bits",
+}
+_TRAININGS = {"lora": "adapter"}  # other names
+
+
+class PlanInputError(HeadraceError, ValueError):
+    """What was given cannot be planned."""
+
+
+def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="what a model will hold and how fast it will be, before it runs",
+        description="Plan a run: the strategy, bytes by tier, the step's time and why, and what would help most.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a config.json, its directory, or the name of a model")
+    parser.add_argument(
+        "--hardware",
+        nargs="+",
+        metavar="NAME",
+        help='of the catalogue, such as 4090, or "measured"; several are compared (default: measured, else 4090)',
+    )
+    parser.add_argument("--training", default="full", metavar="KIND", help="full, lora or inference (default: full)")
+    parser.add_argument(
+        "--overlap", default="none", metavar="KIND", help="of the update: none, forward, backward (default: none)"
+    )
+    parser.add_argument(
+        "--state-dtype",
+        default="float32",
+        metavar="KIND",
+        help="of the moments: float32, bfloat16, 8bit (default: float32)",
+    )
+    for option, kind, default, text in (
+        ("batch-size", int, 1, "sequences in a micro-batch (default: 1)"),
+        ("sequence-length", int, 2048, "tokens in a sequence (default: 2048)"),
+        ("micro-batches", int, 1, "micro-batches in a step (default: 1)"),
+        ("devices", int, None, "devices of each node (default: tensor times pipeline, all with several nodes)"),
+        ("nodes", int, 1, "nodes, each with its own copy of the model in host memory (default: 1)"),
+        ("tensor", int, 1, "devices that share each layer"),
+        ("pipeline", int, 1, "stages of layers"),
+        ("zero-stage", int, 0, "ZeRO stage of the replicas, 0 to 3 (default: 0)"),
+        ("expert-parallel", int, 1, "replicas that share the experts of a layer (default: 1)"),
+        ("drives", int, 1, "how many of --drive (default: 1)"),
+        ("optimizer-fraction", float, None, "the host's share of the optimizer's state and update, 0 to 1"),
+        ("expert-hit-rate", float, None, "of the experts that decoding wants, the share on the device, 0 to 1"),
+        ("adapter-rank", int, None, "rank of LoRA adapters (default: 16)"),
+        ("weight-bits", float, None, "bits of a stored weight of the layers, such as 4.5"),
+    ):
+        parser.add_argument(f"--{option}", type=kind, default=default, metavar="N", help=text)
+    parser.add_argument("--drive", metavar="KIND", help=f"instead of the machine's: {', '.join(DRIVES)}")
+    parser.add_argument(
+        "--method",
+        metavar="NAME",
+        help=f"instead of the fastest: {', '.join(METHODS)}, or parts: weights=host,state=disk,activations=recomputed",
+    )
+    parser.add_argument("--peer", metavar="KIND", help=f"how devices of a node reach each other: {', '.join(PEERS)}")
+    for option, text in _RATES.items():
+        parser.add_argument(f"--{option}", type=float, metavar="N", help=f"{text}, instead of the machine's")
+    for option, text in (
+        ("device-memory", "of each device, instead of the machine's"),
+        ("host-memory", "of the node, instead of the machine's"),
+        ("disk", "of the node, instead of the machine's"),
+    ):
+        parser.add_argument(f"--{option}", metavar="SIZE", help=text)
+    parser.add_argument("--no-disk", action="store_true", help="nothing may rest on disk")
+    parser.add_argument("--json", action="store_true", help="all numbers, as JSON (docs/json.md)")
+    parser.set_defaults(run=run_plan)
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    model = _config(arguments.model)
+    plans = [(name or "default", _planned(model, name, arguments)) for name in arguments.hardware or [None]]
+    if arguments.json:
+        made = [one.to_dict() for _, one in plans]
+        print(json.dumps(made[0] if len(made) == 1 else made, indent=2))
+    elif len(plans) == 1:
+        print(plans[0][1].to_text(), end="")
+    else:
+        print(compare_text(plans), end="")
+    return 0 if all(one.fits for _, one in plans) else 1
+
+
+def _planned(model: Any, hardware: str | None, arguments: argparse.Namespace) -> RunPlan:
+    try:
+        return plan(
+            model,
+            hardware=hardware,
+            batch_size=arguments.batch_size,
+            sequence_length=arguments.sequence_length,
+            micro_batches=arguments.micro_batches,
+            device_memory=arguments.device_memory,
+            host_memory=arguments.host_memory,
+            disk=False if arguments.no_disk else arguments.disk,
+            devices=arguments.devices,
+            nodes=arguments.nodes,
+            training=_TRAININGS.get(arguments.training, arguments.training),
+            adapter_rank=arguments.adapter_rank,
+            weight_bits=arguments.weight_bits,
+            overlap=arguments.overlap,
+            state_dtype=arguments.state_dtype,
+            tensor=arguments.tensor,
+            pipeline=arguments.pipeline,
+            zero_stage=arguments.zero_stage,
+            expert_parallel=arguments.expert_parallel,
+            method=arguments.method,
+            optimizer_fraction=arguments.optimizer_fraction,
+            expert_hit_rate=arguments.expert_hit_rate,
+            drive=arguments.drive,
+            drives=arguments.drives,
+            link_bytes_per_second=_scaled(arguments.link_gbps, 1e9),
+            disk_bytes_per_second=_scaled(arguments.disk_gbps, 1e9),
+            host_bytes_per_second=_scaled(arguments.host_gbps, 1e9),
+            device_bytes_per_second=_scaled(arguments.device_gbps, 1e9),
+            flops_per_second=_scaled(arguments.tflops, 1e12),
+            update_bytes_per_second=_scaled(arguments.update_gbps, 1e9),
+            peer=arguments.peer,
+            peer_bytes_per_second=_scaled(arguments.peer_gbps, 1e9),
+            network_bytes_per_second=_scaled(arguments.network_gbps, 1e9),
+        )
+    except HeadraceError:
+        raise
+    except ValueError as error:
+        raise PlanInputError(str(error)) from error
+
+
+def _scaled(value: float | None, unit: float) -> float | None:
+    return None if value is None else value * unit
+
+
+def _config(model: str) -> Any:
+    """The path as it is, or the config that transformers has under that name."""
+    try:
+        if Path(model).exists() or model.endswith(".json"):
+            return model
+    except OSError as error:
+        raise PlanInputError(f"MODEL {model[:80]!r}: {error.strerror}; give a config.json or a model's name") from error
+    if model.startswith(("/", ".", "~")) or model.endswith("/"):
+        raise PlanInputError(f"there is no directory or file {model!r}; give a model's directory or its config.json")
+    try:
+        from transformers import AutoConfig  # here: it takes seconds to import, and a path does not need it
+    except ModuleNotFoundError as error:
+        raise PlanInputError(
+            f"there is no file {model!r}; for names of models run: pip install 'headrace[transformers]'"
+        ) from error
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise PlanInputError(
+            f"there is no directory or file {model!r}, and transformers can load no config of that name: {reason}"
+        ) from error

@@ -1,0 +1,82 @@
+"""How does the command line show a run that is over? The arguments of `headrace report`."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.errors import HeadraceError
+from headrace.report import Report, RunRecord
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+RECORD = "headrace-run.json"  # in the directory that a run has written
+_WHAT_TO_GIVE = "give the --output of a headrace train that has ended, or what handle.report().save(path) has written"
+
+
+class ReportInputError(HeadraceError, ValueError):
+    """What was given is no run's record, or cannot be written."""
+
+
+def add_report_command(commands: "argparse._SubParsersAction[Any]") -> None:
+    parser = commands.add_parser(
+        "report",
+        help="show a run: where its time and memory went",
+        description="Show a run that handle.report().save(path), or headrace train, has written.",
+        epilog="A block of layers visits the device: its weights are there while it computes. A stall is the time in"
+        " which a visit waited for a copy; the report names both.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("record", type=Path, metavar="RUN", help="the record, or a directory with headrace-run.json")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="one page for a browser, without network")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="time line and memory as a picture")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="a Chrome trace, for Perfetto")
+    parser.add_argument("--with-profiler", type=Path, metavar="FILE", help="a trace of torch.profiler for --trace")
+    parser.set_defaults(run=run_report)
+
+
+def run_report(arguments: argparse.Namespace) -> int:
+    path: Path = arguments.record
+    if not path.exists():
+        raise ReportInputError(f"there is no run at {path}; {_WHAT_TO_GIVE}")
+    if path.is_dir() and not (path / RECORD).is_file():
+        raise ReportInputError(f"directory {path} has no {RECORD}; {_WHAT_TO_GIVE}")
+    path = path / RECORD if path.is_dir() else path
+    try:
+        report = Report(RunRecord.from_json(path.read_text()))
+        if arguments.html:
+            report.to_html(arguments.html)
+        if arguments.png:
+            report.to_png(arguments.png)
+        if arguments.trace:
+            report.to_trace(arguments.trace, profiler_trace=arguments.with_profiler)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        raise ReportInputError(f"{path}: {error}") from error
+    show(report)
+    return 0
+
+
+def show(report: Report) -> None:
+    """Prints a report: in tables where rich is installed, else as plain text."""
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        print(report, end="")
+        return
+    Console(markup=False, emoji=False).print(*tables(report))  # a name such as "[/a]" is a name
+
+
+def tables(report: Report) -> "list[Table]":
+    """The counters, the lanes and the stalls of a report as tables of rich."""
+    from rich.table import Table
+
+    counters = Table(title="run", show_header=False)
+    record = report.record
+    for row in (*(() if record.stats is None else record.stats.rows()), *record.activations):
+        counters.add_row(*row)
+    if not record.spans:
+        return [counters]
+    step = Table(title="last step", show_header=False)
+    for row in report.step_rows():
+        step.add_row(*row)
+    return [counters, step]

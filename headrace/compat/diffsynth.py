@@ -1,0 +1,195 @@
+"""How does code written for DiffSynth-Studio's OffloadTrainingManager run on headrace? With the import changed.
+
+| DiffSynth-Studio | here |
+|---|---|
+| `model` on the CPU, optimizer made before or after | the same: parameters stay the objects they were |
+| `target_device` | `headrace.offload(device=)` |
+| a leaf module is onloaded, computes, is offloaded | a leaf module is a block; the next arrive while it computes |
+| `enable_optimizer_cpu_offload=True`: trainable weights travel, | the same; gradients leave block by block in |
+| the optimizer runs on the CPU | backward, and nothing else is copied back |
+| `enable_optimizer_cpu_offload=False`: trainable weights stay | the same; they are in no budget, and no block |
+| on the device, with gradients and optimizer | |
+| `cpu_offload_split_threshold`: modules above it are split; in MB, | in MB of 10**6 bytes; modules not above it, and |
+| compared with a count of elements | leaf modules, are blocks |
+| `after_backward()`: gradients move to the CPU, marks are cleared | gradients are where they belong when `backward()` |
+| | returns; it waits for the device, and may be left out |
+| pinned chunks of 1 GiB and more | exact size |
+| one micro-batch for each optimizer step | any number |
+| no way back | `manager.remove()` |
+| `launch_data_process_task(...)` saves what the model makes of data | the same, in host memory |
+| `PinnedArenaPool`, the four offloaders | the same names, in diffsynth_memory.py |
+
+The device budget is three times the largest block, and what stays: buffers, and parameters of modules that have
+submodules. What is trained while it stays on the device comes on top. Row by row: docs/documents/diffsynth.md.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+import headrace
+from headrace.compat.diffsynth_memory import (
+    AlwaysOnGPUParamOffloader,
+    BufferOffloader,
+    PinnedArenaPool,
+    PinnedBuffer,
+    StaticParamOffloader,
+    TrainableParamOffloader,
+)
+from headrace.compat.sizes import module_bytes, tensor_bytes
+from headrace.runtime.device import resolve_device
+from headrace.runtime.tensors import map_tensors
+from headrace.weights.model.inventory import is_left_to_user, leave_to_user
+
+__all__ = [
+    "AlwaysOnGPUParamOffloader",
+    "BufferOffloader",
+    "OffloadTrainingManager",
+    "PinnedArenaPool",
+    "PinnedBuffer",
+    "StaticParamOffloader",
+    "TrainableParamOffloader",
+    "launch_data_process_task",
+]
+
+BLOCKS_ON_DEVICE = 3  # one computes, one arrives, one more evens out their sizes
+MEGABYTE = 10**6
+
+
+class OffloadTrainingManager:
+    """Weights visit `target_device` while they compute.
+
+    With `enable_optimizer_cpu_offload` gradients and optimizer are on the CPU. Without, trainable parameters are moved
+    to the device and stay there, with their gradients and an optimizer that was made for them, before or afterwards.
+    `cpu_offload_split_threshold` is in MB of 10**6 bytes; None makes every leaf module a block. The way back is
+    `remove()`: `handle.remove()` alone leaves trained parameters on the device. Raises what `headrace.offload` raises,
+    and ValueError for a threshold that is not positive.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        target_device: torch.device | str,
+        enable_optimizer_cpu_offload: bool = False,
+        cpu_offload_split_threshold: float | None = None,
+    ) -> None:
+        if cpu_offload_split_threshold is not None and not cpu_offload_split_threshold > 0:
+            raise ValueError(
+                f"cpu_offload_split_threshold is {cpu_offload_split_threshold} MB; give more than 0, or None"
+            )
+        limit_bytes = 0 if cpu_offload_split_threshold is None else int(cpu_offload_split_threshold * MEGABYTE)
+        device = resolve_device(target_device)
+        self._trained = [] if enable_optimizer_cpu_offload else [p for p in model.parameters() if p.requires_grad]
+        left_before = [parameter for parameter in model.parameters() if is_left_to_user(parameter)]
+        leave_to_user(left_before, left=False)  # of a manager whose handle was removed alone
+        leave_to_user(self._trained)
+        try:
+            self.handle = _offload(model, device, {id(parameter) for parameter in self._trained}, limit_bytes)
+        except BaseException:
+            leave_to_user(self._trained, left=False)
+            leave_to_user(left_before)  # of a manager that the model has
+            raise
+        self._move_trained(device)
+
+    def after_backward(self) -> None:
+        """Waits until the device is done. Gradients are already where they belong."""
+        self.handle.synchronize()
+
+    def remove(self) -> None:
+        """The model is an ordinary CPU model again. The state of an optimizer stays where it is."""
+        self.handle.remove()
+        leave_to_user(self._trained, left=False)
+        self._move_trained(torch.device("cpu"))
+        self._trained = []
+
+    def _move_trained(self, device: torch.device) -> None:
+        """The parameters that stay on the device, with their gradients; they are the objects that they were."""
+        for parameter in self._trained:
+            parameter.data = parameter.data.to(device)
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to(device)
+
+
+def launch_data_process_task(
+    accelerator: Any,
+    dataset: Any,
+    model: nn.Module,
+    model_logger: Any,
+    num_workers: int = 8,
+    args: Any = None,
+) -> None:
+    """The first of two stages: what `model` makes of each sample is saved, for the second one to train on.
+
+    Sample `i` of a process goes to `{model_logger.output_path}/{accelerator.process_index}/{i}.pth`, with its tensors
+    in host memory. `args` (None, or parsed flags): with `enable_model_cpu_offload` the model is offloaded meanwhile, as
+    `enable_optimizer_cpu_offload` and `cpu_offload_split_threshold` say; otherwise it goes to `accelerator.device`.
+    """
+    manager = None
+    if getattr(args, "enable_model_cpu_offload", False):
+        manager = OffloadTrainingManager(
+            model,
+            accelerator.device,
+            getattr(args, "enable_optimizer_cpu_offload", False),
+            getattr(args, "cpu_offload_split_threshold", None),
+        )
+    else:
+        model.to(accelerator.device)
+    directory = Path(model_logger.output_path) / str(accelerator.process_index)
+    directory.mkdir(parents=True, exist_ok=True)
+    samples = accelerator.prepare(DataLoader(dataset, collate_fn=_alone, num_workers=num_workers))
+    try:
+        for index, sample in enumerate(tqdm(samples)):
+            with torch.no_grad():
+                made = model(sample)
+            if manager is not None:
+                manager.after_backward()
+            torch.save(map_tensors(made, torch.Tensor.cpu), directory / f"{index}.pth")
+    finally:
+        if manager is not None:
+            manager.remove()
+
+
+def _alone(batch: list[Any]) -> Any:
+    """The one sample of a batch."""
+    return batch[0]
+
+
+def _offload(model: nn.Module, device: torch.device, left: set[int], limit_bytes: int) -> headrace.Offloaded:
+    """All but the parameters that are left on the device, by id."""
+    managed = [parameter for parameter in model.parameters() if id(parameter) not in left]
+    units = {unit: [p for p in unit.parameters() if id(p) not in left] for unit in _units(model, limit_bytes)}
+    units = {unit: inside for unit, inside in units.items() if inside}
+    visiting = {id(parameter) for inside in units.values() for parameter in inside}
+    staying_bytes = tensor_bytes(p for p in managed if id(p) not in visiting) + tensor_bytes(model.buffers())
+    return headrace.offload(
+        model,
+        device=device,
+        device_memory=staying_bytes + BLOCKS_ON_DEVICE * max(map(tensor_bytes, units.values()), default=0),
+        blocks=list(units) or "auto",
+    )
+
+
+def _units(module: nn.Module, limit_bytes: int) -> Iterator[nn.Module]:
+    """The largest modules inside that are not above the limit and compute as a whole, else leaf modules."""
+    for child in module.children():
+        if not any(True for _ in child.parameters()):
+            continue
+        leaf = not any(True for inner in child.children() for _ in inner.parameters())
+        fits = module_bytes(child) <= limit_bytes and _computes_as_a_whole(child)
+        # An nn.MultiheadAttention computes with the weights of its child without calling it.
+        if leaf or fits or isinstance(child, nn.MultiheadAttention):
+            yield child
+        else:
+            yield from _units(child, limit_bytes)
+
+
+def _computes_as_a_whole(module: nn.Module) -> bool:
+    """Whether its forward is how it is used: not so for containers and for autoencoders."""
+    return type(module).forward is not nn.Module.forward and not (
+        hasattr(module, "encode") and hasattr(module, "decode")
+    )

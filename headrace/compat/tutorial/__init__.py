@@ -1,0 +1,49 @@
+"""How does code of the tutorial on offloading run here? Its classes, thin over headrace's memory, lanes and optimizers.
+
+| the tutorial | here |
+|---|---|
+| `CPUOffloadOptimizer` | `headrace.optim.AdamW` over the model's parameters |
+| `NVMeOffloadManager`, `UnifiedOffloadManager` | `headrace.memory.single.TieredTensors`: limits hold, values are kept |
+| `LayerPrefetcher` | asks a manager, which loads in the background |
+| `DoubleBufferedLoader`, `TripleBufferedLoader`, `OverlappedOffloader` | lanes and events; the host waits for nothing |
+| `pack_layers_sequentially` | a safetensors file in the model's order |
+| `compress_parameter`, `decompress_parameter` | lossless, any dtype, checked |
+| `compute_optimal_prefetch` | the least depths that hide all loads, by simulation |
+
+To train or run a model that is larger than a tier, `headrace.offload()` needs none of this: it moves blocks by itself.
+"""
+
+from headrace.compat.tutorial.compression import CompressionTrial, compress_parameter, decompress_parameter
+from headrace.compat.tutorial.configs import (
+    NVMeConfig,
+    OffloadConfig,
+    OffloadSystemConfig,
+    OffloadTier,
+    TensorLocation,
+)
+from headrace.compat.tutorial.loaders import DoubleBufferedLoader, OverlappedOffloader, TripleBufferedLoader
+from headrace.compat.tutorial.nvme import NVMeOffloadManager
+from headrace.compat.tutorial.optimizer import CPUOffloadOptimizer
+from headrace.compat.tutorial.packing import pack_layers_sequentially
+from headrace.compat.tutorial.prefetching import LayerPrefetcher, compute_optimal_prefetch
+from headrace.compat.tutorial.unified import UnifiedOffloadManager
+
+__all__ = [
+    "CPUOffloadOptimizer",
+    "CompressionTrial",
+    "DoubleBufferedLoader",
+    "LayerPrefetcher",
+    "NVMeConfig",
+    "NVMeOffloadManager",
+    "OffloadConfig",
+    "OffloadSystemConfig",
+    "OffloadTier",
+    "OverlappedOffloader",
+    "TensorLocation",
+    "TripleBufferedLoader",
+    "UnifiedOffloadManager",
+    "compress_parameter",
+    "compute_optimal_prefetch",
+    "decompress_parameter",
+    "pack_layers_sequentially",
+]

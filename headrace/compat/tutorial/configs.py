@@ -1,0 +1,89 @@
+"""Which settings do the tutorial's classes take? Its dataclasses, with its defaults; every field does what it says."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["NVMeConfig", "OffloadConfig", "OffloadSystemConfig", "OffloadTier", "TensorLocation"]
+
+
+@dataclass
+class OffloadConfig:
+    """What `CPUOffloadOptimizer` offloads.
+
+    - `offload_optimizer`: moments, master weights and the update are on the host; False: on the parameters' device.
+    - `offload_gradients`: gradients on an accelerator are let go of when `step()` has taken them.
+    - `offload_parameters`: `headrace.offload()` has the weights, and its budgets are the defaults.
+    - `pin_memory`: host memory is page-locked. `num_threads`: threads that update, at most those of this process.
+    - `overlap_comm`: gradients and weights travel while others are updated.
+    """
+
+    offload_optimizer: bool = True
+    offload_gradients: bool = True
+    offload_parameters: bool = False
+    pin_memory: bool = True
+    num_threads: int = 4
+    overlap_comm: bool = True
+
+
+@dataclass
+class NVMeConfig:
+    """How `NVMeOffloadManager` reaches the drive, and how much memory it may use beside it.
+
+    - `nvme_path`: a directory on a local drive; each manager takes one of its own in it.
+    - `block_size`: bytes of one request, whole pages. `aio_queue_depth`: requests in flight, at most.
+    - `prefetch_depth`: `load_to_gpu` begins to load so many parameters that follow, where there is room.
+    - `pin_memory`: the memory that blocks pass through is page-locked.
+    - `gpu_memory_limit`, `cpu_memory_limit`: ceilings in bytes; None: none. Not in the tutorial.
+    """
+
+    nvme_path: str = "/mnt/nvme/offload"
+    block_size: int = 1024 * 1024
+    aio_queue_depth: int = 8
+    prefetch_depth: int = 2
+    pin_memory: bool = True
+    gpu_memory_limit: int | None = None
+    cpu_memory_limit: int | None = None
+
+
+class OffloadTier(Enum):
+    """Where bytes can rest."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+    NVME = "nvme"
+
+
+@dataclass
+class TensorLocation:
+    """Where a tensor rests: `size` in bytes, `offset` in the file on disk."""
+
+    tier: OffloadTier
+    offset: int = 0
+    size: int = 0
+    is_loading: bool = False
+    is_saving: bool = False
+
+
+@dataclass
+class OffloadSystemConfig:
+    """What `UnifiedOffloadManager` keeps where. Limits are ceilings in bytes on what it holds there.
+
+    - `offload_optimizer_states`, `offload_gradients`: what `add(kind=...)` brings of these never rests on the GPU.
+    - `offload_parameters`: parameters rest in `parameter_offload_tier` or below; False: in the first tier with room.
+    - `prefetch_count`: `ensure_gpu` begins to load so many that follow; the GPU keeps room for them and one more.
+    - `pin_memory`: memory of the CPU tier is page-locked. `num_io_threads`: threads that read and write the drive.
+    - `nvme_path`: a directory on a local drive, used when something has room nowhere else.
+    - `use_compression`: blocks on disk are packed, without loss, if by measured rates that pays.
+    """
+
+    gpu_memory_limit: int = 40 * (1024**3)
+    cpu_memory_limit: int = 256 * (1024**3)
+    offload_optimizer_states: bool = True
+    offload_gradients: bool = True
+    offload_parameters: bool = False
+    parameter_offload_tier: OffloadTier = OffloadTier.CPU
+    prefetch_count: int = 2
+    pin_memory: bool = True
+    num_io_threads: int = 4
+    nvme_path: str = "/mnt/nvme/offload"
+    use_compression: bool = False

@@ -1,0 +1,208 @@
+"""What can a user set? Frozen, validated settings; sizes are bytes, given as an int or as text such as "8GiB"."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+__all__ = [
+    "ActivationConfig",
+    "BlocksSpec",
+    "OffloadConfig",
+    "Size",
+    "activation_config",
+    "format_bytes",
+    "parse_bytes",
+    "prefetch_blocks",
+]
+
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+Size = int | str
+BlocksSpec = Literal["auto"] | Size | Sequence[nn.Module | str]
+
+
+def parse_bytes(size: Size, *, name: str = "size") -> int:
+    """Bytes of `size`: an int of bytes, or text with a unit (B, KB, MB, GB, TB of 1000; KiB, MiB, GiB, TiB of 1024).
+
+    Raises TypeError when `size` is neither, ValueError when the text has no such form or the size is negative; both
+    name the setting `name`.
+    """
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise TypeError(f'{name} is {size!r}; give bytes as an int, or text such as "8GiB"')
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        if match is None or match[2].upper() not in _UNITS:
+            raise ValueError(f'{name}={size!r} is not a size; give bytes as an int, or text such as "8GiB" or "500MB"')
+        return int(Fraction(match[1]) * _UNITS[match[2].upper()])  # exact, where a float would round
+    if size < 0:
+        raise ValueError(f"{name}={size} is negative; give a size of 0 bytes or more")
+    return size
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things for people: "1 step", "1,200 steps"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def format_bytes(nbytes: float, *, at_least: bool = False) -> str:
+    """`nbytes` for people: three significant digits and a unit of 1024, such as "1.5 GiB".
+
+    With `at_least` it is rounded up, for sizes that a user is told to give.
+    """
+    value, units = abs(float(nbytes)), ["TiB", "GiB", "MiB", "KiB", "B"]
+    while len(units) > 1 and _three_digits(value, units[-1], at_least) >= 1024:
+        value /= 1024
+        units.pop()
+    return f"{'-' if nbytes < 0 else ''}{_three_digits(value, units[-1], at_least):.10g} {units[-1]}"
+
+
+def _three_digits(value: float, unit: str, up: bool) -> float:
+    """`value` with three significant digits, but no fewer than those before the point, and none of a byte behind it."""
+    places = 0 if unit == "B" or value >= 100 else 1 if value >= 10 else 2
+    return ceil(value * 10**places) / 10**places if up else round(value, places)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """The settings of `headrace.offload`, validated; see there for what each one means."""
+
+    device: torch.device
+    device_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    disk: Path | None = None
+    checkpoint: Any = None  # a path, or an open Checkpoint (which this layer does not know)
+    blocks: BlocksSpec = "auto"
+    resident: tuple[nn.Module | str, ...] = ()
+    prefetch_blocks: int | None = None
+    param_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
+    activations: "ActivationConfig | None" = None
+    mesh: Any = None  # a DeviceMesh
+    onload: Literal["own", "gather", "auto"] = "own"
+    packed: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.packed, bool):
+            raise TypeError(f"packed={self.packed!r} is neither True nor False")
+        if self.onload not in ("own", "gather", "auto"):
+            raise ValueError(f'onload={self.onload!r}; give one of "own", "gather", "auto"')
+        if self.onload != "own" and self.mesh is None:
+            raise ValueError(f"onload={self.onload!r} is what several ranks do; give mesh=, or leave onload out")
+        for name in ("param_dtype", "grad_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise TypeError(
+                    f"{name}={dtype!r} is not a floating-point torch.dtype; give one such as torch.bfloat16"
+                )
+        if self.prefetch_blocks is not None and self.prefetch_blocks < 0:
+            raise ValueError(f'prefetch={self.prefetch_blocks} is negative; give "auto" or a number of blocks')
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationConfig:
+    """The settings of `headrace.offload_activations`, validated; see there for what each one means."""
+
+    layers: int | tuple[nn.Module | str, ...] | None = None
+    fraction: float = 1.0
+    min_bytes: int = 2**20
+    modules: tuple[nn.Module | str, ...] | None = None
+    device_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    most_in_flight: int | None = None
+    tier: str = "host"
+    all_leave: bool = False
+    stays_without_room: bool = (
+        False  # on the device, what finds no room in a share of host memory that nobody asked for
+    )
+
+    @staticmethod
+    def of(
+        *,
+        layers: int | Sequence[nn.Module | str] | None = None,
+        fraction: float = 1.0,
+        min_bytes: Size = "1MiB",
+        modules: Sequence[nn.Module | str] | None = None,
+        device_memory: Size | None = None,
+        host_memory: Size | None = None,
+        most_in_flight: int | None = None,
+        tier: str = "host",
+        all_leave: bool = False,
+    ) -> "ActivationConfig":
+        """Settings as a user gives them."""
+        return ActivationConfig(
+            layers=layers if isinstance(layers, int) else _several(layers, "layers"),
+            fraction=fraction,
+            min_bytes=parse_bytes(min_bytes, name="min_bytes"),
+            modules=_several(modules, "modules"),
+            device_memory_bytes=None if device_memory is None else parse_bytes(device_memory, name="device_memory"),
+            host_memory_bytes=None if host_memory is None else parse_bytes(host_memory, name="host_memory"),
+            most_in_flight=most_in_flight,
+            tier=tier,
+            all_leave=all_leave,
+        )
+
+    def __post_init__(self) -> None:
+        if self.all_leave and self.device_memory_bytes is not None:
+            raise ValueError("all_leave and device_memory are two ways to say how much stays; give one of them")
+        if isinstance(self.layers, bool) or (isinstance(self.layers, int) and self.layers < 0):
+            raise ValueError(f"layers={self.layers!r}; give a number of layers, 0 or more, or modules and names")
+        if isinstance(self.fraction, bool) or not isinstance(self.fraction, int | float):
+            raise TypeError(
+                f"fraction={self.fraction!r} is a {type(self.fraction).__name__}; give a number from 0 to 1"
+            )
+        if not 0 <= self.fraction <= 1:
+            raise ValueError(f"fraction={self.fraction} is not between 0 and 1")
+        if self.tier not in ("host", "disk"):
+            raise ValueError(f'tier={self.tier!r} is neither "host" nor "disk"')
+        if self.most_in_flight is not None and (type(self.most_in_flight) is not int or self.most_in_flight < 1):
+            raise ValueError(f"most_in_flight={self.most_in_flight!r}; give None or a number of copies, 1 or more")
+
+
+def _several(
+    given: nn.Module | str | Sequence[nn.Module | str] | None, setting: str
+) -> tuple[nn.Module | str, ...] | None:
+    if given is None:
+        return None
+    several = (given,) if isinstance(given, str | nn.Module) or not isinstance(given, Iterable) else tuple(given)
+    for each in several:
+        if not isinstance(each, str | nn.Module):
+            raise TypeError(f"{setting}: {each!r} is a {type(each).__name__}; give modules and name patterns")
+    return several
+
+
+def prefetch_blocks(prefetch: int | str) -> int | None:
+    """`prefetch` as a user gives it: a number of blocks; None for "auto". Raises TypeError for anything else."""
+    if prefetch == "auto":
+        return None
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int):
+        raise TypeError(f'prefetch={prefetch!r} is neither "auto" nor a number of blocks')
+    return prefetch
+
+
+def activation_config(activations: bool | Mapping[str, Any]) -> ActivationConfig | None:
+    """`activations` as a user gives it: True, or a dict of settings; None for False. Raises TypeError, ValueError."""
+    if isinstance(activations, bool):
+        return ActivationConfig() if activations else None
+    if not isinstance(activations, Mapping):
+        raise TypeError(f"activations={activations!r} is neither True nor a dict of settings of offload_activations")
+    return ActivationConfig.of(**activations)

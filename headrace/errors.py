@@ -1,0 +1,66 @@
+"""Which errors does headrace raise? Arguments raise ValueError or TypeError; budgets, layout and state raise these."""
+
+__all__ = [
+    "BudgetError",
+    "CheckpointError",
+    "DiskError",
+    "LayoutError",
+    "HeadraceError",
+    "OutOfMemoryError",
+    "RankError",
+    "StateError",
+    "TrainInputError",
+    "TrainingFailedError",
+    "WeightChangedError",
+]
+
+
+class HeadraceError(Exception):
+    """The root of everything that headrace raises for budgets, layout and state."""
+
+
+class BudgetError(HeadraceError, ValueError):
+    """A request does not fit a budget; names the numbers and what to change.
+
+    From `offload()` before anything is allocated; from the first pass with gradients when `host_memory` has no room for
+    them; and from a pass that needs more blocks at once than `device_memory` holds.
+    """
+
+
+class CheckpointError(HeadraceError, ValueError):
+    """A checkpoint cannot be read: missing, damaged, not safetensors, or without a tensor that is asked for."""
+
+
+class DiskError(HeadraceError, OSError):
+    """The disk tier failed: disk full, I/O fault, truncated or corrupted file. Names file, tensor, offset and numbers.
+
+    `errno` tells which: ENOSPC, EIO (also for a file that ends too early), EBADMSG for a wrong checksum.
+    """
+
+
+class LayoutError(HeadraceError, TypeError):
+    """A tensor is not plain bytes, so it cannot travel or be updated (meta, sparse, quantised, a subclass, lazy)."""
+
+
+class OutOfMemoryError(HeadraceError, RuntimeError):
+    """`headrace train` found no room in a tier. Names the tier, the numbers, and the flags that help."""
+
+
+class RankError(HeadraceError, RuntimeError):
+    """Another rank ended, raised, or did not arrive where this one waits for it. Names the rank and its last error."""
+
+
+class StateError(HeadraceError, RuntimeError):
+    """A call came in a state that does not allow it, such as offloading a model twice."""
+
+
+class TrainInputError(HeadraceError, ValueError):
+    """Something that was given to `headrace train` cannot be used: a flag, a path, a text, a model, a number."""
+
+
+class TrainingFailedError(HeadraceError, RuntimeError):
+    """`headrace train` ran and its result is worth nothing: the loss is not a number, or not the plain run's."""
+
+
+class WeightChangedError(StateError):
+    """A weight that backward needs was changed in place after forward had used it."""

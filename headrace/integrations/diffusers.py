@@ -1,0 +1,88 @@
+"""How do diffusers' models and pipelines run larger than the device? A model from its directory, all parts as one."""
+
+import contextlib
+import json
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from headrace.api import Offloaded, offload
+from headrace.errors import CheckpointError
+from headrace.memory.disk import Checkpoint
+from headrace.memory.ledger import Ledger
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, ModelMixin
+
+__all__ = ["offload_pipeline", "open_component"]
+
+# What is offloaded as one model, for as long as its pipeline lives. It knows nothing of the pipeline.
+_parts: "weakref.WeakKeyDictionary[Any, nn.ModuleDict]" = weakref.WeakKeyDictionary()
+
+
+def offload_pipeline(pipeline: "DiffusionPipeline", **settings: Any) -> Offloaded:
+    """Offloads all models of a diffusers pipeline under one budget, all of which goes to the model that is running.
+
+    `settings` are those of `headrace.offload`, for all of them together; names begin with a component's, such as
+    "unet.mid_block". The handle is like that of one model, and its `remove()` applies to all. LoRAs may be loaded,
+    selected and deleted later; this takes effect at the next call.
+
+    Raises what `headrace.offload` raises, ValueError for a pipeline without models, TypeError for anything else.
+    """
+    if not isinstance(getattr(pipeline, "components", None), dict):
+        raise TypeError(f"pipeline is a {type(pipeline).__name__}; give a diffusers.DiffusionPipeline")
+    models = {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
+    if not models:
+        raise ValueError(
+            f"{type(pipeline).__name__} has no component that is a torch.nn.Module; nothing can be offloaded"
+        )
+    parts = nn.ModuleDict(models)
+    parts.training = any(part.training for part in models.values())  # as they are, and nobody is asked to change
+    handle = offload(parts, **settings)
+    _parts[pipeline] = parts
+    return handle
+
+
+def open_component(directory: Path) -> "tuple[ModelMixin, Checkpoint]":
+    """The model that diffusers saved to a directory, its parameters on meta, and its files."""
+    import diffusers  # here, because it is optional and takes seconds
+
+    config = json.loads((directory / "config.json").read_bytes())
+    model_class = _module_class(diffusers, config["_class_name"])
+    if model_class is None:
+        raise CheckpointError(
+            f"{directory / 'config.json'} names the class {config['_class_name']!r}, which this diffusers"
+            f" ({diffusers.__version__}) does not have; install a version that does"
+        )
+    with _parameters_on_meta():
+        model = model_class.from_config(config)
+    return model.eval(), Checkpoint(directory, Ledger())
+
+
+def _module_class(library: Any, name: str) -> Any:
+    """The class of modules that the library has under this name, or None."""
+    found = getattr(library, name, None)
+    return found if isinstance(found, type) and issubclass(found, nn.Module) else None
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters that modules are given inside have no bytes; buffers do, as no file has those that are not saved."""
+    own = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        own(module, name, parameter)
+        if parameter is not None:
+            module._parameters[name] = nn.Parameter(
+                torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+            )
+
+    nn.Module.register_parameter = register  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = own  # type: ignore[method-assign]

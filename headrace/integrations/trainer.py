@@ -1,0 +1,237 @@
+"""How does transformers' Trainer log what offloading did, save by `headrace.save`, name headrace's optimizers, and take
+micro-batches together?
+"""
+
+import ast
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import headrace.optim
+from headrace.api import Offloaded
+from headrace.report import Stats
+from headrace.saving import Saving, save
+
+__all__ = ["HeadraceCallback", "micro_batches_together", "optimizer_cls_and_kwargs"]
+
+_EIGHT_BIT = {"state_dtype": "8bit"}
+# What stands for each name of `TrainingArguments.optim`: the class, and its settings.
+_BY_NAME: dict[str, tuple[str, dict[str, Any]]] = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit"), ("AdamW", {})),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit"), ("AdamW", _EIGHT_BIT)),
+    **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), ("Lion", {})),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), ("Lion", _EIGHT_BIT)),
+    "sgd": ("SGD", {}),
+}
+
+
+def optimizer_cls_and_kwargs(arguments: TrainingArguments, **settings: Any) -> tuple[type, dict[str, Any]]:
+    """The `headrace.optim` optimizer that `arguments.optim` names, for `Trainer(optimizer_cls_and_kwargs=...)`.
+
+    Its learning rate, betas and eps are those of `arguments`, and weight decay follows the Trainer's parameter groups;
+    `arguments.optim_args` override these, and `settings` (`overlap="forward"`, `tier="disk"`, ...) override both.
+    `overlap="backward"` does not work, because the Trainer scales gradients after backward (by 1 if it does not clip).
+
+    Raises ValueError for a name to which no optimizer of headrace corresponds, and for `optim_args` that cannot be
+    read.
+    """
+    name = str(getattr(arguments.optim, "value", arguments.optim))
+    if name not in _BY_NAME:
+        raise ValueError(
+            f"no optimizer of headrace stands for optim={name!r}; give one of {', '.join(_BY_NAME)}, or the"
+            " class and its settings yourself: optimizer_cls_and_kwargs=(headrace.optim.Adafactor, {'lr': 1e-3})"
+        )
+    kind, made_so = _BY_NAME[name]
+    found: dict[str, Any] = {"lr": arguments.learning_rate, **made_so}
+    if kind != "SGD":
+        found["betas"] = (arguments.adam_beta1, arguments.adam_beta2)
+    if kind == "AdamW":
+        found["eps"] = arguments.adam_epsilon
+    if isinstance(arguments.optim_args, str) and arguments.optim_args:
+        found |= dict(map(_setting, arguments.optim_args.replace(" ", "").split(",")))
+    return getattr(headrace.optim, kind), found | settings
+
+
+def _setting(pair: str) -> tuple[str, Any]:
+    """Of `optim_args`, such as "eps=1e-4"."""
+    name, _, value = pair.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError) as error:
+        raise ValueError(
+            f"TrainingArguments(optim_args=...) has {pair!r}; give pairs name=value with commas between them, where a"
+            " value is a number, True, False, None or a string in quotes, such as \"eps=1e-4,state_dtype='8bit'\"."
+            " Tuples are settings of their own: optimizer_cls_and_kwargs(arguments, betas=(0.9, 0.95))"
+        ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mark:
+    """Where the counters were."""
+
+    stats: Stats
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+class HeadraceCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
+    """Adds what the handle measured to the Trainer's logs, and saves checkpoints with `headrace.save` next to its own.
+
+    - `save`: whether to write a checkpoint of headrace for each one of the Trainer, to
+      `<output_dir>/headrace/step-<n>`. Training continues while it is written. `headrace.load` reads it, with the
+      states of the scheduler and the Trainer as `extra`. `save_total_limit` says how many are kept. With
+      `save_only_model`, the Trainer's own are smaller.
+
+    Given as `callbacks=[...]`, it comes after the callbacks that report to TensorBoard and others, so these do not see
+    its numbers; `attach(trainer)` puts it before them. The numbers cover the time since the previous log, or, in the
+    last log, all of training: bytes that were moved, `headrace_stall_share` (stalls as a share of compute and stalls),
+    and tokens (`input_ids`, with padding) per second.
+    """
+
+    def __init__(self, handle: Offloaded, *, save: bool = False) -> None:
+        self._handle = handle
+        self._save = save
+        self._began = self._logged = _Mark(handle.stats(wait_for_updates=False))
+        self._tokens = 0
+        self._counting: Any = None
+        self._saving: Saving | None = None
+
+    def attach(self, trainer: Trainer) -> "HeadraceCallback":
+        """Becomes the first of the trainer's callbacks."""
+        trainer.callback_handler.callbacks.insert(0, self)
+        return self
+
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **found: Any) -> None:
+        """Begins to count."""
+        self._stop_counting()
+        self._counting = found["model"].register_forward_pre_hook(self._count, with_kwargs=True)
+        self._began = self._logged = self._mark()
+
+    def on_log(self, args: TrainingArguments, state: Any, control: Any, **found: Any) -> None:
+        """Adds the numbers to what is logged."""
+        if self._counting is None:  # outside of training
+            return
+        mark = self._mark()
+        since = self._began if "train_runtime" in found["logs"] else self._logged
+        now, before = mark.stats, since.stats
+        stalled = now.stall_seconds - before.stall_seconds
+        computed = now.compute_seconds - before.compute_seconds
+        numbers: dict[str, float] = {
+            "headrace_device_peak_bytes": now.device_peak_bytes,
+            "headrace_host_bytes": now.host_bytes,
+            "headrace_onload_bytes": now.onload_bytes - before.onload_bytes,
+            "headrace_offload_bytes": now.offload_bytes - before.offload_bytes,
+            "headrace_fetch_bytes": now.fetch_bytes - before.fetch_bytes,
+            "headrace_spill_bytes": now.spill_bytes - before.spill_bytes,
+            "headrace_stall_share": stalled / (stalled + computed) if stalled + computed else 0.0,
+            "headrace_tokens_per_second": (mark.tokens - since.tokens) / max(mark.seconds - since.seconds, 1e-9),
+        }
+        found["logs"].update(numbers)
+        state.log_history[-1].update(numbers)
+        self._logged = mark
+
+    def on_save(self, args: TrainingArguments, state: Any, control: Any, **found: Any) -> None:
+        """Saves beside the Trainer's checkpoint."""
+        if self._save:
+            self._saving = save(
+                Path(args.output_dir or ".") / "headrace" / f"step-{state.global_step}",
+                found["model"],
+                getattr(found["optimizer"], "optimizer", found["optimizer"]),  # accelerate's wraps it
+                extra={"scheduler": found["lr_scheduler"], "trainer_state": dataclasses.asdict(state)},
+                keep=args.save_total_limit,
+                wait=False,
+            )
+
+    def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **found: Any) -> None:
+        """Stops counting, and waits for the last checkpoint."""
+        self._stop_counting()
+        if self._saving is not None:
+            self._saving.wait()
+
+    def _stop_counting(self) -> None:
+        if self._counting is not None:
+            self._counting.remove()
+        self._counting = None
+
+    def _mark(self) -> _Mark:
+        return _Mark(self._handle.stats(wait_for_updates=False), self._tokens, time.perf_counter())
+
+    def _count(self, model: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        tokens = named.get("input_ids")
+        if tokens is not None and model.training:
+            self._tokens += tokens.numel()
+
+
+def micro_batches_together(trainer: Trainer, handle: Offloaded, together: int | None = None) -> None:
+    """Makes the trainer take a step's micro-batches (`gradient_accumulation_steps`) by `handle.forward_backward`.
+
+    Losses, gradients and weights are those of the trainer's own loop, except for dropout, as `forward_backward` says.
+    `together`: how many go through a block at once; None: all of a step. The whole step is computed when the loop
+    reaches its first micro-batch, so `on_substep_end` sees the gradients of the whole step.
+
+    Raises TypeError for a trainer whose steps do more than the Trainer's (TRL's GRPO), and ValueError for fp16, whose
+    loss is scaled before backward, and for TRL's own offloading of activations.
+    """
+    own = type(trainer).training_step is Trainer.training_step
+    around = getattr(trainer, "maybe_activation_offload_context", None)  # all that TRL's SFT, DPO... add to a step
+    if not own and around is None:
+        raise TypeError(
+            f"{type(trainer).__name__} has a training_step of its own, which may count on micro-batches that come one"
+            " after the other; leave micro_batches_together out"
+        )
+    if not own and not isinstance(around, contextlib.nullcontext):
+        raise ValueError(
+            "activation_offloading=True is for one micro-batch at a time; give headrace.offload activations=True"
+        )
+    if trainer.accelerator.scaler is not None:
+        raise ValueError(
+            "fp16=True scales the loss of each micro-batch; give bf16=True, or leave micro_batches_together out"
+        )
+    _Together(trainer, partial(handle.forward_backward, together=together))
+
+
+class _Together:
+    """Stands in for a trainer's ways to get the micro-batches of a step, and to go through one of them."""
+
+    def __init__(self, trainer: Any, forward_backward: Callable[..., list[torch.Tensor]]) -> None:
+        self._accelerator = trainer.accelerator
+        self._forward_backward = forward_backward
+        self._get_batches, self._go_through = trainer.get_batch_samples, trainer.training_step
+        trainer.get_batch_samples, trainer.training_step = self._get, self._step
+        self._batches: list[Any] = []  # of the step that comes
+        self._losses: list[torch.Tensor] = []  # of the step that is under way, which the trainer has not asked for
+        self._own = threading.local()  # `loss`: of the micro-batch that this thread computes
+
+    def _get(self, *args: Any, **named: Any) -> tuple[list[Any], Any]:
+        batches, items = self._get_batches(*args, **named)
+        self._batches, self._losses = list(batches), []
+        return batches, items
+
+    def _step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        if not self._losses:
+            batches, self._batches = self._batches, []
+            self._losses = self._all(model, batches, num_items_in_batch)
+        return self._losses.pop(0)
+
+    def _all(self, model: Any, batches: list[Any], items: Any) -> list[torch.Tensor]:
+        def loss(inputs: Any) -> torch.Tensor:
+            self._go_through(model, inputs, items)
+            found: torch.Tensor = self._own.__dict__.pop("loss")
+            return found
+
+        self._accelerator.backward = self._keep  # which comes later
+        try:
+            return self._forward_backward(batches, loss)
+        finally:
+            del self._accelerator.backward
+
+    def _keep(self, loss: torch.Tensor) -> None:
+        self._own.loss = loss

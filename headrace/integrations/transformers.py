@@ -1,0 +1,256 @@
+"""How does a saved model come from its directory without being held in RAM? As mapped files, then offloaded."""
+
+import contextlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headrace.api import Offloaded, offload
+from headrace.errors import CheckpointError
+from headrace.integrations.diffusers import open_component
+from headrace.memory.disk import Checkpoint, TensorsOnDisk
+from headrace.memory.ledger import Ledger
+from headrace.weights.model.compound import is_compound
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from headrace.integrations.trainer import HeadraceCallback, micro_batches_together, optimizer_cls_and_kwargs
+
+__all__ = [
+    "HeadraceCallback",
+    "from_pretrained",
+    "micro_batches_together",
+    "open_pretrained",
+    "optimizer_cls_and_kwargs",
+]
+
+_MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # in which transformers builds a model
+
+
+def __getattr__(name: str) -> Any:
+    """What is for the Trainer, which is not imported before."""
+    if name not in ("HeadraceCallback", "micro_batches_together", "optimizer_cls_and_kwargs"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from headrace.integrations import trainer
+
+    return getattr(trainer, name)
+
+
+def from_pretrained(
+    path_or_config: "str | os.PathLike[str] | PreTrainedConfig", *, trainable: bool = True, **settings: Any
+) -> "tuple[PreTrainedModel, Offloaded]":
+    """Loads the model that `save_pretrained` wrote to the directory `path_or_config`, offloaded: model and handle.
+
+    Its weights never take more host memory than `settings`, those of `headrace.offload`, allow: until they are placed
+    in blocks they are memory-mapped files. (Weights that torchao quantised are an exception: transformers loads them
+    whole.) They have the dtype in which they were saved; if the files mix several, one of these, preferably the
+    config's. The model is in evaluation mode.
+
+    The directory of a diffusers model (a pipeline's "unet") works, too; load a whole pipeline with diffusers and give
+    it to `headrace.offload_pipeline`.
+
+    Given a transformers config instead, the model has random weights: the same as without headrace after the same
+    `torch.manual_seed`. With `disk`, they are written to files there, which temporarily need as much space as the
+    weights.
+
+    A quantised model (by bitsandbytes, torchao and other quantisers of transformers) stays packed on every tier.
+
+    - `trainable`: whether parameters require gradients. With False, for inference and adapters, no memory is kept for
+      gradients. Quantised weights never require them.
+
+    Raises CheckpointError when there is no sound config.json or safetensors file, TypeError for what is neither
+    directory nor config, and what `headrace.offload` raises. Needs transformers.
+    """
+    if not isinstance(path_or_config, str | os.PathLike):
+        model = _new_model(_checked(path_or_config), settings.get("disk"))
+        return model, offload(model.requires_grad_(trainable), **settings)
+    directory = Path(path_or_config).expanduser()
+    quantised = _saved_config(directory).get("quantization_config")
+    if isinstance(quantised, dict) and quantised.get("quant_method") == "torchao":
+        model = _loaded_whole(directory)
+        return model, offload(_trained(model, trainable), **settings)
+    model, checkpoint = open_pretrained(path_or_config, disk=settings.get("disk"))
+    try:
+        return model, offload(_trained(model, trainable), checkpoint=checkpoint, **settings)
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def open_pretrained(
+    path: str | os.PathLike[str], *, disk: str | os.PathLike[str] | None = None
+) -> "tuple[PreTrainedModel, Checkpoint]":
+    """The model whose weights are mapped files, and the files: for `headrace.offload(model, checkpoint=...)`.
+
+    Weights that the library puts together of several in the files (experts) are written to `disk` for that.
+    """
+    directory = Path(path).expanduser()
+    if {"_diffusers_version", "_class_name"} <= _saved_config(directory).keys():
+        return open_component(directory)
+    config, model_class = _config_and_class(directory)
+    checkpoint = Checkpoint(directory, Ledger())
+    try:
+        weights = {name: checkpoint.tensor(name) for name in checkpoint.records}
+        dtype = _dtype_to_load(config, checkpoint)
+        with contextlib.nullcontext() if disk is None else TensorsOnDisk(disk, made_one=checkpoint.forget_pages):
+            model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
+        weights.clear()
+        if model.can_generate():
+            _take_generation_config(model, directory)
+        return model, checkpoint
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def _trained(model: "PreTrainedModel", trainable: bool) -> "PreTrainedModel":
+    """The model, whose parameters want gradients or not; packed ones cannot."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and not is_compound(parameter):
+            parameter.requires_grad_(trainable)
+        else:
+            parameter.requires_grad_(False)
+    return model
+
+
+def _loaded_whole(directory: Path) -> "PreTrainedModel":
+    """A model of torchao's: what its tensors are made of is in headers of the files that transformers alone reads."""
+    config, model_class = _config_and_class(directory)
+    model: PreTrainedModel = model_class.from_pretrained(directory, config=config, dtype="auto", local_files_only=True)
+    return model.eval()
+
+
+def _saved_config(directory: Path) -> dict[str, Any]:
+    """What is in config.json. Raises CheckpointError when there is none, or an entry that headrace reads is unsound."""
+    if directory.is_file():
+        raise CheckpointError(f"{directory} is a file; give the directory that it is in: {str(directory.parent)!r}")
+    if (directory / "model_index.json").is_file():
+        raise CheckpointError(
+            f"{directory} is a diffusers pipeline: load it with"
+            f" diffusers.DiffusionPipeline.from_pretrained({str(directory)!r}) and give it to"
+            " headrace.offload_pipeline(pipeline, device_memory=...), or name one of its models here, such as"
+            f" {_some_component(directory)!r}"
+        )
+    file = directory / "config.json"
+    if not file.is_file():
+        raise CheckpointError(f"{directory} has no config.json; give the directory of a transformers model")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not readable as JSON: {error}; download or save the model again") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} holds {config!r:.80}, not an object with entries; save the model again")
+    for entry, (is_sound, wanted) in _ENTRIES.items():
+        if entry in config and not is_sound(config[entry]):
+            raise CheckpointError(f"{file} has {config[entry]!r:.80} for {entry!r}; {wanted}")
+    return config
+
+
+def _is_dtype(entry: Any) -> bool:
+    return entry is None or isinstance(entry, dict) or isinstance(getattr(torch, str(entry), None), torch.dtype)
+
+
+def _is_list_of_names(entry: Any) -> bool:
+    return entry is None or (isinstance(entry, list) and all(isinstance(name, str) for name in entry))
+
+
+# Of config.json: what an entry must be, and what to do where it is not.
+_ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "_class_name": (lambda entry: isinstance(entry, str), 'give the name of a class, such as "UNet2DConditionModel"'),
+    "architectures": (_is_list_of_names, 'give a list of names, such as ["LlamaForCausalLM"]'),
+    "dtype": (_is_dtype, 'give the name of a dtype, such as "bfloat16"'),
+    "torch_dtype": (_is_dtype, 'give the name of a dtype, such as "bfloat16"'),
+    "quantization_config": (
+        lambda entry: entry is None or isinstance(entry, dict),
+        "give an object with quant_method, or leave it out where the weights are not quantised",
+    ),
+}
+
+
+def _some_component(directory: Path) -> str:
+    weights = sorted(directory.glob("*/*.safetensors"))
+    return str(weights[0].parent if weights else directory / "unet")
+
+
+def _config_and_class(directory: Path) -> "tuple[PreTrainedConfig, type[PreTrainedModel]]":
+    """What config.json says, and names. Raises CheckpointError when it names no model of this transformers."""
+    import transformers  # here, because it is optional and takes seconds
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except ValueError as error:  # a model type that is not known, or that comes with code of its own
+        raise CheckpointError(f"{directory / 'config.json'} is of no model that is read here: {error}") from error
+    model_class = _class_of(config)
+    if model_class is None and not config.architectures:
+        raise CheckpointError(
+            f"{directory / 'config.json'} names no architecture; set architectures there to the class of the model,"
+            ' such as ["LlamaForCausalLM"]'
+        )
+    if model_class is None:
+        raise CheckpointError(
+            f"{directory / 'config.json'} names the architectures {config.architectures}, none of which is a model"
+            f" of this transformers ({transformers.__version__}); install a version that has it, or set architectures"
+            " there to the class of the model"
+        )
+    return config, model_class
+
+
+def _class_of(config: "PreTrainedConfig") -> Any:
+    """The first class of a model that the config names; None when this transformers has none of them."""
+    import transformers
+
+    named = (getattr(transformers, str(name), None) for name in config.architectures or [])
+    return next(
+        (kind for kind in named if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)), None
+    )
+
+
+def _dtype_to_load(config: "PreTrainedConfig", checkpoint: Checkpoint) -> torch.dtype | str:
+    """That of the config where it is one of the files' own, else that of most bytes there: others would be converted,
+    and lie in host memory as a whole. "auto" is the config's, and for quantised weights the one that computes.
+    """
+    nbytes: Counter[torch.dtype] = Counter()
+    for record in checkpoint.records.values():
+        if record.dtype in _MODEL_DTYPES:
+            nbytes[record.dtype] += record.nbytes
+    quantised = getattr(config, "quantization_config", None) is not None
+    if quantised or not nbytes or not isinstance(config.dtype, torch.dtype) or config.dtype in nbytes:
+        return "auto"
+    return nbytes.most_common(1)[0][0]
+
+
+def _checked(config: Any) -> "PreTrainedConfig":
+    from transformers import PreTrainedConfig
+
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(
+            f"path_or_config is a {type(config).__name__}; give the directory of a model, or a config of transformers"
+        )
+    return config
+
+
+def _new_model(config: "PreTrainedConfig", disk: str | os.PathLike[str] | None) -> "PreTrainedModel":
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model_class = _class_of(config) or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:
+        raise ValueError(
+            f"{type(config).__name__} names no architecture, and is not of a causal language model; set"
+            ' config.architectures, such as ["LlamaForCausalLM"]'
+        )
+    with contextlib.nullcontext() if disk is None else TensorsOnDisk(disk):
+        model: PreTrainedModel = model_class._from_config(config)
+    return model.eval()
+
+
+def _take_generation_config(model: "PreTrainedModel", directory: Path) -> None:
+    from transformers import GenerationConfig
+
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)

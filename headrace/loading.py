@@ -1,0 +1,353 @@
+"""How does training go on from a checkpoint? `load()`: into whatever tiers, budgets and dtypes there are now."""
+
+import contextlib
+import os
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from headrace.checkpoint.adapters import with_names_of
+from headrace.checkpoint.contents import Contents, SavedOptimizer, SavedTensor, own_contents
+from headrace.checkpoint.destinations import filling
+from headrace.checkpoint.directory import restore_interrupted
+from headrace.checkpoint.foreign import foreign_contents
+from headrace.checkpoint.manifest import EXTRA, MANIFEST
+from headrace.checkpoint.model import EXTRA_STATE, plain_name, tensors_of, unwrapped
+from headrace.checkpoint.optimizers import Optimizers, check_sound, is_loaded_otherwise, plain_optimizers
+from headrace.checkpoint.random_state import restore_random_state
+from headrace.checkpoint.reading import Place, PlaceInFile, SavedFile, read_all
+from headrace.checkpoint.running import wait_for_running
+from headrace.checkpoint.sources import SMALL_BYTES
+from headrace.errors import CheckpointError
+from headrace.live import handles_of
+from headrace.memory.disk import TensorAtRest, origin_of
+from headrace.optim.eight_bit import SUFFIX, is_record
+from headrace.optim.optimizer import HostOptimizer
+from headrace.optim.precision import adopt_exact, take_exact
+from headrace.runtime.tensors import parameters_of
+
+__all__ = ["load"]
+
+_ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master", "master_remainder")
+
+
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> Any:
+    """Loads what `headrace.save` saved as `path` into `model` and `optimizer`, in place; returns `extra`.
+
+    Checkpoints of other programs load as well: of transformers' Trainer and accelerate (their directories), PEFT
+    (adapters), Lightning (`.ckpt`), torch.distributed.checkpoint, files of torch.save and of safetensors. Whatever else
+    they hold is returned (`scheduler`, ...). No code in any of them is run.
+
+    Tiers, budgets and blocks may differ from those at saving; if the dtypes agree, the run continues bit for bit. Other
+    dtypes are converted: float32 weights to low-precision ones, with exact masters if the optimizer keeps these, and
+    back; moments in 8 bits to float32 ones, and back. With `optimizer`, random states are restored as well.
+
+    In checkpoints that headrace wrote, every byte is checked as it is read. Names, shapes and sizes are compared before
+    the first tensor is written, so nothing has changed if they do not fit. Loading takes 64 MiB of host memory, or 96
+    MiB if weights rest on disk, and room for a tensor that has to be converted.
+
+    Raises CheckpointError when the checkpoint is damaged, naming file and tensor, or does not fit the model or the
+    optimizer; StateError within a forward or backward; DiskError when a drive fails.
+    """
+    directory = Path(path).expanduser().absolute()
+    optimizers = plain_optimizers(optimizer)
+    handles = handles_of(model)
+    blocks = [block for handle in handles for block in handle.settled_blocks("headrace.load")]
+    wait_for_running()  # which reads what is about to be written
+    for one in optimizers:
+        if isinstance(one, HostOptimizer):
+            one.synchronize()
+    restore_interrupted(directory.parent)
+    if (directory / ".metadata").is_file():
+        from headrace.checkpoint.distributed import load_distributed  # here: it takes half a second
+
+        load_distributed(directory, tensors_of(model), optimizers)
+        return None
+    with contextlib.ExitStack() as stack:
+        is_own = any((directory / name).exists() for name in (MANIFEST, EXTRA))
+        contents = own_contents(directory, stack) if is_own else foreign_contents(directory, stack)
+        if contents.adapters:
+            contents = with_names_of(contents, unwrapped(model), tensors_of(model))
+        if optimizers and len(optimizers) != len(contents.optimizers):
+            raise CheckpointError(
+                f"{directory} holds the state of {len(contents.optimizers)} optimizers, and {len(optimizers)} are"
+                " given; give as many, or none, to load the weights alone"
+            )
+        modules = _modules_with_state(contents, model)
+        wanted = _wanted(contents, model)
+        states = [_State(*pair) for pair in zip(optimizers, contents.optimizers, strict=False)]
+        converted = {id(tensor): one.saved for one in wanted for tensor in one.into if one.converts(tensor)}
+        for state in states:
+            state.check(converted)
+        written = {id(tensor) for one in wanted for tensor in one.into}
+        for block in blocks:
+            if any(id(slot.home) in written for slot in block.slots):
+                block.make_writable(keeps=False)
+                for slot in block.slots:
+                    slot.touch()
+        with torch.no_grad():
+            try:
+                read_all(_work(wanted))
+            finally:
+                for handle in handles:
+                    handle.refresh()
+        for state in states:
+            state.load(converted)
+    for module, value in modules:
+        module.set_extra_state(value)
+    if optimizers and contents.random is not None:
+        restore_random_state(contents.random)
+    return contents.extra
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A tensor of a file, and the tensors of the model that get its values."""
+
+    saved: SavedTensor
+    into: list[torch.Tensor]
+
+    def converts(self, tensor: torch.Tensor) -> bool:
+        """Whether the values change on the way."""
+        return tensor.dtype != self.saved.dtype
+
+
+def _belongs_to_a_weight(name: str, weights: Collection[str]) -> bool:
+    """Whether it is a part of one, as bitsandbytes' modules save them: `weight.absmax` beside `weight`."""
+    parts = name.split(".")
+    return any(".".join(parts[:end]) in weights for end in range(1, len(parts)))
+
+
+def _wanted(contents: Contents, model: nn.Module) -> list[_Wanted]:
+    """What is read of the weights. Raises CheckpointError when they do not fit the model."""
+    state = tensors_of(model)
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    known = {name for name, tensor in state.items() if id(tensor) in own}
+    strange = next((name for name in state if name not in known and not _belongs_to_a_weight(name, known)), None)
+    if strange is not None:
+        raise CheckpointError(
+            f"{strange!r} of the model's state_dict is none of its parameters and buffers: a hook on state_dict makes"
+            " it, and nothing can be loaded into it; take the hook off for headrace.load"
+        )
+    prefix = _prefix(set(contents.weights), set(state))
+    _check_names(contents, {name.removeprefix(prefix) for name in (*contents.weights, *contents.shared)}, state, model)
+    wanted = []
+    for full_name, saved in contents.weights.items():
+        name = full_name.removeprefix(prefix)
+        into: dict[int, torch.Tensor] = {}
+        for alias in [name, *(other for other, kept in contents.shared.items() if kept == name)]:
+            tensor = state[alias]
+            floating = tensor.is_floating_point() and saved.dtype.is_floating_point
+            if tuple(tensor.shape) != saved.shape or not (tensor.dtype == saved.dtype or floating):
+                raise CheckpointError(
+                    f"{alias!r} is {saved.dtype} and has the shape {saved.shape} in {saved.file.path}, and"
+                    f" {tensor.dtype} and {tuple(tensor.shape)} in the model; load it into the model that was saved"
+                )
+            found = origin_of(tensor.detach()) if tensor.device.type == "cpu" else None
+            if found is None or not found[0].shows(str(saved.file.path), found[1], saved.at.begin):
+                into.setdefault(tensor.data_ptr(), tensor)
+        wanted.append(_Wanted(saved, list(into.values())))
+    return wanted
+
+
+def _prefix(saved: set[str], present: set[str]) -> str:
+    """What all names in a checkpoint begin with beside the model's own: Lightning's `model.`, for one."""
+    if saved & present or not saved:
+        return ""
+    first = min(saved)
+    return next((first[: -len(name)] for name in present if first.endswith(f".{name}")), "")
+
+
+def _check_names(contents: Contents, saved: set[str], present: Mapping[str, Any], model: nn.Module) -> None:
+    unexpected = sorted(saved - present.keys())
+    if unexpected:
+        raise CheckpointError(
+            f"{contents.path} holds {unexpected[0]!r} (and {len(unexpected) - 1} more), which the model does not have;"
+            " load it into the model that was saved"
+        )
+    left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    tied = {id(present[name]) for name in saved}
+    missing = sorted(name for name in present.keys() - saved - left_out if id(present[name]) not in tied)
+    if missing and not contents.trained_only:
+        raise CheckpointError(
+            f"{contents.path} lacks {missing[0]!r} (and {len(missing) - 1} more) of the model; load it into the model"
+            " that was saved"
+        )
+
+
+def _work(wanted: Sequence[_Wanted]) -> list[tuple[SavedFile, list[Place]]]:
+    """The same, by file."""
+    places: dict[SavedFile, list[Place]] = defaultdict(list)
+    for one in wanted:
+        saved = one.saved
+        aligned = saved.at.begin % saved.dtype.itemsize == 0
+        places[saved.file] += [
+            Place(saved.at, saved.name, filling(tensor, saved.dtype, aligned=aligned)) for tensor in one.into
+        ]
+    return list(places.items())
+
+
+class _State:
+    """The state of one optimizer, on its way. Raises CheckpointError when it does not fit the optimizer."""
+
+    def __init__(self, optimizer: Optimizer, saved: SavedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._saved = saved
+        self._hooked = is_loaded_otherwise(optimizer)
+        if self._hooked:  # what they make of it is for them to check
+            return
+        check_sound(saved)
+        there, here = (
+            [len(group["params"]) for group in groups]
+            for groups in (saved.tree["param_groups"], optimizer.param_groups)
+        )
+        if there != here:
+            raise CheckpointError(
+                f"{saved.file.path} is of an optimizer with {there} parameters in its groups; the one given has {here}"
+            )
+        self._check_shapes()
+
+    def check(self, converted: Mapping[int, SavedTensor]) -> None:
+        """Raises CheckpointError where `load` would have to change what hooks are to see as it was saved."""
+        strange = [p for p in parameters_of(self._optimizer) if id(p) in converted]
+        if self._hooked and strange and isinstance(self._optimizer, HostOptimizer):
+            saved = converted[id(strange[0])]
+            raise CheckpointError(
+                f"{saved.name!r} is {saved.dtype} in {saved.file.path} and {strange[0].dtype} in the model, and the"
+                " optimizer has hooks for load_state_dict, which want its state as it was saved; load it into a model"
+                " of the saved dtype, or take the hooks off"
+            )
+
+    def load(self, converted: Mapping[int, SavedTensor]) -> None:
+        """Into the optimizer. `converted`: by id, the parameters whose values have another dtype in the checkpoint."""
+        if self._hooked:
+            self._load_for_hooks()
+            return
+        numbers = [number for group in self._saved.tree["param_groups"] for number in group["params"]]
+        parameters = parameters_of(self._optimizer)
+        state, on_disk, groups = self._read(self._of_others(dict(zip(numbers, parameters, strict=True)), converted))
+        if isinstance(self._optimizer, HostOptimizer):
+            for number, parameter in zip(numbers, parameters, strict=True):
+                if id(parameter) in converted:
+                    entries = state.setdefault(number, {})
+                    entries |= {name: one.load() for name, one in on_disk.pop(number, {}).items()}
+                    _convert(self._optimizer, parameter, converted[id(parameter)], entries)
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+        if isinstance(self._optimizer, HostOptimizer):
+            pairs = zip(numbers, parameters, strict=True)
+            self._optimizer.fill({parameter: on_disk[number] for number, parameter in pairs if on_disk.get(number)})
+
+    def _of_others(self, parameters: Mapping[int, torch.Tensor], converted: Mapping[int, SavedTensor]) -> set[int]:
+        """The numbers of parameters whose state other ranks keep, and whose values here do not come out of it."""
+        if not isinstance(self._optimizer, HostOptimizer):
+            return set()
+        others = self._optimizer.kept_elsewhere()
+        return {number for number, one in parameters.items() if one in others and id(one) not in converted}
+
+    def _load_for_hooks(self) -> None:
+        places: list[Place] = []
+        tree = {key: self._in_memory(value, str(key), places) for key, value in self._saved.tree.items()}
+        read_all([(self._saved.file, places)])
+        self._optimizer.load_state_dict(tree)
+
+    def _check_shapes(self) -> None:
+        groups = self._saved.tree["param_groups"]
+        numbers = [number for group in groups for number in group["params"]]
+        parameters = parameters_of(self._optimizer)
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for name, value in self._saved.tree["state"].get(number, {}).items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                moment = name.endswith(SUFFIX) and not is_record(value, parameter.numel())
+                if moment or (name in _ELEMENTWISE and value.shape != parameter.shape):
+                    raise CheckpointError(
+                        f"{name} of parameter {number} has the shape {tuple(value.shape)} in {self._saved.file.path},"
+                        f" and the parameter {tuple(parameter.shape)}; give the optimizer its parameters in the order"
+                        " in which the saved one had them"
+                    )
+
+    def _read(
+        self, others: Collection[int]
+    ) -> tuple[dict[Any, Any], dict[Any, dict[str, TensorAtRest]], list[dict[str, Any]]]:
+        """By number of the parameter: what is in memory now, and what goes from disk to disk; and the groups.
+
+        Nothing of those in `others`.
+        """
+        streams = isinstance(self._optimizer, HostOptimizer) and self._optimizer.state_on_disk
+        state: dict[Any, Any] = {}
+        on_disk: dict[Any, dict[str, TensorAtRest]] = {}
+        streamed: list[tuple[int, int]] = []
+        places: list[Place] = []
+        for number, entries in self._saved.tree["state"].items():
+            on_disk[number] = {}
+            if number in others:
+                continue
+            for name, value in entries.items() if streams and isinstance(entries, Mapping) else ():
+                if isinstance(value, torch.Tensor) and value.nbytes > SMALL_BYTES:
+                    first = self._saved.content.offset(value)
+                    like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+                    at = PlaceInFile(first, like.numel() * like.itemsize)
+                    on_disk[number][name] = self._saved.file.at_rest(at, like, f"state.{number}.{name}")
+                    streamed.append((first, first + at.nbytes))
+            rest = entries
+            if on_disk[number]:
+                rest = {name: value for name, value in entries.items() if name not in on_disk[number]}
+            state[number] = self._in_memory(rest, f"state.{number}", places)
+        groups = self._in_memory(self._saved.tree["param_groups"], "param_groups", places)
+        streamed.sort()
+
+        def read_otherwise(first: int, last: int) -> bool:
+            index = bisect_right(streamed, first, key=itemgetter(0)) - 1
+            return index >= 0 and last <= streamed[index][1]
+
+        read_all([(self._saved.file, places)], but_not=read_otherwise)
+        return state, on_disk, groups
+
+    def _in_memory(self, value: Any, name: str, places: list[Place]) -> Any:
+        """The same tree with tensors that `places` fill."""
+        if isinstance(value, torch.Tensor):
+            if not torch.ops.aten.is_non_overlapping_and_dense(value):
+                return value.clone()  # of another program: ours have none
+            filled = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+            at = PlaceInFile(self._saved.content.offset(value), value.numel() * value.itemsize)
+            if at.nbytes:
+                places.append(Place(at, name, filling(filled.as_strided((filled.numel(),), (1,)), value.dtype)))
+            return filled
+        if isinstance(value, Mapping):
+            return {key: self._in_memory(entry, f"{name}.{key}", places) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)([self._in_memory(entry, f"{name}.{i}", places) for i, entry in enumerate(value)])
+        return value
+
+
+def _convert(optimizer: HostOptimizer, parameter: torch.Tensor, saved: SavedTensor, state: dict[str, Any]) -> None:
+    """A parameter whose dtype was another one gets its exact value, and the master that goes with it."""
+    exact = take_exact(saved.load(), state)
+    if parameter.dtype in (torch.bfloat16, torch.float16):
+        adopt_exact(optimizer, parameter, exact, state)
+    else:
+        with torch.no_grad():
+            parameter.copy_(exact)
+
+
+def _modules_with_state(contents: Contents, model: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """The modules that save something of their own (`get_extra_state`), and what that was."""
+    modules = {plain_name(name): module for name, module in model.named_modules()}
+    found = []
+    for name, value in contents.module_state.items():
+        owner = name.removesuffix(EXTRA_STATE).removesuffix(".")
+        if owner not in modules or type(modules[owner]).set_extra_state is nn.Module.set_extra_state:
+            raise CheckpointError(
+                f"{contents.path} holds {name!r}, which no module of the model takes (set_extra_state); load it into"
+                " the model that was saved"
+            )
+        found.append((modules[owner], value))
+    return found

@@ -1,0 +1,60 @@
+"""Where do the bytes of the host tier lie? In arenas: exact-size slabs, touched, page-locked where there is a device.
+
+PyTorch's own pinned allocator rounds every allocation up to a power of two and never gives it back, so an arena maps
+its memory itself and registers it with the device (see docs/design/arenas.md).
+"""
+
+import mmap
+
+import torch
+
+from headrace.memory.ledger import Ledger
+from headrace.memory.locking import host_memory
+
+__all__ = ["ALIGNMENT_BYTES", "KERNEL_ALIGNMENT_BYTES", "Arena", "aligned", "is_large", "whole_pages"]
+
+ALIGNMENT_BYTES = 64  # of every tensor in an arena or a block: a cache line, and any dtype's own alignment
+# Of all but small ones: libraries choose kernels by alignments up to this one, so a weight at a lesser one could be
+# computed with another kernel than in the plain run, and differ in the last bit.
+KERNEL_ALIGNMENT_BYTES = 256
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to the alignment of a tensor of that size."""
+    alignment = KERNEL_ALIGNMENT_BYTES if is_large(nbytes) else ALIGNMENT_BYTES
+    return (nbytes + alignment - 1) // alignment * alignment
+
+
+def is_large(nbytes: int) -> bool:
+    """Whether a tensor of that size has the alignment that kernels ask for. In a block, large ones come first."""
+    return nbytes >= KERNEL_ALIGNMENT_BYTES
+
+
+def whole_pages(nbytes: int) -> int:
+    """Bytes that an arena takes: `nbytes` rounded up to pages, one at least."""
+    return max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+
+
+class Arena:
+    """`nbytes` of host memory, rounded up to whole pages, page-locked for `device` if that is an accelerator.
+
+    `pinned` is False where there is nothing to lock it for, and where the system refuses.
+
+    The memory lives as long as any tensor made by `tensor` does, and is booked in `ledger` under `purpose` until then.
+    Raises BudgetError, before anything is allocated, when that is over the ledger's host budget.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, ledger: Ledger, purpose: str) -> None:
+        self.nbytes = whole_pages(nbytes)
+        with ledger.making(self.nbytes):
+            ledger.check_host(self.nbytes, purpose)
+            self._memory, self.pinned = host_memory(self.nbytes, device, ledger, purpose)
+
+    def tensor(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Bytes `offset` to `offset + nbytes` as a tensor of shape (elements,) with a storage of its own.
+
+        Its own storage, so that saving one tensor does not save the arena and two neighbours do not look shared.
+        """
+        if nbytes == 0:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        return torch.frombuffer(self._memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=offset)

@@ -1,0 +1,73 @@
+"""How are some bytes of something on disk read so that they are checked? With all those that a checksum is of.
+
+Such a grain is kept, within `neighbours_follow`, for whoever reads its next bytes.
+"""
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from headrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, disk_pages
+from headrace.memory.disk.mapping import Origin
+from headrace.memory.pages import map_pages
+
+__all__ = ["neighbours_follow", "read_bytes", "write_bytes"]
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.pages = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.keeps = False
+        self.held: tuple[Origin, int] | None = None  # what `pages` holds, and the first byte of that
+
+
+_own = _OfThread()
+
+
+@contextlib.contextmanager
+def neighbours_follow() -> Iterator[None]:
+    """Within, on this thread, nothing that is read changes before all of its neighbours have been read."""
+    _own.keeps, _own.held = True, None
+    try:
+        yield
+    finally:
+        _own.keeps, _own.held = False, None
+        _own.pages = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def read_bytes(origin: Origin, offset: int, memory: torch.Tensor) -> bool:
+    """Fills uint8 `memory` with the bytes from `offset` on; False where that has to be done through the mapping."""
+    at = 0
+    while at < memory.nbytes:
+        first, last = origin.grain(offset + at)
+        if _own.held != (origin, first):
+            _own.held = None
+            if _own.pages.nbytes < last - first:
+                _own.pages = torch.frombuffer(map_pages(disk_pages(last - first), touched=False), dtype=torch.uint8)
+            request = origin.read(_own.pages[: last - first], first)
+            if request is None:
+                return False
+            request.synchronize()
+            _own.held = (origin, first) if _own.keeps else None
+        nbytes = min(last - offset, memory.nbytes) - at
+        ctypes.memmove(memory.data_ptr() + at, _own.pages.data_ptr() + offset + at - first, nbytes)
+        at += nbytes
+    return True
+
+
+def write_bytes(origin: Origin, offset: int, memory: torch.Tensor) -> bool:
+    """The inverse of `read_bytes`."""
+    _own.held = None
+    within = offset % DISK_ALIGNMENT_BYTES  # pages of memory onto pages of the disk
+    if _own.pages.nbytes < within + memory.nbytes:
+        _own.pages = torch.frombuffer(map_pages(disk_pages(within + memory.nbytes), touched=False), dtype=torch.uint8)
+    source = _own.pages[within : within + memory.nbytes]
+    ctypes.memmove(source.data_ptr(), memory.data_ptr(), memory.nbytes)
+    request = origin.write(source, offset)
+    if request is None:
+        return False
+    request.synchronize()
+    return True

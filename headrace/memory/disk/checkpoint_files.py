@@ -1,0 +1,74 @@
+"""Which files make up a checkpoint? One file, the shards of an index, or all of a directory; none from elsewhere."""
+
+import json
+from pathlib import Path
+
+from headrace.errors import CheckpointError
+
+__all__ = ["CheckpointFiles", "find_files", "leads_out"]
+
+CheckpointFiles = dict[Path, frozenset[str] | None]  # the tensors to take from each file; None: all of them
+
+_INDICES = ("*.safetensors.index.json", "*.bin.index.json")
+_WEIGHTS = ("*.safetensors", "pytorch_model.bin")
+
+
+def find_files(path: Path) -> CheckpointFiles:
+    """The files of the checkpoint `path`: a file, an index, or a directory with one index or with files.
+
+    Of safetensors, or else of torch.save.
+
+    Raises CheckpointError when there are none, or when a name leads out of the directory.
+    """
+    path = path.expanduser()
+    if path.is_dir():
+        indices = next(filter(None, (sorted(path.glob(pattern)) for pattern in _INDICES)), [])
+        if len(indices) > 1:
+            names = ", ".join(index.name for index in indices)
+            raise CheckpointError(f"{path} has {len(indices)} indices ({names}); give the path of one of them")
+        if indices:
+            return _indexed(indices[0])
+        found = next(filter(None, (sorted(path.glob(pattern)) for pattern in _WEIGHTS)), [])
+        files = [_inside(path, file.name) for file in found]
+        if not files:
+            raise CheckpointError(
+                f"{path} has no safetensors file and no pytorch_model.bin; give a directory with one, or save the model"
+                " again"
+            )
+        return dict.fromkeys(files)
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist; give a safetensors file, its index, or their directory")
+    return _indexed(path) if path.name.endswith(".json") else {path.resolve(): None}
+
+
+def _indexed(index: Path) -> CheckpointFiles:
+    try:
+        found = json.loads(index.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{index} is no sound JSON ({error}); download or save it again") from error
+    weights = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(weights, dict) or not weights or not all(isinstance(name, str) for name in weights.values()):
+        raise CheckpointError(f"{index} has no weight_map of tensors and files; download or save it again")
+    return {
+        _inside(index.parent, name): frozenset(tensor for tensor, file in weights.items() if file == name)
+        for name in sorted(set(weights.values()))
+    }
+
+
+def leads_out(directory: Path, file: Path) -> bool:
+    """Whether a file, wherever links lead, lies elsewhere. The hub's cache keeps files beside its snapshots."""
+    home = directory.resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parent.parent / "blobs")
+    return not any(file.resolve().is_relative_to(place) for place in allowed)
+
+
+def _inside(directory: Path, name: str) -> Path:
+    """The real path of a file of the directory."""
+    path = (directory / name).resolve()
+    if Path(name).name != name or leads_out(directory, path):
+        raise CheckpointError(f"{name!r} of the checkpoint in {directory} leads out of it, to {path}; it is not read")
+    if not path.is_file():
+        raise CheckpointError(f"{directory} lacks {name!r}, a part of its checkpoint; download it again")
+    return path

@@ -1,0 +1,163 @@
+"""How are bytes read from and written to a file? At offsets, past the page cache where the filesystem allows it."""
+
+import ctypes
+import errno
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from headrace.errors import DiskError
+from headrace.memory.disk.extent import DISK_ALIGNMENT_BYTES
+from headrace.runtime.system import CLOSED_IN_CHILDREN, read_at, write_at
+
+__all__ = ["HAS_DIRECT", "DirectFile"]
+
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+HAS_DIRECT = bool(_O_DIRECT)  # whether the operating system knows such a thing
+# What filesystems answer that do not do direct I/O: at opening, or only at the first transfer.
+_REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOENT}  # the last one: there is no /proc
+
+
+class DirectFile:
+    """A file that several threads read and write at once; `name` is what errors call it.
+
+    `direct` says whether whole aligned pages bypass the page cache. Other ranges (the last, partial page of a tensor,
+    memory that is not aligned) go through the page cache; the kernel keeps both in step. Takes over `descriptor`.
+    """
+
+    def __init__(self, descriptor: int, name: str, *, writable: bool) -> None:
+        self.name = name
+        self.descriptor = descriptor
+        self._direct_descriptor = _open_direct(descriptor, writable)
+        descriptors = [descriptor] if self._direct_descriptor is None else [descriptor, self._direct_descriptor]
+        self._closer = weakref.finalize(self, _close_all, descriptors)
+
+    @property
+    def direct(self) -> bool:
+        """Whether the page cache is bypassed."""
+        return self._direct_descriptor is not None
+
+    def size(self) -> int:
+        """Bytes of the file now."""
+        return os.fstat(self.descriptor).st_size
+
+    def read(self, address: int, nbytes: int, offset: int, what: str) -> None:
+        """Fills memory at `address` with `nbytes` from `offset`. Raises DiskError, also when the file ends before."""
+        self._transfer(read_at, "read", address, nbytes, offset, what)
+
+    def read_scattered(self, memory: Sequence[tuple[int, int]], offset: int, what: str) -> None:
+        """As `read`, into several (address, bytes) one after the other: in one request where all have whole pages."""
+        unaligned = any(address % DISK_ALIGNMENT_BYTES or nbytes % DISK_ALIGNMENT_BYTES for address, nbytes in memory)
+        if self._direct_descriptor is not None and not unaligned and offset % DISK_ALIGNMENT_BYTES == 0:
+            self._move(read_at, "read", self._direct_descriptor, memory, offset, what)
+            return
+        for address, nbytes in memory:
+            self.read(address, nbytes, offset, what)
+            offset += nbytes
+
+    def write(self, address: int, nbytes: int, offset: int, what: str) -> None:
+        """Writes `nbytes` of memory at `address` to `offset`. Raises DiskError."""
+        self._transfer(write_at, "written", address, nbytes, offset, what)
+
+    def close(self) -> None:
+        """Closes the descriptors. A file without a name is gone then, once no mapping is left."""
+        self._closer()
+
+    def _transfer(
+        self,
+        call: Callable[[int, list[Any], int], int],
+        done: str,
+        address: int,
+        nbytes: int,
+        offset: int,
+        what: str,
+    ) -> None:
+        for begin, end, descriptor in self._routes(address, nbytes, offset):
+            self._move(call, done, descriptor, [(address + begin, end - begin)], offset + begin, what)
+
+    def _move(
+        self,
+        call: Callable[[int, list[Any], int], int],
+        done: str,
+        descriptor: int,
+        memory: Sequence[tuple[int, int]],
+        offset: int,
+        what: str,
+    ) -> None:
+        while memory:
+            # Views by address: reading through PyTorch or NumPy would need the tensor's Python object here.
+            views = [(ctypes.c_char * nbytes).from_address(address) for address, nbytes in memory]
+            nbytes = sum(nbytes for _, nbytes in memory)
+            try:
+                moved = call(descriptor, views, offset)
+            except OSError as error:
+                raise DiskError(
+                    error.errno,
+                    f"{what}: {nbytes} bytes at offset {offset} of {self.name} could not be {done}:"
+                    f" {error.strerror}. {_advice(error.errno)}",
+                ) from error
+            if moved <= 0:
+                raise DiskError(
+                    errno.EIO,
+                    f"{what}: {self.name} ends at byte {self.size()}, but {nbytes} bytes at offset {offset}"
+                    f" were to be {done}: the file was truncated. Restore it from where it came from.",
+                )
+            offset += moved
+            memory = _behind(memory, moved)
+
+    def _routes(self, address: int, nbytes: int, offset: int) -> list[tuple[int, int, int]]:
+        """(begin, end, descriptor) of the parts to go: the whole aligned pages directly, the rest buffered."""
+        direct = self._direct_descriptor
+        if direct is None or (address - offset) % DISK_ALIGNMENT_BYTES:
+            return [(0, nbytes, self.descriptor)] if nbytes else []
+        first = min(-offset % DISK_ALIGNMENT_BYTES, nbytes)
+        last = max(first, nbytes - (offset + nbytes) % DISK_ALIGNMENT_BYTES)
+        routes = [(0, first, self.descriptor), (first, last, direct), (last, nbytes, self.descriptor)]
+        return [route for route in routes if route[0] < route[1]]
+
+
+def _open_direct(descriptor: int, writable: bool) -> int | None:
+    """A second descriptor of the same file for direct I/O; None where the filesystem refuses that."""
+    if not _O_DIRECT:
+        return None
+    try:
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | _O_DIRECT | CLOSED_IN_CHILDREN
+        direct = os.open(f"/proc/self/fd/{descriptor}", flags)
+    except OSError as error:
+        if error.errno in _REFUSALS:
+            return None
+        raise
+    try:
+        os.preadv(direct, [mmap.mmap(-1, DISK_ALIGNMENT_BYTES)], 0)
+    except OSError as error:
+        os.close(direct)
+        if error.errno in _REFUSALS:
+            return None
+        raise
+    return direct
+
+
+def _behind(memory: Sequence[tuple[int, int]], moved: int) -> list[tuple[int, int]]:
+    """What is left of it when so many bytes are done."""
+    left = []
+    for address, nbytes in memory:
+        done = min(moved, nbytes)
+        moved -= done
+        if done < nbytes:
+            left.append((address + done, nbytes - done))
+    return left
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _advice(number: int | None) -> str:
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return "Free space on that disk, or give a directory on a larger one."
+    if number == errno.EIO:
+        return "The drive reports a fault: see the kernel's log (dmesg), and give a directory on another drive."
+    return "See whether the disk is still there and healthy."

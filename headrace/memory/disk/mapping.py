@@ -1,0 +1,243 @@
+"""How does user code see bytes on disk? As memory: a mapping of a range of a file."""
+
+import ctypes
+import errno
+import functools
+import mmap
+import os
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from headrace.errors import DiskError
+from headrace.memory.disk.requests import Request
+from headrace.runtime.system import NO_FILE_MEMORY, libc, read_some
+
+__all__ = ["Mapping", "Origin", "copy_on_disk", "origin_of", "release_pages"]
+
+_WAIT_WRITE_WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_: for writes under way, all that is dirty, for its end
+_READ_AND_WRITE = 1 | 2  # PROT_; these are the same numbers on Linux, macOS and BSD
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = 1, 2, 16
+_PRESENT, _SWAPPED, _OF_FILE = (np.uint64(bit) for bit in (63, 62, 61))  # of an entry in a page map
+_COPIED_BYTES = 4 << 20
+_FAILED = ctypes.c_void_p(-1).value
+
+
+_address, _size, _int, _offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
+
+
+@functools.cache
+def _call(name: str, restype: Any, *argtypes: Any) -> Any:
+    """A function of libc, called without the interpreter lock; None where there is none of that name.
+
+    (Python's mmap keeps a descriptor for each mapping.)
+    """
+    function = getattr(libc(), name, None)
+    if function is not None:
+        function.restype, function.argtypes = restype, argtypes
+    return function
+
+
+def _mmap(*args: Any) -> Any:
+    call = _call("mmap", _address, _address, _size, _int, _int, _int, _offset)
+    if call is None:
+        raise DiskError(errno.ENOSYS, NO_FILE_MEMORY)
+    return call(*args)
+
+
+def _munmap(address: int, nbytes: int) -> None:
+    _call("munmap", _int, _address, _size)(address, nbytes)
+
+
+def _madvise(address: int, nbytes: int, advice: int) -> int:
+    return int(_call("madvise", _int, _address, _size, _int)(address, nbytes, advice))
+
+
+class Origin(Protocol):
+    """Bytes of a file, past the page cache. Offsets count from the first that a mapping shows."""
+
+    def grain(self, offset: int) -> tuple[int, int]:
+        """What to read for the byte at `offset`: first and last but one of those that have a checksum together."""
+
+    def read(self, destination: torch.Tensor, offset: int) -> Request | None:
+        """Submits reading into uint8 memory of the CPU; None when only the mapping itself shows what is there."""
+
+    def shows(self, path: str, offset: int, offset_there: int) -> bool:
+        """Whether the byte at `offset` is that at `offset_there` of the file `path`, and always will be."""
+
+    def write(self, source: torch.Tensor, offset: int) -> Request | None:
+        """Submits writing from uint8 memory of the CPU; None when what is there must be written through the mapping."""
+
+
+@dataclass
+class _Mapped:
+    """What is known of a mapping by its address."""
+
+    nbytes: int
+    is_shared: bool
+    origin: Origin | None = None
+    before_unmap: Callable[[], Any] | None = None
+
+
+class _Table:
+    """The mappings of this process, by address. They end on whatever thread collects them, within any line of these."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[int, _Mapped] = {}
+        self._change = object()  # another one after each change
+        self._sorted: tuple[object, list[int]] = (None, [])  # the addresses, as after that change
+
+    def add(self, address: int, mapped: _Mapped) -> None:
+        self._mapped[address] = mapped
+        self._change = object()
+
+    def remove(self, address: int) -> _Mapped | None:
+        removed = self._mapped.pop(address, None)
+        self._change = object()
+        return removed
+
+    def at(self, address: int) -> tuple[int, _Mapped] | None:
+        """The mapping that has the byte at this address, and where it begins."""
+        change, (sorted_at, addresses) = self._change, self._sorted
+        if sorted_at is not change:
+            addresses = sorted(self._mapped)
+            self._sorted = change, addresses
+        index = bisect_right(addresses, address) - 1
+        mapped = self._mapped.get(addresses[index]) if index >= 0 else None
+        return None if mapped is None or address >= addresses[index] + mapped.nbytes else (addresses[index], mapped)
+
+
+_table = _Table()
+
+
+def origin_of(tensor: torch.Tensor) -> tuple[Origin, int] | None:
+    """What a tensor of the CPU shows, and the offset of its first byte there; None for memory that is no mapping."""
+    first = tensor.data_ptr()
+    found = _table.at(first) if tensor.nbytes else None
+    if found is None or found[1].origin is None or first + tensor.nbytes > found[0] + found[1].nbytes:
+        return None
+    return found[1].origin, first - found[0]
+
+
+def copy_on_disk(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """`destination.copy_(source)`; what of either is a shared mapping does not stay in this process's memory.
+
+    That is so for contiguous tensors: some of them at a time. Others are copied as a whole.
+    """
+    if not (destination.is_contiguous() and source.is_contiguous()) or source.nbytes <= _COPIED_BYTES:
+        destination.copy_(source)
+        return
+    to, of = destination.view(-1), source.view(-1)
+    step = _COPIED_BYTES // source.itemsize
+    for begin in range(0, to.numel(), step):
+        to[begin : begin + step].copy_(of[begin : begin + step])
+        for one in (to, of):
+            release_pages(one.data_ptr() + begin * one.itemsize, min(step, to.numel() - begin) * one.itemsize)
+
+
+def release_pages(first: int, nbytes: int) -> None:
+    """Whole pages of shared mappings among these bytes count no more as memory; the file has what they hold."""
+    found = _table.at(first)
+    if found is not None and found[1].is_shared:
+        begin = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = min(first + nbytes, found[0] + found[1].nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if begin < end:
+            _madvise(begin, end - begin, mmap.MADV_DONTNEED)
+
+
+def _unmap(address: int, nbytes: int) -> None:
+    mapped = _table.remove(address)
+    if mapped is not None and mapped.before_unmap is not None:
+        mapped.before_unmap()
+    _munmap(address, nbytes)
+
+
+class Mapping:
+    """`nbytes` at `offset` (a multiple of the page size) of an open file as memory.
+
+    Shared: writes reach the file. Private: writes stay with this process, page by page, and the file is only read.
+    The memory lives as long as any tensor made by `tensor` does, also after the file is closed.
+    """
+
+    def __init__(self, descriptor: int, offset: int, nbytes: int, *, shared: bool) -> None:
+        flags = _MAP_SHARED if shared else _MAP_PRIVATE
+        self._nbytes = max(nbytes, 1)
+        self._offset = offset
+        self.address = self._map(None, flags, descriptor)
+        self.memory = (ctypes.c_char * self._nbytes).from_address(self.address)  # lives as long as it is mapped
+        self._mapped = _Mapped(self._nbytes, shared)
+        _table.add(self.address, self._mapped)
+        weakref.finalize(self.memory, _unmap, self.address, self._nbytes).atexit = False
+
+    def show(self, origin: Origin) -> None:
+        """`origin_of` finds `origin` for memory of this mapping from now on."""
+        self._mapped.origin = origin
+
+    def before_unmap(self, call: Callable[[], Any] | None) -> None:
+        """`call` is called when the memory is about to go."""
+        self._mapped.before_unmap = call
+
+    def tensor(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Bytes `offset` to `offset + nbytes` as a tensor of shape (elements,) with a storage of its own."""
+        if nbytes == 0:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        return torch.frombuffer(self.memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=offset)
+
+    def make_private(self, descriptor: int) -> None:
+        """From now on writes stay with this process, at the same addresses. Raises OSError when that fails."""
+        self._map(self.address, _MAP_PRIVATE | _MAP_FIXED, descriptor)
+        self._mapped.origin, self._mapped.is_shared = None, False
+
+    def _map(self, where: int | None, flags: int, descriptor: int) -> int:
+        address: int = _mmap(where, self._nbytes, _READ_AND_WRITE, flags, descriptor, self._offset)
+        if address == _FAILED:
+            raise _error("mmap")
+        # Whoever reads a tensor reads all of it, in order (an optimizer, saving): see docs/design/disk.md. A wish only.
+        _madvise(address, self._nbytes, mmap.MADV_SEQUENTIAL)
+        return address
+
+    def flush(self, descriptor: int) -> None:
+        """Waits until what was written through the mapping went to the drive. Raises OSError when that fails.
+
+        Not until it is safe from a loss of power, as msync would: that takes ten times as long.
+        """
+        sync = _call("sync_file_range", _int, _int, _offset, _offset, ctypes.c_uint)
+        if sync is None:  # it is Linux's own
+            os.fsync(descriptor)
+        elif sync(descriptor, self._offset, self._nbytes, _WAIT_WRITE_WAIT) != 0:
+            raise _error("sync_file_range")
+
+    def written(self, offset: int, nbytes: int) -> bool | None:
+        """Whether a page of these bytes of a private mapping was written to; None where the system does not say."""
+        first, last = (self.address + offset) // mmap.PAGESIZE, -(-(self.address + offset + nbytes) // mmap.PAGESIZE)
+        try:
+            with open("/proc/self/pagemap", "rb", buffering=0) as file:
+                found = read_some(file.fileno(), 8 * (last - first), 8 * first)
+        except OSError:
+            return None
+        pages = np.frombuffer(found, np.uint64)
+        swapped, ours = pages >> _SWAPPED & 1, (pages >> _PRESENT & 1) & (~pages >> _OF_FILE & 1)
+        return bool((swapped | ours).any())
+
+    def dirty(self) -> None:
+        """Writes to every page what it has, so that `flush` brings all of them to disk."""
+        first_bytes = self.tensor(0, self._nbytes)[:: mmap.PAGESIZE]
+        first_bytes.copy_(first_bytes.clone())
+
+    def forget(self) -> None:
+        """Lets go of the pages: they count no more as memory of this process, and are read anew at the next touch.
+
+        Of a private mapping, that undoes writes.
+        """
+        if _madvise(self.address, self._nbytes, mmap.MADV_DONTNEED) != 0:
+            raise _error("madvise")
+
+
+def _error(call: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{call}: {os.strerror(number)}")

@@ -1,0 +1,111 @@
+"""Where do the weights of a model that is being built lie? Large ones in files without names, not in RAM."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from headrace.errors import DiskError
+from headrace.memory.disk.directory import StoreDirectory
+from headrace.memory.disk.mapping import Mapping
+from headrace.runtime.system import reserve
+
+__all__ = ["TensorsOnDisk"]
+
+_SMALL_BYTES = 2**20  # less than this stays in RAM
+_COPIES = frozenset((torch.Tensor.contiguous, torch.Tensor.clone, torch.Tensor.to, torch.Tensor.reshape))
+
+
+class TensorsOnDisk(TorchFunctionMode):
+    """Within it, `torch.empty` of a large tensor on the CPU gives memory of a file in `path`, which is gone with it.
+
+    Modules make their parameters so and then draw the values in place, so the values are those that they would have
+    in RAM; the kernel writes pages to the drive when it needs their memory. What is put together of others (a
+    checkpoint's experts, into one tensor) goes there as soon as it is made; `made_one` is called after that.
+
+    Raises DiskError when the drive is full.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], made_one: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self._directory = StoreDirectory(path)
+        self._made_one = made_one
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
+        self._directory.close()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.stack, torch.cat) and (joined := self._joined(func, *args, **(kwargs or {}))) is not None:
+            return joined
+        made = func(*args, **(kwargs or {}))  # RAM that nobody has touched, and so does not take any
+        if func is torch.empty:
+            if made.device.type == "cpu" and made.nbytes >= _SMALL_BYTES and not made.is_pinned():
+                return _like(made, self._on_disk(made.nbytes).tensor(0, made.nbytes))
+        elif func in _COPIES and made.device.type == "cpu" and made.nbytes >= _SMALL_BYTES and _is_new(made, args):
+            return self._moved(made)
+        return made
+
+    def _joined(
+        self, func: Callable[..., Any], tensors: Sequence[torch.Tensor], dim: int = 0, **others: Any
+    ) -> torch.Tensor | None:
+        """`torch.stack` or `torch.cat` onto disk, one tensor after the other; None for small ones and other forms."""
+        if others or any(tensor.device.type != "cpu" or tensor.dtype != tensors[0].dtype for tensor in tensors):
+            return None
+        like = func([tensor.to("meta") for tensor in tensors], dim)
+        if like.nbytes < _SMALL_BYTES:
+            return None
+        mapping = self._on_disk(like.nbytes)
+        joined = _like(like, mapping.tensor(0, like.nbytes))
+        at = 0
+        for tensor in tensors:
+            rows = 1 if func is torch.stack else tensor.shape[dim]
+            place = joined.select(dim, at) if func is torch.stack else joined.narrow(dim, at, rows)
+            place.copy_(tensor)
+            at += rows
+            self._let_go(mapping)
+        return joined
+
+    def _let_go(self, mapping: Mapping) -> None:
+        mapping.forget()
+        if self._made_one is not None:
+            self._made_one()
+
+    def _moved(self, made: torch.Tensor) -> torch.Tensor:
+        if not torch.ops.aten.is_non_overlapping_and_dense(made):
+            return made
+        mapping = self._on_disk(made.nbytes)
+        moved = _like(made, mapping.tensor(0, made.nbytes)).copy_(made)
+        self._let_go(mapping)
+        return moved
+
+    def _on_disk(self, nbytes: int) -> Mapping:
+        self._directory.check_free(nbytes, "a new weight")
+        descriptor = self._directory.create_file()
+        try:
+            reserve(descriptor, 0, nbytes)
+            return Mapping(descriptor, 0, nbytes, shared=True)
+        except OSError as error:
+            raise DiskError(
+                error.errno,
+                f"a new weight of {nbytes:,} bytes could not be laid in {self._directory.path}: {error.strerror}. Free"
+                " some space, or give a directory on another disk.",
+            ) from error
+        finally:
+            os.close(descriptor)
+
+
+def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+def _is_new(made: torch.Tensor, args: Sequence[Any]) -> bool:
+    """Whether its memory is not that of what it was made of."""
+    given = args[0] if args else None
+    return (
+        not isinstance(given, torch.Tensor) or given.untyped_storage().data_ptr() != made.untyped_storage().data_ptr()
+    )

@@ -1,0 +1,309 @@
+"""In which order do reads and writes go to the disk? Of the same bytes as submitted; else when a thread is free.
+
+Reads of one extent may overlap; a write waits for the reads and writes of its bytes that were submitted before it, a
+read for the write before it. So nothing is read before its last write has landed, and nothing is overwritten while it
+is read. Bytes whose write failed cannot be read, until a later one has written them.
+
+Ctrl-C may strike the submitting thread at any instruction. So it does one thing only, which either happens or does not:
+it puts the request in a queue. (Futures, conditions and executors of the standard library can be left locked.)
+"""
+
+import itertools
+import os
+import threading
+import time
+import traceback
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from copy import copy
+from enum import Enum
+from functools import partial
+from queue import Empty, SimpleQueue
+
+from headrace.errors import StateError
+from headrace.memory.disk.extent import Extent
+from headrace.runtime.lanes import Event
+from headrace.runtime.threads import Gate, this_is_own_thread
+
+__all__ = ["Access", "Kind", "Request", "Requests"]
+
+_Job = Callable[[], None]
+
+
+class Access(Enum):
+    """How a request uses its extent."""
+
+    READ = "read"  # beside other reads
+    WRITE = "write"  # alone
+
+
+class Kind(Enum):
+    """What a request does with its bytes."""
+
+    TRANSFER = "transfer"  # reads or writes them
+    FLUSH = "flush"  # brings to the file what was written as memory
+    TURN = "turn"  # nothing: it waits for those before
+
+
+Span = tuple[int, int]  # first byte, one past the last
+
+
+class Request:
+    """One read or write on its way: an Event that carries its exception, and the moments of begin and end."""
+
+    def __init__(
+        self,
+        extent: Extent | None,
+        access: Access,
+        jobs: Sequence[_Job],
+        kind: Kind,
+        span: Span,
+        reach: Span | None = None,
+    ) -> None:
+        self.extent = extent  # None: of all
+        self.access = access
+        self.kind = kind
+        self.span = span  # bytes of the extent that it is about
+        self.reach = reach or span  # those that nobody else may write meanwhile
+        self.jobs: list[_Job | None] = list(jobs)  # None: done
+        self.ended_jobs = itertools.count(1)  # next() of it is atomic
+        self.waits_for = 0  # requests and events that must be done before this one begins
+        self.followers: list[Request] = []
+        self.error: BaseException | None = None
+        self._begun_at = self._ended_at = 0.0
+        self._ended = False
+        self._begin, self._end = Gate(), Gate()
+
+    def synchronize(self) -> None:
+        """The caller waits for the end; raises what failed."""
+        self.settle()
+        if self.error is not None:  # a copy: the store remembers it, and what is raised holds all callers' variables
+            raise copy(self.error).with_traceback(self.error.__traceback__) from self.error.__cause__
+
+    def settle(self) -> None:
+        """The caller waits for the end, well or not."""
+        self._end.wait()
+
+    def query(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended
+
+    def began_at(self) -> float:
+        """When its first byte was asked for, in seconds of `time.perf_counter`; waits for that."""
+        self._begin.wait()
+        return self._begun_at
+
+    def reached_at(self) -> float:
+        """When it ended, in seconds of `time.perf_counter`; waits for that and raises what failed."""
+        self.synchronize()
+        return self._ended_at
+
+    def begin(self) -> None:
+        """Notes the moment of the begin."""
+        self._begun_at = time.perf_counter()
+        self._begin.open()
+
+    def end(self) -> None:
+        """Notes the end, and wakes those who wait. Nobody here refers to the memory any more."""
+        self.jobs.clear()
+        self._ended_at = time.perf_counter()
+        self._ended = True
+        self._end.open()
+
+
+class Requests:
+    """The requests of one store: `threads` that move bytes, and one that decides whose turn it is.
+
+    One more thread for reads and one for writes wait for the events that requests begin after.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._turns = _Turns(threads)
+        self._owner = os.getpid()
+        self._closer = weakref.finalize(self, self._turns.stop)
+
+    def submit(self, request: Request, after: Event | None) -> Request:
+        """Lets `request` begin when its turn has come and `after` is reached. Never blocks."""
+        if not self._closer.alive:
+            raise _closed(request)
+        if os.getpid() != self._owner:
+            raise StateError(f"the disk tier is process {self._owner}'s, which this one was forked from; use it there")
+        self._turns.post(partial(self._turns.enter, request, after))
+        return request
+
+    def synchronize(self) -> None:
+        """Waits for all that was submitted; raises the first failure of a write that was not made good."""
+        self.submit(Request(None, Access.WRITE, (), Kind.TURN, (0, 0)), None).synchronize()
+
+    def close(self) -> None:
+        """Waits until all requests have ended, well or not, and ends the threads. Twice is fine."""
+        self._closer()
+
+
+class _Turns:
+    """Who has to wait for whom: all of that happens on one thread, which takes one message after the other."""
+
+    def __init__(self, threads: int) -> None:
+        self._inbox: SimpleQueue[_Job | None] = SimpleQueue()
+        self._work: SimpleQueue[_Job | None] = SimpleQueue()
+        self._waits: dict[Access, SimpleQueue[_Job | None]] = {access: SimpleQueue() for access in Access}
+        self._unfinished: dict[Extent | None, list[Request]] = defaultdict(list)
+        self._failed: dict[Extent, list[Request]] = {}  # writes whose bytes did not land, nor others in their place
+        self._stopped = False
+        queues = [self._work] * threads + list(self._waits.values())
+        self._workers = [_start(_work_off, queue) for queue in queues]
+        self._thread = _start(self._run, queues)
+
+    def post(self, message: _Job) -> None:
+        """Has `message` called on the thread of turns; once that has ended, at once (then nothing has a turn)."""
+        self._inbox.put(message)
+        if self._stopped:
+            self._take_rest()
+
+    def stop(self) -> None:
+        """Waits until all requests have ended, and ends the threads."""
+        self._inbox.put(None)
+        # A store that nobody closed may go with its last request, on one of these threads.
+        if threading.current_thread() not in (self._thread, *self._workers):
+            for thread in (self._thread, *self._workers):  # one that lets go of a tensor at exit ends the process badly
+                thread.join()
+
+    def enter(self, request: Request, after: Event | None) -> None:
+        """`request` takes its turn behind those that it cannot run beside."""
+        if self._stopped:
+            request.error = _closed(request)
+            request.begin()
+            request.end()
+            return
+        turns = self._unfinished.values() if request.extent is None else [self._unfinished[request.extent]]
+        for earlier in [one for turn in turns for one in turn if _exclude(request, one)]:
+            earlier.followers.append(request)
+            request.waits_for += 1
+        self._unfinished[request.extent].append(request)
+        request.waits_for += 1  # for `after`, or for the next line
+        if after is None:
+            self._advance(request)
+        else:
+            self._waits[request.access].put(partial(self._wait, request, after))
+
+    def _run(self, queues: list["SimpleQueue[_Job | None]"]) -> None:
+        stopping = False
+        while not stopping or self._unfinished:
+            message = self._inbox.get()
+            if message is None:
+                stopping = True
+            else:
+                message()
+        for queue in queues:
+            queue.put(None)
+        self._stopped = True
+        self._take_rest()
+
+    def _take_rest(self) -> None:
+        while True:
+            try:
+                message = self._inbox.get_nowait()
+            except Empty:
+                return
+            if message is not None:
+                message()
+
+    def _wait(self, request: Request, after: Event) -> None:
+        """On a thread that waits."""
+        try:
+            after.synchronize()
+        except BaseException as error:  # the request cannot begin: whoever waits for it must know
+            request.error = error
+        self.post(partial(self._advance, request))
+
+    def _advance(self, *requests: Request) -> None:
+        """One thing less that each of them waits for; begins those for which that was the last."""
+        advanced = list(requests)
+        while advanced:
+            request = advanced.pop()
+            request.waits_for -= 1
+            if request.waits_for:
+                continue
+            if request.extent is None:
+                request.error = next((old.error for failed in self._failed.values() for old in failed), None)
+            else:
+                failed = self._failed.get(request.extent, ())
+                spoilt = [old.error for old in failed if _meet(request.span, old.span) and not _mends(request, old)]
+                request.error = request.error or next(iter(spoilt), None)
+            request.begin()
+            if request.error is not None or not request.jobs:
+                request.end()
+                advanced.extend(self._leave(request))
+            count = len(request.jobs)
+            for number in range(count):
+                self._work.put(partial(self._do, request, number, count))
+
+    def _do(self, request: Request, number: int, count: int) -> None:
+        """On a thread that moves bytes."""
+        job, request.jobs[number] = request.jobs[number], None
+        try:
+            if request.error is None and job is not None:
+                job()
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # whose variables have the memory
+            request.error = error
+        del job  # before the end is told: this thread may outlive that by a moment, and then holds no memory
+        if next(request.ended_jobs) == count:
+            self.post(lambda: self._advance(*self._leave(request)))
+            request.end()
+
+    def _leave(self, request: Request) -> list[Request]:
+        """`request` has ended, well or not. Returns those that waited for it."""
+        turn = self._unfinished[request.extent]
+        turn.remove(request)
+        if not turn:
+            del self._unfinished[request.extent]
+        if request.access is Access.WRITE and request.extent is not None:
+            landed = request.error is None
+            still = [old for old in self._failed.pop(request.extent, ()) if not (landed and _mends(request, old))]
+            if request.error is not None and request.kind is not Kind.TURN:
+                still.append(request)
+            if still:
+                self._failed[request.extent] = still
+        followers, request.followers = request.followers, []
+        return followers
+
+
+def _meet(one: Span, other: Span) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
+
+
+def _exclude(one: Request, other: Request) -> bool:
+    """Whether one of them has to wait for the other, being of the same extent, or one of them of all."""
+    if one.kind is Kind.TRANSFER is other.kind and not _meet(one.reach, other.reach):
+        return False
+    return Access.WRITE in (one.access, other.access)
+
+
+def _mends(request: Request, failed: Request) -> bool:
+    """Whether `request`, if it succeeds, writes all that `failed` was to write, or what came in its place."""
+    if request.access is Access.READ or request.kind is Kind.TURN:
+        return False
+    return request.span[0] <= failed.span[0] and failed.span[1] <= request.span[1]
+
+
+def _start(target: Callable[..., None], argument: object) -> threading.Thread:
+    def run() -> None:
+        this_is_own_thread()
+        target(argument)
+
+    thread = threading.Thread(target=run, name="headrace-disk", daemon=True)
+    thread.start()
+    return thread
+
+
+def _work_off(queue: "SimpleQueue[_Job | None]") -> None:
+    while (job := queue.get()) is not None:
+        job()
+        del job  # and with it the request
+
+
+def _closed(request: Request) -> StateError:
+    what = "the disk tier" if request.extent is None else repr(request.extent.name)
+    return StateError(f"{what} cannot be reached: the disk store is closed")

@@ -1,0 +1,400 @@
+"""Where do bytes of the disk tier rest, and how are they reached? In one packed file; directly, or as memory.
+
+When a range is accessed directly and when by mapping, and why, is in docs/design/disk.md.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from headrace.config import format_bytes
+from headrace.errors import DiskError, StateError
+from headrace.memory.disk.checksums import Checksums, Spans
+from headrace.memory.disk.directory import StoreDirectory
+from headrace.memory.disk.extent import DISK_ALIGNMENT_BYTES, PIECE_BYTES, Extent, Piece, check_memory, pieces
+from headrace.memory.disk.file import HAS_DIRECT, DirectFile
+from headrace.memory.disk.log import DiskLog
+from headrace.memory.disk.mapping import Mapping, Origin
+from headrace.memory.disk.requests import Access, Kind, Request, Requests
+from headrace.memory.ledger import Ledger, Tier
+from headrace.runtime.lanes import Event
+from headrace.runtime.node import Node
+from headrace.runtime.system import reserve
+
+__all__ = ["DiskStore"]
+
+_THREADS = 4  # that move bytes; measured, see docs/design/disk.md
+
+
+class DiskStore:
+    """Extents of a spill file in `directory`, read and written in the background. Safe to call from any thread.
+
+    The directory is this store's alone until `close`; it is made, for its owner only, when it is missing. The file has
+    no name and is gone with the process. Extents are packed in the order of their allocation, and booked in `ledger`.
+
+    With `node` its ranks share one file, which the first one makes: all of them make this store and its extents, in the
+    same order, and each books its part. What they write is for them to agree on: mappings show it to all at once,
+    `read` what somebody has handed over since.
+
+    Reads and writes of the same bytes happen in the order of their submission (reads beside each other). What `write`
+    wrote is checked when `read` reads it; what was written through a mapping, when it was handed over.
+
+    Raises ValueError when `directory` is a file, StateError when another store or process uses it, DiskError when no
+    file can be made there.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        ledger: Ledger,
+        *,
+        log: DiskLog | None = None,
+        threads: int = _THREADS,
+        node: Node | None = None,
+    ) -> None:
+        self._node = node
+        self._path = Path(directory).expanduser().resolve()
+        self._directory: StoreDirectory | None = None  # of the first rank of a node
+        self._ledger = ledger
+        self._log = log or DiskLog()
+        self._file = DirectFile(self._create_file(), f"the spill file in {self._path}", writable=True)
+        self._requests = Requests(threads)
+        self._checksums = Checksums()
+        self._lock = threading.Lock()
+        self._extents: list[Extent] = []
+        self._size_bytes = 0
+        self._mappings: dict[Extent, Mapping] = {}
+        self._unflushed: set[Extent] = set()  # pages of these did not reach the disk
+        self._booked: Counter[str] = Counter()
+        self._unbook = weakref.finalize(self, _unbook, ledger, self._booked)
+        self._unbook.atexit = False
+        self._warn()
+
+    @property
+    def direct(self) -> bool:
+        """Whether reads and writes bypass the page cache."""
+        return self._file.direct
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `close` has not been called."""
+        return self._unbook.alive
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return self._size_bytes
+
+    def check_free(self, nbytes: int) -> None:
+        """Raises DiskError (ENOSPC) when `nbytes` more do not fit on the disk. To be asked before the first byte."""
+        self._once(nbytes, f"{format_bytes(nbytes)} of disk", partial(self._check_free, nbytes, "the disk tier"))
+
+    def allocate(self, name: str, nbytes: int, purpose: str) -> Extent:
+        """Takes `nbytes` of disk, rounded up to pages, for good; `name` is what errors say. Contents are arbitrary.
+
+        Raises DiskError (ENOSPC), and takes nothing, when the disk has no room.
+        """
+        with self._lock:
+            self._refuse_closed(name)
+            extent = Extent(name, self._size_bytes, nbytes)
+            self._once(nbytes, f"{nbytes:,} bytes of disk for {name!r}", partial(self._reserve, extent))
+            self._size_bytes += extent.capacity_bytes
+            part = slice(0, extent.capacity_bytes) if self._node is None else self._node.part(extent.capacity_bytes)
+            self._booked[purpose] += part.stop - part.start
+            self._ledger.add(Tier.DISK, purpose, part.stop - part.start)
+            self._extents.append(extent)
+            return extent
+
+    def part(self, extent: Extent, offset: int, nbytes: int) -> Extent:
+        """Bytes from `offset` of `extent` as an extent of their own, with an order of their own.
+
+        `offset` is a multiple of DISK_ALIGNMENT_BYTES. Whoever uses an extent both as a whole and in parts keeps the
+        order between these.
+        """
+        if offset % DISK_ALIGNMENT_BYTES or not 0 <= offset <= offset + nbytes <= extent.capacity_bytes:
+            raise ValueError(f"{extent.name!r}: {nbytes} bytes at offset {offset} are not whole pages within it")
+        return Extent(extent.name, extent.offset + offset, nbytes)
+
+    def read(
+        self,
+        extent: Extent,
+        destination: torch.Tensor,
+        offset: int = 0,
+        *,
+        within: slice | None = None,
+        after: Event | None = None,
+    ) -> Request:
+        """Submits reading the bytes from `offset` of `extent` into `destination`, all or `within`. Never blocks.
+
+        `destination` is uint8 on the CPU, contiguous, (nbytes,); it may end in the padding of the extent. Fastest when
+        it begins at a page and has whole pages. It may be touched when the request is done, and is filled not before
+        `after`. DiskError (I/O fault, file too short, wrong checksum) comes from the request.
+        """
+        return self._submit(Access.READ, extent, destination, within, offset, after)
+
+    def write(self, extent: Extent, source: torch.Tensor, offset: int = 0, *, after: Event | None = None) -> Request:
+        """Submits writing `source` to `offset` of `extent`. As `read`; `source` must not change meanwhile.
+
+        After a write that failed, reads of the extent fail too, until a write of all of it has succeeded.
+        """
+        return self._submit(Access.WRITE, extent, source, None, offset, after)
+
+    def mapping(self, extent: Extent, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
+        """Bytes of the extent as memory: uint8, (nbytes,), a storage of its own at every call. Writes reach the file.
+
+        To be touched when the Request of `to_mapping` is done, and until `to_direct` is called. It outlives the store.
+        Reads check its bytes between `to_direct` and `to_mapping` only.
+        """
+        with self._lock:
+            self._refuse_closed(extent.name)
+            if extent not in self._mappings:
+                self._mappings[extent] = Mapping(
+                    self._file.descriptor, extent.offset, extent.capacity_bytes, shared=True
+                )
+                self._mappings[extent].show(self.origin(extent))
+                self._checksums.forget(extent)
+            return self._mappings[extent].tensor(offset, extent.nbytes - offset if nbytes is None else nbytes)
+
+    def own_mapping(self, extent: Extent) -> Mapping:
+        """The extent as memory in which what this process writes stays its own."""
+        return Mapping(self._file.descriptor, extent.offset, extent.capacity_bytes, shared=False)
+
+    def origin(self, extent: Extent, part_bytes: int | None = None) -> Origin:
+        """The extent for those who know nothing of stores; written in parts of that many bytes, or as a whole."""
+        return _Bytes(weakref.ref(self), extent, part_bytes)
+
+    def to_mapping(self, extent: Extent) -> Request:
+        """Hands the extent over to those who use its mapping: done when all reads and writes before are."""
+        self._checksums.forget(extent)
+        return self._requests.submit(Request(extent, Access.WRITE, (), Kind.TURN, (0, extent.nbytes)), None)
+
+    def to_direct(self, extent: Extent, grain_bytes: int = PIECE_BYTES, within: Spans | None = None) -> Request:
+        """Hands the extent over to `read` and `write`: submits bringing to disk what was written through the mapping.
+
+        Reads and writes that are submitted later wait for that. Until `to_mapping` or a write, reads check what was
+        brought there, in grains: a read checks those that lie in it; `within`: those in these spans alone, of which
+        the others are neither read here nor known. The pages stop counting as memory of this process.
+        Where it fails, pages are kept, and the next `to_direct` tries again: it raises DiskError (EBADMSG) if they were
+        lost meanwhile, or written to.
+        """
+        mapping = self._mappings.get(extent)
+        jobs = () if mapping is None else (partial(self._hand_over, extent, mapping, grain_bytes, within),)
+        kind = Kind.TURN if mapping is None else Kind.FLUSH
+        return self._requests.submit(Request(extent, Access.WRITE, jobs, kind, (0, extent.capacity_bytes)), None)
+
+    def expect(self, extent: Extent, grain_bytes: int) -> None:
+        """As `to_direct`, of an extent that nobody has written: grains that `write` writes as a whole are checked."""
+        self._checksums.expect_all(extent, grain_bytes)
+
+    def forget(self, extent: Extent) -> None:
+        """The mapping's pages stop counting as memory of this process. What was written there reaches disk in time."""
+        mapping = self._mappings.get(extent)
+        if mapping is not None:
+            mapping.forget()
+
+    def forked(self) -> None:
+        """In a process that was forked: writes to mappings stay there, page by page; they do not reach the file."""
+        self._lock = threading.Lock()
+        for mapping in self._mappings.values():
+            mapping.make_private(self._file.descriptor)
+
+    def synchronize(self) -> None:
+        """Waits for all that was submitted; raises the first failure of a write."""
+        self._requests.synchronize()
+
+    def close(self) -> None:
+        """Waits for what was submitted, and gives the disk back, as far as no mapping is in use. Twice is fine."""
+        with self._lock:
+            if not self.is_open:
+                return
+            self._unbook()
+        self._requests.close()
+        self._mappings.clear()
+        self._file.close()
+        if self._directory is not None:
+            self._directory.close()
+
+    def __enter__(self) -> "DiskStore":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _create_file(self) -> int:
+        def create() -> int:
+            self._directory = StoreDirectory(self._path)
+            return self._directory.create_file()
+
+        if self._node is None:
+            return create()
+        with _as_disk_error():
+            return self._node.hand_out(0, f"{self._path} as its disk tier", create)
+
+    def _once(self, number: int, what: str, do: Callable[[], None]) -> None:
+        """On the first rank of a node; the others wait for it, and fail where it does."""
+        if self._node is None:
+            do()
+        else:
+            with _as_disk_error():
+                self._node.once(number, what, do)
+
+    def _check_free(self, nbytes: int, what: str) -> None:
+        if self._directory is not None:
+            self._directory.check_free(nbytes, what)
+
+    def _reserve(self, extent: Extent) -> None:
+        self._check_free(extent.capacity_bytes, repr(extent.name))
+        try:
+            if extent.capacity_bytes:
+                reserve(self._file.descriptor, extent.offset, extent.capacity_bytes)
+        except OSError as error:
+            os.ftruncate(self._file.descriptor, extent.offset)
+            raise DiskError(
+                error.errno,
+                f"{extent.name!r}: {extent.capacity_bytes} bytes could not be taken in {self._path}:"
+                f" {error.strerror}. Free space there, or give a directory on a larger disk.",
+            ) from error
+
+    def _submit(
+        self,
+        access: Access,
+        extent: Extent,
+        memory: torch.Tensor,
+        within: slice | None,
+        offset: int,
+        after: Event | None,
+    ) -> Request:
+        first, last = (0, memory.nbytes) if within is None else (within.start, within.stop)
+        check_memory(extent, memory, offset, last - first)
+        job = self._read_piece if access is Access.READ else self._write_piece
+        jobs: list[Callable[[], None]] = [
+            partial(job, extent, piece, memory, first + piece.begin - offset) for piece in pieces(offset, last - first)
+        ]
+        span = reach = (offset, offset + last - first)
+        if extent not in self._mappings:  # checksums are of whole pieces
+            reach = (offset // PIECE_BYTES * PIECE_BYTES, -(-span[1] // PIECE_BYTES) * PIECE_BYTES)
+        return self._requests.submit(Request(extent, access, jobs, Kind.TRANSFER, span, reach), after)
+
+    def _read_piece(self, extent: Extent, piece: Piece, memory: torch.Tensor, at: int) -> None:
+        begun_at = time.perf_counter()
+        address, nbytes = memory.data_ptr() + at, piece.end - piece.begin
+        self._file.read(address, nbytes, extent.offset + piece.begin, repr(extent.name))
+        if extent in self._mappings:
+            self._checksums.verify_all(extent, piece.begin, piece.end, address, self._file.name)
+        else:
+            self._checksums.verify(extent, piece, address, self._file.name)
+        self._log.note(Access.READ, extent.name, nbytes, begun_at)
+
+    def _write_piece(self, extent: Extent, piece: Piece, memory: torch.Tensor, at: int) -> None:
+        begun_at = time.perf_counter()
+        address, nbytes = memory.data_ptr() + at, piece.end - piece.begin
+        if extent in self._mappings:
+            self._checksums.note_written(extent, piece.begin, piece.end, address)
+        else:
+            self._checksums.note(extent, piece, address)
+        self._file.write(address, nbytes, extent.offset + piece.begin, repr(extent.name))
+        self._log.note(Access.WRITE, extent.name, nbytes, begun_at)
+
+    def _hand_over(self, extent: Extent, mapping: Mapping, grain_bytes: int, within: Spans | None) -> None:
+        begun_at = time.perf_counter()
+        again = extent in self._unflushed
+        if again:
+            self._checksums.verify_all(extent, 0, extent.nbytes, mapping.address, self._file.name)
+        else:
+            self._checksums.note_all(extent, mapping.address, grain_bytes, within)
+        try:
+            if again:
+                mapping.dirty()  # the kernel takes pages for written that it tried to write once
+            mapping.flush(self._file.descriptor)
+            mapping.forget()
+            self._unflushed.discard(extent)
+            self._log.note(Access.WRITE, extent.name, extent.nbytes, begun_at)
+        except OSError as error:
+            self._unflushed.add(extent)
+            raise DiskError(
+                error.errno,
+                f"{extent.name!r}: what was written to {extent.nbytes} bytes at offset {extent.offset} of"
+                f" {self._file.name} through memory did not reach the disk: {error.strerror}. See the kernel's log"
+                " (dmesg) for a fault of the drive.",
+            ) from error
+
+    def _refuse_closed(self, name: str) -> None:
+        if not self.is_open:
+            raise StateError(f"{name!r} cannot be reached: the disk store is closed")
+
+    def _warn(self) -> None:
+        if self._directory is None:
+            return
+        slower = "reads and writes go through the page cache, at about half the drive's speed"
+        if self._directory.in_ram:
+            problem = "keeps its files in RAM: what rests there still takes host memory"
+        elif not self.direct:
+            problem = f"refuses direct I/O: {slower}"
+        else:
+            return
+        problem = f"the filesystem of disk={str(self._path)!r} {problem}. Give a directory on a local ext4 or XFS."
+        if not HAS_DIRECT and not self._directory.in_ram:
+            problem = f"{sys.platform} has no direct I/O: {slower}; results are the same."
+        warnings.warn(problem, RuntimeWarning, stacklevel=3)
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """An extent, as long as its store is open. `part_bytes`: where it is written in parts, the size of those."""
+
+    store: "weakref.ref[DiskStore]"
+    extent: Extent
+    part_bytes: int | None = None
+
+    def grain(self, offset: int) -> tuple[int, int]:
+        store = self._open()
+        size = self.part_bytes or (PIECE_BYTES if store is None else store._checksums.grain_bytes(self.extent))
+        first = offset // size * size
+        return first, min(first + size, self.extent.nbytes)
+
+    def read(self, destination: torch.Tensor, offset: int) -> Request | None:
+        store = self._open()
+        if store is None or self.part_bytes is None:
+            return None if store is None else store.read(self.extent, destination, offset)
+        return store.read(store.part(self.extent, offset, destination.nbytes), destination)
+
+    def shows(self, path: str, offset: int, offset_there: int) -> bool:
+        return False  # its file has no name
+
+    def write(self, source: torch.Tensor, offset: int) -> Request | None:
+        store = self._open()
+        return None if store is None else store.write(self.extent, source, offset)
+
+    def _open(self) -> DiskStore | None:
+        store = self.store()
+        return store if store is not None and store.is_open else None
+
+
+@contextlib.contextmanager
+def _as_disk_error() -> Iterator[None]:
+    """What another rank failed at is the disk's failure here, too."""
+    try:
+        yield
+    except DiskError:
+        raise
+    except OSError as error:
+        raise DiskError(error.errno, error.strerror) from error
+
+
+def _unbook(ledger: Ledger, booked: Counter[str]) -> None:
+    for purpose, nbytes in booked.items():
+        ledger.add(Tier.DISK, purpose, -nbytes)

@@ -1,0 +1,113 @@
+"""What is in a file that `torch.save` wrote, and where in it do its tensors lie? Nothing of theirs is read for that."""
+
+import io
+import struct
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.errors import CheckpointError
+from headrace.memory.disk.safetensors_header import TensorRecord
+
+__all__ = ["TorchFile", "open_torch_file", "plain_values", "storage_ranges", "torch_records"]
+
+_NAME_LENGTH_AT, _LOCAL_HEADER_BYTES = 26, 30  # of a record in a zip archive
+
+
+@dataclass(frozen=True)
+class TorchFile:
+    """`tree`: what was saved, its tensors mapped from the file."""
+
+    tree: Any
+    _first_byte: int  # of the file, that lies at `_address`
+    _address: int
+
+    def offset(self, tensor: torch.Tensor) -> int:
+        """Where in the file the first byte of one of its tensors is."""
+        return tensor.data_ptr() - self._address + self._first_byte if tensor.numel() else 0
+
+
+def open_torch_file(path: Path) -> TorchFile:
+    """Reads what is around the tensors, and nothing that could run code. Raises CheckpointError."""
+    try:
+        first_bytes = {first: nbytes for first, nbytes in storage_ranges(path).values() if nbytes}
+        tree = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+        all_storages = [tensor.untyped_storage() for tensor in tensors_of(tree)]
+    except (OSError, RuntimeError, zipfile.BadZipFile, ValueError, EOFError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is no sound file of torch.save: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # an unpickler has errors of its own
+        raise CheckpointError(f"{path} cannot be read safely: {str(error).splitlines()[0]}") from error
+    storages = {storage.data_ptr(): storage.nbytes() for storage in all_storages if storage.nbytes()}
+    if not storages:
+        return TorchFile(tree, 0, 0)
+    # The file is mapped as a whole: storages lie as far from each other as in the file.
+    address, first = min(storages), min(first_bytes, default=0)
+    if {begin - address + first: nbytes for begin, nbytes in storages.items()} != first_bytes:
+        raise CheckpointError(f"the tensors of {path} do not lie as torch.save lays them out; save it anew")
+    return TorchFile(tree, first, address)
+
+
+def storage_ranges(path: Path) -> dict[str, tuple[int, int]]:
+    """The first byte, and how many there are, of each storage in the file, by its key: "0", "1", ...
+
+    Such a file is a zip archive whose records lie there as they are.
+    """
+    ranges = {}
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        _check_stored(archive)
+        for record in archive.infolist():
+            _, found, key = record.filename.partition("/data/")
+            if found:
+                file.seek(record.header_offset + _NAME_LENGTH_AT)
+                name_bytes, extra_bytes = struct.unpack("<HH", file.read(4))
+                first = record.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
+                ranges[key] = first, record.file_size
+    return ranges
+
+
+def _check_stored(archive: zipfile.ZipFile) -> None:
+    """Records of torch.save are as long as they say: compressed ones could be of any size. Raises BadZipFile."""
+    packed = next((one.filename for one in archive.infolist() if one.compress_type != zipfile.ZIP_STORED), None)
+    if packed is not None:
+        raise zipfile.BadZipFile(f"its record {packed!r} is compressed")
+
+
+def plain_values(data: bytes, path: Path) -> Any:
+    """What `torch.save` wrote in a small file, of plain values and tensors alone. Raises CheckpointError."""
+    try:
+        if zipfile.is_zipfile(io.BytesIO(data)):
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                _check_stored(archive)
+        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    except Exception as error:  # an unpickler has errors of its own
+        raise CheckpointError(f"{path} cannot be read safely: {str(error).splitlines()[0]}") from error
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """All tensors of nested dicts, lists and tuples."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        return [tensor for value in tree.values() for tensor in tensors_of(value)]
+    if isinstance(tree, list | tuple):
+        return [tensor for value in tree for tensor in tensors_of(value)]
+    return []
+
+
+def torch_records(path: str) -> list[TensorRecord]:
+    """The tensors of a state_dict that `torch.save` wrote. Raises CheckpointError for anything else."""
+    content = open_torch_file(Path(path))
+    tree = content.tree
+    if not isinstance(tree, dict) or not all(isinstance(name, str) for name in tree):
+        raise CheckpointError(f"{path} holds a {type(tree).__name__}, and no state_dict of tensors by name")
+    records = []
+    for name, tensor in tree.items():
+        if isinstance(tensor, torch.Tensor):
+            if not tensor.is_contiguous():
+                raise CheckpointError(f"{name!r} is not contiguous in {path}; save it anew, as a safetensors file")
+            shape, nbytes = tuple(tensor.shape), tensor.numel() * tensor.element_size()
+            records.append(TensorRecord(name, path, tensor.dtype, shape, content.offset(tensor), nbytes))
+    return records

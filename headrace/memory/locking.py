@@ -1,0 +1,110 @@
+"""How does host memory get page-locked, and what becomes of it where the system refuses? It stays pageable.
+
+Results are the same then; what it costs is said once for each device, with the numbers, and the stats go on saying it.
+"""
+
+import contextlib
+import ctypes
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from headrace.config import format_bytes
+from headrace.memory.ledger import Ledger, Tier
+from headrace.memory.pages import map_pages
+from headrace.runtime.device import (
+    allocate_locked_memory,
+    can_register_host_memory,
+    is_accelerator,
+    register_host_memory,
+)
+from headrace.runtime.page_locks import limit_text
+from headrace.runtime.probe import link_rates
+
+__all__ = ["host_memory", "lock"]
+
+_PROBED_BYTES = 4 << 20  # copied to tell what pageable memory costs
+
+_lock = threading.RLock()  # a finalizer may run while this thread holds it
+_locked_bytes = 0  # in this process, for all models and optimizers
+_told: set[torch.device] = set()
+
+
+def host_memory(nbytes: int, device: torch.device, ledger: Ledger, purpose: str) -> tuple[Any, bool]:
+    """Memory of whole pages, booked in `ledger` for as long as it lives; and whether it is page-locked for `device`.
+
+    One warning for each device tells of the first refusal.
+    """
+    if is_accelerator(device) and not can_register_host_memory(device):
+        memory = _allocated(nbytes)
+        if memory is not None:
+            _keep_book(memory, nbytes, device, ledger, purpose, locked=True)
+            return memory, True
+    pages = map_pages(nbytes, touched=True)
+    pages.before_unmap = lock(pages, pages.address, nbytes, nbytes, device, ledger, purpose)
+    return pages, pages.before_unmap is not None
+
+
+def lock(
+    owner: Any, address: int, nbytes: int, booked_bytes: int, device: torch.device, ledger: Ledger, purpose: str
+) -> Callable[[], Any] | None:
+    """Page-locks memory that lives as long as `owner`; `booked_bytes` of it are this process's to book.
+
+    Returns what is to be called before it is unmapped; None where it is not locked.
+    """
+    unlock = None
+    if is_accelerator(device) and can_register_host_memory(device):
+        unlock = register_host_memory(device, address, nbytes)
+    _keep_book(owner, booked_bytes, device, ledger, purpose, locked=unlock is not None)
+    return unlock
+
+
+def _keep_book(memory: Any, nbytes: int, device: torch.device, ledger: Ledger, purpose: str, *, locked: bool) -> None:
+    refused = is_accelerator(device) and not locked
+    _book(ledger, purpose, nbytes, locked, refused)
+    weakref.finalize(memory, _book, ledger, purpose, -nbytes, locked, refused).atexit = False
+    if refused and device not in _told:
+        _told.add(device)
+        warnings.warn(_told_of(device, nbytes, purpose), RuntimeWarning, stacklevel=4)
+
+
+def _allocated(nbytes: int) -> Any:
+    """Of PyTorch's allocator, for devices that cannot register the caller's memory; None where that refuses."""
+    owner = allocate_locked_memory(nbytes)
+    if owner is None:
+        return None
+    view = (ctypes.c_char * nbytes).from_address(owner.data_ptr())
+    view.owner = owner  # type: ignore[attr-defined]  # which lives as long as the view
+    return view
+
+
+def _book(ledger: Ledger, purpose: str, nbytes: int, locked: bool, refused: bool) -> None:
+    global _locked_bytes
+    ledger.add(Tier.HOST, purpose, nbytes)
+    if locked or refused:
+        ledger.add_locked(nbytes, refused=refused)
+    if locked:
+        with _lock:
+            _locked_bytes += nbytes
+
+
+def _told_of(device: torch.device, nbytes: int, purpose: str) -> str:
+    return (
+        f"{device}: {format_bytes(nbytes)} of host memory ({purpose}) could not be page-locked, beside"
+        f" {format_bytes(_locked_bytes)} that are. What is refused stays pageable: results are the same, but compute"
+        f" waits for its copies{_cost(device)}. {limit_text(device)} Said once; stats() go on counting"
+        " (host_locked_bytes, host_refused_bytes)."
+    )
+
+
+def _cost(device: torch.device) -> str:
+    """The rate of such copies, as measured now; nothing where the device has no room for that."""
+    with contextlib.suppress(RuntimeError):
+        rates = link_rates(device, copy_bytes=_PROBED_BYTES)
+        beside = f", page-locked ones {rates.onload / 1e9:.1f} GB/s" if rates.locked else ""
+        return f" (they reach {rates.pageable_onload / 1e9:.1f} GB/s here{beside})"
+    return ""

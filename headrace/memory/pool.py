@@ -1,0 +1,148 @@
+"""Where does host memory come from that is needed again in every step? From a pool: arenas, carved first fit.
+
+The first step finds out how much it takes: what does not fit gets an arena of its own. When all of it has come back,
+one arena of exactly the bytes that were in use at once takes the place of the many, and later steps allocate nothing.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+from mmap import PAGESIZE
+
+import torch
+
+from headrace.config import format_bytes
+from headrace.errors import BudgetError
+from headrace.memory.arena import Arena, aligned, whole_pages
+from headrace.memory.least import LeastTree
+from headrace.memory.ledger import Ledger
+
+__all__ = ["HostPool", "Slab"]
+
+
+@dataclass(frozen=True, eq=False)
+class Slab:
+    """`memory` is a uint8 tensor of shape (nbytes,) in the pool's arena of that index, from `offset` on."""
+
+    memory: torch.Tensor
+    arena: int
+    offset: int
+
+
+class HostPool:
+    """Page-locked host memory for `device`, booked in `ledger` under `purpose`. Not safe for several threads at once.
+
+    Raises BudgetError, before anything is allocated, when more arenas would be over the ledger's host budget, or
+    over `limit_bytes` for this pool alone.
+    """
+
+    def __init__(self, device: torch.device, ledger: Ledger, purpose: str, limit_bytes: int | None = None) -> None:
+        self._context = device, ledger, purpose
+        self._limit_bytes = limit_bytes
+        self._arenas: list[Arena] = []
+        self._free: list[list[tuple[int, int]]] = []  # of each arena: ranges (begin, end), in order, never adjacent
+        self._no_more = LeastTree()  # by arena, negative: none of its ranges has more bytes
+        self._reserved = False
+        self._consolidated = False
+        self.arena_bytes = 0  # of all arenas
+        self.held_bytes = 0  # handed out now
+        self._peak_bytes = 0
+        self.grown = 0  # how many arenas were made since the beginning
+
+    @property
+    def locked_bytes(self) -> int:
+        """Of `arena_bytes`, those that are page-locked."""
+        return sum(arena.nbytes for arena in self._arenas if arena.pinned)
+
+    def take(self, nbytes: int) -> Slab:
+        """Memory for `nbytes`, of arbitrary contents; from a new arena if the others have no room for it."""
+        slab = self.try_take(nbytes)
+        if slab is None:
+            self.grow(aligned(nbytes))
+            slab = self.try_take(nbytes)
+        if slab is None:
+            raise RuntimeError(f"a new arena has no room for {nbytes} bytes")
+        return slab
+
+    def try_take(self, nbytes: int) -> Slab | None:
+        """Memory for `nbytes` from what there is; None where there is no room."""
+        wanted = aligned(nbytes)
+        index = self._no_more.first(0, -wanted)
+        while index is not None:
+            ranges = self._free[index]
+            for place, (begin, end) in enumerate(ranges):
+                if end - begin >= wanted:
+                    ranges[place : place + 1] = [(begin + wanted, end)] if end - begin > wanted else []
+                    return self._handed_out(index, begin, nbytes)
+            self._no_more.put(index, -max((end - begin for begin, end in ranges), default=0))
+            index = self._no_more.first(index + 1, -wanted)
+        return None
+
+    def give_back(self, slab: Slab) -> None:
+        """The slab's memory may be handed out again. The caller has seen to it that no copy uses it any more."""
+        begin, end = slab.offset, slab.offset + aligned(slab.memory.nbytes)
+        ranges = self._free[slab.arena]
+        self._no_more.put(slab.arena, -self._arenas[slab.arena].nbytes)
+        place = bisect_left(ranges, (begin, end))
+        if place < len(ranges) and ranges[place][0] == end:
+            end = ranges.pop(place)[1]
+        if place and ranges[place - 1][1] == begin:
+            place -= 1
+            begin = ranges.pop(place)[0]
+        ranges.insert(place, (begin, end))
+        self.held_bytes -= aligned(slab.memory.nbytes)
+
+    def keep(self, slabs: Iterable[Slab]) -> None:
+        """These are all that are in use: whatever else was handed out has come back, even half of the way."""
+        taken = sorted((slab.arena, slab.offset, slab.offset + aligned(slab.memory.nbytes)) for slab in slabs)
+        self._free = [[] for _ in self._arenas]
+        for index, arena in enumerate(self._arenas):
+            begin = 0
+            for _, offset, end in [*(each for each in taken if each[0] == index), (index, arena.nbytes, arena.nbytes)]:
+                if offset > begin:
+                    self._free[index].append((begin, offset))
+                begin = end
+            self._no_more.put(index, -arena.nbytes)
+        self.arena_bytes = sum(arena.nbytes for arena in self._arenas)
+        self.held_bytes = sum(end - begin for _, begin, end in taken)
+
+    def consolidate(self) -> None:
+        """One arena instead of many, where all memory has come back: of the peak, and of all if that was too little."""
+        if self._reserved or self.held_bytes or len(self._arenas) < 2:
+            return
+        wanted_bytes = self.arena_bytes if self._consolidated else self._peak_bytes
+        self._arenas, self._free, self._no_more, self.arena_bytes = [], [], LeastTree(), 0
+        self._consolidated = True
+        self.grow(wanted_bytes)
+
+    def reserve(self) -> None:
+        """All that the limit allows is made now and kept, so that nobody else takes it from the ledger's budget."""
+        if self._limit_bytes is not None and not self._arenas:
+            self.grow(self._limit_bytes // PAGESIZE * PAGESIZE)
+            self._reserved = True
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether the budgets allow another arena of that size."""
+        _, ledger, _ = self._context
+        within = self._limit_bytes is None or self.arena_bytes + whole_pages(nbytes) <= self._limit_bytes
+        return within and ledger.has_room(whole_pages(nbytes))
+
+    def grow(self, nbytes: int) -> None:
+        """Makes another arena."""
+        if self._limit_bytes is not None and self.arena_bytes + whole_pages(nbytes) > self._limit_bytes:
+            wanted_bytes = self.arena_bytes + whole_pages(nbytes)
+            raise BudgetError(
+                f"{self._context[2]} need {format_bytes(nbytes)} of host memory beside"
+                f" {format_bytes(self.arena_bytes)}; host_memory allows them {format_bytes(self._limit_bytes)}; raise"
+                f" it to at least {format_bytes(wanted_bytes, at_least=True)}"
+            )
+        self._arenas.append(Arena(nbytes, *self._context))
+        self._free.append([(0, self._arenas[-1].nbytes)])
+        self._no_more.put(len(self._free) - 1, -self._arenas[-1].nbytes)
+        self.arena_bytes += self._arenas[-1].nbytes
+        self.grown += 1
+
+    def _handed_out(self, arena: int, offset: int, nbytes: int) -> Slab:
+        self.held_bytes += aligned(nbytes)
+        self._peak_bytes = max(self._peak_bytes, self.held_bytes)
+        return Slab(self._arenas[arena].tensor(offset, nbytes), arena, offset)

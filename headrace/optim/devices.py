@@ -1,0 +1,157 @@
+"""How are parameters updated that live on an accelerator? Gradients come to the host, updated weights go back.
+
+Each such parameter has a twin in page-locked host memory, in the parameter's own dtype: the weights that the update
+writes. Batches of parameters pass through three lanes at once: gradients of later ones arrive while one is updated and
+the weights of earlier ones leave. Order comes from events alone; the host waits for arrivals, never for departures.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from headrace.memory.arena import Arena, aligned
+from headrace.memory.ledger import Ledger
+from headrace.optim.options import Pin
+from headrace.optim.weights import Weights, in_memory_order
+from headrace.runtime.lanes import Lane, Lanes, Transfer, open_lanes
+
+__all__ = ["Member", "Twins"]
+
+_BATCH_BYTES = 32 * 2**20  # of gradients: long enough for the link, short enough to overlap
+
+
+@dataclasses.dataclass(kw_only=True)
+class Member:
+    """One parameter that takes part in a step, and where its update happens."""
+
+    index: int
+    group: dict[str, Any]
+    parameter: torch.Tensor
+    place: torch.Tensor  # the parameter's data, or the piece of it that this member is
+    offset: int = 0  # of that piece in the parameter, in elements
+    step: int  # the number of the step, over all that the optimizer took
+    weights: Weights
+    state: dict[str, Any]
+    gradient: torch.Tensor  # where the weights are once its batch is performed
+    shared: bool = False  # whether others have the gradient, and may write it once step() has returned
+    begun: bool = False  # whether it may have been written to, in a step that a drive may cut short
+    updated: bool = False  # whether its update has been performed
+
+    def piece(self, part: slice, weights: Weights, state: dict[str, Any]) -> "Member":
+        """Some of its elements, in the order in which they lie in memory, as a member of its own."""
+        place = in_memory_order(self.parameter, self.parameter)[part]
+        gradient = in_memory_order(self.gradient, self.parameter)[part]
+        weights.host = place
+        return dataclasses.replace(
+            self, place=place, offset=part.start, gradient=gradient, weights=weights, state=state
+        )
+
+
+class Twins:
+    """Host memory for the parameters of one accelerator: twins of their weights, and their gradients.
+
+    `pin`: it is page-locked, or that of one of the two is. `overlap`: batches travel while others are updated, instead
+    of one after the other.
+    """
+
+    def __init__(self, device: torch.device, *, pin: Pin, overlap: bool) -> None:
+        self._pin = pin
+        self._overlap = overlap
+        self._lanes: Lanes = open_lanes(device)
+        self._device = device
+        self._ledger = Ledger()
+        self._twins: dict[torch.Tensor, torch.Tensor] = {}
+        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self._leaving: list[Transfer] = []
+        weakref.finalize(self, _close, self._lanes, self._leaving)
+
+    def update(self, members: Sequence[Member], perform: Callable[[Sequence[Member]], None]) -> None:
+        """Calls `perform` on batches of `members`, their gradients in host memory, and sends their weights back."""
+        _wait(self._leaving)  # of the last step: twins may still be read
+        begin = self._lanes.mark()
+        sources = [member.gradient for member in members]
+        self._make_room(members)
+        fetched = [member for member in members if member.weights.changed]
+        if fetched:
+            copies = [(self._twins[member.parameter], member.place) for member in fetched]
+            self._lanes.copy(Lane.OFFLOAD, copies, begin).done.synchronize()
+        batches = list(_batches(list(zip(members, sources, strict=True))))
+        arriving: Iterator[Transfer] = (
+            self._lanes.copy(Lane.OFFLOAD, [(member.gradient, source.detach()) for member, source in batch], begin)
+            for batch in batches
+        )
+        if self._overlap:
+            arriving = iter(list(arriving))  # all are on their way at once
+        for batch, transfer in zip(batches, arriving, strict=True):
+            transfer.done.synchronize()
+            perform([member for member, _ in batch])
+            copies = [(member.place, member.weights.host) for member, _ in batch]
+            self._leaving.append(self._lanes.copy(Lane.ONLOAD, copies, begin))
+            if not self._overlap:
+                _wait(self._leaving)
+        for transfer in self._leaving:
+            self._lanes.wait(transfer.done)
+
+    def held_bytes(self) -> int:
+        """Bytes of host memory."""
+        return sum(tensor.nbytes for held in (self._twins, self._gradients) for tensor in held.values())
+
+    def _make_room(self, members: Sequence[Member]) -> None:
+        """Host memory for weights and gradients of parameters that have none yet, in one arena each."""
+        weights = {member.parameter: member.place for member in members}
+        gradients = {member.parameter: member.gradient for member in members}
+        self._add_like(self._twins, weights, pinned=self._pin in (True, "weights"))
+        self._add_like(self._gradients, gradients, pinned=self._pin in (True, "gradients"))
+        for member in members:
+            member.weights.host = self._twins[member.parameter]
+            member.gradient = self._gradients[member.parameter]
+
+    def _add_like(
+        self, held: dict[torch.Tensor, torch.Tensor], wanted: Mapping[torch.Tensor, torch.Tensor], *, pinned: bool
+    ) -> None:
+        new = {
+            parameter: like
+            for parameter, like in wanted.items()
+            if (old := held.get(parameter)) is None or (old.dtype, old.shape) != (like.dtype, like.shape)
+        }
+        held |= zip(new, self._carve(list(new.values()), pinned=pinned), strict=True)
+
+    def _carve(self, tensors: Sequence[torch.Tensor], *, pinned: bool) -> Iterable[torch.Tensor]:
+        if not tensors:
+            return
+        where = self._device if pinned else torch.device("cpu")
+        arena = Arena(sum(aligned(tensor.nbytes) for tensor in tensors), where, self._ledger, "optimizer")
+        offset = 0
+        for tensor in tensors:
+            strides = torch.empty_like(tensor, device="meta").stride()
+            flat = arena.tensor(offset, tensor.numel() * tensor.itemsize).view(tensor.dtype)
+            yield flat.as_strided(tensor.shape, strides)
+            offset += aligned(tensor.nbytes)
+
+
+def _wait(transfers: list[Transfer]) -> None:
+    for transfer in transfers:
+        transfer.done.synchronize()
+    transfers.clear()
+
+
+def _close(lanes: Lanes, leaving: list[Transfer]) -> None:
+    """Page-locked memory may go only when no copy reads it any more."""
+    _wait(leaving)
+    lanes.close(wait=False)
+
+
+def _batches(members: list[tuple[Member, torch.Tensor]]) -> Iterable[list[tuple[Member, torch.Tensor]]]:
+    batch: list[tuple[Member, torch.Tensor]] = []
+    nbytes = 0
+    for member in members:
+        batch.append(member)
+        nbytes += member[1].nbytes
+        if nbytes >= _BATCH_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch

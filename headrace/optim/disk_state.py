@@ -1,0 +1,313 @@
+"""How does state that rests on disk take part in a step? Through a ring: read ahead, updated, written behind.
+
+Each tensor of state is an extent of a disk store. Some elements of each, of one large parameter or of several small
+ones, are a load: they share a slot of the ring while they are read, updated and written.
+"""
+
+import contextlib
+import itertools
+import os
+import shutil
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from headrace.errors import DiskError, StateError
+from headrace.memory.disk import DiskStore, Extent, Origin, Request, Slot, StagingRing, TensorAtRest, read_bytes
+from headrace.memory.ledger import Ledger, Tier
+from headrace.optim import eight_bit
+
+__all__ = ["DiskState", "Part", "Wanted"]
+
+CHUNK_ELEMENTS = 1 << 21  # of one parameter at a time: 8 MiB of float32, what a drive takes at full speed
+_SLOTS = 8  # one is updated, the others are read into or written from
+_MOST_BYTES_PER_ELEMENT = 12
+_numbers = itertools.count()
+_PREFIX = "optimizer-"  # of directories; the number of their process follows
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One parameter of a step: its key, its elements, and the dtype of each of its tensors."""
+
+    key: Any
+    elements: int
+    dtypes: Mapping[str, torch.dtype]
+    fresh: frozenset[str]  # begin as zeros: nothing is read
+
+
+@dataclass
+class Part:
+    """Elements `start` to `stop` of parameter `index` of a step, and their state, in host memory for the moment."""
+
+    index: int
+    start: int
+    stop: int
+    tensors: dict[str, torch.Tensor]  # flat
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """One tensor of a part: its bytes on disk, with an order of their own, and their place in a slot's memory."""
+
+    extent: Extent
+    place: int  # in the slot
+    name: str
+    dtype: torch.dtype
+    reads: bool
+
+    def within(self, slot: Slot) -> torch.Tensor:
+        """Its whole pages of memory."""
+        return slot.memory[self.place : self.place + self.extent.capacity_bytes]
+
+
+class _All:
+    """The event of several requests."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = requests
+
+    def synchronize(self) -> None:
+        """Waits for all; raises what failed in one."""
+        for request in self._requests:
+            request.synchronize()
+
+    def query(self) -> bool:
+        """Whether all have ended."""
+        return all(request.query() for request in self._requests)
+
+
+class DiskState:
+    """The state of one optimizer, in a directory of its own inside of `directory`.
+
+    Raises what `DiskStore` raises.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._directory = directory
+        self._failed = False  # since when it holds nothing that can be relied on
+        _remove_stale(Path(directory).expanduser())
+        own = Path(directory) / f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
+        self._ledger = Ledger()
+        self._store = DiskStore(own, self._ledger)
+        self._ring = StagingRing(CHUNK_ELEMENTS * _MOST_BYTES_PER_ELEMENT, _SLOTS, torch.device("cpu"), self._ledger)
+        self._extents: dict[Any, dict[str, tuple[Extent, torch.dtype]]] = {}
+        self._written: dict[Any, dict[str, None]] = {}  # names of the tensors whose extents hold anything
+        self._busy = threading.Lock()
+        weakref.finalize(self, _close, self._store, own)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory."""
+        return self._ledger.held_bytes(Tier.HOST)
+
+    def synchronize(self) -> None:
+        """Waits until all that was written is on disk; raises what failed."""
+        self._store.synchronize()
+
+    def holds(self, key: Any) -> tuple[str, ...]:
+        """The names of the tensors of a parameter that are on disk, in the order in which they came."""
+        return tuple(self._written.get(key, ()))
+
+    def forget(self, parameters: Iterable[torch.Tensor]) -> None:
+        """What is on disk of these is not needed any more."""
+        gone = set(map(id, parameters))
+        for key in list(self._written):
+            if id(key[0] if isinstance(key, tuple) else key) in gone:
+                del self._written[key]
+
+    def emptied(self) -> "DiskState":
+        """Itself, holding nothing and with room for what comes next; another one where its drive failed."""
+        with contextlib.suppress(DiskError):
+            self.synchronize()
+            if not self._failed:
+                self._written.clear()
+                return self
+        return DiskState(self._directory)
+
+    def stream(self, wanted: Sequence[Wanted], update: Callable[[list[Part]], None], *, writes: bool = True) -> None:
+        """Calls `update` with the state of all elements of `wanted`, some at a time.
+
+        What it writes there is kept, unless it only reads.
+        """
+        with self._busy:
+            loads = deque(self._loads(wanted))
+            ahead: deque[tuple[Slot, list[tuple[Part, list[_Stretch]]], _All]] = deque()
+            try:
+                while loads or ahead:
+                    while loads and len(ahead) < _SLOTS - 1:
+                        ahead.append(self._read(loads.popleft()))
+                    slot, load, arrived = ahead.popleft()
+                    try:
+                        arrived.synchronize()
+                        parts = [part for part, _ in load]
+                        update(parts)
+                    except BaseException:
+                        ahead.appendleft((slot, load, arrived))
+                        raise
+                    self._ring.release(slot, _All(self._write(slot, load)) if writes else None)
+                for one in wanted if writes else ():
+                    self._written.setdefault(one.key, {}).update(dict.fromkeys(one.dtypes))
+            except BaseException:
+                self._failed = True
+                raise
+            finally:
+                for slot, _, arrived in ahead:  # after a failure
+                    for request in arrived._requests:
+                        request.settle()
+                    self._ring.release(slot, None)
+
+    def keep(self, key: Any, elements: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The flat `tensors` become what is on disk of a parameter of so many elements."""
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+
+        def fill(parts: list[Part]) -> None:
+            for memory, source in _pairs(parts, tensors):
+                memory.copy_(source)
+
+        self.stream([Wanted(key, elements, dtypes, frozenset(dtypes))], fill)
+
+    def fetch(self, key: Any, elements: int) -> dict[str, torch.Tensor]:
+        """The tensors of a parameter, flat, copied into host memory."""
+        dtypes = {name: self._extents[key][name][1] for name in self.holds(key)}
+        fetched = {
+            name: torch.empty(eight_bit.nbytes(elements, dtype), dtype=torch.uint8, device="cpu").view(dtype)
+            for name, dtype in dtypes.items()
+        }
+
+        def copy(parts: list[Part]) -> None:
+            for memory, target in _pairs(parts, fetched):
+                target.copy_(memory)
+
+        self.stream([Wanted(key, elements, dtypes, frozenset())], copy, writes=False)
+        return fetched
+
+    def at_rest(self, key: Any, elements: int) -> dict[str, TensorAtRest]:
+        """The tensors of a parameter, flat, to be read while nothing is written to them."""
+        found = {}
+        for name in self.holds(key):
+            extent, dtype = self._extents[key][name]
+            like = torch.empty(eight_bit.nbytes(elements, dtype) // dtype.itemsize, dtype=dtype, device="meta")
+            chunk = _chunk_elements(self._extents[key][other][1] for other in self.holds(key))
+            origin = self._store.origin(extent, eight_bit.nbytes(chunk, dtype))
+            found[name] = TensorAtRest(like, partial(self._read_bytes, origin))
+        return found
+
+    def _read_bytes(self, origin: Origin, begin: int, memory: torch.Tensor) -> None:
+        """A method, so that the store is open as long as somebody may read from it."""
+        if not read_bytes(origin, begin, memory):
+            raise StateError("an optimizer's state on disk was read after it was closed")
+
+    def fill(self, key: Any, elements: int, tensors: Mapping[str, TensorAtRest]) -> None:
+        """As `keep`, with tensors that are elsewhere on disk: some elements of them at a time are in memory."""
+        dtypes = {name: tensor.like.dtype for name, tensor in tensors.items()}
+
+        def read(parts: list[Part]) -> None:
+            for part in parts:
+                for name, memory in part.tensors.items():
+                    tensors[name].read(eight_bit.nbytes(part.start, memory.dtype), memory.view(torch.uint8))
+
+        self.stream([Wanted(key, elements, dtypes, frozenset(dtypes))], read)
+
+    def lend(self, key: Any, elements: int) -> dict[str, torch.Tensor]:
+        """The tensors of a parameter as memory, flat, read from disk as it is touched; until `take_back`."""
+        self.synchronize()  # parts are written in an order of their own
+        lent = {}
+        for name in self.holds(key):
+            extent, dtype = self._extents[key][name]
+            lent[name] = self._store.mapping(extent, 0, eight_bit.nbytes(elements, dtype)).view(dtype)
+        return lent
+
+    def take_back(self, key: Any) -> None:
+        """What was lent is read and written directly again."""
+        for extent, _ in self._extents.get(key, {}).values():
+            self._store.to_direct(extent).synchronize()
+
+    def _loads(self, wanted: Sequence[Wanted]) -> Iterator[list[tuple[Part, list[_Stretch]]]]:
+        load: list[tuple[Part, list[_Stretch]]] = []
+        used = 0
+        for index, one in enumerate(wanted):
+            extents = self._extents_of(one)
+            chunk = _chunk_elements(one.dtypes.values())
+            for start in range(0, one.elements, chunk):
+                stop = min(start + chunk, one.elements)
+                parts = {
+                    name: self._store.part(
+                        extents[name], eight_bit.nbytes(start, dtype), eight_bit.nbytes(stop - start, dtype)
+                    )
+                    for name, dtype in one.dtypes.items()
+                }
+                if load and used + sum(part.capacity_bytes for part in parts.values()) > self._ring.slot_bytes:
+                    yield load
+                    load, used = [], 0
+                stretches = []
+                for name, part in parts.items():
+                    stretches.append(_Stretch(part, used, name, one.dtypes[name], name not in one.fresh))
+                    used += part.capacity_bytes
+                load.append((Part(index, start, stop, {}), stretches))
+        if load:
+            yield load
+
+    def _extents_of(self, one: Wanted) -> dict[str, Extent]:
+        known = self._extents.setdefault(one.key, {})
+        for name, dtype in one.dtypes.items():
+            if name not in known or known[name][1] != dtype:
+                extent = self._store.allocate(
+                    f"{name} of a parameter", eight_bit.nbytes(one.elements, dtype), "optimizer"
+                )
+                known[name] = (extent, dtype)
+        return {name: known[name][0] for name in one.dtypes}
+
+    def _read(self, load: list[tuple[Part, list[_Stretch]]]) -> tuple[Slot, list[tuple[Part, list[_Stretch]]], _All]:
+        slot = self._ring.acquire()
+        requests = []
+        for part, stretches in load:
+            for stretch in stretches:
+                memory = stretch.within(slot)
+                if stretch.reads:
+                    requests.append(self._store.read(stretch.extent, memory, after=slot.free))
+                else:
+                    if slot.free is not None:
+                        slot.free.synchronize()
+                    memory.zero_()
+                part.tensors[stretch.name] = memory[: stretch.extent.nbytes].view(stretch.dtype)
+        return slot, load, _All(requests)
+
+    def _write(self, slot: Slot, load: list[tuple[Part, list[_Stretch]]]) -> list[Request]:
+        return [
+            self._store.write(stretch.extent, stretch.within(slot)) for _, stretches in load for stretch in stretches
+        ]
+
+
+def _chunk_elements(dtypes: Iterable[torch.dtype]) -> int:
+    wide = sum(dtype.itemsize for dtype in dtypes) > _MOST_BYTES_PER_ELEMENT  # float64
+    return CHUNK_ELEMENTS // 2 if wide else CHUNK_ELEMENTS
+
+
+def _pairs(parts: list[Part], tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each tensor of each part, and the same elements of `tensors`, flat."""
+    for part in parts:
+        for name, memory in part.tensors.items():
+            start = eight_bit.nbytes(part.start, memory.dtype) // memory.itemsize
+            yield memory, tensors[name][start : start + memory.numel()]
+
+
+def _remove_stale(directory: Path) -> None:
+    """Directories of processes that were killed go: they hold a lock's file, and no bytes."""
+    for path in directory.glob(f"{_PREFIX}*-*"):
+        owner = path.name.removeprefix(_PREFIX).split("-")[0]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _close(store: DiskStore, directory: Path) -> None:
+    store.close()
+    shutil.rmtree(directory, ignore_errors=True)

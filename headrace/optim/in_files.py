@@ -1,0 +1,249 @@
+"""How are weights updated that rest on disk? Grain by grain: read, updated, written, past the page cache.
+
+A grain is what one checksum is of. Some are read, with the gradients of what lies in them where these rest on disk too,
+while one is updated, and others are written. Through the memory that shows them the same would be page faults.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from headrace.errors import StateError
+from headrace.memory.disk import DISK_ALIGNMENT_BYTES, Origin, Request, disk_pages, origin_of
+from headrace.memory.pages import map_pages
+from headrace.optim import kernel
+from headrace.optim.devices import Member
+from headrace.optim.overlap import by_unit
+from headrace.optim.weights import Weights
+from headrace.runtime.pending import unit_of
+
+__all__ = ["Grains", "Run", "are_in_files", "in_files"]
+
+_AHEAD = 3  # grains that are read, or written, while one is updated
+
+
+@dataclass
+class Run:
+    """Elements `start` to `stop` of member `index`, in host memory for the moment: flat."""
+
+    index: int
+    start: int
+    stop: int
+    weight: torch.Tensor
+    gradient: torch.Tensor
+
+
+@dataclass
+class _Grain:
+    """Bytes `begin` to `end` of what `origin` shows, on their way."""
+
+    origin: Origin
+    begin: int
+    end: int
+    runs: list[tuple[int, int, int, int]]  # member, start, stop, and where it begins in the memory
+    memory: torch.Tensor
+    reads: list[Request] = field(default_factory=list)
+    gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)  # and the memory to reuse
+
+
+def in_files(members: Sequence[Member]) -> tuple[list[Member], list[Member]]:
+    """Members whose weights may be updated in their files, all of a unit or none, in the order in which they lie there;
+    and the others. Nothing of them is under way.
+    """
+    units, others = by_unit(members)
+    found: list[Member] = []
+    for unit, travelling in units:
+        fit = all(_lies_in_file(member) for member in travelling)
+        if fit and unit.may_be_updated_in_files([member.parameter for member in travelling]):
+            found += sorted(travelling, key=lambda member: member.weights.exposed().data_ptr())
+        else:
+            others += travelling
+    return found, others
+
+
+def are_in_files(members: Sequence[Member]) -> None:
+    """That was done: as soon as they count as written, one of each unit says so."""
+    for member in {id(unit_of(member.parameter)): member for member in members}.values():
+        member.weights.in_files = unit_of(member.parameter)
+
+
+class Grains:
+    """The weights of `members`, some at a time, in the order in which they lie in their files. Raises DiskError.
+
+    A holder of host memory for seven grains (8 MiB each, less under small budgets), and for the gradients of some.
+    """
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._members = members
+        self._free: list[torch.Tensor] = []
+        self._coming = _grains(members, self._memory)
+        self._reading: deque[_Grain] = deque()
+        self._writing: deque[tuple[torch.Tensor, Request]] = deque()
+        self._open: deque[tuple[_Grain, list[Run]]] = deque()
+        self._left: deque[int] = deque()  # elements of each open one that nobody has asked for
+        self.checksums = [0] * len(members)  # of bfloat16 weights, as they were written
+
+    def runs(self, index: int, start: int, stop: int) -> Iterator[Run]:
+        """The runs that these elements are. To be asked for in order, and updated before `updated` is called."""
+        at = start
+        while at < stop:
+            found = self._run_at(index, at)
+            if found is None:
+                self._open_one()
+                continue
+            place, run = found
+            part = slice(at - run.start, min(stop, run.stop) - run.start)
+            yield Run(index, at, run.start + part.stop, run.weight[part], run.gradient[part])
+            self._left[place] -= part.stop - part.start
+            at = run.start + part.stop
+
+    def all(self) -> Iterator[list[Run]]:
+        """All runs, those of one grain at a time, each updated before the next is asked for."""
+        while self._open_one():
+            yield self._open[0][1]
+            self._write_one()
+
+    def updated(self) -> None:
+        """What was asked for was updated: grains of which that is all are written."""
+        while self._left and not self._left[0]:
+            self._write_one()
+
+    def finish(self) -> None:
+        """All has been updated; returns when it is written."""
+        for _, request in self._writing:
+            request.synchronize()
+
+    def close(self) -> None:
+        """Waits until nothing is read or written any more, well or not."""
+        reads = [request for grain in self._reading for request in grain.reads]
+        for request in [*reads, *(request for _, request in self._writing)]:
+            request.settle()
+
+    def _run_at(self, index: int, at: int) -> tuple[int, Run] | None:
+        for place, (_, runs) in enumerate(self._open):
+            for run in runs:
+                if run.index == index and run.start <= at < run.stop:
+                    return place, run
+        return None
+
+    def _open_one(self) -> bool:
+        """Waits for the next grain; False: there is none."""
+        while len(self._reading) <= _AHEAD and (grain := next(self._coming, None)) is not None:
+            self._reading.append(grain)
+        if not self._reading:
+            return False
+        for request in self._reading[0].reads:
+            request.synchronize()
+        grain = self._reading.popleft()
+        runs = [
+            Run(index, start, stop, grain.memory[at:].view(dtype)[: stop - start], gradient)
+            for (index, start, stop, at), (gradient, _) in zip(grain.runs, grain.gradients, strict=True)
+            for dtype in (self._members[index].weights.dtype,)
+        ]
+        self._open.append((grain, runs))
+        self._left.append(sum(run.stop - run.start for run in runs))
+        return True
+
+    def _write_one(self) -> None:
+        grain, runs = self._open.popleft()
+        self._left.popleft()
+        for run in runs:
+            if run.weight.dtype == torch.bfloat16:
+                self.checksums[run.index] = self.checksums[run.index] + _checksum(run) & 0xFFFFFFFF
+        request = _asked(grain.origin.write(grain.memory[: disk_pages(grain.end - grain.begin)], grain.begin))
+        self._free.extend(one for _, one in grain.gradients if one is not None)
+        self._writing.append((grain.memory, request))
+        if len(self._writing) > _AHEAD:
+            written, request = self._writing.popleft()
+            request.synchronize()
+            self._free.append(written)
+
+    def _memory(self, nbytes: int) -> torch.Tensor:
+        fitting = next((one for one in self._free if one.nbytes >= nbytes), None)
+        if fitting is None:
+            return torch.frombuffer(map_pages(disk_pages(nbytes), touched=False), dtype=torch.uint8)
+        self._free[:] = [one for one in self._free if one is not fitting]
+        return fitting
+
+
+def _grains(members: Sequence[Member], memory: Callable[[int], torch.Tensor]) -> Iterator[_Grain]:
+    """Asks for all of them, one after the other."""
+    by_origin: dict[Origin, list[tuple[int, int]]] = {}
+    for index, member in enumerate(members):
+        shown = origin_of(member.weights.exposed())
+        if shown is not None:  # as `in_files` has seen to
+            by_origin.setdefault(shown[0], []).append((shown[1], index))
+    for origin, places in by_origin.items():
+        places.sort()
+        at, last = 0, max(offset + _nbytes(members[index].weights) for offset, index in places)
+        while at < last:
+            begin, end = origin.grain(at)
+            runs = list(_runs(members, places, begin, end))
+            if runs:
+                yield _asked_for(origin, begin, end, runs, members, memory)
+            at = end
+
+
+def _runs(
+    members: Sequence[Member], places: Sequence[tuple[int, int]], begin: int, end: int
+) -> Iterator[tuple[int, int, int, int]]:
+    for offset, index in places:
+        size = members[index].weights.dtype.itemsize
+        first, last = max(begin, offset), min(end, offset + _nbytes(members[index].weights))
+        if first < last:
+            yield index, (first - offset) // size, (last - offset) // size, first - begin
+
+
+def _asked_for(
+    origin: Origin,
+    begin: int,
+    end: int,
+    runs: list[tuple[int, int, int, int]],
+    members: Sequence[Member],
+    memory: Callable[[int], torch.Tensor],
+) -> _Grain:
+    grain = _Grain(origin, begin, end, runs, memory(end - begin))
+    grain.reads.append(_asked(origin.read(grain.memory[: disk_pages(end - begin)], begin)))
+    for index, start, stop, _ in runs:
+        member = members[index]
+        gradient = member.weights.flat(member.gradient)[start:stop]
+        shown = origin_of(gradient)
+        chunk = None
+        if shown is not None:
+            first = shown[1] // DISK_ALIGNMENT_BYTES * DISK_ALIGNMENT_BYTES
+            nbytes = disk_pages(shown[1] + gradient.nbytes) - first
+            chunk = memory(nbytes)
+            request = shown[0].read(chunk[:nbytes], first)
+            if request is not None:
+                grain.reads.append(request)
+                here = chunk[shown[1] - first :][: gradient.nbytes]
+                gradient = here.view(gradient.dtype)
+        grain.gradients.append((gradient, chunk))
+    return grain
+
+
+def _lies_in_file(member: Member) -> bool:
+    weights, flat = member.weights, member.weights.host.detach()
+    if weights.packs or not torch.ops.aten.is_non_overlapping_and_dense(flat):
+        return False
+    return weights.lies_alike(member.gradient) and origin_of(weights.exposed()) is not None
+
+
+def _asked(request: Request | None) -> Request:
+    if request is None:
+        raise StateError("weights on disk were let go of while they were updated")
+    return request
+
+
+def _nbytes(weights: Weights) -> int:
+    return weights.host.numel() * weights.dtype.itemsize
+
+
+def _checksum(run: Run) -> int:
+    """The part of `kernel.checksum` that these elements of a parameter have: sum of bits * (2 * place + 1)."""
+    first = int(run.weight[:1].view(torch.int16)) & 0xFFFF
+    own = int(kernel.checksum(run.weight))
+    twice_the_sum = own + first - int(kernel.checksum(run.weight[1:]))
+    return own + run.start * twice_the_sum & 0xFFFFFFFF

@@ -1,0 +1,52 @@
+"""What if a drive fails in the middle of a step? The step says how far it came, and no other one follows."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from headrace.errors import StateError
+from headrace.optim.devices import Member
+
+__all__ = ["Interruption"]
+
+
+class Interruption:
+    """Whether a step of one optimizer was cut short after some weights had been written."""
+
+    def __init__(self) -> None:
+        self._reason: str | None = None
+
+    def check(self) -> None:
+        """Raises StateError when a step was cut short, and nothing was loaded since."""
+        if self._reason is not None:
+            raise StateError(self._reason)
+
+    def forget(self) -> None:
+        """State was loaded."""
+        self._reason = None
+
+    @contextlib.contextmanager
+    def told(self, members: Sequence[Member]) -> Iterator[None]:
+        """For the length of an update of these, which says of each when it has `begun`.
+
+        What fails before the first one changed nothing and is raised as it is; later it is raised as a StateError.
+        """
+        try:
+            yield
+        except BaseException as error:
+            # Ctrl-C may have struck after they were written: copies of them are made anew.
+            torch.autograd.graph.increment_version([member.parameter for member in members])
+            for member in members:
+                member.weights.broken_off()
+            begun = sum(member.begun for member in members)
+            if not begun:
+                raise
+            self._reason = (
+                f"a step was cut short ({type(error).__name__}: {error}): {begun} of {len(members)} parameters had been"
+                " updated, wholly or in part; load the weights and the optimizer's state from a checkpoint before the"
+                " next step()"
+            )
+            if isinstance(error, Exception):
+                raise StateError(self._reason) from error
+            raise

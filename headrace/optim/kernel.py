@@ -1,0 +1,205 @@
+"""How is the native kernel called? Through ctypes: it knows neither PyTorch nor Python, and runs without Python's lock.
+
+It is built with the package (`setup.py`), never at run time. Where it could not be built, `headrace.optim.update` does
+the same with PyTorch's own kernels, more slowly; `available()` tells which of the two is in use.
+"""
+
+import ctypes
+import functools
+import warnings
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+
+from headrace.optim import threads
+from headrace.runtime.native import load_native
+
+__all__ = [
+    "CHUNK_ELEMENTS",
+    "INSTALL",
+    "SLOWER",
+    "Constants",
+    "Master",
+    "Number",
+    "Rule",
+    "Task",
+    "available",
+    "checksum",
+    "run",
+    "warn_if_missing",
+]
+
+CHUNK_ELEMENTS = 1 << 16  # what one thread takes at a time
+
+SLOWER = "the native optimizer kernel is missing, so updates on the host take 4 to 40 times as long"  # as measured
+INSTALL = (
+    "install a C++ compiler (such as apt-get install g++; on macOS xcode-select --install), then headrace again:"
+    " pip install --force-reinstall --no-deps --no-cache-dir, with what you gave pip install before"
+)
+
+
+class Rule(IntEnum):
+    """Update rules of the kernel."""
+
+    ADAM = 0
+    SGD = 1
+    LION = 2
+
+
+class Number(IntEnum):
+    """Kinds of numbers that the kernel reads and writes."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+    EIGHT_BIT = 3  # of state alone; see eight_bit.py
+
+
+class Master(IntEnum):
+    """How the exact float32 value of a weight is kept."""
+
+    IS_WEIGHT = 0  # the weight is float32 itself
+    SPLIT = 1  # bfloat16 weight and the 16 bits that it lacks
+    FULL = 2  # low-precision weight beside a float32 one
+
+
+class Constants(ctypes.Structure):
+    """Constants of one update rule at one step; see kernel.h."""
+
+    _fields_ = (
+        ("rule", ctypes.c_int32),
+        ("maximize", ctypes.c_int32),
+        ("flags", ctypes.c_int32),
+        ("seed", ctypes.c_uint32),
+        ("gradient_scale", ctypes.c_float),
+        ("decay", ctypes.c_float),
+        ("keep_first", ctypes.c_float),
+        ("take_first", ctypes.c_float),
+        ("keep_second", ctypes.c_float),
+        ("take_second", ctypes.c_float),
+        ("correction", ctypes.c_float),
+        ("epsilon", ctypes.c_float),
+        ("step_size", ctypes.c_float),
+    )
+
+
+class Task(ctypes.Structure):
+    """One parameter, or a run of elements of one; see kernel.h."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("master", ctypes.c_void_p),
+        ("gradient", ctypes.c_void_p),
+        ("first", ctypes.c_void_p),
+        ("second", ctypes.c_void_p),
+        ("maximum", ctypes.c_void_p),
+        ("elements", ctypes.c_int64),
+        ("chunk", ctypes.c_int64),
+        ("constants", ctypes.c_int32),
+        ("master_form", ctypes.c_int32),
+        ("weight_number", ctypes.c_int32),
+        ("gradient_number", ctypes.c_int32),
+        ("state_number", ctypes.c_int32),
+        ("first_step", ctypes.c_int32),
+        ("checksum", ctypes.c_uint32),
+        ("stream", ctypes.c_uint32),
+        ("place", ctypes.c_uint32),
+        ("not_finite", ctypes.c_uint32),
+    )
+
+
+class _Job(ctypes.Structure):
+    _fields_ = (
+        ("tasks", ctypes.c_void_p),
+        ("constants", ctypes.c_void_p),
+        ("task_count", ctypes.c_int64),
+        ("chunk_count", ctypes.c_int64),
+        ("next_chunk", ctypes.c_int64),
+        ("level", ctypes.c_int32),
+    )
+
+
+_LAYOUT = ctypes.sizeof(Task) * 65536 + ctypes.sizeof(Constants) * 256 + ctypes.sizeof(_Job)
+_LEVELS = {"AVX2": 1, "AVX512": 2}
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    library = load_native(__file__, "headrace_optim_layout", _LAYOUT)
+    if library is None:
+        return None
+    library.headrace_optim_work.argtypes = [ctypes.c_void_p]
+    library.headrace_optim_work.restype = None
+    library.headrace_optim_checksum.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    library.headrace_optim_checksum.restype = ctypes.c_uint32
+    return library
+
+
+def available() -> bool:
+    """Whether the native kernel was built with this installation. Without it a slower path in PyTorch is used."""
+    return _library() is not None
+
+
+@functools.cache
+def warn_if_missing() -> None:
+    """Once for a process, for whoever is about to use it."""
+    if _library() is None:
+        warnings.warn(f"{SLOWER}; {INSTALL}", RuntimeWarning, stacklevel=4)
+
+
+def level() -> int:
+    """Vector instructions in use: 0 baseline, 1 AVX2, 2 AVX-512; those that PyTorch uses, as results depend on them."""
+    library = _library()
+    if library is None:
+        return 0
+    wanted = _LEVELS.get(torch.backends.cpu.get_cpu_capability(), 0)
+    return min(wanted, int(library.headrace_optim_best_level()))
+
+
+def run(tasks: Sequence[Task], constants: Sequence[Constants]) -> list[tuple[int, bool]]:
+    """Performs all `tasks` on every thread that this process may use.
+
+    Returns for each the checksum of its weights, and whether it met a gradient that is not finite.
+
+    The caller keeps the memory alive that the tasks point to. Raises RuntimeError where the kernel was not built.
+    """
+    library = _library()
+    if library is None:
+        raise RuntimeError("the native optimizer kernel was not built; headrace.optim.kernel.available() is False")
+    chunks = 0
+    for task in tasks:
+        task.chunk = chunks
+        task.checksum = task.not_finite = 0
+        chunks += -(-task.elements // CHUNK_ELEMENTS)
+    if not chunks:
+        return [(0, False)] * len(tasks)
+    # Tasks of no elements would share their chunk number with the next one.
+    filled = [index for index, task in enumerate(tasks) if task.elements]
+    all_tasks = (Task * len(filled))(*(tasks[index] for index in filled))
+    all_constants = (Constants * len(constants))(*constants)
+    job = _Job(ctypes.addressof(all_tasks), ctypes.addressof(all_constants), len(filled), chunks, 0, level())
+    threads.on_each(lambda: library.headrace_optim_work(ctypes.addressof(job)), at_most=chunks)
+    found = [(0, False)] * len(tasks)
+    for index, task in zip(filled, all_tasks, strict=True):
+        found[index] = (task.checksum, task.not_finite != 0)
+    return found
+
+
+def checksum(weights: torch.Tensor) -> int | torch.Tensor:
+    """The checksum of contiguous bfloat16 weights, as a step in split form computes it of what it writes.
+
+    On an accelerator it is a sum that stays there, so that nobody waits for it.
+    """
+    if weights.device.type != "cpu":
+        return weights.view(torch.int16).sum(dtype=torch.int64)
+    library = _library()
+    if library is not None:
+        return int(library.headrace_optim_checksum(weights.data_ptr(), weights.numel()))
+    bits = weights.reshape(-1).view(torch.int16)
+    total = 0
+    for start in range(0, bits.numel(), CHUNK_ELEMENTS):
+        part = bits[start : start + CHUNK_ELEMENTS].to(torch.int64) & 0xFFFF
+        places = torch.arange(start, start + part.numel(), dtype=torch.int64, device="cpu")
+        total += int((part * (2 * places + 1) & 0xFFFFFFFF).sum())
+    return total & 0xFFFFFFFF

@@ -1,0 +1,80 @@
+"""What does an optimizer take from a state_dict? The values: moments are not cast to their parameter's dtype."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from headrace.optim import eight_bit
+
+__all__ = ["values_from"]
+
+
+def values_from(
+    groups: list[dict[str, Any]], state_dict: dict[str, Any], elementwise: tuple[str, ...], state_dtype: torch.dtype
+) -> dict[Any, Any]:
+    """State for each parameter of `groups`. `elementwise` names what has the parameter's shape and the state dtype.
+
+    That dtype is torch.uint8 for moments in 8 bits. Those of the loaded state become what is wanted, either way.
+
+    Raises ValueError when groups do not match, or a state has another shape than its parameter.
+    """
+    saved_groups = state_dict["param_groups"]
+    if len(saved_groups) != len(groups):
+        raise ValueError(
+            f"loaded state dict has a different number of parameter groups: {len(saved_groups)}, and the optimizer has"
+            f" {len(groups)}"
+        )
+    parameters = {}
+    for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        if len(saved["params"]) != len(group["params"]):
+            raise ValueError(
+                f"loaded state dict contains a parameter group that doesn't match the size of optimizer's group: group"
+                f" {number} has {len(saved['params'])} parameters, and the optimizer's has {len(group['params'])}"
+            )
+        names = group.get("param_names", [None] * len(group["params"]))
+        for key, parameter, name in zip(saved["params"], group["params"], names, strict=True):
+            parameters[key] = (parameter, repr(name) if name else str(key))
+    values: dict[Any, Any] = {}
+    for key, saved in state_dict["state"].items():
+        if key in parameters:
+            parameter, name = parameters[key]
+            wide_dtype = torch.float32 if state_dtype == torch.uint8 else state_dtype
+            if parameter.dtype == torch.float64:
+                wide_dtype = parameter.dtype
+            values[parameter] = dict(_entries(saved, parameter, name, elementwise, wide_dtype))
+            narrow = state_dtype == torch.uint8 and eight_bit.fits(parameter)
+            eight_bit.settle(values[parameter], elementwise, parameter, narrow=narrow)
+        else:
+            values[key] = saved
+    return values
+
+
+def _entries(
+    saved: dict[str, Any],
+    parameter: torch.Tensor,
+    parameter_name: str,
+    elementwise: tuple[str, ...],
+    state_dtype: torch.dtype,
+) -> Iterator[tuple[str, Any]]:
+    for name, value in saved.items():
+        if name in elementwise and isinstance(value, torch.Tensor):
+            if value.shape != parameter.shape:
+                raise ValueError(
+                    f"state {name!r} of parameter {parameter_name} has shape {tuple(value.shape)} in the loaded state"
+                    f" dict; the parameter has shape {tuple(parameter.shape)}"
+                )
+            yield name, value.to("cpu", state_dtype)
+        elif name.removesuffix(eight_bit.SUFFIX) in elementwise and isinstance(value, torch.Tensor):
+            if not eight_bit.is_record(value, parameter.numel()):
+                runs = eight_bit.records(parameter.numel())
+                raise ValueError(
+                    f"state {name!r} of parameter {parameter_name} has shape {tuple(value.shape)} and dtype"
+                    f" {value.dtype} in the loaded state dict; the parameter, of shape {tuple(parameter.shape)}, has"
+                    f" {runs} runs, so the moment must have shape ({runs}, {eight_bit.RECORD_BYTES}) and torch.uint8"
+                )
+            yield name, value.to("cpu")
+        elif isinstance(value, torch.Tensor):
+            yield name, value.to("cpu")
+        else:
+            yield name, value

@@ -1,0 +1,58 @@
+"""How does a low-precision weight keep an exact float32 value? In split form, or beside it; here in PyTorch.
+
+Split form: the bfloat16 weight is `(bits + 0x8000) >> 16` of the float32 value, the remainder its low 16 bits. With the
+remainder read as a signed number the two add up to the value again. Ties have to round up in the bits: with ties to
+even, 65,537 floats share one bfloat16 value, and 16 bits do not tell them apart.
+"""
+
+import torch
+
+from headrace.optim.kernel import Master
+
+__all__ = ["join", "part", "random_bits", "stochastic_bfloat16"]
+
+_MASK = 0xFFFFFFFF
+
+
+def join(weight: torch.Tensor, master: torch.Tensor | None, form: Master) -> torch.Tensor:
+    """The exact values: the weight itself (not a copy) where it is the master, else a new float32 tensor.
+
+    In full form a master counts where it rounds to the weight that is there; elsewhere somebody wrote the weight.
+    """
+    if master is None:
+        return weight
+    if form is Master.SPLIT:
+        return ((weight.view(torch.int16).to(torch.int32) << 16) + master).view(torch.float32)
+    return torch.where(master.to(weight.dtype) == weight, master, weight.to(torch.float32))
+
+
+def part(exact: torch.Tensor, weight: torch.Tensor, master: torch.Tensor | None, form: Master) -> None:
+    """The inverse of `join`: writes `weight` and `master`."""
+    if master is None:
+        if exact.data_ptr() != weight.data_ptr():
+            weight.copy_(exact)
+    elif form is Master.SPLIT:
+        bits = torch.where(exact.isnan(), 0x7FC00000, exact.view(torch.int32))
+        weight.view(torch.int16).copy_((bits + 0x8000) >> 16)
+        master.copy_(bits)
+    else:
+        master.copy_(exact)
+        weight.copy_(exact)
+
+
+def random_bits(places: torch.Tensor) -> torch.Tensor:
+    """32 bits for each place (int64, below 2**32), the same as the kernel's: they depend on nothing but the place."""
+    bits = places & _MASK
+    bits = ((bits ^ (bits >> 16)) * 0x7FEB352D) & _MASK
+    # 0x846CA68B times a 32-bit number leaves 64 bits, so it is done in two halves.
+    bits = bits ^ (bits >> 15)
+    bits = (bits * 0xA68B + ((bits * 0x846C & 0xFFFF) << 16)) & _MASK
+    return bits ^ (bits >> 16)
+
+
+def stochastic_bfloat16(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    """float32 `values` rounded up or down to bfloat16, up with the probability of what the lower value lacks."""
+    bits = values.view(torch.int32)
+    rounded = (bits + (random & 0xFFFF).to(torch.int32)) >> 16
+    special = (bits & 0x7F800000) == 0x7F800000
+    return torch.where(special, bits >> 16, rounded).to(torch.int16).view(torch.bfloat16)

@@ -1,0 +1,158 @@
+"""What is the norm of all gradients? That of each is taken when it has come to the host, while backward goes on."""
+
+import os
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from headrace.optim.dealt import Dealt
+from headrace.runtime.grad_scaler import make_grad_scaler_leave_traces
+from headrace.runtime.pending import Unit
+from headrace.runtime.sharded import is_sharded, largest_of_ranks, local_shard, whole_of
+from headrace.runtime.torch_rules import foreach_norm, group_tensors
+
+__all__ = ["GradientNorms", "SeenGradient", "clipping_of_shards"]
+
+
+class SeenGradient:
+    """A gradient as it is now. It is not kept alive, and who counts its users does not find this one."""
+
+    def __init__(self, gradient: torch.Tensor) -> None:
+        self._gradient = weakref.ref(gradient)
+        self._version = gradient._version
+
+    def is_still(self, gradient: torch.Tensor | None) -> bool:
+        """Whether `gradient` is that one, and was not written to."""
+        return gradient is not None and self._gradient() is gradient and self._version == gradient._version
+
+
+class GradientNorms:
+    """Norms of gradients that were seen on their way home; a `Watcher` of the units of one optimizer.
+
+    `run` submits a job to the thread on which norms are taken.
+    """
+
+    def __init__(self, run: Callable[[Callable[[], None]], "Future[None]"]) -> None:
+        self._run = run
+        self._jobs: list[Future[None]] = []
+        self._norms: dict[Any, torch.Tensor] = {}
+        self._seen: dict[Any, SeenGradient] = {}  # when backward ended
+        self._process = os.getpid()
+        make_grad_scaler_leave_traces(self)
+
+    def complete(self, unit: Unit, gradients: Mapping[Any, torch.Tensor], arrived: Callable[[], None]) -> Sequence[Any]:
+        """All gradients of a unit are here, or on their way: their norms are taken when they have come."""
+        held = dict(gradients)
+
+        def job() -> None:
+            arrived()
+            self._norms |= zip(held, foreach_norm(list(held.values())), strict=True)
+            held.clear()  # the memory is wanted back
+
+        for parameter in held:
+            self._seen.pop(parameter, None)
+        self._jobs.append(self._run(job))
+        return ()
+
+    def delivered(self, parameters: Mapping[Any, bool]) -> None:
+        """Backward is over: gradients that change from now on have another norm."""
+        for parameter, complete in parameters.items():
+            self._seen.pop(parameter, None)
+            if complete:
+                self._seen[parameter] = SeenGradient(parameter.grad)
+
+    def abandoned(self) -> None:
+        """Nothing to do: norms count for gradients that are delivered."""
+
+    def clipping(
+        self, limit: float, gradients: Mapping[Any, torch.Tensor], shared: Collection[Any], dealt: Dealt | None = None
+    ) -> tuple[float | None, float]:
+        """The factor for all gradients, by the arithmetic of torch.nn.utils.clip_grad_norm_, and their norm.
+
+        None where that is not finite. With `dealt` each rank takes the norms of its own, and all get one total.
+        """
+        return _factor(limit, self.total(gradients, shared, dealt))
+
+    def total(
+        self, gradients: Mapping[Any, torch.Tensor], shared: Collection[Any], dealt: Dealt | None = None
+    ) -> torch.Tensor:
+        """The norm of all of them, with the arithmetic of `torch.nn.utils.get_total_norm`.
+
+        `shared`: parameters whose gradients others have, too, and may have written without a trace.
+        """
+        if self._process != os.getpid():  # a fork: jobs of the other process never end here
+            self._process = os.getpid()
+            self._jobs.clear()
+            self._norms.clear()
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job.result()
+        tensors = list(gradients.values())
+        if dealt is None and any(tensor.device.type != "cpu" for tensor in tensors):
+            return torch.nn.utils.get_total_norm(tensors)
+        own = [one for one in gradients if dealt is None or not dealt.is_elsewhere(one)]
+        norms = {
+            id(gradients[parameter]): norm
+            for parameter in own
+            if (norm := self._norms.get(parameter)) is not None
+            and parameter not in shared
+            and self._unchanged(parameter, gradients[parameter])
+        }
+        missing = [gradients[parameter] for parameter in own if id(gradients[parameter]) not in norms]
+        if missing:
+            norms |= zip(map(id, missing), foreach_norm(missing), strict=True)
+        if dealt is not None:
+            norms = _of_all_ranks(tensors, norms, dealt)
+        groups = group_tensors([tensors])  # type: ignore[list-item]  # gives the order of the sum
+        ordered = [norms[id(tensor)] for (alike,), _ in groups.values() for tensor in alike]
+        self._norms.clear()
+        self._seen.clear()
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(ordered), 2.0)
+        return total
+
+    def _unchanged(self, parameter: Any, gradient: torch.Tensor) -> bool:
+        seen = self._seen.get(parameter)
+        return seen is not None and seen.is_still(gradient)
+
+
+def _of_all_ranks(
+    gradients: Sequence[torch.Tensor], own: Mapping[int, torch.Tensor], dealt: Dealt
+) -> dict[int, torch.Tensor]:
+    """The norms of all gradients by their id, where each rank has those of its own. A collective."""
+    values = torch.zeros(len(gradients), dtype=torch.float64, device="cpu")  # holds all dtypes exactly
+    for place, gradient in enumerate(gradients):
+        if id(gradient) in own:
+            values[place] = own[id(gradient)]
+    every = zip(gradients, dealt.ranks.added(values), strict=True)
+    return {id(gradient): norm.to(gradients[0].device, gradient.dtype) for gradient, norm in every}
+
+
+def clipping_of_shards(limit: float, gradients: Sequence[Any]) -> tuple[float | None, float]:
+    """As `GradientNorms.clipping`, of gradients of which some are DTensors: their norm is that over all ranks.
+
+    A collective. Raises RuntimeError where the mesh has no backend for the device that gradients are on.
+    """
+    sharded = [gradient for gradient in gradients if is_sharded(gradient)]
+    plain = [gradient for gradient in gradients if not is_sharded(gradient)]
+    norms = [torch.nn.utils.get_total_norm(plain)] if plain else []
+    try:
+        if sharded and plain:  # which all ranks have alike; one that does not clips as the others do
+            norms = [largest_of_ranks(norms[0], sharded[0].device_mesh)]
+        norms += [whole_of(torch.nn.utils.get_total_norm(sharded))] if sharded else []
+    except RuntimeError as error:
+        if "No backend" not in str(error):
+            raise
+        device = local_shard(sharded[0]).device.type
+        raise RuntimeError(
+            f"max_grad_norm sums norms over all ranks, and the mesh's process group has no backend for {device!r},"
+            " where the shards of gradients are: init_process_group('cpu:gloo,cuda:nccl')"
+        ) from error
+    return _factor(limit, norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)))
+
+
+def _factor(limit: float, norm: torch.Tensor) -> tuple[float | None, float]:
+    factor = float(torch.clamp(limit / (norm + 1e-6), max=1.0)) if norm.isfinite() else None
+    return factor, float(norm)

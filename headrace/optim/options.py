@@ -1,0 +1,115 @@
+"""What can a user set on every optimizer of headrace, beside the update rule's own settings?"""
+
+import os
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, get_args
+
+import torch
+
+__all__ = ["Given", "Options", "Pin", "comparable", "snapshot"]
+
+_MasterForm = Literal["split", "full"]
+_Tier = Literal["host", "disk"]
+_Overlap = Literal["none", "backward", "forward"]
+Pin = bool | Literal["weights", "gradients"]
+
+_ALLOWED: dict[str, tuple[Any, ...]] = {
+    "master_dtype": (torch.float32,),
+    "master_form": get_args(_MasterForm),
+    "state_dtype": (torch.float32, torch.bfloat16, "8bit"),
+    "tier": get_args(_Tier),
+    "overlap": get_args(_Overlap),
+    "zero_stage": (1, 2),
+    "pin": (True, False, "weights", "gradients"),
+}
+
+
+class Given(TypedDict, total=False):
+    """The same settings as keyword arguments, for whoever checks types."""
+
+    master_dtype: torch.dtype
+    master_form: _MasterForm
+    state_dtype: torch.dtype | Literal["8bit"]
+    tier: _Tier
+    disk: str | os.PathLike[str] | None
+    device_fraction: float | Literal["auto"]
+    pin: Pin
+    overlap_d2h_h2d: bool
+    overlap: _Overlap
+    max_grad_norm: float | None
+    mesh: Any
+    zero_stage: Literal[1, 2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Validated settings; `headrace.optim.AdamW` says what each one means."""
+
+    master_dtype: torch.dtype = torch.float32
+    master_form: _MasterForm = "split"
+    state_dtype: torch.dtype | Literal["8bit"] = torch.float32
+    tier: _Tier = "host"
+    disk: Any = None
+    device_fraction: float | Literal["auto"] = 0.0
+    pin: Pin = True
+    overlap_d2h_h2d: bool = True
+    overlap: _Overlap = "none"
+    max_grad_norm: float | None = None
+    mesh: Any = None  # a DeviceMesh
+    zero_stage: Literal[1, 2] = 1
+
+    def __post_init__(self) -> None:
+        for name, allowed in _ALLOWED.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                choices = " or ".join(repr(choice) for choice in allowed)
+                raise ValueError(f"{name}={value!r} is not available; allowed: {choices}")
+        if (self.tier == "disk") != (self.disk is not None):
+            raise ValueError(
+                f'tier={self.tier!r} with disk={self.disk!r}: tier="disk" needs the directory in which state rests,'
+                ' such as disk="/nvme/headrace"; other tiers need none'
+            )
+        fraction = self.device_fraction
+        number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+        if fraction != "auto" and not (number and 0 <= float(fraction) <= 1):
+            raise ValueError(f'device_fraction={fraction!r} is neither in [0, 1] nor "auto"')
+        if self.overlap == "backward" and self.max_grad_norm is not None:
+            raise ValueError(
+                'overlap="backward" updates weights before the norm of all gradients is known, so it cannot clip to'
+                f' max_grad_norm={self.max_grad_norm}; use overlap="forward", which can, or leave max_grad_norm out'
+            )
+        if self.overlap != "none" and self.mesh is not None:
+            raise ValueError(
+                f"overlap={self.overlap!r} with mesh: an update that runs beside a pass would send weights to the other"
+                ' ranks beside the collectives of that pass, in an order that no rank knows; leave overlap at "none"'
+            )
+        if self.zero_stage == 2 and self.mesh is None:
+            raise ValueError(
+                "zero_stage=2 averages gradients over ranks: give their mesh, such as"
+                " torch.distributed.init_device_mesh('cuda', (world_size,))"
+            )
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm={self.max_grad_norm!r} is not a positive number; None clips nothing")
+
+    @property
+    def moment_dtype(self) -> torch.dtype:
+        """The dtype of moments; torch.uint8 stands for 8 bits, where a parameter takes them."""
+        return torch.uint8 if isinstance(self.state_dtype, str) else self.state_dtype
+
+
+def snapshot(group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a param group as they are now: a schedule changes them while updates are under way."""
+    return {name: _copied(value) for name, value in group.items() if name != "params"}
+
+
+def comparable(group: dict[str, Any]) -> dict[str, Any]:
+    """The same, as values that are equal where the settings are."""
+    return {
+        name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in snapshot(group).items()
+    }
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, tuple):  # betas may be tensors
+        return tuple(map(_copied, value))
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,123 @@
+"""How does an update run beside the next pass? On a thread of its own, block by block, in the order of their next use.
+
+Each block is given a `Pending`, which whoever reads its parameters waits for. See docs/design/optimizers.md.
+"""
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+
+import torch
+
+from headrace.errors import StateError
+from headrace.optim.devices import Member
+from headrace.runtime.autograd import without_overrides
+from headrace.runtime.pending import LostUpdate, OtherRanks, Pending, Unit, unit_of
+from headrace.runtime.threads import OneThread
+
+__all__ = ["Updater", "by_unit"]
+
+
+class Updater:
+    """The thread that performs one optimizer's updates, one block after the other."""
+
+    def __init__(self) -> None:
+        self._under_way: list[Pending] = []
+        self._start()
+
+    def submit(
+        self,
+        unit: Unit,
+        members: Sequence[Member],
+        perform: Callable[[Sequence[Member]], None],
+        arrived: Callable[[], None] | None = None,
+        others: OtherRanks | None = None,
+    ) -> Pending:
+        """Performs the update of parameters of `unit`, when `arrived` has returned. Never blocks.
+
+        `others` perform parts of it. The gradients are let go of at its end. If it fails, they are the parameters'
+        again.
+        """
+        held = list(members)
+        work = [perform]  # refers to the optimizer: one that nobody else holds is gone when its last update is done
+
+        def job() -> None:
+            if arrived is not None:
+                arrived()
+            unit.wait_for_reads()
+            work.pop()(held)
+            held.clear()  # before anyone is told: gradients lie in memory that the next backward wants back
+            if others is not None:
+                others.post()
+
+        pending = Pending(self.run(job), lambda: _give_back(held), others)
+        unit.updates.append(pending)
+        self._under_way.append(pending)
+        return pending
+
+    def run(self, job: Callable[[], None]) -> "Future[None]":
+        """Calls `job` on the thread, after what was submitted before. Never blocks."""
+
+        def quietly() -> None:
+            with torch.no_grad(), without_overrides():
+                job()
+
+        self._look_for_fork()
+        return self._thread.submit(quietly)
+
+    def synchronize(self) -> None:
+        """The host waits for every update; raises what failed in those that nobody was told of, once for all."""
+        self._look_for_fork()
+        failures: list[Exception] = []
+        for pending in list(self._under_way):
+            try:
+                pending.wait()
+            except Exception as error:
+                failures.append(error)
+        self._under_way = [pending for pending in self._under_way if not pending.done()]
+        if failures:
+            worst = next((error for error in failures if isinstance(error, StateError)), failures[0])
+            if len(failures) > 1:
+                worst.add_note(f"the updates of {len(failures)} blocks failed; this is one of the errors")
+            raise worst
+
+    def _start(self) -> None:
+        self._process = os.getpid()
+        self._thread = OneThread("headrace-update")
+        weakref.finalize(self, self._thread.shutdown, wait=False)
+
+    def _look_for_fork(self) -> None:
+        """In a forked child the thread does not exist, and what it had not done is never done."""
+        if self._process != os.getpid():
+            if not all(pending.done() for pending in self._under_way):
+                self._under_way = [LostUpdate("what this optimizer updates")]
+            self._start()
+
+
+def by_unit(members: Iterable[Member]) -> tuple[list[tuple[Unit, list[Member]]], list[Member]]:
+    """Members that travel with others, by what they travel in and in the order of its next use; and the other ones.
+
+    First come those with gradients that others have, too: `step()` waits for them.
+    """
+    units: dict[int, tuple[Unit, list[Member]]] = {}
+    alone = []
+    for member in members:
+        unit = unit_of(member.parameter)
+        if unit is None:
+            alone.append(member)
+        else:
+            units.setdefault(id(unit), (unit, []))[1].append(member)
+
+    def turn(entry: tuple[Unit, list[Member]]) -> tuple[bool, int]:
+        return not any(member.shared for member in entry[1]), entry[0].order
+
+    return sorted(units.values(), key=turn), alone
+
+
+def _give_back(members: list[Member]) -> None:
+    """After a failure nothing is lost: what was not updated has its gradient again, for another step."""
+    for member in members:
+        if not member.updated and member.parameter.grad is None:
+            member.parameter.grad = member.gradient
+    members.clear()

@@ -1,0 +1,39 @@
+"""How does a checkpoint go on in another precision? Masters become weights, and weights masters, to the last bit."""
+
+from typing import Any
+
+import torch
+
+from headrace.optim import narrow
+from headrace.optim.kernel import Master
+from headrace.optim.optimizer import HostOptimizer
+from headrace.optim.weights import FULL, REMAINDER
+
+__all__ = ["adopt_exact", "take_exact"]
+
+
+def take_exact(weight: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+    """The exact values of a weight: of a narrow one by the master in its `state`, if that has one, which goes."""
+    for name, form in ((REMAINDER, Master.SPLIT), (FULL, Master.FULL)):
+        master = state.pop(name, None)
+        if isinstance(master, torch.Tensor):
+            return narrow.join(weight, master.contiguous(), form)
+    return weight
+
+
+@torch.no_grad()
+def adopt_exact(optimizer: HostOptimizer, parameter: torch.Tensor, exact: torch.Tensor, state: dict[str, Any]) -> None:
+    """`exact` is the value of a narrow parameter: it is rounded as the optimizer does, and `state` gets the rest.
+
+    Where the optimizer keeps no masters of such weights, it is only rounded.
+    """
+    form = optimizer.master_form_of(parameter)
+    if form is Master.IS_WEIGHT:
+        parameter.copy_(exact)
+        return
+    exact = exact.float()
+    rounded = torch.empty(exact.shape, dtype=parameter.dtype, device="cpu")
+    name, dtype = (REMAINDER, torch.int16) if form is Master.SPLIT else (FULL, torch.float32)
+    state[name] = torch.empty(exact.shape, dtype=dtype, device="cpu")
+    narrow.part(exact, rounded, state[name], form)
+    parameter.copy_(rounded)

@@ -1,0 +1,331 @@
+"""How do gradients get to the ranks that update with them, and only there (ZeRO-2)? In buckets, as backward goes.
+
+Neighbours of one owner, once they are complete, are averaged over all ranks into the owner's, and the others let go of
+theirs. Buckets go in one order on all ranks, the reverse of the optimizer's, whatever a rank's own backward does: what
+comes early waits for its turn. When a backward ends, each rank gives zeros for what it did not use, as others may wait
+for that; then ranks tell each other what they had.
+"""
+
+import gc
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+
+from headrace.errors import StateError
+from headrace.optim.deal import Deal
+from headrace.optim.devices import Member
+from headrace.optim.options import Options
+from headrace.optim.replicas import Replicas, replicas_over
+from headrace.runtime.autograd import EndOfBackward
+from headrace.runtime.pending import unit_of
+from headrace.runtime.ranks import Ranks
+
+__all__ = ["Reduced", "dealt_over"]
+
+_TOGETHER_BYTES = 25 << 20  # of neighbours, whose gradients leave in one bucket for each owner
+_IN_FLIGHT_BYTES = 64 << 20  # of gradients on their way, or one bucket that is larger
+_numbers = count()  # of all that were made, in the same order on all ranks
+_HERE, _LATE = 1, 2  # what a rank says of each parameter: it has a gradient; it has another one, past its turn
+
+
+class Reduced(Replicas):
+    """Parameters that every rank has, whose gradients are averaged into those of their owners.
+
+    Elsewhere `.grad` is one NaN, shown in the parameter's shape, after a backward.
+    """
+
+    def __init__(self, ranks: Ranks, deal: Deal) -> None:
+        super().__init__(ranks, deal)
+        self._apart = ranks.apart()
+        self._order: list[torch.Tensor] = []  # parameters to be trained, the last one first
+        self._kinds: list[tuple[torch.dtype, torch.device, bool]] = []  # of these
+        self._buckets: list[list[torch.Tensor]] = []
+        self._places: dict[torch.Tensor, int] = {}  # in which of them each is
+        self._hooked: dict[torch.Tensor, Any] = {}  # and its AccumulateGrad node, with a hook, too
+        self._here: dict[torch.Tensor, torch.Tensor] = {}  # gradients whose turn has not come
+        self._late: dict[torch.Tensor, torch.Tensor] = {}  # those that came after it
+        self._next = 0  # which bucket's turn it is
+        self._own: list[int] = []  # what this rank says of each parameter
+        self._in_flight: deque[_Bucket] = deque()
+        self._in_flight_bytes = 0
+        self._before: dict[torch.Tensor, torch.Tensor] = {}  # averages of earlier backwards, which are added to
+        self._given: dict[torch.Tensor, torch.Tensor] = {}  # what `.grad` is since a backward
+        self._present: _Backward | None = None  # the backward under way
+        self._has_failed = self._is_alone = False
+        self.number = next(_numbers)
+
+    def take(self, parameters: Sequence[torch.Tensor]) -> None:
+        """As Replicas'. All ranks get the first rank's values."""
+        for parameter in parameters:
+            if unit_of(parameter) is not None:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is of an offloaded model, whose gradients leave the"
+                    " device; leave mesh and zero_stage out, and give the mesh to headrace.offload()"
+                )
+        super().take(parameters)
+        for parameter in parameters:
+            if parameter.requires_grad and parameter not in self._hooked:
+                itself, which = weakref.WeakMethod(self._after_accumulation), weakref.ref(parameter)
+                handle = parameter.register_post_accumulate_grad_hook(partial(_call, itself, which))
+                weakref.finalize(self, handle.remove)
+                self._hooked[parameter] = None
+                self._order.insert(0, parameter)
+        self._lay_out()
+        self._refuse_wrapped()
+        self.ranks.spread((0, parameter.detach()) for parameter in parameters)
+        torch.autograd.graph.increment_version(list(parameters))
+
+    def agree(self, look: Callable[[], list[Member]], groups: Sequence[dict[str, Any]]) -> list[Member]:
+        self._check()  # alone: the others may still be in the backward, and its collectives
+
+        def reduced() -> list[Member]:
+            found = look()
+            for member in found:
+                if self._given.get(member.parameter) is not member.parameter.grad:
+                    raise StateError(
+                        f"the gradient of parameter {member.index}, of shape {tuple(member.parameter.shape)}, was not"
+                        " averaged by backward(): it was set by hand, or the parameter was frozen when the optimizer"
+                        " was made; with zero_stage=2 gradients come from backward() alone"
+                    )
+            return found
+
+        return super().agree(reduced, groups)
+
+    # backward ---------------------------------------------------------------------------------------------------------
+    def _lay_out(self) -> None:
+        """Hooks on parameters' nodes, and buckets: anew after a change of dtype or device, which makes other nodes."""
+        kinds = [(parameter.dtype, parameter.device, parameter.requires_grad) for parameter in self._order]
+        if kinds == self._kinds:
+            return
+        self._kinds, self._buckets = kinds, []
+        neighbours: dict[Any, list[torch.Tensor]] = {}
+        nbytes = 0
+        for parameter, (*kind, trained) in zip(self._order, kinds, strict=True):
+            node = torch.autograd.graph.get_gradient_edge(parameter).node if trained else self._hooked[parameter]
+            if node is not self._hooked[parameter]:
+                before = weakref.WeakMethod(self._before_accumulation)
+                handle = node.register_prehook(partial(_call, before, weakref.ref(parameter)))
+                weakref.finalize(self, handle.remove)
+                self._hooked[parameter] = node
+            if neighbours and nbytes + parameter.nbytes > _TOGETHER_BYTES:
+                self._buckets += neighbours.values()
+                neighbours, nbytes = {}, 0
+            key = self.deal.owner(parameter), *kind
+            neighbours[key] = [*neighbours.pop(key, ()), parameter]  # in the order in which they are complete
+            nbytes += parameter.nbytes
+        self._buckets += neighbours.values()
+        self._places = {parameter: place for place, bucket in enumerate(self._buckets) for parameter in bucket}
+
+    def _before_accumulation(self, parameter: torch.Tensor) -> None:
+        """A gradient is about to be added to what there is: that is an average already."""
+        if parameter.grad is not None and parameter.grad is self._given.get(parameter):
+            if not self.is_elsewhere(parameter):
+                self._before[parameter] = parameter.grad
+            parameter.grad = None
+
+    def _after_accumulation(self, parameter: torch.Tensor) -> None:
+        self._begin()
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
+        if gradient is self._given.get(parameter):
+            raise StateError(
+                f"a parameter of shape {tuple(parameter.shape)} has another dtype or device than when its gradient was"
+                " averaged (zero_stage=2); call zero_grad() after such a change of the model"
+            )
+        if gradient.layout != torch.strided or gradient.requires_grad:
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, or has a graph"
+                " (create_graph=True), and cannot be averaged with zero_stage=2"
+            )
+        there = self._here if self._places[parameter] >= self._next else self._late
+        there[parameter] = there[parameter] + gradient if parameter in there else gradient
+        while self._next < len(self._buckets) and all(one in self._here for one in self._buckets[self._next]):
+            self._reduce(self._buckets[self._next], self._here)
+            self._next += 1
+
+    def _begin(self) -> None:
+        self._check()
+        if self._present is not None:
+            return
+        if not self._is_alone:
+            self._refuse_wrapped()
+            self._is_alone = True
+        self._lay_out()
+        self._present = _Backward.under_way()
+        self._present.add(self)
+
+    @torch.no_grad()
+    def give_rest(self, *, waits: bool) -> None:
+        """The backward returned: averages of all whose turn has not come begin. `waits`: as few at a time as during it.
+
+        Also of what this rank did not use, which others may be waiting for: these do not come to the end otherwise.
+        """
+        self._own = [
+            _HERE * (self._places[one] < self._next or one in self._here) | _LATE * (one in self._late)
+            for one in self._order
+        ]
+        for bucket in self._buckets[self._next :]:
+            if bucket[0].requires_grad:
+                self._reduce(bucket, self._here, waits=waits)
+
+    def ended(self, *, completed: bool) -> None:
+        """What began in it is over, or it raised: then some ranks may wait for others in vain."""
+        self._present = None
+        self._has_failed = True
+        if completed:
+            with torch.no_grad():
+                self._finish()
+            self._has_failed = False
+
+    def _finish(self) -> None:
+        """What came late, and all that is on its way."""
+        order = self._order
+        said = dict(zip(order, zip(*self.ranks.numbers(self._own), strict=True), strict=True))
+        for bucket in self._buckets:
+            given = [parameter for parameter in bucket if any(one & _LATE for one in said[parameter])]
+            if given:
+                self._reduce(given, self._late)
+        self._next = 0
+        while self._in_flight:
+            self._arrive()
+        for parameter in order:
+            if not any(said[parameter]):
+                self._before.pop(parameter, None)  # what there was, or nothing
+                continue
+            if self.is_elsewhere(parameter):
+                parameter.grad = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(
+                    parameter.shape
+                )
+            else:
+                parameter.grad = self._before.pop(parameter)
+            self._given[parameter] = parameter.grad
+
+    @torch.no_grad()
+    def _reduce(
+        self, parameters: Sequence[torch.Tensor], there: dict[torch.Tensor, torch.Tensor], *, waits: bool = True
+    ) -> None:
+        """Begins the averages of one owner's, to which a rank that has none gives zeros."""
+        gradients = []
+        for parameter in parameters:
+            gradient, laid_out = there.pop(parameter, None), torch.empty_like(parameter, device="meta")
+            if gradient is None:
+                gradient = torch.full_like(parameter, -0.0)  # to which anything may be added without a change
+            elif gradient.stride() != laid_out.stride():
+                gradient = torch.empty_like(parameter).copy_(gradient)
+            gradients.append(gradient.as_strided((gradient.numel(),), (1,)))
+        flat = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+        owner = self.deal.owner(parameters[0]) or 0
+        work = self._apart.reduce(flat.div_(self.ranks.count), owner)
+        self._in_flight.append(_Bucket(work, flat, parameters, gradients if owner == self.ranks.own else []))
+        self._in_flight_bytes += flat.nbytes
+        del flat, gradient, gradients
+        while waits and self._in_flight_bytes > _IN_FLIGHT_BYTES and len(self._in_flight) > 1:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        """The oldest that is on its way: at its owner it is added to what there is."""
+        bucket = self._in_flight.popleft()
+        self._in_flight_bytes -= bucket.flat.nbytes
+        self._apart.wait(bucket.work)
+        for parameter, gradient in bucket.averages():
+            before = self._before.get(parameter)
+            if before is None and parameter.grad is not None and parameter.grad is self._given.get(parameter):
+                before = parameter.grad  # this rank's backward has not used it
+            self._before[parameter] = gradient if before is None else before.add_(gradient)
+
+    # misuse -----------------------------------------------------------------------------------------------------------
+    def _check(self) -> None:
+        if self._has_failed:
+            raise StateError(
+                "a backward has raised, in which gradients were being averaged (zero_stage=2): ranks may have come to"
+                " different ones; end this run on all ranks, and go on from its last checkpoint"
+            )
+
+    def _refuse_wrapped(self) -> None:
+        """Raises StateError for a DistributedDataParallel, which averages as well."""
+        own = set(map(id, self._order))
+        for found in gc.get_objects():
+            if issubclass(type(found), nn.parallel.DistributedDataParallel) and not own.isdisjoint(
+                map(id, found.parameters())
+            ):
+                raise StateError(
+                    "these parameters are in a DistributedDataParallel, which averages gradients into all ranks';"
+                    " with zero_stage=2 the optimizer averages them: use the model without that wrapper, or leave"
+                    " zero_stage out"
+                )
+
+
+@dataclass
+class _Bucket:
+    """Gradients on their way to their owner, one behind the other in `flat`; `gradients`: there, where they belong."""
+
+    work: Any
+    flat: torch.Tensor
+    parameters: Sequence[torch.Tensor]
+    gradients: Sequence[torch.Tensor]
+
+    def averages(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What has come, at the owner."""
+        if len(self.gradients) > 1:
+            parts = self.flat.split([one.numel() for one in self.gradients])
+            for gradient, average in zip(self.gradients, parts, strict=True):
+                gradient.copy_(average)
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=False):
+            strides = torch.empty_like(parameter, device="meta").stride()
+            yield parameter, gradient.as_strided(parameter.shape, strides)
+
+
+class _Backward:
+    """A backward under way, and whose gradients are averaged in it. These end in one order on all ranks."""
+
+    _present: "weakref.ref[_Backward] | None" = None
+
+    def __init__(self) -> None:
+        self._those: list[Reduced] = []
+        EndOfBackward(self.ended).queue()
+
+    @classmethod
+    def under_way(cls) -> "_Backward":
+        """The one that this is called in."""
+        found = None if cls._present is None else cls._present()
+        if found is None:
+            found = cls()
+            cls._present = weakref.ref(found)
+        return found
+
+    def add(self, one: Reduced) -> None:
+        """Is told when it ends."""
+        self._those.append(one)
+
+    def ended(self, *, completed: bool) -> None:
+        """All are told."""
+        present = type(self)._present
+        if present is not None and present() is self:
+            type(self)._present = None
+        self._those.sort(key=lambda one: one.number)
+        if completed:
+            for one in self._those:  # where others wait for those of one of several, these do not wait for another's
+                one.give_rest(waits=len(self._those) == 1)
+        while self._those:  # where one of them raises, the others are told when autograd lets go of this
+            self._those.pop(0).ended(completed=completed)
+
+
+def dealt_over(options: Options, owners: Sequence[int] = ()) -> Replicas | None:
+    """Who has what of parameters that all ranks of the options' mesh have; see `replicas_over`. None without mesh."""
+    kind = Reduced if options.zero_stage == 2 else Replicas
+    return None if options.mesh is None else replicas_over(options.mesh, owners, kind)
+
+
+def _call(method: "weakref.WeakMethod[Any]", which: "weakref.ref[torch.Tensor]", *_: Any) -> None:
+    """A hook that is nobody's owner: the optimizer may be gone."""
+    itself, parameter = method(), which()
+    if itself is not None and parameter is not None:
+        itself(parameter)

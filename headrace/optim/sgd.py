@@ -1,0 +1,110 @@
+"""Which settings do SGD and Lion have? Those of their authors, and where state and update live."""
+
+from typing import Any, Unpack
+
+import torch
+from torch.optim import Optimizer
+
+from headrace.optim.elements import ElementOptimizer
+from headrace.optim.options import Given, Options
+from headrace.optim.rules import LionRule, SgdRule
+
+__all__ = ["SGD", "Lion"]
+
+
+class SGD(ElementOptimizer, torch.optim.SGD):
+    """torch.optim.SGD with state and update in host memory; the other settings are those of `headrace.optim.AdamW`.
+
+    float32 parameters change bit for bit as with `torch.optim.SGD(fused=True)` on the CPU.
+    """
+
+    ELEMENTWISE = ("momentum_buffer",)
+    COUNTS_STEPS = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        **options: Unpack[Given],
+    ) -> None:
+        super().__init__(
+            params,
+            options=Options(**options),
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            maximize=maximize,
+            foreach=False,
+        )
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return self.ELEMENTWISE if group["momentum"] != 0 else ()
+
+    def _rule(self, group: dict[str, Any], step: float) -> SgdRule:
+        return SgdRule(
+            lr=float(group["lr"]),
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            nesterov=group["nesterov"],
+            weight_decay=group["weight_decay"],
+            maximize=group["maximize"],
+            step=step,
+        )
+
+
+class _LionGroups(Optimizer):
+    """Defaults and param groups of Lion, which torch.optim does not have."""
+
+    def __init__(self, params: Any, **defaults: Any) -> None:
+        lr, betas, weight_decay = defaults["lr"], defaults["betas"], defaults["weight_decay"]
+        if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+            raise ValueError(f"lr has {lr.numel()} elements; give a float or a tensor of one element")
+        if not float(lr) >= 0:
+            raise ValueError(f"lr={lr} is negative")
+        for index, beta in enumerate(betas):
+            if not 0 <= beta < 1:
+                raise ValueError(f"betas[{index}]={beta} is outside [0, 1)")
+        if not weight_decay >= 0:
+            raise ValueError(f"weight_decay={weight_decay} is negative")
+        super().__init__(params, defaults)
+
+
+class Lion(ElementOptimizer, _LionGroups):
+    """Lion (Chen et al., 2023): the sign of an interpolated momentum, with decoupled weight decay.
+
+    The other settings are those of `headrace.optim.AdamW`. State: "exp_avg", 4 bytes per parameter.
+    """
+
+    ELEMENTWISE = ("exp_avg",)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        **options: Unpack[Given],
+    ) -> None:
+        super().__init__(
+            params, options=Options(**options), lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize
+        )
+
+    def _rule(self, group: dict[str, Any], step: float) -> LionRule:
+        return LionRule(
+            lr=float(group["lr"]),
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            maximize=group["maximize"],
+            step=step,
+        )

@@ -1,0 +1,228 @@
+"""How is the exact value of one weight kept between steps, and how do we notice that somebody else wrote it?
+
+A float32 weight is its own exact value. A low-precision one has a master: in split form (bfloat16: 16 more bits) or in
+full (a float32 tensor beside it). In full form every element tells by itself: the master counts where it rounds to the
+weight that is there. In split form the weight's `_version`, its address and a checksum of what was written last tell.
+A write that leaves no trace (`p.data.copy_(w)`) then counts as w plus less than half a unit of bfloat16's last place.
+"""
+
+from typing import Any
+
+import torch
+
+from headrace.optim import eight_bit, kernel
+from headrace.optim.kernel import Master
+from headrace.optim.refusals import check_bytes
+from headrace.runtime.pending import Unit
+
+__all__ = ["FULL", "REMAINDER", "Weights", "in_memory_order"]
+
+REMAINDER = "master_remainder"  # keys in the state of a parameter
+FULL = "master"
+_MASTER_DTYPES = {REMAINDER: torch.int16, FULL: torch.float32}
+
+
+class Weights:
+    """The weights of one parameter, or of a piece of it, where they are updated: `host`.
+
+    That is the parameter itself; for one on an accelerator its twin in host memory, or a piece of either.
+    """
+
+    def __init__(
+        self, parameter: torch.Tensor, given: torch.Tensor, master_form: str, *, eight_bits: bool = False
+    ) -> None:
+        """`given`: the parameter as the user has it, a DTensor for its local shard: each counts its own writes."""
+        self.parameter = parameter
+        self._written_as = (parameter, given)
+        self.dtype, self._shape, self._strides = parameter.dtype, parameter.shape, parameter.stride()
+        self._device = parameter.device
+        self.packs = eight_bits and eight_bit.fits(parameter)  # whether its moments are kept in 8 bits
+        self.host = parameter
+        if parameter.dtype == torch.bfloat16 and master_form == "split":
+            self.form = Master.SPLIT
+        elif parameter.dtype in (torch.bfloat16, torch.float16):
+            self.form = Master.FULL
+        else:
+            self.form = Master.IS_WEIGHT
+        self._key = {Master.SPLIT: REMAINDER, Master.FULL: FULL}.get(self.form)
+        # Of what we wrote last; None when the state was made or loaded since.
+        self._checksum: int | torch.Tensor | None = None
+        self._mark: tuple[int, ...] | None = None
+        self.changed = True  # whether somebody may have written the parameter since our last update
+        self.in_files: Unit | None = None  # whose files this step has written, past their memory; of one member of it
+        self._dense: torch.Tensor | None = None  # stands in for weights that have gaps between their elements
+
+    def suspect(self) -> None:
+        """Somebody may have written the parameter without a trace."""
+        self._mark = None
+
+    def look(self) -> None:
+        """A step begins: has somebody written the parameter since our last one?"""
+        self.changed = self._mark != self._now()
+
+    @property
+    def fit(self) -> bool:
+        """Whether the parameter still is what it was when this was made."""
+        now, before = self.parameter, (self.dtype, self._device, self._shape, self._strides)
+        return (now.dtype, now.device, now.shape, now.stride()) == before
+
+    def check_layout(self, *, keeps_order: bool) -> None:
+        """Raises ValueError when the parameter has another shape now, or with `keeps_order` other strides."""
+        now = self.parameter
+        if now.shape != self._shape or (keeps_order and now.stride() != self._strides):
+            raise ValueError(
+                f"a parameter of shape {tuple(self._shape)} and strides {self._strides} got shape {tuple(now.shape)}"
+                f" and strides {now.stride()} since the last step, and its state does not fit; make a new optimizer,"
+                " and where only the strides changed load into it the state_dict() of this one from before"
+            )
+
+    @property
+    def master_dtypes(self) -> dict[str, torch.dtype]:
+        """Name and dtype of the master; empty where the weight is its own."""
+        return {} if self._key is None else {self._key: _MASTER_DTYPES[self._key]}
+
+    @property
+    def master_is_stale(self) -> bool:
+        """Whether the weights were written since, so that a split master says nothing about them."""
+        return self.form is Master.SPLIT and self._written_by_others()
+
+    def master(self, state: dict[str, Any]) -> torch.Tensor | None:
+        """The master of the weights, made to agree with them where it is missing or they were written."""
+        if self._key is None:
+            return None
+        kept = self.adopt(state.get(self._key), _MASTER_DTYPES[self._key])
+        if kept is None:
+            kept = self.zeros(_MASTER_DTYPES[self._key])
+            self._derive(kept, state)
+        elif self.master_is_stale:
+            kept.zero_()
+        state[self._key] = kept
+        return kept
+
+    def _written_by_others(self) -> bool:
+        """Whether the weights are not those that we wrote last; a copy of the same values does not count."""
+        if self._checksum is None or not self.changed:
+            return False
+        return bool(kernel.checksum(self.exposed()) != self._checksum)
+
+    def _derive(self, kept: torch.Tensor, state: dict[str, Any]) -> None:
+        """A master out of the state's other form, if that was loaded, else out of the weights."""
+        if self.form is Master.FULL:
+            kept.copy_(self.host.detach())
+            remainder = self.adopt(state.pop(REMAINDER, None), torch.int16)
+            if remainder is not None and self.host.dtype == torch.bfloat16:
+                kept.view(torch.int32).add_(remainder)
+        else:
+            full = self.adopt(state.pop(FULL, None), torch.float32)
+            if full is not None:
+                kept.copy_(full.view(torch.int32))
+
+    def performed(self, checksum: int | torch.Tensor | None) -> None:
+        """An update has been written to `exposed()`; in split form with the checksum of what was written."""
+        if self._dense is not None:
+            self.host.detach().copy_(self._dense)
+            self._dense = None
+        self._checksum = checksum
+
+    def written(self) -> None:
+        """All that this step does to the parameter is done."""
+        self._mark = self._now()
+        if self.in_files is not None:
+            self.in_files.updated_in_files()
+            self.in_files = None
+
+    def broken_off(self) -> None:
+        """This step may have written the parameter; what somebody had written before it is still to be noticed."""
+        if not self.changed:
+            self.written()
+
+    def _now(self) -> tuple[int, ...]:
+        return *(tensor._version for tensor in self._written_as), self.parameter.data_ptr()
+
+    # layout: elements in the order in which they lie in memory --------------------------------------------------------
+    def exposed(self) -> torch.Tensor:
+        """The weights as a flat tensor that the update writes."""
+        return _flat(self.exposed_dense())
+
+    def exposed_dense(self) -> torch.Tensor:
+        """The same memory in the shape of the weights."""
+        if self.host.is_contiguous():
+            return self.host.detach()
+        weights = self.host.detach()
+        if not torch.ops.aten.is_non_overlapping_and_dense(weights):
+            if self._dense is None:
+                self._dense = weights.contiguous()
+            weights = self._dense
+        return weights
+
+    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A gradient or a state, flat, its elements in the order of `exposed()`: a copy where they lie otherwise."""
+        return _flat(self.dense(tensor.detach()))
+
+    def dense(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same in the shape of the weights, and not detached."""
+        if tensor.dtype == torch.uint8 or self.lies_alike(tensor):
+            return tensor
+        return self._empty(tensor.dtype).copy_(tensor.detach())
+
+    def lies_alike(self, tensor: torch.Tensor) -> bool:
+        """Whether elements of a gradient or state lie in the order of `exposed()`."""
+        if tensor.is_contiguous() and self.host.is_contiguous():
+            return True
+        return _strides(tensor) == self._layout()
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """The inverse of `flat`: the same memory in the shape of the weights, of 8-bit moments in theirs."""
+        if flat.dtype == torch.uint8:
+            return flat.view(-1, eight_bit.RECORD_BYTES)
+        if torch.ops.aten.is_non_overlapping_and_dense(self.host):
+            return flat.as_strided(self.host.shape, self.host.stride())
+        return flat.view(self.host.shape)
+
+    def zeros(self, dtype: torch.dtype) -> torch.Tensor:
+        """A new state of the weights' shape, in their layout; of dtype uint8 an 8-bit moment."""
+        if dtype == torch.uint8:
+            return eight_bit.zeros(self.host.numel(), self.host.device)
+        return self._empty(dtype).zero_()
+
+    def adopt(self, value: Any, dtype: torch.dtype) -> torch.Tensor | None:
+        """A loaded state as one that can be updated in place; None when it is none of ours (another dtype or shape)."""
+        if not isinstance(value, torch.Tensor) or value.dtype != dtype:
+            return None
+        check_bytes(value, lambda: f"a state of a parameter of shape {tuple(self._shape)}")
+        if dtype == torch.uint8:
+            whole = eight_bit.is_record(value, self.host.numel())
+            return value.to(self.host.device).contiguous() if whole else None
+        if value.shape != self.host.shape:
+            return None
+        if value.device != self.host.device:  # Lightning and accelerate move state to the accelerator
+            value = value.to(self.host.device)
+        return value if self.lies_alike(value) else self._empty(dtype).copy_(value)
+
+    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
+        if torch.ops.aten.is_non_overlapping_and_dense(self.host):
+            return torch.empty_strided(self.host.shape, self.host.stride(), dtype=dtype, device=self.host.device)
+        return torch.empty(self.host.shape, dtype=dtype, device=self.host.device)
+
+    def _layout(self) -> tuple[int, ...]:
+        if torch.ops.aten.is_non_overlapping_and_dense(self.host):
+            return _strides(self.host)
+        return _strides(torch.empty(self.host.shape, device="meta"))
+
+
+def in_memory_order(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """`tensor` flat, its elements in the order in which those of the dense `parameter` lie in memory."""
+    tensor = tensor.detach()
+    if _strides(tensor) != _strides(parameter):
+        like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=tensor.dtype, device=tensor.device)
+        tensor = like.copy_(tensor)
+    return _flat(tensor)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides that matter: those of dimensions with more than one element."""
+    return tuple(step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)

@@ -1,0 +1,214 @@
+"""What can no schedule beat?
+
+Note "four bounds". The steady state of any schedule takes, per cycle, at least
+
+1. the compute of the cycle: the compute lane is serial;
+2. the fewest bytes that any schedule loads, over the best bandwidth of any block. Relax every block to its single
+   bytes, each of which may be kept or dropped by itself. For pages of one size Belady's rule (drop what is used
+   farthest ahead) loads the fewest; a real schedule is one of the relaxed ones, so it loads no fewer. Dividing by the
+   lane's best seconds per byte gives seconds. In the long run the count per cycle is that of the rule's own period;
+   without a period, of its first cycles from an empty device, less one budget (what a better start could have held);
+3. the sum over any cut of the cycle into windows of what each window takes alone. At the event that begins a window the
+   host has issued everything that started before it, so at most the budget's bytes are present or in flight (among
+   them the blocks of the visit just computed). Whatever else the window uses must be loaded inside it, and so must all
+   that expired at a boundary inside it; behind the last of these loads at least one visit of the window still computes.
+   This sees that a forward pass waits for its loads although a long backward pass behind it leaves the lane idle;
+4. the smallest cycle time T whose memory has room for the loads in flight: over a cycle the budget offers budget * T
+   byte seconds; each visit takes its bytes times its compute, each load its bytes times its time on the lane, and each
+   block kept through a gap its bytes times the gap's length (at least its compute, and what must be loaded in it by
+   bound 3; not T less the visit: where cycles take turns, the gaps that keep may be the short ones). Keeping frees the
+   lane, which must load all the rest within T. The best choice of what to keep, relaxed to fractions, is a knapsack;
+   what is feasible for T is feasible for more.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from headrace.planning.problem import Problem
+from headrace.planning.tape import Gap, Tape, make_tape
+
+_SLOTS_OF_BELADY = 8000  # how many slots the byte-wise rule walks in search of its period
+
+
+def lower_bound(problem: Problem) -> float:
+    """Seconds per steady cycle that no schedule of this problem can beat (see the note above)."""
+    return max(window_bound(problem), bytes_bound(problem), memory_bound(problem))
+
+
+def bytes_bound(problem: Problem) -> float:
+    """Bounds 1 and 2 alone: max(compute, fewest bytes over bandwidth)."""
+    sized = [(size, load) for size, load in zip(problem.block_bytes, problem.load_seconds, strict=True) if size]
+    pace = min((load / size for size, load in sized), default=0.0)
+    return max(problem.compute_seconds, fewest_bytes(problem) * pace)
+
+
+def fewest_bytes(problem: Problem) -> float:
+    """Bytes per cycle that every schedule loads in the long run, at the least."""
+    tape = make_tape(problem, cycles=1, ring=True)
+    reloaded = sum(problem.block_bytes[block] for block in problem.residents & problem.changing)
+    return reloaded + _belady_bytes(tape)
+
+
+def window_bound(problem: Problem) -> float:
+    """Bounds 1 and 3: the best cut into windows that begins at the boundary or where the phase changes."""
+    tape = make_tape(problem, cycles=1, ring=True)
+    visits = problem.visits
+    cuts = {0} | {index + 1 for index in range(1, len(visits)) if visits[index].phase is not visits[index - 1].phase}
+    if len(cuts) > 4:  # many micro-batches: the cuts inside are found from the boundary anyway
+        cuts = {0}
+    return max(problem.compute_seconds, *(_best_windows(tape, cut) for cut in sorted(cuts)))
+
+
+def memory_bound(problem: Problem) -> float:
+    """Bounds 1 and 4: the smallest cycle time at which what is kept leaves room for the loads in flight."""
+    tape = make_tape(problem, cycles=1, ring=True)
+    total = sum(gap.seconds for gap in tape.gaps)
+    used = sum(size * seconds for size, seconds in zip(tape.base, tape.compute, strict=True))
+    used += sum(gap.size * gap.seconds for gap in tape.gaps)
+    lengths = _gap_lengths(tape)
+    choices = [
+        (gap.size * (length - gap.seconds), gap.seconds)
+        for gap, length in zip(tape.gaps, lengths, strict=True)
+        if gap.keepable
+    ]
+    low, high = problem.compute_seconds, max(problem.compute_seconds, total)
+    for _ in range(40):
+        middle = (low + high) / 2
+        if total - _most_saved(choices, tape.budget * middle - used) > middle:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _gap_lengths(tape: Tape) -> list[float]:
+    """How long each gap takes at the least while its block is kept: its compute, and what it must load (bound 3)."""
+    ends = [0.0]
+    for seconds in tape.compute:
+        ends.append(ends[-1] + seconds)
+    slots_of: dict[int, list[Gap]] = {}
+    for gap in tape.gaps:
+        slots_of.setdefault(gap.block, []).append(gap)
+    loads = sum(gaps[0].seconds for gaps in slots_of.values() if gaps[0].size)
+    densest = max((gap.seconds / gap.size for gap in tape.gaps if gap.size), default=0.0)
+    shortest = min((visit.compute_seconds for visit in tape.problem.visits), default=0.0)
+    lengths = []
+    for gap in tape.gaps:
+        length = ends[gap.end] - ends[(gap.begin + 1) % tape.slots] + (ends[-1] if gap.begin < -1 else 0.0)
+        if gap.end - gap.begin == tape.slots and gap.size:  # all other visits lie in the gap
+            here = [
+                other for other in slots_of.values() if len(other) == 1 and other[0].end == gap.end and other[0].size
+            ]
+            inside = loads - sum(other[0].seconds for other in here)
+            needed = inside - (tape.budget - gap.size) * densest
+            if needed > 0:
+                length = max(length, needed + shortest)
+        lengths.append(length)
+    return lengths
+
+
+def _most_saved(choices: list[tuple[float, float]], room: float) -> float:
+    """The most lane seconds that keeping saves with `room` byte seconds: a knapsack of (byte seconds, lane seconds)."""
+    saved = 0.0
+    graded = []
+    for weight, seconds in choices:
+        if weight <= 0:
+            saved += seconds
+            room -= weight
+        elif seconds:
+            graded.append((weight / seconds, seconds, weight))
+    for ratio, seconds, weight in sorted(graded):
+        if weight > room:
+            return saved + max(0.0, room) / ratio
+        saved += seconds
+        room -= weight
+    return saved
+
+
+def _best_windows(tape: Tape, cut: int) -> float:
+    """The largest sum of window bounds over all partitions of one round that begins at slot `cut`."""
+    slots = tape.slots
+    uses: list[list[Gap]] = [[] for _ in range(slots)]
+    for gap in tape.gaps:
+        uses[gap.end].append(gap)
+    best = [0.0] * (slots + 1)  # best[k]: the first k slots behind the cut
+    for first in range(slots):
+        known = best[first]
+        for width, seconds in enumerate(_windows(tape, uses, cut + first, slots - first), start=1):
+            if known + seconds > best[first + width]:
+                best[first + width] = known + seconds
+    return best[slots]
+
+
+def _windows(tape: Tape, uses: list[list[Gap]], first: int, count: int) -> Iterator[float]:
+    """Bounds of the windows [first, first], [first, first + 1], ...: see bound 3."""
+    slots = tape.slots
+    compute = certain = possible = 0.0
+    shortest = float("inf")
+    densest = 0.0
+    before = {gap.block: gap.size for gap in uses[(first - 1) % slots] if gap.size}
+    passed = sum(before.values())  # blocks of the visit before the window that the window has not used yet
+    for slot in range(first, first + count):
+        turn, place = divmod(slot, slots)
+        seconds = tape.compute[place]
+        compute += seconds
+        for gap in uses[place]:
+            passed -= before.pop(gap.block, 0)
+            if not gap.keepable and turn * slots >= first:  # it expires at a boundary (slot 0) inside the window
+                certain += gap.seconds
+            elif gap.size and (not gap.keepable or gap.begin + turn * slots < first):
+                possible += gap.seconds
+                densest = max(densest, gap.seconds / gap.size)
+        if uses[place]:
+            shortest = min(shortest, seconds)
+        spared = min(possible, (tape.budget - passed) * densest)
+        loads = certain + possible - spared
+        yield max(compute, loads + shortest) if loads > 1e-9 * possible else compute
+
+
+def _belady_bytes(tape: Tape) -> float:
+    """Bytes per round that Belady's rule loads when every byte of a block may be kept or dropped by itself."""
+    slots = tape.slots
+    by_slot: list[list[Gap]] = [[] for _ in range(slots)]
+    following: dict[tuple[int, int], Gap] = {}
+    for gap in tape.gaps:
+        if gap.size:
+            by_slot[gap.end].append(gap)
+            following[gap.block, gap.begin % slots] = gap
+    held: dict[int, int] = {}  # block -> bytes still there
+    queue: list[tuple[int, int]] = []  # (minus the slot of the next use, block), farthest first
+    passing = loaded = 0
+    seen: dict[tuple[tuple[int, int], ...], tuple[int, int]] = {}
+    rounds = max(4, _SLOTS_OF_BELADY // slots)
+    for turn in range(rounds):
+        state = tuple(sorted(held.items()))
+        if state in seen:
+            then, before = seen[state]
+            return (loaded - before) / (turn - then)
+        seen[state] = (turn, loaded)
+        for slot in range(slots):
+            for gap in by_slot[slot]:
+                there = held.pop(gap.block, 0)
+                passing -= there
+                loaded += gap.size - there
+            room = tape.budget - tape.base[slot]
+            while passing > room:
+                block = queue[0][1]
+                drop = min(passing - room, held.get(block, 0)) if -queue[0][0] > turn * slots + slot else 0
+                passing -= drop
+                if drop == 0 or held[block] == drop:
+                    heapq.heappop(queue)
+                if drop:
+                    held[block] -= drop
+                    if not held[block]:
+                        del held[block]
+            for gap in by_slot[slot]:
+                ahead = following[gap.block, slot]
+                if ahead.keepable:
+                    end = turn * slots + ahead.end + (slots if ahead.end <= slot else 0)
+                    held[gap.block] = gap.size
+                    passing += gap.size
+                    heapq.heappush(queue, (-end, gap.block))
+    return max(0.0, (loaded - tape.budget) / rounds)

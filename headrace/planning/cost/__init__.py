@@ -1,0 +1,47 @@
+"""What will a run hold in each tier, and how long will a step take? Plain numbers about models and machines."""
+
+from headrace.planning.cost.catalogue import DEVICES, DRIVES, HOSTS, MACHINES, machine, nearest, with_drives
+from headrace.planning.cost.configs import is_counted, read_config, shape_of_config, stored_bits
+from headrace.planning.cost.hardware import PEERS, Hardware
+from headrace.planning.cost.modules import is_module, shape_of_module
+from headrace.planning.cost.nodes import all_devices, with_peers
+from headrace.planning.cost.run_plan import RunPlan, plan_run
+from headrace.planning.cost.run_text import compare_text
+from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
+from headrace.planning.cost.wanted import METHODS, wanted
+from headrace.planning.cost.work import Activations, Method, Overlap, Place, Spread, Training, Work
+
+__all__ = [
+    "DEVICES",
+    "DRIVES",
+    "HOSTS",
+    "MACHINES",
+    "METHODS",
+    "PEERS",
+    "Activations",
+    "BlockKind",
+    "BlockShape",
+    "Hardware",
+    "Method",
+    "ModelShape",
+    "Overlap",
+    "Place",
+    "RunPlan",
+    "Spread",
+    "Training",
+    "Work",
+    "all_devices",
+    "compare_text",
+    "is_counted",
+    "is_module",
+    "machine",
+    "nearest",
+    "plan_run",
+    "read_config",
+    "shape_of_config",
+    "shape_of_module",
+    "stored_bits",
+    "wanted",
+    "with_drives",
+    "with_peers",
+]

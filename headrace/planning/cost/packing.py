@@ -1,0 +1,40 @@
+"""Which weights on disk are read packed, and what share of their bytes is that? See docs/design/packed.md."""
+
+from __future__ import annotations
+
+from headrace.planning.cost.hardware import Hardware
+from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
+from headrace.planning.cost.work import Method, Place, Spread, Training, Work
+
+__all__ = ["mean_read_share", "packed_bytes", "packs", "read_share"]
+
+_PACKED_SHARE = 0.75  # of the bytes: 12 bits of 16; trained weights have been measured at 12.006 to 12.101
+_UNPACKED_BYTES_PER_SECOND = 38e9  # by one thread in its caches, with AVX2
+_TIMES_AS_FAST = 4  # as the drive unpacking has to be, as in weights/rest/fetching.py
+_LEFT_FREE_BYTES = 1 << 30  # on the drive, as in weights/rest/packing.py
+
+
+def packs(shape: ModelShape, work: Work, spread: Spread, method: Method, hardware: Hardware) -> bool:
+    """Whether a run packs weights that come from disk again and again: frozen ones, of one process."""
+    if method.weights is not Place.DISK or work.training is Training.FULL or spread.devices > 1:
+        return False
+    pays = hardware.disk_read_bytes_per_second * _TIMES_AS_FAST <= _UNPACKED_BYTES_PER_SECOND
+    return pays and (1 + _PACKED_SHARE) * shape.weight_bytes + _LEFT_FREE_BYTES <= hardware.disk_bytes
+
+
+def read_share(block: BlockShape) -> float:
+    """Of a block's bytes, what is read where weights are packed: only those of 16 bits that are read as a whole are."""
+    in_parts = block.experts or block.kind is BlockKind.EMBEDDING
+    return _PACKED_SHARE if block.weight_bits == 16 and not in_parts else 1.0
+
+
+def mean_read_share(shape: ModelShape, work: Work, spread: Spread, method: Method, hardware: Hardware) -> float:
+    """Of the bytes of all weights that come from disk, what is read in that run."""
+    if not packs(shape, work, spread, method, hardware):
+        return 1.0
+    return sum(read_share(block) * block.weight_bytes for block in shape.blocks) / max(1, shape.weight_bytes)
+
+
+def packed_bytes(shape: ModelShape) -> int:
+    """What lies on disk beside the weights if they are packed."""
+    return round(sum(read_share(block) * block.weight_bytes for block in shape.blocks if read_share(block) < 1))

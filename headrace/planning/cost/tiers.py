@@ -1,0 +1,270 @@
+"""How many bytes does a run hold in each tier, and for what?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from headrace.planning.cost.experts import can_cut, cut_of, least_cut_bytes
+from headrace.planning.cost.hardware import Hardware
+from headrace.planning.cost.packing import packed_bytes, packs
+from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
+from headrace.planning.cost.sharing import crossing_of
+from headrace.planning.cost.work import Activations, Method, Overlap, Place, Spread, Training, Work
+
+__all__ = ["DEVICE_RESERVE", "HOST_RESERVE", "Held", "Tiers", "activation_bytes", "leaving_layers", "tiers_of"]
+
+DEVICE_RESERVE = 0.1  # of the device: workspaces and fragmentation
+HOST_RESERVE = 0.1  # of the host: the system and the rest of the process
+_STAGED = 3  # blocks of state, or of weights, between disk and host
+_GRADIENT_BLOCKS = 2
+_GATHERED = 2  # blocks whose shards of other devices are here at once: one ahead
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes of one device's run in one tier for one purpose."""
+
+    place: Place
+    purpose: str
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiers:
+    """All that one device's run holds, and what each tier may hold of it (its share of the node's)."""
+
+    held: tuple[Held, ...]
+    capacity: dict[Place, int]
+    streaming_bytes: int  # what is left on the device for blocks that come and go (0: none come)
+
+    def total(self, place: Place) -> int:
+        return sum(held.nbytes for held in self.held if held.place is place)
+
+    def short(self, place: Place) -> int:
+        """Bytes that the tier lacks."""
+        return max(0, self.total(place) - self.capacity[place])
+
+    @property
+    def fits(self) -> bool:
+        return all(self.short(place) == 0 for place in Place)
+
+
+def activation_bytes(shape: ModelShape, work: Work, method: Method, hardware: Hardware) -> tuple[int, int]:
+    """Activations of one micro-batch, or of those that go together, on the device and in host memory, in bytes.
+
+    Recomputing keeps each layer's input, and of one micro-batch the activations of one layer at a time. Where they
+    leave over a link that keeps up with compute, the layer that computes has all of its own on the device, and its
+    input, which its caller holds; over slower ones a ceiling of two layers' is kept to. On the way to disk, host memory
+    holds one layer's.
+    """
+    kept = method.activations
+    saved = [block.activation_bytes(work.tokens) for block in shape.blocks]
+    inputs = [block.input_bytes(work.tokens) for block in shape.blocks]
+    if work.training is Training.NONE:
+        return round(max(saved)), 0
+    layers = [block for block in shape.blocks if block.kind is not BlockKind.HEAD]
+    sizes = [block.activation_bytes(work.tokens) for block in layers]
+    head = sum(saved) - sum(sizes)
+    if kept is Activations.KEPT:
+        return round(sum(saved)), 0
+    if kept is Activations.RECOMPUTED:
+        return round(sum(inputs) + max([head, *(size / method.together for size in sizes)])), 0
+    on_host = sum(sizes) if kept is Activations.OFFLOADED else max(sizes, default=0.0)
+    here = 2 * max(sizes, default=0.0)
+    if all(_keeps_up(block, work, method, hardware) for block in layers):
+        with_inputs = (block.activation_bytes(work.tokens) + block.input_bytes(work.tokens) for block in layers)
+        here = min(here, max(with_inputs, default=0.0))
+    return round(head + here), round(on_host)
+
+
+def _keeps_up(block: BlockShape, work: Work, method: Method, hardware: Hardware) -> bool:
+    """Whether a layer's activations leave while it computes forward, and come back, with its weights, in backward."""
+    if block.kind is not BlockKind.LAYER:
+        return True
+    nbytes = block.activation_bytes(work.tokens)
+    out = nbytes / hardware.offload_bytes_per_second
+    back = (nbytes + block.weight_bytes * method.streamed) / hardware.onload_bytes_per_second
+    if method.activations is Activations.SPILLED:
+        out = max(out, nbytes * hardware.devices / hardware.disk_write_bytes_per_second)
+        back = max(back, nbytes * hardware.devices / hardware.disk_read_bytes_per_second)
+    forward, backward = block_seconds(block, work, hardware)
+    return out <= forward and back <= backward
+
+
+def leaving_layers(shape: ModelShape, work: Work, method: Method) -> frozenset[int]:
+    """Indices of the layers whose activations leave: not the last one's, with which backward begins."""
+    if work.training is Training.NONE or method.activations not in (Activations.OFFLOADED, Activations.SPILLED):
+        return frozenset()
+    return frozenset([index for index, block in enumerate(shape.blocks) if block.kind is BlockKind.LAYER][:-1])
+
+
+def tiers_of(
+    shape: ModelShape,
+    work: Work,
+    spread: Spread,
+    method: Method,
+    hardware: Hardware,
+    streaming_bytes: int | None = None,
+) -> Tiers:
+    """What one device holds of `shape`, which is its own part (`ModelShape.divided`), and its range of a shared copy.
+
+    `streaming_bytes`: for blocks that come and go, as `headrace.offload(device_memory=...)` takes it; None: what is
+    left.
+    """
+    blocks = shape.blocks
+    weights = int(spread.divided(shape.weight_bytes, 3, shape.expert_share))
+    on_host = _of_copy(weights, spread, method, work, shape.expert_share)
+    adapters = 2 * shape.trainable if work.training is Training.ADAPTER else 0
+    trained = shape.trained_experts
+    gradients = int(spread.divided(work.gradient_bytes * shape.trainable, 2, trained))
+    state = round(spread.divided((work.master_bytes + work.state_bytes) * shape.trainable, 1, trained))
+    gradient_blocks = _neighbours([work.gradient_bytes * b.trainable for b in blocks])
+    kept, offloaded = activation_bytes(shape, work, method, hardware)
+    held = [Held(place=Place.DEVICE, purpose="activations", nbytes=kept)]
+    if offloaded:
+        held.append(Held(place=Place.HOST, purpose="activations", nbytes=offloaded))
+    if method.activations is Activations.SPILLED:
+        layers = (block for block in shape.blocks if block.kind is BlockKind.LAYER)
+        spilled = round(sum(block.activation_bytes(work.tokens) for block in layers))
+        held.append(Held(place=Place.DISK, purpose="activations", nbytes=spilled))
+    capacity = _capacity(hardware)
+    if work.training is not Training.NONE:
+        held += _training(work, method, gradients, state, min(gradients, gradient_blocks), shape, spread)
+        crossings = (crossing_of(block, work, spread, method, hardware) for block in blocks)
+        if any(crossing is not None and crossing.sum_bytes for crossing in crossings):
+            # Each device's own, until they are added up.
+            own = round(method.host_share * min(gradients, gradient_blocks))
+            held.append(Held(place=Place.HOST, purpose="gradients to be summed", nbytes=own))
+    if adapters:
+        held.append(Held(place=Place.DEVICE, purpose="adapters", nbytes=adapters))
+    home = work.training is not Training.NONE and method.state is not Place.DEVICE
+    if method.weights is Place.DEVICE:
+        held.append(Held(place=Place.DEVICE, purpose="weights", nbytes=weights))
+        if spread.weight_shards > 1:
+            others = _largest((b.weight_bytes - _own_weights(b, spread) for b in blocks), _GATHERED)
+            held.append(Held(place=Place.DEVICE, purpose="gathered weights", nbytes=others))
+        if home and not adapters:
+            held.append(Held(place=Place.HOST, purpose="weights", nbytes=round(method.host_share * on_host)))
+        return Tiers(held=tuple(held), capacity=capacity, streaming_bytes=0)
+    held.append(Held(place=method.weights, purpose="weights", nbytes=on_host))
+    if method.weights is Place.DISK:
+        own_blocks = (_of_copy(_own_weights(b, spread), spread, method, work, b.expert_share) for b in blocks)
+        staged = _largest(own_blocks, _STAGED)
+        held.append(Held(place=Place.HOST, purpose="staging", nbytes=staged))
+    if packs(shape, work, spread, method, hardware) and packed_bytes(shape):
+        held.append(Held(place=Place.DISK, purpose="packed weights", nbytes=packed_bytes(shape)))
+    used = sum(item.nbytes for item in held if item.place is Place.DEVICE)
+    least = _least(shape)
+    if work.training is Training.NONE and can_cut(shape, work, spread, method):
+        least = least_cut_bytes(shape)
+    left = capacity[Place.DEVICE] - used if streaming_bytes is None else streaming_bytes
+    room = max(least, min(shape.weight_bytes, left))
+    cut = cut_of(shape, work, spread, method, room)
+    banks = 0 if cut is None else cut.bank_bytes
+    held.append(Held(place=Place.DEVICE, purpose="weights", nbytes=room - banks))
+    if banks:
+        held.append(Held(place=Place.DEVICE, purpose="experts", nbytes=banks))
+    return Tiers(held=tuple(held), capacity=capacity, streaming_bytes=room)
+
+
+def _training(
+    work: Work,
+    method: Method,
+    gradients: int,
+    state: int,
+    gradient_blocks: int,
+    shape: ModelShape,
+    spread: Spread,
+) -> Iterable[Held]:
+    """Gradients, master weights and state."""
+    if method.state is Place.DEVICE:
+        yield Held(place=Place.DEVICE, purpose="gradients", nbytes=gradients)
+        yield Held(place=Place.DEVICE, purpose="master and state", nbytes=state)
+        return
+    # Memory for all of them is made before the first backward: where there is a disk and no room, there.
+    on_disk = method.overlap is Overlap.BACKWARD and work.micro_batches == 1 and method.uses_disk
+    share = method.host_share
+    if share < 1:
+        # Parameters of which the device updates a part keep their gradients there until the step.
+        yield Held(place=Place.DEVICE, purpose="gradients", nbytes=gradients)
+        yield Held(place=Place.DEVICE, purpose="master and state", nbytes=round((1 - share) * state))
+        gradients, state = round(share * gradients), round(share * state)
+    else:
+        yield Held(place=Place.DEVICE, purpose="gradients", nbytes=gradient_blocks)
+    trained = shape.trained_experts
+    gradients, gradient_blocks, state = (
+        _of_copy(nbytes, spread, method, work, trained) for nbytes in (gradients, gradient_blocks, state)
+    )
+    yield Held(place=Place.HOST, purpose="gradients", nbytes=gradient_blocks if on_disk else gradients)
+    if on_disk:
+        yield Held(place=Place.DISK, purpose="gradients", nbytes=gradients)
+    yield Held(place=method.state, purpose="master and state", nbytes=state)
+    if method.state is Place.DISK:
+        per = work.master_bytes + work.state_bytes
+        own = (
+            _of_copy(
+                spread.divided(per * block.trainable, 1, block.trained_experts),
+                spread,
+                method,
+                work,
+                block.trained_experts,
+            )
+            for block in shape.blocks
+        )
+        yield Held(place=Place.HOST, purpose="staging", nbytes=min(state, _largest(own, _STAGED)))
+
+
+def _of_copy(nbytes: float, spread: Spread, method: Method, work: Work, experts: float) -> int:
+    """A device's range of what is on the host, or on disk, once for each node."""
+    return round(spread.range_of(nbytes, experts) if spread.shares(method, work.training) else nbytes)
+
+
+def _own_weights(block: BlockShape, spread: Spread) -> int:
+    return int(spread.divided(block.weight_bytes, 3, block.expert_share))
+
+
+def _least(shape: ModelShape) -> int:
+    """Bytes that a visit needs at least: of the largest block, with the embedding's when the head borrows it."""
+    sizes = [block.weight_bytes for block in shape.blocks]
+    borrowed = sum(b.weight_bytes for b in shape.blocks if b.kind is not BlockKind.LAYER) if shape.tied else 0
+    return max([borrowed, *sizes])
+
+
+def _capacity(hardware: Hardware) -> dict[Place, int]:
+    return {
+        Place.DEVICE: int(hardware.device_memory_bytes * (1 - DEVICE_RESERVE)),
+        Place.HOST: int(hardware.host_memory_bytes * (1 - HOST_RESERVE)) // hardware.devices,
+        Place.DISK: hardware.disk_bytes // hardware.devices,
+    }
+
+
+def _neighbours(sizes: Sequence[int]) -> int:
+    """The most that blocks next to each other have together, as many as have gradients on the device at once."""
+    return max(sum(sizes[i : i + _GRADIENT_BLOCKS]) for i in range(max(1, len(sizes) - _GRADIENT_BLOCKS + 1)))
+
+
+def _largest(sizes: Iterable[int], count: int) -> int:
+    return sum(sorted(sizes, reverse=True)[:count])
+
+
+def block_seconds(block: BlockShape, work: Work, hardware: Hardware) -> tuple[float, float]:
+    """Compute of one forward and one backward of a micro-batch, without recomputation.
+
+    Operations over their rate, and no less than the weights that are used over the device's memory rate. Backward is
+    twice the forward where weights are trained, once where only the gradient passes through.
+    """
+    flops = block.forward_flops(work.tokens, work.sequence_length)
+    if block.kind is BlockKind.EMBEDDING:
+        return 0.0, work.gradient_bytes * block.trainable / hardware.device_bytes_per_second
+    read_bytes = block.read_bytes(work.tokens)
+    forward = max(flops / hardware.flops_per_second, read_bytes / hardware.device_bytes_per_second)
+    share = 2.0 if work.training is Training.FULL and block.trainable else 1.0
+    return forward, share * forward
+
+
+def recompute_seconds(block: BlockShape, work: Work, method: Method, forward_seconds: float) -> float:
+    """What backward does again of a block's forward; heads and embeddings are not recomputed."""
+    if method.activations is not Activations.RECOMPUTED or block.kind is not BlockKind.LAYER:
+        return 0.0
+    return forward_seconds * block.again_share(work.sequence_length)

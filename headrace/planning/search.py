@@ -1,0 +1,102 @@
+"""What should be kept between which uses?
+
+First candidates: Belady's rule with different room for loads in flight, and sets of blocks that stay for good, spread
+evenly (`candidates.py`). Then small changes of the best of them (`improve.py`). Both end as soon as a plan is within
+`CLOSE` of the lower bound.
+"""
+
+from __future__ import annotations
+
+from headrace.planning.candidates import candidates
+from headrace.planning.improve import improve
+from headrace.planning.problem import Problem
+from headrace.planning.schedule import AHEAD, KEEP, Schedule, make_schedule
+from headrace.planning.tape import Tape, make_tape
+
+CLOSE = 1.005  # over the lower bound: good enough to stop
+FAR = 1.02  # over the goal: worth a search from each candidate
+TURNING_MAY_WIN = 1.05  # a plan of several cycles is improved when it is not slower than this
+TURNING_MUST_SAVE = 0.995  # and taken when it is faster than this, over the one-cycle plan
+_TRIALS = 1000  # schedules that are tried to improve one,
+_TRIED_SLOTS = 48_000  # slots of them all together,
+_TRIED_PAIRS = 9_600_000  # and pairs of slots: each load is placed by a walk over slots
+_SHORT = 40  # slots up to which every candidate is improved, and a one-cycle plan is tried over several cycles
+_LONG = 120  # slots up to which a plan of several cycles is improved
+
+
+def best_ring(problem: Problem, bound: float) -> tuple[Tape, Schedule]:
+    """The best steady state found."""
+    return _best(make_tape(problem, cycles=1, ring=True), bound * CLOSE)
+
+
+def best_run(problem: Problem, cycles: int, present: frozenset[int]) -> tuple[Tape, Schedule]:
+    """The best run found."""
+    tape = make_tape(problem, cycles=cycles, ring=False, present=present)
+    return _best(tape, problem.compute_seconds * CLOSE)
+
+
+def _best(tape: Tape, goal: float) -> tuple[Tape, Schedule]:
+    leaders: dict[int, tuple[Tape, Schedule]] = {}  # cycles -> the best of that many
+    singles: list[Schedule] = []
+    for shape, kept in candidates(tape):
+        schedule = make_schedule(shape, kept)
+        if schedule is None:
+            continue
+        leader = leaders.get(shape.cycles)
+        if leader is None or _score(shape, schedule) < _score(*leader):
+            leaders[shape.cycles] = (shape, schedule)
+        if shape is tape:
+            singles.append(schedule)
+            if schedule.seconds <= goal * tape.cycles:
+                return shape, schedule
+    leaders.pop(tape.cycles, None)
+    best = _improved(tape, singles, goal * tape.cycles)
+    if best is not None and best[1].seconds <= goal * tape.cycles:
+        return best
+    limit = TURNING_MUST_SAVE
+    for shape, schedule in sorted(leaders.values(), key=lambda pair: _score(*pair))[:1] + _repeated(best):
+        found = shape, schedule
+        if best is not None and _score(*found)[0] > TURNING_MAY_WIN * _score(*best)[0]:
+            continue
+        if shape.slots <= _LONG:
+            found = shape, improve(shape, [schedule], goal * shape.cycles, _trials(shape))
+        if best is None or _score(*found)[0] < limit * _score(*best)[0]:
+            best, limit = found, 1.0
+    if best is None:
+        raise ValueError("no schedule fits the budget although every visit does: please report this problem")
+    return best
+
+
+def _improved(tape: Tape, candidates: list[Schedule], goal: float) -> tuple[Tape, Schedule] | None:
+    """The best from the best candidate and from a plan that keeps nothing; far from the bound, from all candidates."""
+    plain = make_schedule(tape, [KEEP if gap.free else AHEAD for gap in tape.gaps])
+    ordered = sorted(candidates, key=lambda schedule: _score(tape, schedule))
+    starts = [*ordered[:1], *([plain] if plain is not None else [])]
+    if not starts:
+        return None
+    best = improve(tape, starts, goal, _trials(tape))
+    others = ordered[1:]
+    if others and tape.slots <= _SHORT and best.seconds > FAR * goal:
+        found = improve(tape, others, goal, _trials(tape) // 2 * len(others))
+        best = min(best, found, key=lambda schedule: _score(tape, schedule))
+    return tape, best
+
+
+def _repeated(single: tuple[Tape, Schedule] | None) -> list[tuple[Tape, Schedule]]:
+    """A one-cycle plan laid out over two and three cycles, where that is short: changes may find turns to take."""
+    found = []
+    for cycles in (2, 3):
+        if single is not None and single[0].ring and single[0].slots * cycles <= _SHORT:
+            shape = make_tape(single[0].problem, cycles=cycles, ring=True)
+            schedule = make_schedule(shape, single[1].choices * cycles)
+            if schedule is not None:
+                found.append((shape, schedule))
+    return found
+
+
+def _trials(tape: Tape) -> int:
+    return min(_TRIALS, _TRIED_SLOTS // tape.slots, _TRIED_PAIRS // tape.slots**2)
+
+
+def _score(tape: Tape, schedule: Schedule) -> tuple[float, float]:
+    return (schedule.seconds / tape.cycles, schedule.load_bytes / tape.cycles)

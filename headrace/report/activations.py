@@ -1,0 +1,82 @@
+"""What did activations move and hold, in numbers?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.config import format_bytes
+from headrace.report.rows import Row, rows_text
+
+__all__ = ["ActivationStats"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationStats:
+    """Measured since activations were offloaded or since `reset_stats()`; bytes and seconds.
+
+    `host_held_bytes` wait on the host now; `host_bytes` is the memory allocated for them, `host_peak_bytes` its peak,
+    `host_locked_bytes` the page-locked part of it. `device_peak_bytes` were on their way out or back, at most.
+    `offload_bytes` left in `offloads` copies, `onload_bytes` came back in `onloads`. Of the uses in backward, `hits`
+    found their tensor on the device or on its way there, `demand_onloads` did not. `spill_bytes` went to disk,
+    `fetch_bytes` came from there. `stall_seconds` is how long compute waited for copies. `skipped` tensors were of
+    kinds that cannot be offloaded (subclasses, sparse, quantised, parts of memory that others may write to).
+    `pool_growths`: how often host memory was allocated. `planned_forwards` followed a plan; `similar_forwards` had
+    sizes for which there was no plan, and kept to the ceiling of another one; `recorded_forwards` were the first of
+    their kind.
+    """
+
+    host_held_bytes: int
+    host_bytes: int
+    host_peak_bytes: int
+    host_locked_bytes: int
+    device_peak_bytes: int
+    offload_bytes: int
+    onload_bytes: int
+    offloads: int
+    onloads: int
+    hits: int
+    demand_onloads: int
+    spill_bytes: int
+    fetch_bytes: int
+    stall_seconds: float
+    skipped: int
+    pool_growths: int
+    planned_forwards: int
+    similar_forwards: int
+    recorded_forwards: int
+
+    def rows(self) -> list[Row]:
+        """Each number with its name."""
+        rows = [
+            ("activations on the host, peak", format_bytes(self.host_peak_bytes)),
+            ("activations in flight, peak", format_bytes(self.device_peak_bytes)),
+            ("activations offloaded", f"{format_bytes(self.offload_bytes)} in {_copies(self.offloads)}"),
+            ("activations onloaded", f"{format_bytes(self.onload_bytes)} in {_copies(self.onloads)}"),
+            ("uses in backward", f"{self.hits} in time, {self.demand_onloads} on demand"),
+            ("stall for activations", f"{self.stall_seconds:.3f} s"),
+            (
+                "forwards",
+                f"{self.planned_forwards} as planned, {self.similar_forwards} by the limit of another plan,"
+                f" {self.recorded_forwards} recorded",
+            ),
+        ]
+        if self.spill_bytes or self.fetch_bytes:
+            moved = f"{format_bytes(self.spill_bytes)} spilled, {format_bytes(self.fetch_bytes)} fetched"
+            rows.insert(4, ("activations on disk", moved))
+        return rows
+
+    def to_text(self) -> str:
+        """The numbers as a small table."""
+        return rows_text(self.rows())
+
+    @staticmethod
+    def advice(beyond_bytes: int, names: Sequence[str]) -> str:
+        """What to do about activations that neither fit nor hide."""
+        layers = ", ".join(name or "the model itself" for name in names)
+        return (
+            f"{format_bytes(beyond_bytes)} of activations neither fit in device_memory nor hide behind compute:"
+            f" recompute them (gradient checkpointing) in {layers}"
+        )
+
+
+def _copies(number: int) -> str:
+    return f"{number:,} {'copy' if number == 1 else 'copies'}"

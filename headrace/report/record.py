@@ -1,0 +1,201 @@
+"""What is kept of a run for its report? The last step's spans and samples, the counters, what was planned; as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
+
+from headrace.report.rows import Row
+from headrace.report.stats import Stats
+from headrace.runtime.spans import Sample, Span
+
+__all__ = ["Planned", "RunRecord", "Stall"]
+
+VERSION = 3
+
+
+class Stall(NamedTuple):
+    """A visit waited, and the copy that ended last before it went on ("" when no copy did)."""
+
+    visit: str
+    seconds: float
+    lane: str
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What the plan of the visits predicts of a step; `lower_bound_seconds` no schedule can beat."""
+
+    cycle_seconds: float
+    compute_seconds: float
+    stall_seconds: float
+    lower_bound_seconds: float
+    onload_bytes: int
+    onloads: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One run. `stats`: None where activations alone are offloaded; `activations`: what they did, none where they stay.
+
+    `rates`: bytes per second of each lane when it was probed alone. `ranks`: how several of them share the work.
+    """
+
+    device: str
+    stats: Stats | None
+    spans: tuple[Span, ...]
+    samples: tuple[Sample, ...]
+    planned: Planned | None
+    rates: dict[str, float]
+    activations: tuple[Row, ...] = ()
+    ranks: tuple[Row, ...] = ()
+
+    @property
+    def step_seconds(self) -> float:
+        """From the first visit of the step to the end of the last."""
+        ends = [span.begin_seconds + span.seconds for span in self.spans if span.lane == "compute"]
+        return max(ends, default=0.0)
+
+    @property
+    def compute_seconds(self) -> float:
+        return sum(span.seconds for span in self.spans if span.lane == "compute" and span.name != "stall")
+
+    @property
+    def lanes(self) -> list[str]:
+        """Compute first, the others as they come."""
+        return list(dict.fromkeys(["compute", *(span.lane for span in self.spans)]))
+
+    def of_lane(self, lane: str) -> list[Span]:
+        return [span for span in self.spans if span.lane == lane]
+
+    def busy_seconds(self, lane: str) -> float:
+        """How long something was under way on the lane; a drive takes several requests at a time."""
+        return _covered([span for span in self.of_lane(lane) if span.name != "stall"])
+
+    def moved_bytes(self, lane: str) -> int:
+        return sum(span.nbytes for span in self.of_lane(lane))
+
+    def achieved_rate(self, lane: str) -> float:
+        """Bytes per second while the lane was busy; 0 when it moved nothing."""
+        seconds = self.busy_seconds(lane)
+        return self.moved_bytes(lane) / seconds if seconds else 0.0
+
+    def stalls(self) -> list[Stall]:
+        """Who waited for whom, the longest first.
+
+        A visit waits for its blocks' copies to the device. Where the block was still being read from disk for most of
+        the wait, that is what held it up.
+        """
+        return list(self._stalls)
+
+    @cached_property
+    def _stalls(self) -> tuple[Stall, ...]:
+        loads = [*self.of_lane("onload"), *self.of_lane("gather")]
+        copies = sorted(loads, key=lambda copy: copy.begin_seconds + copy.seconds, reverse=True)[::-1]
+        ends = [copy.begin_seconds + copy.seconds for copy in copies]
+        reads: dict[str, _Reads] = {}
+        for what, own in groupby(sorted(self.of_lane("fetch"), key=_what), key=_what):
+            reads[what] = _Reads(own)
+        found = []
+        for span in self.spans:
+            if span.waited_lane:
+                found.append(Stall(span.what, span.seconds, span.waited_lane, span.waited_for))
+            elif span.lane == "compute" and span.name == "stall":
+                end = span.begin_seconds + span.seconds
+                place = bisect_right(ends, end + max(1e-6, 0.02 * span.seconds)) - 1
+                last = copies[place] if place >= 0 else None
+                if last is not None and ends[place] < span.begin_seconds:
+                    last = None  # it was over before the wait began
+                if last is not None and last.what in reads:
+                    read = reads[last.what].between(span.begin_seconds, end)
+                    if _covered(read, span.begin_seconds, end) > span.seconds / 2:
+                        last = read[-1]
+                found.append(Stall(span.what, span.seconds, last.lane if last else "host", last.what if last else ""))
+        return tuple(sorted(found, key=lambda stall: -stall.seconds))
+
+    def stall_seconds(self, lane: str) -> float:
+        """How long compute waited for the lane."""
+        return sum(stall.seconds for stall in self.stalls() if stall.lane == lane)
+
+    def to_json(self) -> str:
+        return json.dumps({"version": VERSION, **dataclasses.asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> RunRecord:
+        """What `to_json` wrote. Raises ValueError for anything else."""
+        try:
+            fields = json.loads(text)
+            if fields.pop("version") != VERSION:
+                raise KeyError("version")
+            planned, stats = fields["planned"], fields["stats"]
+            _check_numbers(fields)
+            return cls(
+                device=fields["device"],
+                stats=None if stats is None else Stats(**stats),
+                spans=tuple(Span(*span) for span in fields["spans"]),
+                samples=tuple(Sample(*sample) for sample in fields["samples"]),
+                planned=None if planned is None else Planned(**planned),
+                rates=fields["rates"],
+                activations=tuple(_row(*row) for row in fields["activations"]),
+                ranks=tuple(_row(*row) for row in fields.get("ranks", ())),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ValueError(
+                f"this is no run record of version {VERSION} ({error!r}); write one with handle.report().save(path)"
+            ) from error
+
+
+def _check_numbers(fields: dict[str, Any]) -> None:
+    """Raises ValueError where something else stands for a number: it would be found out half way into a report."""
+    rows = [
+        *(("spans", span[2:5]) for span in fields["spans"]),
+        *(("samples", sample) for sample in fields["samples"]),
+        *((name, () if fields[name] is None else fields[name].values()) for name in ("planned", "stats")),
+        ("rates", fields["rates"].values()),
+    ]
+    for name, row in rows:
+        for value in row:
+            if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+                raise ValueError(f"{value!r} among the {name} is no number of seconds or bytes")
+
+
+def _row(name: object, value: object) -> Row:
+    if not isinstance(name, str) or not isinstance(value, str):
+        raise TypeError(f"{name!r} and {value!r} are no words about activations or ranks")
+    return name, value
+
+
+def _what(span: Span) -> str:
+    return span.what
+
+
+class _Reads:
+    """The reads of one block, to be found by when they were under way. A drive may end them in another order."""
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        self.spans = sorted(spans, key=lambda span: span.begin_seconds)
+        self.begins = [span.begin_seconds for span in self.spans]
+        self.reached = list(accumulate((span.begin_seconds + span.seconds for span in self.spans), max))
+
+    def between(self, first: float, last: float) -> list[Span]:
+        """Those that may have been under way between two moments."""
+        return self.spans[bisect_right(self.reached, first) : bisect_left(self.begins, last)]
+
+
+def _covered(spans: Sequence[Span], first: float = 0.0, last: float = math.inf) -> float:
+    """Seconds between `first` and `last` in which at least one of the spans was under way."""
+    covered, reached = 0.0, first
+    for span in sorted(spans, key=lambda span: span.begin_seconds):
+        end = min(last, span.begin_seconds + span.seconds)
+        covered += max(0.0, end - max(reached, span.begin_seconds))
+        reached = max(reached, end)
+    return covered

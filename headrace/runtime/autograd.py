@@ -1,0 +1,194 @@
+"""What does headrace need of PyTorch that has an underscore there? All of it is here, under names of our own.
+
+Each says what it relies on, and tests/units/test_autograd_internals.py has a test for each, which fails by its name
+when a release of PyTorch changes that. The linter and a test refuse such names elsewhere in the package, except for
+
+- what PyTorch's optimizers compute with: runtime/torch_rules.py;
+- what is patched in PyTorch's GradScaler: runtime/grad_scaler.py;
+- attributes and methods of the user's own objects. Of tensors: `_version`, `_base`, `_is_zerotensor`,
+  `_backward_hooks`, `_post_accumulate_grad_hooks`. Of modules: `_parameters`, `_buffers`, `_modules`,
+  `_non_persistent_buffers_set`, `_call_impl`, `_compiled_call_impl`, `_apply`, `_named_members`,
+  `_save_to_state_dict`, `_load_from_state_dict`; of recurrent ones `_flat_weights`, `_flat_weight_refs`,
+  `_init_flat_weights`. Of optimizers: `_optimizer_state_dict_pre_hooks`, `_optimizer_state_dict_post_hooks`,
+  `_optimizer_load_state_dict_pre_hooks`. Of DTensors: `_local_tensor`;
+- how a DTensor is made around a shard of ours: runtime/sharded.py.
+
+Nothing is wrapped that is called often.
+"""
+
+from collections.abc import Callable
+from operator import attrgetter, methodcaller
+from typing import Any, Protocol
+
+import torch
+import torch.overrides
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+__all__ = [
+    "NO_TASK",
+    "EndOfBackward",
+    "WeakTensor",
+    "address_of",
+    "backward_task",
+    "check_version",
+    "data_of",
+    "function_modes",
+    "has_storage",
+    "hooks_are_enabled",
+    "in_backward",
+    "in_gradient_transform",
+    "in_transform",
+    "is_wrapper",
+    "make_subclass",
+    "neg_view",
+    "no_override",
+    "pop_hooks",
+    "push_hooks",
+    "runs_in_backward",
+    "sequence_number",
+    "storage_use_count",
+    "tensor_use_count",
+    "top_hooks",
+    "tree_flatten",
+    "tree_map_only",
+    "without_overrides",
+    "without_transforms",
+]
+
+# hooks on what autograd saves ---------------------------------------------------------------------------------------
+# The pair (pack, unpack) that was pushed last on this thread, or None: `top_hooks(True)`. Relies on autograd calling
+# no other pair than this one. `True`: also while tracing, in which nothing of ours runs.
+top_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None]
+top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+# What `torch.autograd.graph.saved_tensors_hooks` does when it is entered, and left. Relies on a stack for each thread,
+# of which a pair may be taken off by another than who pushed it.
+push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+# Whether hooks may be pushed. Relies on `torch.func.grad` and the like disabling them.
+hooks_are_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+
+# the backward under way ---------------------------------------------------------------------------------------------
+# Autograd's number of the backward that this thread runs now, or NO_TASK. Relies on autograd numbering its graph tasks,
+# also nested ones, and never giving a number twice.
+backward_task = torch._C._current_graph_task_id
+NO_TASK = -1
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward now."""
+    return backward_task() != NO_TASK
+
+
+class Ended(Protocol):
+    """Is told that a backward is over: it returned, or it raised (or was interrupted)."""
+
+    def __call__(self, *, completed: bool) -> None: ...
+
+
+class EndOfBackward:
+    """What autograd holds until the backward is over in which `queue` was called, and only so long.
+
+    `ended(completed=True)` is called when it completes, within it; and `ended(completed=False)`, where it completed as
+    well as where it raised, when autograd lets go of this, which may be later and on another thread. Relies on autograd
+    keeping callbacks with the graph task, and dropping them with it uncalled where it raises.
+    """
+
+    _ended: Ended | None = None  # where an interrupt kept this from being made
+
+    def __init__(self, ended: Ended) -> None:
+        self._ended = ended
+
+    def queue(self) -> None:
+        """Of the backward that this thread runs now. Raises RuntimeError where it runs none."""
+        torch.autograd.Variable._execution_engine.queue_callback(self)
+
+    def __call__(self) -> None:
+        if self._ended is not None:
+            self._ended(completed=True)
+
+    def __del__(self) -> None:
+        if self._ended is not None:
+            self._ended(completed=False)
+
+
+# Whether the backward that this thread runs goes through a node of the graph, is to or has. Relies on nodes in Python
+# being those of the graph.
+runs_in_backward: Callable[[Any], bool] = torch._C._will_engine_execute_node
+
+
+def check_version(tensor: torch.Tensor, version: int, shape: torch.Size | None = None) -> None:
+    """Raises what autograd raises when a tensor that it saved (of that shape) was changed in place afterwards.
+
+    Relies on `_version`, which views and detached tensors share, and which writes in place raise.
+    """
+    if tensor._version != version:
+        of_shape = list(tensor.shape if shape is None else shape)
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a"
+            f" tensor of shape {of_shape} is at version {tensor._version}; expected version {version}"
+        )
+
+
+# tensors and their memory -------------------------------------------------------------------------------------------
+# Which storage, or tensor, that is: `address_of(tensor.untyped_storage())`. Relies on `_cdata`, the address of the
+# object in C++ that all Python objects for it have in common, and that no other has as long as it lives.
+address_of: Callable[[torch.Tensor | torch.UntypedStorage], int] = attrgetter("_cdata")
+# How many refer to a tensor's memory in C++, given `address_of` its storage. Relies on each tensor counting once.
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+# How many refer to a tensor in C++. Relies on all its references in Python counting once together, if at all.
+tensor_use_count: Callable[[torch.Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
+# Keeps the address of a tensor from being given to another one, and does not keep the tensor itself alive. Relies on
+# the weak reference having that object in C++, without its memory.
+WeakTensor: Any = torch._C._WeakTensorRef  # type: ignore[attr-defined]
+# Autograd's number of a node of the graph: `sequence_number(tensor.grad_fn)`. Relies on a thread giving each node that
+# it makes a larger one than the node before, and on backward going first through what has the largest of those ready.
+sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
+# Whether a tensor has memory at all. Relies on those of function transforms having none.
+has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
+# The property `data` of tensors, for classes that have another: `data_of.__get__(tensor)`, `data_of.__set__(tensor,
+# value)`. Relies on both taking a tensor of any class, and on leaving no trace in `_version`.
+data_of: Any = torch.Tensor.data
+# `make_subclass(cls, tensor, requires_grad)`: a tensor of that class over the same memory, without `cls.__new__`.
+# Relies on it counting the same versions as `tensor`.
+make_subclass: Any = torch.Tensor._make_subclass
+# Whether a tensor is a wrapper around others that says which: `names, context = t.__tensor_flatten__()`, and another
+# like it is `type(t).__tensor_unflatten__(inner, context, size, stride)`. Relies on the names being attributes'.
+is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass
+# The same memory, to be read as negative. Relies on it doing what `tensor.imag` of a conjugate does.
+neg_view = torch._neg_view
+
+# torch functions and transforms -------------------------------------------------------------------------------------
+# `with without_overrides():` no `__torch_function__` of a class is called on this thread. Relies on functions, methods
+# and properties of tensors giving then what they give for plain ones.
+without_overrides = torch._C.DisableTorchFunctionSubclass
+# `with without_transforms():` tensors that are made are outside of all transforms of `torch.func` that are under way.
+without_transforms = torch._C._DisableFuncTorch
+
+
+def overrides_are_on() -> bool:
+    """Whether `__torch_function__` of classes is called on this thread."""
+    return bool(torch._C._is_torch_function_enabled())
+
+
+# Overrides of all torch functions on this thread (`TorchFunctionMode`, `torch.device` as a context), outermost first.
+function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
+
+
+# As the `__torch_function__` of a class: its tensors are plain ones to torch functions. Relies on PyTorch comparing
+# with this very object, which costs nothing.
+no_override: Any = torch._C._disabled_torch_function_impl
+
+
+def in_transform() -> bool:
+    """Whether any transform of `torch.func` is under way. Relies on the stack of interpreters being empty without."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def in_gradient_transform() -> bool:
+    """Whether `torch.func.grad`, `vjp`, `jacrev` or `hessian` is under way.
+
+    Relies on the stack of interpreters (None: empty), each of which has the key of its transform.
+    """
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(interpreter.key() == torch._C._functorch.TransformType.Grad for interpreter in stack)

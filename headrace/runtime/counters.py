@@ -1,0 +1,73 @@
+"""How does a rank of a node tell others how far it has come, and wait for them? By numbers in memory that all see."""
+
+import os
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+from headrace.errors import StateError
+from headrace.runtime.descriptors import mapped
+
+if TYPE_CHECKING:
+    from headrace.runtime.node import Node
+
+__all__ = ["Counters"]
+
+_LOOK_SECONDS = 0.2  # between two looks whether those who are waited for are still there
+_LONGEST_PAUSE_SECONDS = 1e-3
+
+
+class Counters:
+    """`count` numbers of each rank of a node, which only grow. A rank posts its own, and waits for those of others."""
+
+    def __init__(self, node: "Node", count: int) -> None:
+        self._node = weakref.ref(node)
+        self._count, self._rank, self._size = count, node.rank, node.size
+        self._owner = os.getpid()
+        nbytes = 8 * count * node.size
+        self._cells = mapped(node.share(nbytes), nbytes).cast("q")
+        self._broken: BaseException | None = None
+
+    def post(self, index: int, value: int) -> None:
+        """This rank has come so far: what it wrote before is seen by whoever sees the number.
+
+        Raises StateError in a process that was forked from the rank.
+        """
+        if os.getpid() != self._owner:
+            raise StateError(f"process {self._owner} is rank {self._rank}, and this one was forked from it: step there")
+        self._cells[self._rank * self._count + index] = value
+
+    def of(self, rank: int, index: int) -> int:
+        """How far that rank has come."""
+        return self._cells[rank * self._count + index]
+
+    def have_come(self, index: int, value: int) -> bool:
+        """Whether all ranks have come as far as `value`."""
+        return all(self.of(rank, index) >= value for rank in range(self._size))
+
+    def wait(self, index: int, value: int, what: str, *, in_pass: bool = True) -> None:
+        """Until all ranks, this one too, have come as far as `value`.
+
+        Raises RankError, with `what` and the rank, when one has ended, or does not come within the process group's
+        timeout; and when it has broken off this pass, or gone on to another, if what is waited for is posted `in_pass`.
+        """
+        for rank in range(self._size):  # this one too: its own threads post
+            self._wait_for(rank, index, value, what, in_pass=in_pass)
+
+    def break_off(self, error: BaseException) -> None:
+        """Whoever waits here on this rank, or will, gets this error: others may not count on it any more."""
+        self._broken = self._broken or error
+
+    def _wait_for(self, rank: int, index: int, value: int, what: str, *, in_pass: bool) -> None:
+        pause, began, looked = 0.0, time.monotonic(), 0.0
+        while self.of(rank, index) < value:
+            if self._broken is not None:
+                raise self._broken
+            time.sleep(pause)
+            pause = min(_LONGEST_PAUSE_SECONDS, pause + 1e-5)
+            now = time.monotonic()
+            if now - looked > _LOOK_SECONDS:
+                looked = now
+                node = self._node()
+                if node is not None:
+                    node.check(rank, what, now - began, lambda: self.of(rank, index) < value, in_pass=in_pass)

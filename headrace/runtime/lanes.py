@@ -1,0 +1,331 @@
+"""On which lanes do bytes move, and how is order across lanes kept? By events alone; see docs/design/ordering.md.
+
+Lanes of one device: compute (the stream that is current when headrace is called), onload (host to device), offload
+(device to host), host (one worker thread for additions and casts in host memory), one on which packed weights are
+unpacked where they arrived, and two on which devices send each other what they hold. Two implementations with one
+interface: streams and events on an accelerator, worker threads where the compute device is the CPU itself.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from headrace.runtime.device import is_accelerator
+from headrace.runtime.threads import Job, OneThread
+
+__all__ = ["Among", "Copy", "Event", "Lane", "Lanes", "LateTransfer", "Tick", "Transfer", "open_lanes"]
+
+_LONG_SECONDS = 0.1  # to wait for a transfer to be submitted, which takes other ranks
+_T = TypeVar("_T")
+Copy = tuple[torch.Tensor, torch.Tensor]  # destination, source: the same shape and number of bytes
+Tick = Any  # a moment on the compute lane: an event on an accelerator, seconds on the CPU
+
+
+class Lane(StrEnum):
+    """A lane that copies. Copies on one lane run in the order they were submitted in."""
+
+    ONLOAD = "onload"  # host to device; one lane, because one link has one bandwidth
+    OFFLOAD = "offload"  # device to host; its own, because the link carries both directions at once
+
+
+class Among(StrEnum):
+    """A lane on which the devices of several ranks send each other what they hold."""
+
+    GATHER = "gather"  # each its range, and all get all
+    REDUCE = "reduce"  # each all, and all get a range of the sum
+
+
+class Event(Protocol):
+    """A moment that has been or will be reached on some lane."""
+
+    def synchronize(self) -> None:
+        """The host waits for it; raises what failed before it."""
+
+    def query(self) -> bool:
+        """Whether it has been reached."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Copies in flight: what holds their memory alive until the owner lets go, and the event of their end."""
+
+    lane: Lane | Among
+    copies: tuple[Copy, ...]
+    nbytes: int
+    begun: Tick
+    done: Any  # an Event; on an accelerator a timing event, so that it is a Tick too
+
+    def done_while(self, doing: Callable[[], None]) -> Any:
+        """As LateTransfer's; it is there already."""
+        return self.done
+
+
+class LateTransfer:
+    """Copies that another thread submits in time. Stands where a Transfer does: asking for its begin or end waits until
+    there is one, and raises what kept it from being submitted."""
+
+    copies: tuple[Copy, ...] = ()  # it keeps none itself
+
+    def __init__(self, lane: Lane | Among, nbytes: int, submitted: "Future[Transfer]") -> None:
+        self.lane = lane
+        self.nbytes = nbytes
+        self._submitted = submitted
+
+    @property
+    def begun(self) -> Tick:
+        return self._submitted.result().begun
+
+    @property
+    def done(self) -> Any:
+        return self._submitted.result().done
+
+    def done_while(self, doing: Callable[[], None]) -> Any:
+        """As `done`; where there is none for long, `doing` is called, again and again."""
+        while True:
+            with suppress(TimeoutError):
+                self._submitted.exception(_LONG_SECONDS)
+            if self._submitted.done():
+                return self.done
+            doing()
+
+
+class Lanes(ABC):
+    """The lanes of one compute device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._host = OneThread("headrace-host")
+
+    @abstractmethod
+    def mark(self) -> Event:
+        """The moment at which the compute lane has done all that it was given until now."""
+
+    @abstractmethod
+    def copy(self, lane: Lane, copies: Sequence[Copy], after: Event) -> Transfer:
+        """Submits copies that start when `after` is reached and the lane is free. Never blocks."""
+
+    @abstractmethod
+    def together(self, lane: Among, job: Callable[[], None], nbytes: int, after: Event) -> Transfer:
+        """Submits a collective over `nbytes`, which `job` calls, that starts when `after` is reached.
+
+        For a thread of ours, one for each lane: it may block.
+        """
+
+    @abstractmethod
+    def unpack(self, job: Callable[[], None], after: Sequence[Event]) -> Tick:
+        """Submits kernels, which `job` launches, that make weights of what was copied, on a lane of their own: they
+        start when all of `after` are reached. Their end.
+        """
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """What the compute lane is given from now on starts after `event`."""
+
+    @abstractmethod
+    def compute_stream(self) -> Any:
+        """What the compute lane is for this thread now: a stream, or None on the CPU."""
+
+    @abstractmethod
+    def computing_on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Inside of it the compute lane is that stream, which `compute_stream()` gave."""
+
+    @abstractmethod
+    def tick(self) -> Tick:
+        """The present moment of the compute lane, to be timed later."""
+
+    @abstractmethod
+    def seconds(self, begin: Tick, end: Tick) -> float:
+        """Seconds between two ticks. Waits until both are reached: not for the hot path."""
+
+    @abstractmethod
+    def seconds_to_host(self, begin: Tick, moment: float) -> float:
+        """Seconds from a tick to `moment`, which is the host's `time.perf_counter`. Waits for the compute lane."""
+
+    def run(self, job: Callable[[], _T], after: Event) -> "Future[_T]":
+        """Submits `job` to the host lane: a thread of its own, which first waits for `after`."""
+
+        def ordered() -> _T:
+            after.synchronize()
+            return job()
+
+        return self._host.submit(ordered)
+
+    def close(self, *, wait: bool = True) -> None:
+        """Ends the threads of the lanes, when their work is done. `wait`: until then; see `OneThread.shutdown`."""
+        self._host.shutdown(wait=wait)
+
+
+def open_lanes(device: torch.device) -> Lanes:
+    """The lanes of `device`."""
+    return _StreamLanes(device) if is_accelerator(device) else _ThreadLanes(device)
+
+
+class _StreamLanes(Lanes):
+    """Lanes of an accelerator: one stream for each direction, made once."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._streams: dict[Lane | Among, torch.Stream] = {lane: torch.Stream(device=device) for lane in Lane}
+        self._unpacking: torch.Stream | None = None
+
+    def mark(self) -> Event:
+        return torch.accelerator.current_stream(self.device).record_event()
+
+    def copy(self, lane: Lane, copies: Sequence[Copy], after: Event) -> Transfer:
+        stream = self._streams[lane]
+        stream.wait_event(after)  # type: ignore[arg-type]
+        begun = self._tick_on(stream)
+        nbytes = 0
+        with stream:
+            for destination, source in copies:
+                destination.copy_(source, non_blocking=True)
+                nbytes += source.nbytes
+        return Transfer(lane, tuple(copies), nbytes, begun, self._tick_on(stream))
+
+    def together(self, lane: Among, job: Callable[[], None], nbytes: int, after: Event) -> Transfer:
+        if lane not in self._streams:
+            self._streams[lane] = torch.Stream(device=self.device)
+        stream = self._streams[lane]
+        stream.wait_event(after)  # type: ignore[arg-type]
+        begun = self._tick_on(stream)
+        with stream:
+            job()
+        return Transfer(lane, (), nbytes, begun, self._tick_on(stream))
+
+    def unpack(self, job: Callable[[], None], after: Sequence[Event]) -> Tick:
+        if self._unpacking is None:
+            self._unpacking = torch.Stream(device=self.device)
+        for event in after:
+            self._unpacking.wait_event(event)  # type: ignore[arg-type]
+        with self._unpacking:
+            job()
+        return self._tick_on(self._unpacking)
+
+    def wait(self, event: Event) -> None:
+        torch.accelerator.current_stream(self.device).wait_event(event)  # type: ignore[arg-type]
+
+    def compute_stream(self) -> Any:
+        return torch.accelerator.current_stream(self.device)
+
+    def computing_on(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext() if stream == self.compute_stream() else stream
+
+    def tick(self) -> Tick:
+        return self._tick_on(torch.accelerator.current_stream(self.device))
+
+    def seconds(self, begin: Tick, end: Tick) -> float:
+        for tick in (begin, end):
+            if not tick.query():
+                tick.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def seconds_to_host(self, begin: Tick, moment: float) -> float:
+        now = self.tick()
+        now.synchronize()
+        return self.seconds(begin, now) - (time.perf_counter() - moment)
+
+    def _tick_on(self, stream: torch.Stream) -> torch.Event:
+        event = torch.Event(self.device, enable_timing=True)
+        stream.record_event(event)
+        return event
+
+
+class _Reached:
+    """The event of a moment that has passed: the CPU computes on the thread that asks."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class _JobEvent:
+    """The end of a job on a worker thread."""
+
+    def __init__(self, job: "Future[float]") -> None:
+        self._job = job
+
+    def synchronize(self) -> None:
+        self._job.result()
+
+    def query(self) -> bool:
+        return self._job.done()
+
+    def reached_at(self) -> float:
+        return self._job.result()
+
+
+class _ThreadLanes(Lanes):
+    """Lanes where the CPU computes: a worker thread for each direction; a copy releases the interpreter lock."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._threads = {lane: OneThread(f"headrace-{lane.value}") for lane in Lane}
+
+    def mark(self) -> Event:
+        return _Reached()
+
+    def copy(self, lane: Lane, copies: Sequence[Copy], after: Event) -> Transfer:
+        begun: Job[float] = Job()
+        pending = list(copies)
+
+        def job() -> float:
+            try:
+                after.synchronize()
+            finally:
+                begun.set_result(time.perf_counter())
+            with torch.inference_mode():  # no autograd bookkeeping on this thread
+                for _ in range(len(pending)):
+                    pending[0][0].copy_(pending[0][1])
+                    del pending[0]  # this thread may outlive the job by a moment, and then holds no memory
+            return time.perf_counter()
+
+        done = _JobEvent(self._threads[lane].submit(job))
+        return Transfer(lane, tuple(copies), sum(source.nbytes for _, source in copies), _JobEvent(begun), done)
+
+    def together(self, lane: Among, job: Callable[[], None], nbytes: int, after: Event) -> Transfer:
+        begun: Job[float] = Job()
+        done: Job[float] = Job()
+        after.synchronize()
+        begun.set_result(time.perf_counter())
+        job()
+        done.set_result(time.perf_counter())
+        return Transfer(lane, (), nbytes, _JobEvent(begun), _JobEvent(done))
+
+    def unpack(self, job: Callable[[], None], after: Sequence[Event]) -> Tick:
+        for event in after:
+            event.synchronize()
+        job()
+        return self.tick()
+
+    def wait(self, event: Event) -> None:
+        event.synchronize()
+
+    def compute_stream(self) -> Any:
+        return None
+
+    def computing_on(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def tick(self) -> Tick:
+        return time.perf_counter()
+
+    def seconds(self, begin: Tick, end: Tick) -> float:
+        moments = [tick.reached_at() if isinstance(tick, _JobEvent) else tick for tick in (begin, end)]
+        return float(moments[1] - moments[0])
+
+    def seconds_to_host(self, begin: Tick, moment: float) -> float:
+        return self.seconds(begin, moment)
+
+    def close(self, *, wait: bool = True) -> None:
+        for thread in self._threads.values():
+            thread.shutdown(wait=wait)
+        super().close(wait=wait)

@@ -1,0 +1,329 @@
+"""How do the ranks of one node meet? In memory that they share: each posts how far it has come, and waits for others.
+
+What they share comes as descriptors of files without a name, over sockets that have none in the file system either:
+nothing is left behind, however a rank ends. Ranks of other nodes are reached by process groups.
+"""
+
+import contextlib
+import datetime
+import os
+import struct
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed
+
+from headrace.errors import RankError, StateError
+from headrace.runtime.counters import Counters
+from headrace.runtime.descriptors import Descriptors, has_ended, listen, mapped, started
+from headrace.runtime.numa import Spread, node_of, nodes_of_process
+from headrace.runtime.sharded import timeout_seconds
+
+__all__ = ["BorrowedGroup", "Node"]
+
+_PASS = 0  # counters that every node has: the pass that a rank has begun,
+_MET = 1  # how often it has been at a meeting,
+_BROKEN = 2  # the last pass whose backward it has broken off;
+_SAID = 3  # what it has said to questions, in two that take turns
+_NOTE_BYTES = 2048  # what a rank says of its last error
+_ENDS_SECONDS = 1.0  # a connection is closed before the process counts as ended
+_SAYS_SECONDS = 5.0  # a backward is broken off before the process tells of its error
+
+
+@dataclass(eq=False)
+class BorrowedGroup:
+    """A process group that one user after the other has."""
+
+    group: Any
+    user: "weakref.ref[object] | None"
+    intact: bool = True  # otherwise a collective has failed
+
+    @property
+    def is_free(self) -> bool:
+        return self.intact and (self.user is None or self.user() is None)
+
+
+_Borrowed = dict[str, list[BorrowedGroup]]  # by backend
+_borrowed: "weakref.WeakKeyDictionary[Any, _Borrowed]" = weakref.WeakKeyDictionary()  # by the process group of the mesh
+
+
+class Node:
+    """The ranks of a mesh that share the memory of one node, as one of them sees it.
+
+    `rank` of `size` on this node; `number` of `nodes`; `world`: all ranks of the mesh. Process groups: `group` of the
+    ranks of this node; `across` of those that have the same number on all nodes, None where there is one node.
+    """
+
+    def __init__(self, mesh: Any) -> None:
+        """A collective of all ranks of the mesh. Raises StateError for a mesh or nodes that cannot be."""
+        group = _group_of(mesh)
+        mine = distributed.get_rank(group)
+        self.world = distributed.get_world_size(group)
+        self._timeout_seconds = timeout_seconds(group)
+        _allow_descriptors()
+        listening = listen()
+        facts: list[Any] = [None] * self.world
+        own = (distributed.get_rank(), _node_name(), os.getpid(), started(os.getpid()), listening.getsockname())
+        distributed.all_gather_object(facts, own, group=group)
+        names = list(dict.fromkeys(fact[1] for fact in facts))
+        on_nodes = [[number for number, fact in enumerate(facts) if fact[1] == name] for name in names]
+        _check_even(names, on_nodes, facts)
+        self.number = names.index(facts[mine][1])
+        here = on_nodes[self.number]
+        self.nodes, self.size, self.rank = len(names), len(here), here.index(mine)
+        self.ranks: tuple[int, ...] = tuple(facts[number][0] for number in here)
+        self._processes = [(facts[number][2], facts[number][3]) for number in here]
+        self._mesh_group, self.group, self.across = group, group, None
+        config = str(distributed.get_backend_config(group))
+        self._backends = dict(entry.split(":") for entry in config.split(","))
+        if self.nodes > 1 or "cpu" not in self._backends:  # NCCL's has no way to the host
+            self.group = self._group_of(self.ranks)
+        if self.nodes > 1:
+            self.across = self._group_of([facts[on_node[self.rank]][0] for on_node in on_nodes])
+        self._descriptors = Descriptors(
+            self.ranks, self.rank, self._processes, self._timeout_seconds, listening, facts[here[0]][4]
+        )
+        self.spread = Spread()  # of memory that the ranks of the node share
+        self._asked = 0
+        self._meetings = Counters(self, 5)
+        self._notes = mapped(self.share(_NOTE_BYTES * self.size), _NOTE_BYTES * self.size)
+        _watch_uncaught()
+        _nodes.add(self)
+
+    def close(self) -> None:
+        """Nothing more is shared. Not a collective: each rank may do so as soon as it needs nothing more."""
+        self._descriptors.close()
+
+    def _group_of(self, ranks: Sequence[int], backend: str = "gloo") -> Any:
+        timeout = datetime.timedelta(seconds=self._timeout_seconds)
+        return distributed.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+
+    def backend_of(self, device: torch.device) -> str:
+        """What the mesh's process group sends such a device's memory with; "gloo", from host memory, where nothing."""
+        return self._backends.get(device.type, "gloo")
+
+    def borrow_group(self, device: torch.device, user: object) -> "BorrowedGroup":
+        """A process group of the ranks of this node, which nobody else has while `user` is there.
+
+        A collective of the mesh. One that nobody uses any more is taken again: which one it is that is free, and whole,
+        on all ranks, they agree on, as each lets go of it at its own time.
+        """
+        backend = self.backend_of(device)
+        known = _borrowed.setdefault(self._mesh_group, {}).setdefault(backend, [])
+        free = self.least([group.is_free for group in known]) if known else []  # on all ranks as many
+        if 1 in free:
+            found = known[free.index(1)]
+            found.user = weakref.ref(user)
+        else:
+            found = BorrowedGroup(self._group_of(self.ranks, backend), weakref.ref(user))
+            known.append(found)
+        return found
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """A collective of the node. Raises RankError where it fails because a rank has ended."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.look(what)
+            raise RankError(
+                f"a collective of ranks {list(self.ranks)} failed on rank {self.ranks[self.rank]}: {what}"
+                f" ({str(error).splitlines()[0]}); end this run, and go on from its last checkpoint"
+            ) from error
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the node's first rank, which does what has to be done once for each node."""
+        return self.rank == 0
+
+    def part(self, count: int, rank: int | None = None) -> slice:
+        """Which of `count` elements are this rank's, or another one's: of about the same number each, in order."""
+        rank = self.rank if rank is None else rank
+        return slice(count * rank // self.size, count * (rank + 1) // self.size)
+
+    def share(self, nbytes: int) -> int:
+        """The descriptor of so many zeros that all ranks of the node have. A collective; to be closed when mapped.
+
+        Raises OSError when the system has no memory for them.
+        """
+        return self._descriptors.share(nbytes)
+
+    def grow(self, descriptor: int, offset: int, nbytes: int) -> None:
+        """More zeros of a descriptor from `share`; as `Descriptors.grow`."""
+        self._descriptors.grow(descriptor, offset, nbytes)
+
+    def hand_out(self, number: int, what: str, make: Callable[[], int]) -> int:
+        """The descriptor that `make` returns on the first rank; as `Descriptors.hand_out`."""
+        return self._descriptors.hand_out(number, what, make)
+
+    def once(self, number: int, what: str, do: Callable[[], None]) -> None:
+        """`do` is called on the first rank; as `Descriptors.once`."""
+        self._descriptors.once(number, what, do)
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """The least of each value on all ranks of the mesh. A collective of these."""
+        found: list[Any] = [None] * self.world
+        distributed.all_gather_object(found, list(values), group=self._mesh_group)
+        return [min(each) for each in zip(*found, strict=True)]
+
+    def spread_memory(self, device: torch.device, *, by_ranks: bool) -> None:
+        """Memory that is shared from now on lies on the NUMA nodes of all ranks, in turn; `by_ranks`: what each alone
+        copies to its device there. A collective.
+        """
+        found: list[Any] = [None] * self.size
+        with self.together("the NUMA nodes of its device"):
+            distributed.all_gather_object(found, (nodes_of_process(), node_of(device)), group=self.group)
+        nodes = {node for those, _ in found for node in those}
+        self.spread = Spread(tuple(sorted(nodes)), tuple(node for _, node in found) if by_ranks else ())
+
+    def all_agree(self, yes: bool, what: str) -> bool:
+        """Whether all ranks of the node say yes. A collective of these."""
+        self._asked += 1
+        self._meetings.post(_SAID + self._asked % 2, 2 * self._asked + yes)  # two: others may still read the last one
+        self.meet(what)
+        return all(self._meetings.of(rank, _SAID + self._asked % 2) & 1 for rank in range(self.size))
+
+    def from_first(self, value: Any, what: str) -> Any:
+        """What the node's first rank has, on all of them. A collective."""
+        told = [value]
+        with self.together(what):
+            distributed.broadcast_object_list(told, group=self.group, group_src=0)
+        return told[0]
+
+    def meet(self, what: str) -> None:
+        """Waits until every rank of the node is here, with all that it wrote before. Raises RankError."""
+        value = self._meetings.of(self.rank, _MET) + 1
+        self._meetings.post(_MET, value)
+        self._meetings.wait(_MET, value, what)
+
+    def begin_pass(self, number: int) -> None:
+        """This rank begins a pass with gradients, of that number. Waits until all do. Raises RankError."""
+        self._meetings.post(_PASS, number)
+        self._meetings.wait(_PASS, number, f"forward {number}")
+
+    def break_off(self) -> None:
+        """This rank's backward has raised: who waits for gradients of it waits in vain."""
+        self._meetings.post(_BROKEN, self._meetings.of(self.rank, _PASS))
+
+    def note(self, error: BaseException) -> None:
+        """This rank has raised that: others, which wait for it in vain, can tell why."""
+        text = f"{type(error).__name__}: {error}".encode()[: _NOTE_BYTES - 4]
+        self._notes[_NOTE_BYTES * self.rank : _NOTE_BYTES * self.rank + 4 + len(text)] = (
+            struct.pack("i", len(text)) + text
+        )
+
+    def look(self, what: str = "its part of a step") -> None:
+        """Raises RankError when another rank has ended, or does within a second."""
+        for _ in range(20):
+            for rank in range(self.size):
+                self.check(rank, what, 0.0, lambda: True)
+            time.sleep(_ENDS_SECONDS / 20)
+
+    def check(
+        self, rank: int, what: str, waited_seconds: float, still: Callable[[], bool], *, in_pass: bool = True
+    ) -> None:
+        """Raises RankError when waiting for a rank is in vain, if it is `still` waited for; `in_pass`: see Counters."""
+        reason, own = None, self._meetings.of(self.rank, _PASS)
+        broken = in_pass and rank != self.rank and self._meetings.of(rank, _BROKEN) >= own > 0
+        if broken:
+            self._let_say(rank)
+        if has_ended(*self._processes[rank]):
+            reason = "has ended"
+        elif in_pass and self._meetings.of(rank, _PASS) > own:
+            reason = f"has gone on to forward {self._meetings.of(rank, _PASS)}"
+        elif broken:
+            reason = f"has broken off the backward of forward {own}"
+        elif waited_seconds > self._timeout_seconds:
+            reason = f"did not come within {self._timeout_seconds:.0f} s, the timeout of the process group"
+        if reason is not None and still():
+            error = RankError(
+                f"rank {self.ranks[rank]} {reason}, and rank {self.ranks[self.rank]} waits for it: {what}."
+                f"{self._said(rank)} Ranks have to make the same calls in the same order; end this run, and go on"
+                " from its last checkpoint"
+            )
+            self.note(error)  # whoever finds this rank gone then learns of the one that was first
+            raise error
+
+    def _let_say(self, rank: int) -> None:
+        """A rank whose backward is broken off gets time to end, with a word of its error, or to go on regardless."""
+        began, own = time.monotonic(), self._meetings.of(self.rank, _PASS)
+        while time.monotonic() - began < _SAYS_SECONDS:
+            if has_ended(*self._processes[rank]) or self._meetings.of(rank, _PASS) > own:
+                break
+            time.sleep(_ENDS_SECONDS / 20)
+
+    def _said(self, rank: int) -> str:
+        begin = _NOTE_BYTES * rank
+        (length,) = struct.unpack("i", self._notes[begin : begin + 4])
+        text = bytes(self._notes[begin + 4 : begin + 4 + length]).decode(errors="replace")
+        return f" Its last error: {text}." if text else " It left no word of an error."
+
+
+_nodes: "weakref.WeakSet[Node]" = weakref.WeakSet()
+
+
+def _watch_uncaught() -> None:
+    """From now on the last error of this process is told to others before it ends."""
+    report = sys.excepthook
+    if getattr(report, "tells_ranks", False):
+        return
+
+    def note_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        for node in list(_nodes):
+            node.note(error)
+        report(kind, error, trace)  # which may come to an earlier one of these: others wrap the hook, too
+
+    note_uncaught.tells_ranks = True  # type: ignore[attr-defined]
+    sys.excepthook = note_uncaught
+
+
+def _group_of(mesh: Any) -> Any:
+    """The process group of all ranks of the mesh. Raises TypeError, StateError for what cannot be."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh is a {type(mesh).__name__}; give a DeviceMesh, such as"
+            ' torch.distributed.init_device_mesh("cuda", (torch.distributed.get_world_size(),))'
+        )
+    if sys.platform != "linux":
+        raise StateError(f"ranks share memory by files without a name, which {sys.platform} does not have; use Linux")
+    if mesh.get_coordinate() is None:
+        raise StateError(f"rank {distributed.get_rank()} is not in the mesh {mesh}")
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.size() != distributed.get_world_size():
+        raise StateError(
+            f"the mesh has {mesh.ndim} dimensions and {mesh.size()} of {distributed.get_world_size()} ranks; every rank"
+            " of the mesh gets a batch of its own: give a mesh of one dimension, or of all ranks"
+        )
+    return distributed.group.WORLD
+
+
+def _node_name() -> str:
+    """Of the machine as it runs now, of its networks, and of torchrun's agent: two of these on one machine count as
+    two nodes.
+    """
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "pid")]
+        return f"{file.read().strip()} {spaces} {os.environ.get('GROUP_RANK', '')}"
+
+
+def _check_even(names: Sequence[str], on_nodes: Sequence[Sequence[int]], facts: Sequence[Any]) -> None:
+    if len({len(on_node) for on_node in on_nodes}) > 1:
+        found = ", ".join(f"{len(on_node)} (from rank {facts[on_node[0]][0]} on)" for on_node in on_nodes)
+        raise StateError(f"{len(names)} nodes have different numbers of ranks: {found}; start as many on each")
+
+
+def _allow_descriptors() -> None:
+    """Each block takes some: as many as the system lets a process have."""
+    import resource  # of Unix alone
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,131 @@
+"""On which NUMA nodes should host memory lie? In turn on all whose cores this process may use.
+
+An update of weights takes its chunks in any order on any core, so memory that lies on one node alone would have that
+node's bandwidth and leave the others'. A process that is bound to the cores of one node gets that node's memory from
+the kernel anyway: nothing is to be done there, nor on machines with one node or without libnuma. Of memory that ranks
+share, each one's range lies at its device, where no other device reads it.
+"""
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.runtime.device import pci_address
+
+__all__ = ["Spread", "bind", "interleave", "node_of", "nodes_in_use", "nodes_of_process"]
+
+_NODES = Path("/sys/devices/system/node")
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+
+def nodes_in_use(cores: Iterable[int], nodes: Path = _NODES) -> tuple[int, ...]:
+    """The nodes that these cores belong to, as the kernel lists them under `nodes`; empty where it lists none."""
+    wanted = set(cores)
+    found = []
+    for directory in nodes.glob("node[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            if wanted & _listed((directory / "cpulist").read_text()):
+                found.append(int(directory.name.removeprefix("node")))
+    return tuple(sorted(found))
+
+
+def interleave(address: int, nbytes: int, nodes: tuple[int, ...]) -> bool:
+    """Has the pages of memory that nobody has touched yet come from `nodes` in turn. False: libnuma is not there."""
+    library = _libnuma()
+    if library is None:
+        return False
+    mask = library.numa_allocate_nodemask()
+    try:
+        for node in nodes:
+            library.numa_bitmask_setbit(mask, node)
+        library.numa_interleave_memory(address, nbytes, mask)
+    finally:
+        library.numa_bitmask_free(mask)
+    return True
+
+
+def bind(address: int, nbytes: int, node: int) -> bool:
+    """As `interleave`, from one node."""
+    library = _libnuma()
+    if library is not None:
+        library.numa_tonode_memory(address, nbytes, node)
+    return library is not None
+
+
+def node_of(device: torch.device, pci_devices: Path = _PCI_DEVICES) -> int | None:
+    """The node that a device is at: of the CPU, that of this process's cores. None: not known, or several."""
+    if device.type == "cpu":
+        nodes = nodes_of_process()
+        return nodes[0] if len(nodes) == 1 else None
+    address = pci_address(device)
+    if address is not None:
+        with contextlib.suppress(OSError, ValueError):
+            node = int((pci_devices / address / "numa_node").read_text())
+            return node if node >= 0 else None
+    return None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Where memory lies that ranks share: in turn on `nodes`; or of each rank an equal part at its own of `of_ranks`,
+    as far as that is known.
+    """
+
+    nodes: tuple[int, ...] = ()
+    of_ranks: tuple[int | None, ...] = ()
+
+    def place(self, address: int, nbytes: int, *, by_ranks: bool) -> None:
+        """Says so of whole pages that nobody has touched yet."""
+        if len({*self.nodes, *self.of_ranks} - {None}) < 2:
+            return
+        if len(self.nodes) > 1:
+            interleave(address, nbytes, self.nodes)
+        count = len(self.of_ranks)
+        for rank, node in enumerate(self.of_ranks if by_ranks else ()):
+            begin, end = (_page(nbytes * one // count) for one in (rank, rank + 1))
+            if node is not None and begin < end:
+                bind(address + begin, end - begin, node)
+
+
+def _page(offset: int) -> int:
+    """Where the page begins that most of what follows is in."""
+    return (offset + mmap.PAGESIZE // 2) // mmap.PAGESIZE * mmap.PAGESIZE
+
+
+@functools.cache
+def _libnuma() -> Any:
+    try:
+        library = ctypes.CDLL("libnuma.so.1")
+    except OSError:
+        return None
+    library.numa_allocate_nodemask.restype = ctypes.c_void_p
+    library.numa_bitmask_setbit.argtypes = [ctypes.c_void_p, ctypes.c_uint]
+    library.numa_bitmask_setbit.restype = ctypes.c_void_p
+    library.numa_bitmask_free.argtypes = [ctypes.c_void_p]
+    library.numa_interleave_memory.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    library.numa_tonode_memory.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return library if library.numa_available() >= 0 else None
+
+
+@functools.cache
+def nodes_of_process() -> tuple[int, ...]:
+    """The nodes whose cores this process may use. Asked once: memory that is there does not move."""
+    return nodes_in_use(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
+
+
+def _listed(text: str) -> set[int]:
+    """The numbers of a kernel's list such as "0-3,8"."""
+    numbers: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            numbers.update(range(int(first), int(last or first) + 1))
+    return numbers

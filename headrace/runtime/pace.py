@@ -1,0 +1,135 @@
+"""How many bytes per second does a lane carry at most? As many as it is told, averaged over a window.
+
+Copies that are held back wait on a thread, so that whoever submits them goes on. Each goes in pieces of a sixteenth of
+what the window allows. A piece begins when it and all that ended or began within the window before it are no more than
+that, and the thread waits for its end: over any window the lane carries no more, whatever it had to wait for. A tensor
+with gaps between its elements goes in one piece, after a window in which nothing went.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from headrace.runtime.lanes import Copy, Event, Lane, Lanes, LateTransfer, Transfer
+from headrace.runtime.threads import OneThread
+
+__all__ = ["Pace", "Submitted"]
+
+_PIECES = 16  # in a window
+_LEAST_SECONDS = 1e-6  # to sleep: rounding would make it none
+_clock = time.perf_counter
+_sleep = time.sleep
+
+
+@dataclass(frozen=True)
+class _Limit:
+    """Bytes in any window of so many seconds."""
+
+    nbytes: int
+    seconds: float
+
+
+class Submitted:
+    """The end of copies that another thread submits."""
+
+    def __init__(self, submitted: "Future[Transfer]") -> None:
+        self._submitted = submitted
+
+    def synchronize(self) -> None:
+        self._submitted.result().done.synchronize()
+
+    def query(self) -> bool:
+        return self._submitted.done() and self._submitted.result().done.query()
+
+
+class Pace:
+    """The limit of one model's copies to its device. Without one, they go to the lane at once."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self.lanes = lanes
+        self._limit: _Limit | None = None
+        self._thread: OneThread | None = None
+        self._one_at_a_time = threading.Lock()
+        self._ended: deque[tuple[float, int]] = deque()  # when pieces ended, and their bytes
+
+    def limit(self, bytes_per_second: float | None, window_seconds: float) -> None:
+        """From now on; None: no limit. Nothing may be under way."""
+        if bytes_per_second is None:
+            self._limit = None
+            return
+        self._limit = _Limit(max(1, int(bytes_per_second * window_seconds)), window_seconds)
+        if self._thread is None:
+            self._thread = OneThread("headrace-pace")
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is a limit."""
+        return self._limit is not None
+
+    def submit(self, lane: Lane, copies: Sequence[Copy], after: Event) -> tuple[Transfer | LateTransfer, Event]:
+        """Submits copies, within the limit, and never blocks. Also returns their end."""
+        if self._limit is None or self._thread is None:
+            transfer = self.lanes.copy(lane, copies, after)
+            return transfer, transfer.done
+        nbytes = sum(source.nbytes for _, source in copies)
+        submitted = self._thread.submit(self.copy, lane, list(copies), after)
+        return LateTransfer(lane, nbytes, submitted), Submitted(submitted)
+
+    def copy(self, lane: Lane, copies: Sequence[Copy], after: Event) -> Transfer:
+        """As `Lanes.copy`, for a thread of ours: with a limit it returns when they have arrived. Empties `copies`."""
+        limit = self._limit
+        if limit is None:
+            return self.lanes.copy(lane, copies, after)
+        after.synchronize()
+        with torch.no_grad():
+            pieces = deque(piece for copy in copies for piece in _pieces(*copy, max(1, limit.nbytes // _PIECES)))
+        if isinstance(copies, list):
+            copies.clear()  # who waits for the result finds that nobody refers to the memory any more
+        nbytes = 0
+        with self._one_at_a_time, torch.no_grad():
+            first = last = self.lanes.copy(lane, (), after)
+            while pieces:
+                self._wait_for_turn(limit, pieces[0][1].nbytes)
+                last = self.lanes.copy(lane, [pieces[0]], after)
+                first = first if nbytes else last
+                last.done.synchronize()
+                self._ended.append((_clock(), last.nbytes))
+                nbytes += last.nbytes
+                del pieces[0]
+        return Transfer(lane, (), nbytes, first.begun, last.done)
+
+    def _wait_for_turn(self, limit: _Limit, nbytes: int) -> None:
+        while True:
+            now = _clock()
+            while self._ended and self._ended[0][0] <= now - limit.seconds:
+                self._ended.popleft()
+            recent = sum(size for _, size in self._ended)
+            if not recent or recent + nbytes <= limit.nbytes:
+                return
+            _sleep(max(self._ended[0][0] + limit.seconds - now, _LEAST_SECONDS))
+
+    def wait(self) -> None:
+        """The caller waits until all that was submitted has arrived, or failed."""
+        if self._thread is not None:
+            self._thread.submit(int).result()
+
+    def close(self, *, wait: bool = True) -> None:
+        """Ends the thread when its work is done."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=wait)
+
+
+def _pieces(destination: torch.Tensor, source: torch.Tensor, nbytes: int) -> Iterator[Copy]:
+    """One copy as several, of so many bytes at most."""
+    elements = max(1, nbytes // source.itemsize)
+    if not (destination.is_contiguous() and source.is_contiguous()) or source.numel() <= elements:
+        yield destination, source
+        return
+    flat = destination.view(-1), source.view(-1)
+    for begin in range(0, source.numel(), elements):
+        yield flat[0][begin : begin + elements], flat[1][begin : begin + elements]

@@ -1,0 +1,59 @@
+"""Which schedules of torch.distributed.pipelining cannot run offloaded stages? Those that split backward in two.
+
+For zero bubbles they compute gradients of a stage's inputs first, and later those of the parameters that they find in
+autograd's graph: not homes, whose gradients would silently stay None. PyTorch's module is not imported here.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from headrace.errors import StateError
+from headrace.runtime.pending import unit_of
+from headrace.runtime.process_wide import ProcessWide
+
+__all__ = ["pipelines_are_imported", "refuse_split_backward"]
+
+_STAGE = "torch.distributed.pipelining.stage"
+
+
+def pipelines_are_imported() -> bool:
+    """Whether anybody can have stages."""
+    return _STAGE in sys.modules
+
+
+def refuse_split_backward(user: object) -> Callable[[], None]:
+    """A split backward of an offloaded stage raises StateError.
+
+    Until what this returns is called; at the latest until `user` is gone.
+    """
+    return _refused.use(user)
+
+
+def _refuse() -> Callable[[], None]:
+    """Relies on stages calling this function by its name in their module, with their parameters last."""
+    stage: Any = sys.modules[_STAGE]
+    original = stage.stage_backward_input
+
+    def stage_backward_input(*arguments: Any) -> Any:
+        *others, weights = arguments
+        parameters: Iterable[torch.Tensor] = list(weights)
+        if any(parameter.requires_grad and unit_of(parameter) is not None for parameter in parameters):
+            raise StateError(
+                "the schedule splits the backward of an offloaded stage into one for inputs and one for weights, as"
+                " zero-bubble schedules do, and would find no gradients of weights; use ScheduleGPipe, Schedule1F1B or"
+                " ScheduleInterleaved1F1B"
+            )
+        return original(*others, iter(parameters))
+
+    def undo() -> None:
+        if stage.stage_backward_input is stage_backward_input:  # nobody has put another one around it
+            stage.stage_backward_input = original
+
+    stage.stage_backward_input = stage_backward_input
+    return undo
+
+
+_refused = ProcessWide(_refuse, anywhere=True)

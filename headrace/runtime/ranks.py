@@ -1,0 +1,196 @@
+"""What do the ranks of a mesh tell each other? Numbers, objects and tensors, in collectives that all of them call.
+
+Nothing here decides whether to call one. PyTorch's module is not imported before a mesh is given.
+"""
+
+import contextlib
+import datetime
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from headrace.errors import RankError
+from headrace.runtime.sharded import timeout_seconds
+
+__all__ = ["Ranks"]
+
+_BUCKET_BYTES = 32 << 20  # of small tensors that travel as one
+_ALONE_BYTES = 4 << 20  # a tensor of so much travels by itself, where it lies
+_IN_FLIGHT = 4  # buckets at once: host or device memory that they take
+_ALIGNED = 16  # bytes, of each tensor in a bucket
+
+
+class Ranks:
+    """The ranks of a process group, such as that of one dimension of a `DeviceMesh`, by their numbers in it."""
+
+    def __init__(self, group: Any, device_type: str, look: Callable[[], None] = lambda: None) -> None:
+        """`look`: called when a collective fails; it raises RankError where it can tell which rank is missing."""
+        self._group = group
+        self._look = look
+        self.count: int = torch.distributed.get_world_size(self._group)
+        self.own: int = torch.distributed.get_rank(self._group)
+        config = str(torch.distributed.get_backend_config(self._group))
+        self._backends = dict(entry.split(":") for entry in config.split(","))
+        self._device = torch.device("cpu" if "cpu" in self._backends else device_type)
+
+    def reaches(self, device: torch.device) -> bool:
+        """Whether tensors there can be sent."""
+        return device.type in self._backends
+
+    def named(self, rank: int) -> str:
+        """How a rank is called in errors: as torchrun numbers it."""
+        return f"rank {torch.distributed.get_global_rank(self._group, rank)}"
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """A collective. Raises RankError where it fails because not all ranks take part."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._look()
+            raise RankError(
+                f"{self.named(self.own)} waited for all {self.count} ranks of the mesh, and at least one did not come:"
+                f" it raised an error, ended, or took no step ({str(error).splitlines()[0]})"
+            ) from error
+
+    def numbers(self, values: Sequence[int]) -> list[list[int]]:
+        """These of every rank, which all give equally many. Raises RankError where one does not call this in time."""
+        own = torch.tensor(values, dtype=torch.int64, device=self._device)
+        every = [torch.empty_like(own) for _ in range(self.count)]
+        with self._together():
+            torch.distributed.all_gather(every, own, group=self._group)
+        found: list[list[int]] = torch.stack(every).tolist()
+        return found
+
+    def objects(self, value: Any) -> list[Any]:
+        """What every rank has, pickled on its way."""
+        found: list[Any] = [None] * self.count
+        with self._together():
+            torch.distributed.all_gather_object(found, value, group=self._group)
+        return found
+
+    def added(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, on the CPU."""
+        total = values.to(self._device, copy=True)
+        with self._together():
+            torch.distributed.all_reduce(total, group=self._group)
+        return total.cpu()
+
+    def spread(self, tensors: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Tensors, each with the rank whose values all get. Small ones of one rank travel together."""
+        under_way: list[_Bucket] = []
+        with self._together():
+            for owner, batch in _batches(tensors):
+                under_way.append(_Bucket(batch, owner, owner == self.own, self._group))
+                if len(under_way) == _IN_FLIGHT:
+                    under_way.pop(0).wait()
+            for bucket in under_way:
+                bucket.wait()
+
+    def exchange(self, outgoing: Sequence[Sequence[torch.Tensor]], incoming: Sequence[Sequence[torch.Tensor]]) -> None:
+        """For each rank what it gets from here, and where that lies which comes from it. Shapes and dtypes agree.
+
+        All tensors are on one device.
+        """
+        device = next(tensor.device for tensors in (*outgoing, *incoming) for tensor in tensors)
+        sent = torch.empty(sum(map(_room, outgoing)), dtype=torch.uint8, device=device)
+        come = torch.empty(sum(map(_room, incoming)), dtype=torch.uint8, device=device)
+        every = [tensor for tensors in outgoing for tensor in tensors]
+        for place, tensor in zip(_places(sent, every), every, strict=True):
+            place.copy_(tensor)
+        sizes = list(map(_room, incoming)), list(map(_room, outgoing))
+        with self._together():
+            torch.distributed.all_to_all_single(come, sent, *sizes, group=self._group)
+        every = [tensor for tensors in incoming for tensor in tensors]
+        for place, tensor in zip(_places(come, every), every, strict=True):
+            tensor.copy_(place)
+
+    def apart(self) -> "Ranks":
+        """The same ranks, with a process group whose collectives have an order of their own. A collective."""
+        ranks = torch.distributed.get_process_group_ranks(self._group)
+        timeout = datetime.timedelta(seconds=timeout_seconds(self._group))
+        config = str(torch.distributed.get_backend_config(self._group))
+        group = torch.distributed.new_group(ranks, timeout=timeout, backend=config, use_local_synchronization=True)
+        return Ranks(group, self._device.type, self._look)
+
+    def reduce(self, tensor: torch.Tensor, to: int) -> Any:
+        """Begins to add up every rank's into that of one rank; what the others' hold then is nobody's. For `wait`."""
+        with self._together():
+            return torch.distributed.reduce(tensor, group=self._group, group_dst=to, async_op=True)
+
+    def wait(self, work: Any) -> None:
+        """What was begun has come, as far as the device's stream is concerned."""
+        with self._together():
+            work.wait()
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """A tensor to one rank, which calls `receive`."""
+        flat = tensor.to(self._device).contiguous().view(-1).view(torch.uint8)
+        with self._together():
+            torch.distributed.send(flat, group=self._group, group_dst=to)
+
+    def receive(self, into: torch.Tensor, source: int) -> None:
+        """What that rank sends: a tensor of the shape and dtype of `into`."""
+        flat = torch.empty(into.nbytes, dtype=torch.uint8, device=self._device)
+        with self._together():
+            torch.distributed.recv(flat, group=self._group, group_src=source)
+        into.copy_(flat.view(into.dtype).view(into.shape))
+
+
+class _Bucket:
+    """Tensors of one rank on their way to the others."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], owner: int, is_own: bool, group: Any) -> None:
+        self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if len(tensors) == 1 and tensors[0].is_contiguous():
+            flat = tensors[0].view(-1).view(torch.uint8)
+        else:
+            flat = torch.empty(_room(tensors), dtype=torch.uint8, device=tensors[0].device)
+            places = _places(flat, tensors)
+            if is_own:
+                for place, tensor in zip(places, tensors, strict=True):
+                    place.copy_(tensor)
+            else:
+                self._arriving = list(zip(places, tensors, strict=True))
+        self._work = torch.distributed.broadcast(flat, group=group, group_src=owner, async_op=True)
+
+    def wait(self) -> None:
+        """The tensors have their values, as far as their device's stream is concerned."""
+        if self._work is not None:
+            self._work.wait()
+        for place, tensor in self._arriving:
+            tensor.copy_(place)
+
+
+def _batches(tensors: Iterable[tuple[int, torch.Tensor]]) -> Iterable[tuple[int, list[torch.Tensor]]]:
+    """What travels together: tensors of one rank on one device."""
+    gathering: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
+    gathered_bytes: dict[tuple[int, torch.device], int] = {}
+    for owner, tensor in tensors:
+        if not tensor.numel():
+            continue
+        if tensor.nbytes >= _ALONE_BYTES:
+            yield owner, [tensor]
+            continue
+        key = owner, tensor.device
+        gathering.setdefault(key, []).append(tensor)
+        gathered_bytes[key] = gathered_bytes.get(key, 0) + _room([tensor])
+        if gathered_bytes[key] >= _BUCKET_BYTES:
+            yield owner, gathering.pop(key)
+            del gathered_bytes[key]
+    for (owner, _), batch in gathering.items():
+        yield owner, batch
+
+
+def _room(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors)
+
+
+def _places(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Where each of the tensors lies in a bucket, in its own shape and dtype."""
+    places, begin = [], 0
+    for tensor in tensors:
+        places.append(flat[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        begin += _room([tensor])
+    return places

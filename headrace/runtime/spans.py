@@ -1,0 +1,94 @@
+"""What happened when on which lane? Copies and waits by their ticks, and the spans of time that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from headrace.runtime.lanes import Among, Lane, Lanes, Tick
+
+__all__ = ["Moved", "Sample", "Span", "Wait", "Waited", "cut_by", "spans_of"]
+
+
+class Span(NamedTuple):
+    """Something that took `seconds` on a lane; `what` was copied, or waited.
+
+    `waited_lane`, `waited_for`: the copy that a stall waited for, where that is known and need not be found by its end.
+    """
+
+    lane: str
+    name: str
+    begin_seconds: float
+    seconds: float
+    nbytes: int = 0
+    what: str = ""
+    waited_lane: str = ""
+    waited_for: str = ""
+
+
+class Sample(NamedTuple):
+    """Bytes held by tier at one moment of the step; `unix_nanoseconds`: when the host was there."""
+
+    seconds: float
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    unix_nanoseconds: int = 0
+
+
+class Wait(NamedTuple):
+    """Compute waited for the copy of `what` on a lane."""
+
+    begin_seconds: float
+    seconds: float
+    lane: str
+    what: str
+
+
+class Moved(NamedTuple):
+    """Copies that were submitted together."""
+
+    lane: Lane | Among
+    what: str
+    nbytes: int
+    begun: Tick
+    done: Tick
+
+
+class Waited(NamedTuple):
+    """Compute waited between two ticks, for a copy."""
+
+    lane: Lane
+    what: str
+    asked: Tick
+    began: Tick
+
+    def since(self, first: Tick, lanes: Lanes) -> Wait:
+        """In seconds from a tick on; waits until they are known."""
+        return Wait(lanes.seconds(first, self.asked), lanes.seconds(self.asked, self.began), self.lane.value, self.what)
+
+
+def spans_of(copies: Iterable[Moved], first: Tick, lanes: Lanes) -> list[Span]:
+    """Those copies that began after a tick, counted from there; waits for them."""
+    begins = [(lanes.seconds(first, copy.begun), copy) for copy in copies]
+    return [
+        Span(lane.value, lane.value, begin, lanes.seconds(begun, done), nbytes, what)
+        for begin, (lane, what, nbytes, begun, done) in begins
+        if begin >= 0
+    ]
+
+
+def cut_by(waits: Iterable[Wait], name: str, begin_seconds: float, end_seconds: float) -> list[Span]:
+    """The stretch `name` of compute as spans, with a stall for each wait that begins in it. In the order of time."""
+    spans = []
+    reached = begin_seconds
+    for wait in sorted(waits):
+        if wait.seconds > 0 and begin_seconds <= wait.begin_seconds < end_seconds:
+            if wait.begin_seconds > reached:
+                spans.append(Span("compute", name, reached, wait.begin_seconds - reached))
+            until = min(wait.begin_seconds + wait.seconds, end_seconds)
+            spans.append(Span("compute", "stall", wait.begin_seconds, until - wait.begin_seconds, 0, name, *wait[2:]))
+            reached = until
+    if end_seconds > reached or not spans:
+        spans.append(Span("compute", name, reached, max(0.0, end_seconds - reached)))
+    return spans

@@ -1,0 +1,80 @@
+"""Which way do blocks come to the devices of a node? Each over its own link, or by ranges that devices exchange."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from headrace.runtime.device import is_accelerator
+from headrace.runtime.device_group import DeviceGroup
+from headrace.runtime.node import Node
+from headrace.runtime.page_locks import locked_tensor
+
+__all__ = ["Way", "way_of"]
+
+_TRIED_BYTES = 64 * 2**20
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Way:
+    """The way of one model, on all ranks the same, and why."""
+
+    gathers: bool
+    reason: str
+
+    @property
+    def row(self) -> tuple[str, str]:
+        """For a report."""
+        way = "gathered by all devices" if self.gathers else "over each link alone"
+        return "weights and gradients", f"{way}: {self.reason}"
+
+
+def way_of(asked: str, node: Node, device: torch.device) -> Way:
+    """What the user asked for; for "auto" what the first rank finds quicker, when all try at once. A collective.
+
+    Memory that the ranks share from now on lies where that way reads it.
+    """
+    way = _chosen(asked, node, device)
+    node.spread_memory(device, by_ranks=way.gathers)
+    return way
+
+
+def _chosen(asked: str, node: Node, device: torch.device) -> Way:
+    if asked != "auto":
+        return Way(asked == "gather", "as asked")
+    own, gathered = node.from_first(_seconds_of_both(node, device), "the way that it measures")
+    figures = f"{_TRIED_BYTES >> 20} MiB took {1e3 * gathered:.1f} ms gathered, {1e3 * own:.1f} ms over each link alone"
+    return Way(gathered < own, figures)
+
+
+def _seconds_of_both(node: Node, device: torch.device) -> tuple[float, float]:
+    group, locked = DeviceGroup(node, device), locked_tensor(device, _TRIED_BYTES) if is_accelerator(device) else None
+    host = torch.zeros(_TRIED_BYTES, dtype=torch.uint8, device="cpu") if locked is None else locked[0]
+    there = torch.empty(_TRIED_BYTES, dtype=torch.uint8, device=device)
+    length = _TRIED_BYTES // node.size
+    ranges = there[: node.size * length].view(node.size, length)
+
+    def gather() -> None:
+        ranges[node.rank].copy_(host[:length], non_blocking=True)
+        group.gather(ranges, "its range of a block that is tried")
+
+    def seconds(load: Callable[[], object]) -> float:
+        found = []
+        for _ in range(_ROUNDS + 1):  # the first one sets things up
+            node.meet("a load that is tried")
+            began = time.perf_counter()
+            load()
+            if is_accelerator(device):
+                torch.accelerator.synchronize(device)
+            found.append(time.perf_counter() - began)
+        return median(found[1:])
+
+    try:
+        return seconds(lambda: there.copy_(host, non_blocking=True)), seconds(gather)
+    finally:
+        group.close()
+        if locked is not None:
+            locked[1]()

@@ -1,0 +1,236 @@
+"""How is training saved? `save()`: weights, optimizer, random numbers and the rest, beside training or not."""
+
+import contextlib
+import io
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from headrace.checkpoint.directory import NewDirectory, check_keep, remove_older, write_whole
+from headrace.checkpoint.files import literal, torch_file, weight_files
+from headrace.checkpoint.manifest import EXTRA, MANIFEST, FileRecord, Manifest
+from headrace.checkpoint.model import SavedModel, saved_model
+from headrace.checkpoint.optimizers import Optimizers, optimizer_file, plain_optimizers, state_of_optimizer
+from headrace.checkpoint.random_state import random_state
+from headrace.checkpoint.running import set_running, settle_running
+from headrace.checkpoint.writing import LEAST_BYTES, Writing
+from headrace.config import Size, format_bytes, parse_bytes
+from headrace.errors import CheckpointError
+from headrace.live import handles_of
+from headrace.optim.optimizer import HostOptimizer
+
+__all__ = ["Saving", "save"]
+
+_HOST_BYTES = 32 << 20  # that a checkpoint passes through where training waits for it
+_HOST_BYTES_BESIDE = 256 << 20  # and where it goes on
+
+
+class Saving:
+    """A checkpoint on its way to the drive."""
+
+    def __init__(self, path: Path, writing: Writing) -> None:
+        self.path = path
+        self._writing = writing
+        self._told = False  # whether somebody knows how it ended
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._writing.done
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the checkpoint."""
+        return self._writing.nbytes
+
+    @property
+    def seconds(self) -> float:
+        """How long it took; 0.0 before it is done."""
+        return self._writing.seconds
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long optimizers' updates waited for the parameters to be read."""
+        return self._writing.waited_seconds
+
+    def wait(self) -> None:
+        """Waits until the checkpoint is complete and safe from a loss of power. Raises what failed in saving it."""
+        self._told = True
+        self._writing.wait()
+
+    def ended(self) -> None:
+        """Waits until it has ended, well or not."""
+        with contextlib.suppress(Exception):
+            self._writing.wait()
+
+    def settle(self) -> None:
+        """Waits until it has ended. Raises what failed in saving it, if nobody was told before."""
+        told = self._told
+        with contextlib.suppress(Exception) if told else contextlib.nullcontext():
+            self.wait()
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    extra: Any = None,
+    keep: int | None = None,
+    wait: bool = True,
+    host_memory: Size | None = None,
+) -> Saving:
+    """Saves a training run as the directory `path`, whatever tiers it uses. The checkpoint is complete, or not there.
+
+    The directory is a checkpoint that Hugging Face's libraries can read: `from_pretrained(path)` reads the weights (of
+    a PEFT model, its adapters and whatever else is trained). `optimizer.pt` is what `torch.save(optimizer.state_dict(),
+    ...)` writes: `optimizer.load_state_dict(torch.load("optimizer.pt", mmap=True))` reads it without headrace. Random
+    states of Python, NumPy and PyTorch are saved, too. `headrace.load` checks every byte.
+
+    - `optimizer`: one, or several; of headrace or of PyTorch.
+    - `extra`: plain values, tensors, and lists and dicts of these; of an object with a `state_dict()` (a scheduler, a
+      GradScaler, a data loader) that is saved. `load` returns it.
+    - `keep`: how many checkpoints stay, of those next to `path` whose names differ only in the number at the end
+      (`step-300`); older ones are deleted once this one is complete.
+    - `wait`: False returns while the checkpoint is being written. Optimizers update a parameter only after it has been
+      read; before you write to parameters in any other way, call `wait()` on the result. One checkpoint is written at a
+      time: the next call waits for it, and raises what failed in it, if `wait()` has not. The process does not end
+      before it is written.
+    - `host_memory`: bytes of the buffers that it passes through, 24 MiB at least; default 32 MiB, or 256 MiB with
+      `wait=False`, by which the drive may lag behind.
+
+    Gradients are not saved: save after `optimizer.step()`.
+
+    Raises StateError within a forward or backward, DiskError when the drive fails or is full, CheckpointError for what
+    cannot be saved (tensors on meta, sparse or lazy; objects in `extra`), ValueError and TypeError for arguments that
+    make no sense. In all these cases nothing has been changed: a checkpoint that was there is still there.
+    """
+    path = Path(path).expanduser().absolute()
+    path = path.resolve() if path.is_symlink() else path
+    if keep is not None:
+        check_keep(path, keep)
+    memory_bytes = _HOST_BYTES if wait else _HOST_BYTES_BESIDE
+    if host_memory is not None:
+        memory_bytes = parse_bytes(host_memory, name="host_memory")
+    if memory_bytes < LEAST_BYTES:
+        raise ValueError(
+            f"host_memory is {format_bytes(memory_bytes)}; a checkpoint passes through {format_bytes(LEAST_BYTES)} at"
+            " least, so give that, or leave it out"
+        )
+    optimizers = plain_optimizers(optimizer)
+    handles = handles_of(model)
+    blocks = [block for handle in handles for block in handle.settled_blocks("headrace.save")]
+    settle_running()
+    directory = NewDirectory(path)
+    try:
+        for block in blocks:
+            block.flush()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        saved = saved_model(model, directory.path)
+        writing = _writing(directory, saved, optimizers, extra, keep, memory_bytes)
+    except BaseException:
+        directory.discard()
+        raise
+    saving = Saving(path, writing)
+    writing.start()
+    set_running(saving)
+    for handle in handles:
+        handle.note_checkpoint(saving)
+    if wait:
+        saving.wait()
+    else:
+        writing.hurry([tensor for tensor in saved.tensors.values() if not isinstance(tensor, nn.Parameter)])
+    return saving
+
+
+def _writing(
+    directory: NewDirectory,
+    saved: SavedModel,
+    optimizers: Sequence[Optimizer],
+    extra: Any,
+    keep: int | None,
+    memory_bytes: int,
+) -> Writing:
+    """The checkpoint, laid out, with every file in it opened."""
+    configuration = [path for path in sorted(directory.path.rglob("*")) if path.is_file()]
+    layouts = [literal(str(path.relative_to(directory.path)), path.read_bytes()) for path in configuration]
+    for path in configuration:
+        path.unlink()
+    weights: dict[str, tuple[str, str]] = {}
+    for stem, names in saved.files.items():
+        files, places = weight_files({there: saved.tensors[name] for there, name in names.items()}, stem)
+        layouts += files
+        weights |= {names[there]: (file, there) for there, file in places.items()}
+    for number, optimizer in enumerate(optimizers):
+        layouts.append(
+            torch_file(optimizer_file(number), state_of_optimizer(optimizer, _state(optimizer)), directory.path)
+        )
+    layouts.append(literal(EXTRA, _extra_bytes(extra, saved.extra_state)))
+    manifest = partial(
+        Manifest,
+        weights=weights,
+        shared=saved.shared,
+        trained_only=saved.trained_only,
+        optimizers=[optimizer_file(number) for number in range(len(optimizers))],
+        made_by={name: version(name) for name in ("headrace", "torch")},
+    )
+
+    def finish(files: Mapping[str, FileRecord]) -> None:
+        write_whole(directory.path / MANIFEST, manifest(files=files).to_json())
+        directory.publish()
+        if keep is not None:
+            remove_older(directory.target, keep)
+
+    return Writing(directory.path, layouts, memory_bytes, finish, directory.discard)
+
+
+def _state(optimizer: Optimizer) -> Mapping[Any, Mapping[str, Any]]:
+    return optimizer.state_at_rest() if isinstance(optimizer, HostOptimizer) else optimizer.state
+
+
+def _extra_bytes(extra: Any, module_state: Mapping[str, Any]) -> bytes:
+    """What `load` gives back and restores, as `torch.save` writes it. Raises CheckpointError for objects."""
+    tree = {"extra": _plain(extra), "module_state": _plain(module_state), "random": random_state()}
+    buffer = io.BytesIO()
+    try:
+        torch.save(tree, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except (pickle.PicklingError, pickle.UnpicklingError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"extra holds what cannot be read back safely: {_not_plain(tree) or str(error).splitlines()[0]}; give plain"
+            " values, tensors, lists, dicts, and what has a state_dict()"
+        ) from error
+    return buffer.getvalue()
+
+
+def _not_plain(value: Any, where: str = "") -> str:
+    """The first thing in a tree that is no plain value."""
+    if isinstance(value, Mapping):
+        return next((found for key, entry in value.items() if (found := _not_plain(entry, f"{where}[{key!r}]"))), "")
+    if isinstance(value, list | tuple):
+        return next((found for i, entry in enumerate(value) if (found := _not_plain(entry, f"{where}[{i}]"))), "")
+    plain = isinstance(value, torch.Tensor | str | int | float | bytes | complex | None)
+    return "" if plain else f"{where.removeprefix('[' + repr('extra') + ']') or 'it'} is a {type(value).__name__}"
+
+
+def _plain(value: Any) -> Any:
+    """What has a state_dict() is saved as that."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu")
+    if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+        return _plain(value.state_dict())
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return type(value)(_plain(entry) for entry in value)
+    return value

@@ -1,0 +1,59 @@
+"""How good is the model on text that it does not train on? Measured without a trace in the training that goes on."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from headrace.checkpoint.random_state import random_state, restore_random_state
+from headrace.train.data import Sequences
+from headrace.train.ranks import World
+from headrace.train.run import Run, learned_tokens
+
+__all__ = ["Evaluation", "evaluate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Measured after `step` steps; `loss` is the mean of all tokens with a label."""
+
+    step: int
+    loss: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+@torch.no_grad()
+def evaluate(run: Run, sequences: Sequences, world: World, *, batch_size: int, step: int) -> Evaluation:
+    """The model's loss on all of `sequences`. Modes and random numbers are as before afterwards."""
+    loader = DataLoader(sequences, batch_size=batch_size, collate_fn=sequences.collate, generator=torch.Generator())
+    measured = []
+    with _left_as_it_is(run.model):
+        for batch in itertools.islice(loader, world.own, None, world.count):
+            count = learned_tokens(batch)
+            measured.append((float(run.loss(batch)) * count if count else 0.0, count))
+    total, tokens = 0.0, 0
+    for loss, count in world.in_turn(measured):
+        total += loss
+        tokens += count
+    return Evaluation(step=step, loss=total / tokens if tokens else math.nan)
+
+
+@contextmanager
+def _left_as_it_is(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; then each module and all random numbers as they were."""
+    modes, random = {module: module.training for module in model.modules()}, random_state()
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        restore_random_state(random)

@@ -1,0 +1,100 @@
+"""Which files does a run read, and of which kind is each: text, JSON with texts, or conversations?"""
+
+import json
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import TrainInputError
+from headrace.train.config import TrainConfig
+
+__all__ = ["CHAT_KEYS", "Kind", "find_files", "kind_of"]
+
+CHAT_KEYS = ("messages", "conversations")
+_JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_START_CHARACTERS = 1 << 16  # that tell what is inside
+
+
+class Kind(Enum):
+    TEXT = "text"
+    JSONL = "jsonl"
+    CHAT = "chat"
+
+
+def find_files(config: TrainConfig, paths: Sequence[Path], option: str = "--text") -> list[Path]:
+    """The files to read: those named, and those of the directories named that match `include` and not `exclude`.
+
+    Raises TrainInputError for a path that does not exist, and when all of them together name no file.
+    """
+    files: dict[Path, None] = {}
+    for path in paths:
+        if path.is_file():
+            files[path] = None
+        elif path.is_dir():
+            files.update(dict.fromkeys(_matching(path, config.include, config.exclude)))
+        else:
+            raise TrainInputError(f"{option} {path} does not exist; name a file or a directory")
+    if not files:
+        places = ", ".join(str(path) for path in paths)
+        patterns = " ".join(config.include)
+        raise TrainInputError(f"no text file in {places} matches {patterns}; choose others with --include")
+    return list(files)
+
+
+def _matching(directory: Path, include: Sequence[str], exclude: Sequence[str]) -> Iterator[Path]:
+    """Files under `directory`; patterns are matched against the name and the path relative to `directory`."""
+
+    def matches(relative: Path, patterns: Sequence[str]) -> bool:
+        return any(fnmatch(relative.name, pattern) or fnmatch(str(relative), pattern) for pattern in patterns)
+
+    for relative in sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file()):
+        if matches(relative, include) and not matches(relative, exclude):
+            yield directory / relative
+
+
+def kind_of(path: Path, forced: str | None) -> Kind:
+    """What `path` holds, by its name and its first example. JSON is never taken for text.
+
+    Raises TrainInputError for a file that cannot be read, for JSON without texts or conversations, and where the file
+    is not of the kind that is `forced`.
+    """
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            start = file.read(_START_CHARACTERS)
+    except OSError as error:
+        raise TrainInputError(f"text file {path} cannot be read: {error.strerror}; leave it out") from error
+    example = _first_example(start)
+    keys = [] if example is None else list(example)
+    found = None
+    if any(key in keys for key in CHAT_KEYS):
+        found = Kind.CHAT
+    elif "text" in keys:
+        found = Kind.JSONL
+    named = ", ".join(map(repr, keys))
+    named_json = path.suffix.lower() in _JSON_SUFFIXES
+    if found is None and not named_json and forced in (None, Kind.TEXT.value):
+        return Kind.TEXT
+    if found is None and start.strip():
+        held = f"JSON with {named}" if keys else "no JSON object"
+        raise TrainInputError(
+            f'{path} holds {held} in its first example; training needs "text", "messages" or "conversations" there:'
+            " rename its keys, or leave it out with --exclude"
+        )
+    if forced is not None and found is not None and forced != found.value:
+        raise TrainInputError(f"--format {forced}: {path} holds {found.value} (JSON with {named}); leave --format out")
+    return found or Kind(forced or Kind.JSONL.value)  # without any content
+
+
+def _first_example(start: str) -> dict[str, Any] | None:
+    """The first object of JSON lines, or of a JSON list of objects, as far as it can be seen; else None."""
+    text = start.lstrip("\ufeff \t\r\n[")
+    if not text.startswith("{"):
+        return None
+    try:
+        example, _ = json.JSONDecoder().raw_decode(text)
+    except json.JSONDecodeError:
+        # Longer than what was read, or no JSON: the keys that matter come first where there are few of them.
+        return {key: None for key in (*CHAT_KEYS, "text") if text[1:].lstrip().startswith(f'"{key}"')} or None
+    return example if isinstance(example, dict) else None

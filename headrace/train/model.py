@@ -1,0 +1,209 @@
+"""Which model does a run train? One from a transformers directory, or a small Llama; or adapters on it."""
+
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.pytorch_utils import Conv1D
+
+from headrace.errors import TrainInputError
+from headrace.integrations.transformers import open_pretrained
+from headrace.memory.disk import Checkpoint
+from headrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer, encode_bytes
+from headrace.train.checks import HEAD_SIZE
+from headrace.train.config import DTYPES, TrainConfig
+
+_NOT_OF_A_MODEL = ("_name_or_path", "transformers_version")  # but of how its config was saved
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """How text becomes token ids: `encode` gives (tokens,) int32, the end token last."""
+
+    encode: Callable[[str], torch.Tensor]
+    tokenizer: PreTrainedTokenizerBase  # what is saved beside the model
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all parameters, shared ones once."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def load_tokens(config: TrainConfig) -> Tokens:
+    """The tokenizer of the model's directory, or bytes for the built-in model. Raises TrainInputError."""
+    if config.model is None:
+        return Tokens(encode=encode_bytes, tokenizer=byte_tokenizer(longest=config.sequence_length))
+    _check_directory(config.model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True)
+    except Exception as error:  # transformers raises many kinds for a file that is missing or broken
+        raise TrainInputError(
+            f"model directory {config.model} has no tokenizer that transformers can load ({_first_line(error)}); "
+            "save the model's tokenizer there"
+        ) from error
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    def encode(text: str) -> torch.Tensor:
+        # A whole file is longer than the model reads at once: it is cut into windows later, so no warning is due.
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return torch.tensor(ids + end, dtype=torch.int32)
+
+    return Tokens(encode=encode, tokenizer=tokenizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model before it is trained."""
+
+    model: PreTrainedModel | PeftModel
+    weight_files: Checkpoint | None  # that its weights are mapped from
+    digest: str  # of the weights and the config that it was loaded from, wherever its directory is
+
+
+def load_model(config: TrainConfig) -> LoadedModel:
+    """The model on the CPU, in training mode, with weights that follow from `config` alone. Raises TrainInputError.
+
+    With `config.disk` the weights of a saved model are mapped from its files, and not loaded.
+    """
+    torch.manual_seed(config.seed)
+    weight_files: Checkpoint | None = None
+    if config.model is None:
+        model = _built_in_model(config)
+    elif config.disk is None:
+        model = _saved_model(config.model, config)
+    else:
+        model, weight_files = _mapped_model(config.model)
+    digest = _digest(model, config.model)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and config.sequence_length > longest:
+        raise TrainInputError(
+            f"--sequence-length is {config.sequence_length}, but the model reads {longest} tokens; lower it"
+        )
+    if config.gradient_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise TrainInputError(f"{type(model).__name__} has no gradient checkpointing; leave the option out")
+        # The first name is that of transformers 5's later releases, where the second warns.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
+    if config.lora_rank is not None:
+        model = _adapted(model, config)
+    model.train()
+    return LoadedModel(model=model, weight_files=weight_files, digest=digest)
+
+
+def _digest(model: PreTrainedModel, directory: Path | None) -> str:
+    """Reads all weights, which takes less than a step. What the built-in model follows from is among the settings."""
+    if directory is None:
+        return "built in"
+    written = json.loads((directory / "config.json").read_text())
+    config = {name: value for name, value in written.items() if name not in _NOT_OF_A_MODEL}
+    digest = xxhash.xxh3_128(json.dumps(config, sort_keys=True).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _adapted(model: PreTrainedModel, config: TrainConfig) -> PeftModel:
+    """The model with adapters that are trained while its weights are not."""
+    if config.gradient_checkpointing:
+        model.enable_input_require_grads()  # else layers of frozen weights have nothing to be recomputed for
+    targets = config.lora_targets
+    transposed = any(isinstance(module, Conv1D) for module in model.modules())  # as GPT-2 has its weights
+    torch.manual_seed(config.seed)
+    adapters = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        fan_in_fan_out=transposed,
+        target_modules=targets[0] if targets == ("all-linear",) else list(targets),
+    )
+    try:
+        with warnings.catch_warnings():  # PEFT asks transformers by a name that is about to go
+            warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
+            return get_peft_model(model, adapters)
+    except ValueError as error:
+        raise TrainInputError(f"--lora-targets {' '.join(targets)}: {_first_line(error)}") from error
+
+
+def check_vocabulary(model: PreTrainedModel, largest: int) -> None:
+    """Raises TrainInputError when the text holds a token that the model has no embedding for."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    if largest >= rows:
+        raise TrainInputError(
+            f"the tokenizer gives token {largest}, but the model embeds tokens below {rows}; "
+            "use the tokenizer that belongs to the model"
+        )
+
+
+def _built_in_model(config: TrainConfig) -> PreTrainedModel:
+    llama = LlamaConfig(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=config.hidden_size,
+        intermediate_size=(8 * config.hidden_size // 3 + 63) // 64 * 64,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.hidden_size // HEAD_SIZE,
+        max_position_embeddings=config.sequence_length,
+        bos_token_id=None,
+        eos_token_id=END_ID,
+        pad_token_id=PAD_ID,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(llama).to(DTYPES[config.dtype or "float32"])
+
+
+def _saved_model(directory: Path, config: TrainConfig) -> PreTrainedModel:
+    _check_directory(directory)
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            directory, dtype=DTYPES[config.dtype] if config.dtype else "auto", local_files_only=True
+        )
+    except Exception as error:  # transformers raises many kinds for a file that is missing or broken
+        raise TrainInputError(
+            f"model directory {directory} holds no causal language model that transformers can load: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def _mapped_model(directory: Path) -> tuple[PreTrainedModel, Checkpoint]:
+    _check_directory(directory)
+    model, weight_files = open_pretrained(directory)
+    if type(model) not in MODEL_FOR_CAUSAL_LM_MAPPING.values():
+        weight_files.close()
+        raise TrainInputError(
+            f"model directory {directory} holds a {type(model).__name__}, which is no causal language model"
+        )
+    model.name_or_path = str(directory)  # which PEFT writes beside adapters
+    return model, weight_files
+
+
+def _check_directory(directory: Path) -> None:
+    if not directory.is_dir():
+        raise TrainInputError(
+            f"model directory {directory} does not exist; models are read from the disk, not downloaded: "
+            "save one there with save_pretrained, or leave --model out for a small built-in Llama"
+        )
+    if not (directory / "config.json").is_file():
+        raise TrainInputError(
+            f"model directory {directory} has no config.json; save a model there with save_pretrained"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

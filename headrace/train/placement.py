@@ -1,0 +1,62 @@
+"""Where do the weights of a run live? They visit the device, or stay there with only optimizer state on the host."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import headrace
+from headrace.config import BlocksSpec
+from headrace.errors import TrainInputError
+from headrace.memory.disk import Checkpoint
+from headrace.train.config import DTYPES, TrainConfig
+from headrace.train.ranks import World
+
+__all__ = ["place"]
+
+
+def place(
+    model: nn.Module, config: TrainConfig, world: World, weight_files: Checkpoint | None, *, weight_bytes: int
+) -> headrace.Offloaded | None:
+    """Offloads the model as `config` says. None: it is on the device as a whole, and there is nothing to tell."""
+    try:
+        if config.device_fraction is not None:
+            _stay(model, config, world.device)
+            return None
+        return headrace.offload(
+            model,
+            device=world.device,
+            device_memory=config.budget_bytes("device_memory", weight_bytes=weight_bytes),
+            host_memory=config.budget_bytes("host_memory", weight_bytes=weight_bytes),
+            disk=_inside(config.disk, "weights"),
+            checkpoint=weight_files,
+            blocks=_blocks(config.blocks),
+            resident=config.resident,
+            prefetch=config.prefetch,
+            param_dtype=None if config.param_dtype is None else DTYPES[config.param_dtype],
+            grad_dtype=None if config.grad_dtype is None else DTYPES[config.grad_dtype],
+            activations=config.activation_settings() or config.offload_activations is not None,
+            mesh=world.mesh,
+        )
+    except (TypeError, ValueError) as error:
+        if isinstance(error, headrace.HeadraceError):
+            raise
+        raise TrainInputError(str(error)) from error  # a pattern that matches nothing, and the like
+
+
+def _stay(model: nn.Module, config: TrainConfig, device: torch.device) -> None:
+    model.to(device)
+    settings = config.activation_settings()
+    if settings is not None:
+        on_disk = settings.get("tier") == "disk"
+        headrace.offload_activations(model, **settings, disk=_inside(config.disk, "activations") if on_disk else None)
+
+
+def _inside(directory: Path | None, name: str) -> Path | None:
+    return None if directory is None else directory / name
+
+
+def _blocks(given: tuple[str, ...]) -> BlocksSpec:
+    """auto, or a size such as 256MiB, where it is one word that begins so; else name patterns."""
+    only = given[0] if len(given) == 1 else ""
+    return only if only == "auto" or only[:1].isdigit() else list(given)

@@ -1,0 +1,32 @@
+"""What does a training run tell whoever watches it? Notes, and one record for each step."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from headrace.train.evaluation import Evaluation
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step as measured. Bytes of a tier are None when the run does not manage it."""
+
+    step: int  # 1 for the first
+    steps: int
+    loss: float
+    tokens: int
+    seconds: float
+    device_bytes: int | None = None  # the most so far, of managed weights
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+    stall_seconds: float | None = None  # of this step
+
+
+class Progress(Protocol):
+    def note(self, text: str) -> None: ...
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def evaluation(self, measured: "Evaluation") -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,228 @@
+"""How does an interrupted run go on as if nothing had happened? From a checkpoint, with the settings it began with."""
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import headrace
+from headrace.checkpoint import newest
+from headrace.errors import TrainInputError
+from headrace.train.config import TrainConfig
+from headrace.train.data import Batches
+from headrace.train.evaluation import Evaluation
+from headrace.train.ranks import World
+from headrace.train.run import Run
+from headrace.train.settings import declared, flag
+
+__all__ = [
+    "FINISHED",
+    "Past",
+    "Saver",
+    "Terms",
+    "check_terms",
+    "find_checkpoint",
+    "load_checkpoint",
+    "name_of",
+    "tell_changes",
+]
+
+FINISHED = "training.json"  # in the output directory, when the model is there
+_TERMS = "run.json"  # beside the checkpoints
+_KEPT = {"checkpoints", "best", "best.new"}  # what an interrupted run leaves in its output directory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What the result follows from: settings, the contents of model and data, and steps where the schedule ends there.
+
+    `eval_data` decides which model is the best, and `model` is None before it is known.
+    """
+
+    settings: dict[str, Any]
+    data: str
+    steps: int | None
+    eval_data: str | None
+    model: str | None = None
+
+    @staticmethod
+    def of(config: TrainConfig, device: torch.device, *, data: str, eval_data: str | None, steps: int) -> "Terms":
+        deciding = {about.name: getattr(config, about.name) for about in declared(TrainConfig) if about.decides}
+        deciding["device"] = device.type  # whose kernels round in their own way
+        deciding["device_fraction"] = 0.0 if device.type == "cpu" else config.device_fraction or 0.0
+        plain = json.loads(json.dumps(deciding, default=str))  # as a file gives them back
+        ends = None if config.schedule == "constant" else steps
+        return Terms(settings=plain, data=data, eval_data=eval_data, steps=ends)
+
+
+@dataclass(kw_only=True)
+class Past:
+    """What a run has behind it."""
+
+    losses: list[float] = dataclasses.field(default_factory=list)
+    plain_losses: list[float] = dataclasses.field(default_factory=list)
+    evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
+
+
+def find_checkpoint(config: TrainConfig) -> Path | None:
+    """The checkpoint from which the run goes on; None when it begins.
+
+    Raises TrainInputError when there is none where `config.resume` says so, and for an output directory that holds
+    anything but an interrupted run.
+    """
+    output = config.output_directory
+    finished = (output / FINISHED).exists()
+    if isinstance(config.resume, Path):
+        directory = config.resume
+        checkpoint = directory if (directory.parent / _TERMS).is_file() else _newest(directory)
+    else:
+        directory, checkpoint = output, _newest(output)
+    if config.resume is not None and checkpoint is None:
+        raise TrainInputError(f"--resume: {directory} has no whole checkpoint; leave it out to begin anew")
+    kept = set(_KEPT)
+    if config.tensorboard is not None and config.tensorboard.absolute().is_relative_to(output.absolute()):
+        kept.add(config.tensorboard.absolute().relative_to(output.absolute()).parts[0])
+    others = output.is_dir() and {path.name for path in output.iterdir()} - kept
+    own = config.resume is not None and checkpoint is not None and checkpoint.is_relative_to(output)
+    if others and not own and (finished or checkpoint is None):
+        if finished and checkpoint is not None:
+            raise TrainInputError(
+                f"output directory {output} is not empty: it holds a finished run, which --resume with more --steps"
+                " goes on with; name another for a new run"
+            )
+        raise TrainInputError(f"output directory {output} is not empty; name another, or empty it")
+    return checkpoint
+
+
+def _newest(directory: Path) -> Path | None:
+    for place in (directory / "checkpoints", directory):
+        if (place / _TERMS).is_file():
+            return newest(place)
+    return None
+
+
+def _write_terms(config: TrainConfig, terms: Terms) -> None:
+    config.checkpoints.mkdir(parents=True, exist_ok=True)
+    file = config.checkpoints / _TERMS
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(dataclasses.asdict(terms), indent=2) + "\n")
+    os.replace(new, file)
+
+
+def _read_terms(checkpoint: Path) -> Terms:
+    """Of the run that a checkpoint is of."""
+    file = checkpoint.parent / _TERMS
+    try:
+        return Terms(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise TrainInputError(f"{file}, which tells how the run began, cannot be read: {error}") from error
+
+
+def check_terms(checkpoint: Path, terms: Terms) -> None:
+    """Raises TrainInputError that names what is not as it was when the run began."""
+    before = _read_terms(checkpoint)
+    differing = [
+        f"{flag(name)} was {_shown(before.settings.get(name))} and is {_shown(value)}"
+        for name, value in terms.settings.items()
+        if before.settings.get(name) != value
+    ]
+    if before.steps != terms.steps and not differing:
+        differing.append(f"--steps was {before.steps} and is {terms.steps}")
+    if not differing and before.data != terms.data:
+        differing.append("the data of --text is not what it was")
+    if not differing and terms.model is not None and before.model != terms.model:
+        differing.append("the model of --model is not what it was")
+    if differing:
+        raise TrainInputError(
+            f"{checkpoint} is of a run that would end otherwise: {'; '.join(differing)}; give what it was, or another"
+            " --output to begin anew"
+        )
+
+
+def tell_changes(checkpoint: Path, terms: Terms, past: Past, note: Callable[[str], None]) -> None:
+    """Notes what may differ and is no reason to refuse, and what becomes of it."""
+    if _read_terms(checkpoint).eval_data not in (None, terms.eval_data):
+        now = "was given and is not" if terms.eval_data is None else "is not what it was"
+        note(f"--eval-text {now}: what was measured before does not count for OUTPUT/best any more")
+        past.evaluations.clear()
+    if terms.settings["device_fraction"] == "auto":
+        note("--device-fraction auto is measured anew; a number would keep the last bits of what follows")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "not given"
+    return "not given" if value is None else str(value)
+
+
+def name_of(past: Past) -> str:
+    return f"step-{len(past.losses):08}"
+
+
+class Saver:
+    """Writes checkpoints beside training, one at a time; as a context it waits for the last one.
+
+    On several ranks the first writes what all have, while the others wait.
+    """
+
+    def __init__(self, config: TrainConfig, terms: Terms, model: Any, run: Run, batches: Batches, world: World) -> None:
+        self._config = config
+        self._world = world
+        self._last: Path | None = None
+        self._terms = terms
+        self._model = model
+        self._run = run
+        self._batches = batches
+        self._saving: headrace.Saving | None = None
+
+    def save(self, past: Past) -> None:
+        """All that the rest of the run follows from, in a directory that is there as a whole or not at all."""
+        path = self._config.checkpoints / name_of(past)
+        if path == self._last:
+            return
+        self._last = path
+        self.wait()
+        self._run.optimizers.consolidate()
+        if self._world.is_first:
+            self._write(path, past)
+        self._world.wait()
+
+    def _write(self, path: Path, past: Past) -> None:
+        _write_terms(self._config, self._terms)
+        extra = {"run": self._run, "data": self._batches, "past": dataclasses.asdict(past)}
+        self._saving = headrace.save(
+            path,
+            self._model,
+            self._run.optimizers.all,
+            extra=extra,
+            keep=self._config.keep,
+            wait=self._world.count > 1,  # nobody else's update waits until it has been read
+        )
+
+    def wait(self) -> None:
+        """Raises what failed in writing the last one."""
+        if self._saving is not None:
+            self._saving.wait()
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with contextlib.nullcontext() if kind is None else contextlib.suppress(headrace.HeadraceError):
+            self.wait()
+
+
+def load_checkpoint(checkpoint: Path, model: Any, run: Run, batches: Batches) -> Past:
+    """Everything as `Saver` found it; the last thing before training goes on, as it sets random numbers."""
+    extra = headrace.load(checkpoint, model, run.optimizers.all)
+    run.load_state_dict(extra["run"])
+    batches.load_state_dict(extra["data"])
+    past = extra["past"]
+    evaluations = [Evaluation(**evaluation) for evaluation in past["evaluations"]]
+    return Past(losses=past["losses"], plain_losses=past["plain_losses"], evaluations=evaluations)

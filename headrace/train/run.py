@@ -1,0 +1,137 @@
+"""What happens in one optimizer step? Forward and backward of each micro-batch, clipping, update."""
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import set_seed
+
+from headrace.train.chat import IGNORED
+from headrace.train.config import TrainConfig
+from headrace.train.data import Batch
+from headrace.train.optimizer import Optimizers
+from headrace.train.ranks import World
+from headrace.train.schedule import make_schedule
+
+Together = Callable[[Iterable[int], Callable[[int], torch.Tensor]], list[torch.Tensor]]
+
+
+def learned_tokens(batch: Batch) -> int:
+    """How many tokens of a micro-batch are predicted: those with a label, but for the first of each sequence."""
+    return int((batch["labels"][:, 1:] != IGNORED).sum())
+
+
+class Run:
+    """A causal language model, its optimizer and schedule, and the order in which they are used.
+
+    This is the loop as any user of PyTorch writes it: it trains an offloaded model and knows nothing of offloading,
+    unless it is given `together`: a handle's `forward_backward`.
+    """
+
+    plain = False
+
+    def __init__(
+        self, model: nn.Module, config: TrainConfig, world: World, *, steps: int, together: Together | None = None
+    ) -> None:
+        self.model = model
+        self._together = together
+        self._world = world
+        self._seed = config.seed
+        self.optimizers = Optimizers(model, config, plain=self.plain)
+        self._schedules = [make_schedule(optimizer, config, steps=steps) for optimizer in self.optimizers.all]
+
+    def step(self, batches: Sequence[Batch]) -> float:
+        """One update from micro-batches; the mean loss of all tokens that are learned."""
+        counts = [learned_tokens(batch) for batch in batches]
+        shares = [count / sum(counts) for count in counts]
+        if self._together is None:
+            losses = self._in_turn(batches, shares)
+        else:
+            losses = self._together(range(len(batches)), lambda n: self._share_of_loss(batches[n], n, shares[n]))
+        self._collect_gradients()
+        self.optimizers.step()
+        for schedule in self._schedules:
+            schedule.step()
+        self.optimizers.zero_grad()
+        self.publish_weights()
+        return float(torch.tensor(self._world.in_turn([float(loss) for loss in losses])).sum())
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """The mean loss of a micro-batch."""
+        on_device = {name: tensor.to(self._world.device) for name, tensor in batch.items()}
+        loss: torch.Tensor = self.model(**on_device, use_cache=False).loss
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the model and its optimizers."""
+        return {"schedules": [schedule.state_dict() for schedule in self._schedules]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The model and its optimizers are loaded already."""
+        for schedule, own in zip(self._schedules, state["schedules"], strict=True):
+            schedule.load_state_dict(own)
+        self.publish_weights()
+
+    def _in_turn(self, batches: Sequence[Batch], shares: Sequence[float]) -> list[torch.Tensor]:
+        """Forward and backward of this rank's micro-batches: their losses.
+
+        Each rank takes one micro-batch of as many as there are ranks. Where fewer are left, those that have none go
+        along with the last one, which counts nothing there.
+        """
+        losses = []
+        for first in range(0, len(batches), self._world.count):
+            number = first + self._world.own
+            if number < len(batches):
+                losses.append(self._backward(batches[number], number, shares[number]))
+            else:
+                self._backward(batches[-1], number, share=0.0)
+        return losses
+
+    def _backward(self, batch: Batch, number: int, share: float) -> torch.Tensor:
+        loss = self._share_of_loss(batch, number, share)
+        (loss * self._world.count).backward()  # which is averaged over the ranks
+        return loss.detach()
+
+    def _share_of_loss(self, batch: Batch, number: int, share: float) -> torch.Tensor:
+        """Of micro-batch `number` of the step: it draws the same random numbers wherever it is computed."""
+        steps = self._schedules[0].last_epoch
+        set_seed(int(np.random.SeedSequence([self._seed, steps, number]).generate_state(1)[0]))
+        return self.loss(batch) * share
+
+    def _collect_gradients(self) -> None:
+        """Called between backward and the update."""
+
+    def publish_weights(self) -> None:
+        """Called after the update, and when weights were loaded."""
+
+
+class PlainRun(Run):
+    """The same loop over a model that is on the device as a whole, without headrace.
+
+    The update runs on host copies of the weights, with the same kernels as for an offloaded model: an accelerator's
+    own AdamW rounds differently, and then the two could not be compared bit for bit.
+    """
+
+    plain = True
+
+    def __init__(self, model: nn.Module, config: TrainConfig, world: World, *, steps: int) -> None:
+        super().__init__(model, config, world, steps=steps)
+        self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []  # host, device
+        if world.device.type != "cpu":
+            on_device = copy.deepcopy(model).to(world.device)
+            self._copies = list(zip(model.parameters(), on_device.parameters(), strict=True))
+            self.model = on_device
+
+    def _collect_gradients(self) -> None:
+        for host, device in self._copies:
+            host.grad = None if device.grad is None else device.grad.cpu()
+            device.grad = None
+
+    @torch.no_grad()
+    def publish_weights(self) -> None:
+        for host, device in self._copies:
+            if host.requires_grad:
+                device.copy_(host)

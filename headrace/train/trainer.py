@@ -1,0 +1,334 @@
+"""In which order does a training run do its work? Check, read, compare with plain PyTorch, train, save."""
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import json
+import math
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from transformers import PreTrainedModel, set_seed
+
+import headrace
+from headrace.config import counted, format_bytes
+from headrace.errors import HeadraceError, TrainingFailedError, TrainInputError
+from headrace.memory.disk import Checkpoint
+from headrace.report import Report
+from headrace.train import resume
+from headrace.train.config import TrainConfig
+from headrace.train.data import Batch, Batches, Sequences, read_sequences
+from headrace.train.evaluation import Evaluation, evaluate
+from headrace.train.model import Tokens, check_vocabulary, load_model, load_tokens, weight_bytes
+from headrace.train.out_of_memory import explained
+from headrace.train.placement import place
+from headrace.train.progress import Progress, StepRecord
+from headrace.train.ranks import World, joined
+from headrace.train.resume import Past
+from headrace.train.run import PlainRun, Run
+from headrace.train.stop import StopRequest, stop_on_signals
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """What a run did, before it was interrupted too; `tokens` and `seconds` are since. `stats` and `report` are None
+    where headrace did not move weights; `checkpoint`: the run was stopped, and goes on from there."""
+
+    losses: tuple[float, ...]
+    plain_losses: tuple[float, ...]
+    evaluations: tuple[Evaluation, ...]
+    tokens: int
+    seconds: float
+    weight_bytes: int
+    stats: headrace.Stats | None
+    report: Report | None
+    checkpoint: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything that a run needs, read and checked."""
+
+    config: TrainConfig
+    world: World
+    tokens: Tokens
+    sequences: Sequences
+    eval_sequences: Sequences | None
+    model: PreTrainedModel | PeftModel
+    weight_files: Checkpoint | None  # that its weights are mapped from
+    weight_bytes: int
+    steps: int
+    terms: resume.Terms
+    begins_at: Path | None  # the checkpoint that it goes on from
+
+
+def train(config: TrainConfig, progress: Progress) -> TrainResult:
+    """Trains as `config` says, writes the model and its tokenizer to `config.output`, and tells `progress`.
+
+    Goes on where an interrupted run of the same settings left off. When it is asked to stop, it leaves a checkpoint
+    and no model.
+
+    Raises TrainInputError before training for input that cannot be used, OutOfMemoryError when a tier has no room, and
+    TrainingFailedError when the loss is not finite or differs from the plain run's.
+    """
+    with explained(config), joined(config) as world:
+        job = _read(config, world, progress)
+        with stop_on_signals(progress.note) as stop:
+            past = Past()
+            if job.begins_at is None:
+                past.plain_losses.extend(world.told(_plain_losses(job, progress, stop)))
+            if world.any(stop.requested):
+                raise TrainingFailedError("stopped before the first step; nothing was saved")
+            result = _train(job, past, progress, stop)
+            if result.checkpoint is None and world.is_first:
+                _save(job, result)
+    return result
+
+
+def prepare(config: TrainConfig, progress: Progress) -> Sequences:
+    """Only reads and tokenizes the data; `datasets` keeps what it makes for the run that trains on it."""
+    tokens = load_tokens(config)
+    sequences = read_sequences(config, tokens, paths=config.text, option="--text", note=progress.note)
+    progress.note(f"{_described(sequences)}, {counted(len(sequences), 'sequence')}")
+    return sequences
+
+
+def _read(config: TrainConfig, world: World, progress: Progress) -> Job:
+    begins_at, device = resume.find_checkpoint(config), world.device
+    if (first := world.told(begins_at)) != begins_at:
+        raise TrainInputError(
+            f"rank {world.own} sees {begins_at or 'no checkpoint'} where rank 0 sees {first or 'none'}; put --output"
+            " where all nodes see the same files"
+        )
+    if device.type == "cpu" and config.device_fraction:
+        progress.note("--device-fraction: the device is the CPU, so all state is in host memory")
+    with world.first_alone():  # the others find what `datasets` keeps
+        tokens = load_tokens(config)
+        sequences = read_sequences(config, tokens, paths=config.text, option="--text", note=progress.note)
+        eval_sequences = None
+        if config.eval_text:
+            eval_sequences = read_sequences(
+                config, tokens, paths=config.eval_text, option="--eval-text", note=progress.note
+            )
+    steps = config.steps or _batches(sequences, config).steps(config.epochs)
+    eval_data = None if eval_sequences is None else eval_sequences.digest()
+    terms = resume.Terms.of(config, device, data=sequences.digest(), eval_data=eval_data, steps=steps)
+    if begins_at is not None:
+        resume.check_terms(begins_at, terms)
+    loaded = load_model(config)
+    model, terms = loaded.model, dataclasses.replace(terms, model=loaded.digest)
+    if begins_at is not None:
+        resume.check_terms(begins_at, terms)
+    for each in (sequences, eval_sequences):
+        if each is not None:
+            check_vocabulary(model, each.largest_token)
+    _make_output(config)
+    progress.note(
+        f"{type(model).__name__}, {format_bytes(weight_bytes(model))} of weights, on {device}: "
+        f"{_described(sequences)}, {counted(steps, 'step')}"
+    )
+    if begins_at is not None:
+        progress.note(f"going on from {begins_at}")
+    return Job(
+        config=config,
+        world=world,
+        tokens=tokens,
+        sequences=sequences,
+        eval_sequences=eval_sequences,
+        model=model,
+        weight_files=loaded.weight_files,
+        weight_bytes=weight_bytes(model),
+        steps=steps,
+        terms=terms,
+        begins_at=begins_at,
+    )
+
+
+def _described(sequences: Sequences) -> str:
+    return f"{counted(sequences.files, 'file')}, {counted(sequences.tokens, 'token')}"
+
+
+def _plain_losses(job: Job, progress: Progress, stop: StopRequest) -> list[float]:
+    """The losses of the first `config.compare_plain` steps of plain PyTorch, on a copy of the model."""
+    if job.config.compare_plain == 0 or not job.world.is_first:
+        return []
+    progress.note(f"the first {counted(job.config.compare_plain, 'step')} without headrace, to compare with")
+    set_seed(job.config.seed)
+    run = PlainRun(copy.deepcopy(job.model), job.config, World(job.world.device), steps=job.steps)
+    losses: list[float] = []
+    for batches in itertools.islice(_batches(job.sequences, job.config), job.config.compare_plain):
+        if stop.requested:
+            break
+        losses.append(run.step(batches))
+    return losses
+
+
+def _train(job: Job, past: Past, progress: Progress, stop: StopRequest) -> TrainResult:
+    if job.config.plain:
+        return _train_placed(job, None, past, progress, stop)
+    handle = place(job.model, job.config, job.world, job.weight_files, weight_bytes=job.weight_bytes)
+    try:
+        return _train_placed(job, handle, past, progress, stop)
+    except BaseException:
+        with contextlib.suppress(HeadraceError):  # where a pass was broken off
+            if handle is not None:
+                handle.remove()
+        raise
+
+
+def _train_placed(
+    job: Job, handle: headrace.Offloaded | None, past: Past, progress: Progress, stop: StopRequest
+) -> TrainResult:
+    config, world = job.config, job.world
+    set_seed(config.seed)
+    run = _run(job, handle)
+    batches = _batches(job.sequences, config)
+    if job.begins_at is not None:
+        past = resume.load_checkpoint(job.begins_at, job.model, run, batches)
+        resume.tell_changes(job.begins_at, job.terms, past, progress.note)
+    meter = _Meter(job, handle)
+    steps = iter(batches)
+    with resume.Saver(config, job.terms, job.model, run, batches, world) as saver:
+        while len(past.losses) < job.steps and not world.any(stop.requested):
+            micro_batches, started = next(steps), time.monotonic()
+            past.losses.append(run.step(micro_batches))
+            progress.step(meter.record(past, micro_batches, time.monotonic() - started))
+            _check_loss(past)
+            if _evaluate(job, run, past, progress):
+                meter.leave_out()
+            if config.save_every and len(past.losses) % config.save_every == 0:
+                saver.save(past)
+        stopped_at = None
+        if len(past.losses) < job.steps:
+            stopped_at = config.checkpoints / resume.name_of(past)
+            if stopped_at != job.begins_at:
+                saver.save(past)
+    progress.close()
+    result = TrainResult(
+        losses=tuple(past.losses),
+        plain_losses=tuple(past.plain_losses),
+        evaluations=tuple(past.evaluations),
+        tokens=meter.tokens,
+        seconds=meter.seconds,
+        weight_bytes=job.weight_bytes,
+        stats=None if handle is None else handle.stats(),
+        report=None if handle is None else handle.report(),
+        checkpoint=stopped_at,
+    )
+    if handle is not None:
+        handle.remove()
+    world.wait()  # until all ranks have made their updates, before one saves them
+    return result
+
+
+def _run(job: Job, handle: headrace.Offloaded | None) -> Run:
+    if job.config.plain:
+        return PlainRun(job.model, job.config, job.world, steps=job.steps)
+    count, together = job.config.micro_batches_together, None
+    if handle is not None and count is not None:
+        together = partial(handle.forward_backward, together=None if count == "all" else count)
+    return Run(job.model, job.config, job.world, steps=job.steps, together=together)
+
+
+class _Meter:
+    """Counts tokens, time and bytes of a run since it began or went on."""
+
+    def __init__(self, job: Job, handle: headrace.Offloaded | None) -> None:
+        self._job = job
+        self._handle = handle
+        self._stalled_seconds = 0.0
+        self.leave_out()
+        self.tokens = 0
+        self.seconds = 0.0
+
+    def leave_out(self) -> None:
+        """What headrace counted since the last step was not of training."""
+        if self._handle is not None:
+            self._stalled_seconds = self._handle.stats(wait_for_updates=False).stall_seconds
+
+    def record(self, past: Past, batches: Sequence[Batch], seconds: float) -> StepRecord:
+        step, tokens = len(past.losses), sum(batch["input_ids"].numel() for batch in batches)
+        self.tokens += tokens
+        self.seconds += seconds
+        record = StepRecord(step=step, steps=self._job.steps, loss=past.losses[-1], tokens=tokens, seconds=seconds)
+        if self._handle is None:
+            return record
+        stats = self._handle.stats(wait_for_updates=False)
+        before, self._stalled_seconds = self._stalled_seconds, stats.stall_seconds
+        return dataclasses.replace(
+            record,
+            device_bytes=stats.device_peak_bytes,
+            host_bytes=stats.host_bytes,
+            disk_bytes=stats.disk_bytes,
+            stall_seconds=self._stalled_seconds - before,
+        )
+
+
+def _batches(sequences: Sequences, config: TrainConfig) -> Batches:
+    return Batches(sequences, batch_size=config.batch_size, accumulate=config.accumulate, seed=config.seed)
+
+
+def _check_loss(past: Past) -> None:
+    """Raises TrainingFailedError when the last loss is not finite, or is not the plain run's to the last bit."""
+    step, loss = len(past.losses), past.losses[-1]
+    if step <= len(past.plain_losses) and loss.hex() != past.plain_losses[step - 1].hex():
+        raise TrainingFailedError(
+            f"the loss of step {step} is {loss!r}, but {past.plain_losses[step - 1]!r} without headrace: "
+            "this is a defect of headrace; please report it with the command line"
+        )
+    if not math.isfinite(loss):
+        raise TrainingFailedError(
+            f"the loss of step {step} is {loss}; no model was saved; try a lower --learning-rate, with another --output"
+        )
+
+
+def _evaluate(job: Job, run: Run, past: Past, progress: Progress) -> bool:
+    """Measures where it is time to, and keeps the model when there was no better one."""
+    config, step = job.config, len(past.losses)
+    if job.eval_sequences is None or (step < job.steps and (not config.eval_every or step % config.eval_every)):
+        return False
+    measured = evaluate(run, job.eval_sequences, job.world, batch_size=config.batch_size, step=step)
+    progress.evaluation(measured)
+    if job.world.is_first and all(measured.loss < other.loss for other in past.evaluations):
+        new = config.output_directory / "best.new"
+        _save_model(job, new)
+        best = config.output_directory / "best"
+        shutil.rmtree(best, ignore_errors=True)
+        new.rename(best)
+    job.world.wait()
+    past.evaluations.append(measured)
+    return True
+
+
+def _make_output(config: TrainConfig) -> None:
+    """Makes the output directory, before hours are spent on what cannot be written."""
+    try:
+        config.output_directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrainInputError(
+            f"output directory {config.output} cannot be made: {error.strerror}; name another"
+        ) from error
+
+
+def _save_model(job: Job, directory: Path) -> None:
+    job.model.save_pretrained(directory)
+    job.tokens.tokenizer.save_pretrained(directory)
+
+
+def _save(job: Job, result: TrainResult) -> None:
+    output = job.config.output_directory
+    _save_model(job, output)
+    if result.report is not None:
+        result.report.save(output / "headrace-run.json")
+    summary: dict[str, Any] = {
+        "settings": dataclasses.asdict(job.config),
+        **dataclasses.asdict(dataclasses.replace(result, report=None)),
+    }
+    (output / resume.FINISHED).write_text(json.dumps(summary, indent=2, default=str) + "\n")

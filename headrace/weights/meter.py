@@ -1,0 +1,247 @@
+"""What did a run move, and where did its time go? Counters, and the ticks from which seconds are taken afterwards."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from headrace.memory.disk import Access, DiskLog
+from headrace.memory.ledger import Ledger, Tier
+from headrace.planning import Phase
+from headrace.runtime.lanes import Among, Lane, Lanes, LateTransfer, Tick, Transfer
+from headrace.runtime.link import LaneUse, LinkSpeed
+from headrace.runtime.spans import Moved, Sample, Span, Waited, cut_by, spans_of
+
+__all__ = ["Checkpointed", "Meter", "Timing", "VisitRecord"]
+
+
+@dataclass
+class VisitRecord:
+    """One visit as it happened: which blocks, in which phase, and the compute lane's ticks around the wait for them."""
+
+    blocks: tuple[int, ...]
+    phase: Phase
+    name: str
+    asked: Tick  # compute had done what came before
+    began: Tick  # and the blocks had arrived
+    other_bytes: int = 0  # what had been sent for besides blocks since the beginning
+    sample: Sample | None = None  # what was held when the host was here
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one visit."""
+
+    stall_seconds: float
+    compute_seconds: float
+
+
+class Checkpointed(Protocol):
+    """A checkpoint of the model."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def seconds(self) -> float:
+        """That writing it took."""
+
+    @property
+    def waited_seconds(self) -> float:
+        """That updates waited for it."""
+
+
+class Meter:
+    """Counts what moves. Seconds are read from ticks cycles later, when reading them waits for nothing."""
+
+    def __init__(self, lanes: Lanes, ledger: Ledger | None = None) -> None:
+        self._lanes = lanes
+        self._ledger = ledger
+        self._unread: deque[tuple[list[VisitRecord], Tick]] = deque()
+        self.last_cycle: tuple[list[VisitRecord], Tick] | None = None
+        self.last_transfers: deque[Moved] = deque(maxlen=1024)
+        self.lane_use = LaneUse()
+        self.disk_log = DiskLog()
+        self._cycle_began_at = self._last_cycle_began_at = 0.0  # seconds of `time.perf_counter`
+        self.reset()
+
+    def reset(self) -> None:
+        """Counters start anew."""
+        self.onloads = self.demand_onloads = 0
+        self.onload_bytes = self.offload_bytes = self.fetch_bytes = self.ahead_bytes = self.spill_bytes = 0
+        self.row_bytes = self.packed_bytes = self.unpacked_bytes = 0
+        self.onload_packed_bytes = self.onload_unpacked_bytes = 0
+        self.expert_bytes = self.expert_loads = self.expert_uses = 0
+        self.expert_host_loads = self.expert_kept_bytes = 0
+        self.micro_batches_together = self.micro_batches_in_turn = 0
+        self.steps = self.skipped_steps = 0
+        self._stall_seconds = self._compute_seconds = 0.0
+        self._unread.clear()
+        self.checkpoints: list[Checkpointed] = []
+
+    def others(self) -> dict[str, Any]:
+        """What the stats say of rows of tables, packed weights, experts, and checkpoints."""
+        return {
+            "row_bytes": self.row_bytes,
+            "packed_bytes": self.packed_bytes,
+            "unpacked_bytes": self.unpacked_bytes,
+            "onload_packed_bytes": self.onload_packed_bytes,
+            "onload_unpacked_bytes": self.onload_unpacked_bytes,
+            "expert_bytes": self.expert_bytes,
+            "expert_loads": self.expert_loads,
+            "expert_uses": self.expert_uses,
+            "expert_host_loads": self.expert_host_loads,
+            "expert_kept_bytes": self.expert_kept_bytes,
+            "micro_batches_together": self.micro_batches_together,
+            "micro_batches_in_turn": self.micro_batches_in_turn,
+            "saved_bytes": sum(saving.nbytes for saving in self.checkpoints),
+            "save_seconds": sum(saving.seconds for saving in self.checkpoints),
+            "save_wait_seconds": sum(saving.waited_seconds for saving in self.checkpoints),
+        }
+
+    def onloaded(self, nbytes: int) -> None:
+        """The onload of a block was submitted."""
+        self.onloads += 1
+        self.onload_bytes += nbytes
+        self.lane_use.weights_bytes += nbytes
+
+    def rows_onloaded(self, nbytes: int) -> None:
+        """As `onloaded`, of rows of a table."""
+        self.onloaded(nbytes)
+        self.row_bytes += nbytes
+
+    def expert_onloaded(self, nbytes: int) -> None:
+        """As `onloaded`, of one expert."""
+        self.onloaded(nbytes)
+        self.lane_use.experts_bytes += nbytes
+        self.expert_bytes += nbytes
+        self.expert_loads += 1
+
+    def expert_given_up(self, transfer: Transfer) -> None:
+        """One left the device, for host memory beside a disk."""
+        self.expert_kept_bytes += transfer.nbytes
+        self._keep(transfer, "expert")
+
+    def experts_used(self, count: int) -> None:
+        """So many experts are wanted by one call of their module, whether they are there or not."""
+        self.expert_uses += count
+
+    def arrived(self, transfer: Transfer | LateTransfer, what: str = "") -> None:
+        """Compute was told to wait for the onload of block `what`."""
+        self._keep(transfer, what)
+
+    def offloaded(self, transfer: Transfer, what: str = "") -> None:
+        """Copies of the gradients `what` to the host were submitted."""
+        self.offload_bytes += transfer.nbytes
+        self._keep(transfer, what)
+
+    def fetched(self, nbytes: int) -> None:
+        """Bytes were read from disk."""
+        self.fetch_bytes += nbytes
+
+    def unpacked(self, packed_bytes: int, plain_bytes: int) -> None:
+        """Of the bytes that were read so many were packed weights, and became so many."""
+        self.packed_bytes += packed_bytes
+        self.unpacked_bytes += plain_bytes
+
+    def crossed_packed(self, packed_bytes: int, plain_bytes: int) -> None:
+        """Of the bytes that were onloaded so many were packed weights, and became so many."""
+        self.onload_packed_bytes += packed_bytes
+        self.onload_unpacked_bytes += plain_bytes
+
+    def fetched_ahead(self, nbytes: int) -> None:
+        """Bytes of a block were on their way from disk before its onload was asked for."""
+        self.ahead_bytes += nbytes
+
+    def spilled(self, nbytes: int) -> None:
+        """Bytes were written to disk."""
+        self.spill_bytes += nbytes
+
+    def cycle_begins(self) -> None:
+        """The host begins a cycle."""
+        self._cycle_began_at = time.perf_counter()
+
+    def cycle_ended(self, visits: list[VisitRecord], end: Tick) -> None:
+        """A cycle is over: its ticks are read when the next but one is."""
+        if visits:
+            self._unread.append((visits, end))
+            self.last_cycle = visits, end
+            self._last_cycle_began_at = self._cycle_began_at
+        while len(self._unread) > 2:
+            self._read(*self._unread.popleft())
+
+    def seconds(self) -> tuple[float, float]:
+        """Stall and compute seconds since the last reset; waits for the cycles that are still under way."""
+        while self._unread:
+            self._read(*self._unread.popleft())
+        return self._stall_seconds, self._compute_seconds
+
+    def timings(self, visits: list[VisitRecord], end: Tick) -> list[Timing]:
+        """The seconds of each visit of a cycle; waits until they are known."""
+        ends = [visit.asked for visit in visits[1:]] + [end]
+        return [
+            Timing(self._lanes.seconds(visit.asked, visit.began), self._lanes.seconds(visit.began, stop))
+            for visit, stop in zip(visits, ends, strict=True)
+        ]
+
+    def sample(self) -> Sample | None:
+        """What is held now, by the ledger."""
+        if self._ledger is None:
+            return None
+        held = self._ledger.held_bytes
+        return Sample(0.0, held(Tier.DEVICE), held(Tier.HOST), held(Tier.DISK), time.time_ns())
+
+    def spans(self, others: Sequence[Moved], waits: Sequence[Waited]) -> list[Span]:
+        """The last cycle and the copies since its beginning, of `others` too, with their `waits`. Waits for them."""
+        if self.last_cycle is None:
+            return []
+        visits, end = self.last_cycle
+        first = visits[0].asked
+        stood = [wait.since(first, self._lanes) for wait in waits]
+        spans: list[Span] = []
+        for visit, timing in zip(visits, self.timings(visits, end), strict=True):
+            begin = self._lanes.seconds(first, visit.asked)
+            name = f"{visit.name} {visit.phase.value}"
+            if timing.stall_seconds > 0:
+                spans.append(Span("compute", "stall", begin, timing.stall_seconds, what=name))
+            begin += timing.stall_seconds
+            spans += cut_by(stood, name, begin, begin + timing.compute_seconds)
+        return [*spans, *spans_of((*self.last_transfers, *others), first, self._lanes), *self._disk_spans(first)]
+
+    def _disk_spans(self, first: Tick) -> list[Span]:
+        """What the drive did since the host began the last cycle, counted from the tick of its first visit."""
+        began_at = self._last_cycle_began_at
+        moves = self.disk_log.since(began_at)
+        offset = self._lanes.seconds_to_host(first, began_at) if moves else 0.0
+        spans = []
+        for move in sorted(moves, key=lambda move: move.begun_at):
+            name = "fetch" if move.access is Access.READ else "spill"
+            begin = max(0.0, offset + move.begun_at - began_at)
+            spans.append(Span(name, name, begin, move.ended_at - move.begun_at, move.nbytes, move.what))
+        return spans
+
+    def samples(self) -> list[Sample]:
+        """What was held at the visits of the last cycle."""
+        if self.last_cycle is None:
+            return []
+        visits, _ = self.last_cycle
+        first = visits[0].asked
+        return [
+            visit.sample._replace(seconds=self._lanes.seconds(first, visit.asked))
+            for visit in visits
+            if visit.sample is not None
+        ]
+
+    def _read(self, visits: list[VisitRecord], end: Tick) -> None:
+        for timing in self.timings(visits, end):
+            self._stall_seconds += timing.stall_seconds
+            self._compute_seconds += timing.compute_seconds
+
+    def link(self, lane: Lane | Among = Lane.ONLOAD) -> "LinkSpeed":
+        """How long the last onloads, or gathers, took on their lane; waits until they are done."""
+        loads = [(size, begun, done) for on, _, size, begun, done in self.last_transfers if on is lane and size]
+        return LinkSpeed([(size, self._lanes.seconds(begun, done)) for size, begun, done in loads])
+
+    def _keep(self, transfer: Transfer | LateTransfer, what: str) -> None:
+        self.last_transfers.append(Moved(transfer.lane, what, transfer.nbytes, transfer.begun, transfer.done))

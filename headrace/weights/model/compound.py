@@ -1,0 +1,330 @@
+"""Which weights are not one plain tensor? Those of quantisers: a class of their own around plain ones, which travel.
+
+The user's object stays what it is, but for the memory of its tensors, its *parts* (anatomy.py). What computes in its
+place is another of its kind, around the leaves of the parts.
+"""
+
+import sys
+import weakref
+from collections.abc import Iterable, Mapping
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from headrace.errors import LayoutError, StateError
+from headrace.runtime.autograd import data_of, make_subclass, without_overrides
+from headrace.runtime.pending import OWNER
+from headrace.weights.model.anatomy import OWN_DATA, Attributes, parts_of, rebuilt
+from headrace.weights.model.home import GONE, AwayLeaf, Home, Leaf, Part, WatchedBuffer, owner_of, raw_data
+
+__all__ = ["AwayCompound", "Compound", "TravellingBuffer", "compound_of", "is_compound", "outer_of"]
+
+_VIEWS = frozenset(("t", "view", "detach"))
+_PLAIN = frozenset((torch.Tensor, nn.Parameter, Home, Leaf, AwayLeaf, Part))
+_known: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # the compound of each weight, weakly, and of each leaf
+
+
+class Compound:
+    """One weight. `outer` is the user's object, `parts` what it is made of, `leaf` what computes in its place."""
+
+    def __init__(self, name: str, outer: torch.Tensor) -> None:
+        self.name = name
+        self.outer = outer
+        self.parts: dict[str, Any] = {path: Part.of(part) for path, part in parts_of(outer)}  # homes, once it travels
+        self.leaf: Any = None
+        self._leaves: dict[str, Leaf] = {}
+        self._kind = type(outer)
+        self._away = _away_kind(self._kind)
+        self.own_references = 0  # of leaves of its parts by itself, and of its leaf where it is counted
+        self._views: list[weakref.ref[LeafView]] = []  # of its leaf, that somebody has
+        self._attributes: Attributes  # of the user's object, for which the leaf was made
+        self._seen_version = version_of(outer)
+        _known[outer] = weakref.ref(self)
+
+    @property
+    def owner(self) -> Any:
+        """The owner of one of its parts, which travel together."""
+        return next(iter(self._leaves.values())).owner()
+
+    @property
+    def own_views(self) -> int:
+        """How many tensors of its own lie in the block's buffer, beside the leaves of its parts."""
+        return 1 + len(self._kept_views()) if OWN_DATA in self.parts else 0
+
+    def part_name(self, path: str) -> str:
+        """What a part is called in a block."""
+        return f"{self.name}.{path}"
+
+    def make_leaf(self, leaves: Mapping[str, Leaf]) -> None:
+        """The leaf, around those of the parts, by their names."""
+        self.leaf, self._leaves = None, {}  # one that was made before
+        before = _references(leaves.values())
+        with without_overrides(), torch.no_grad():
+            self._leaves = dict(leaves)
+            self.leaf = rebuilt(self.outer, self._leaves)
+            self._attributes = Attributes(self.outer)
+            if any(type(leaf) is AwayLeaf for leaf in leaves.values()):
+                self.leaf.__class__ = self._away
+        if OWN_DATA in self.parts:
+            self.leaf.t = partial(_viewed, weakref.ref(self), "t")
+            self.leaf.view = partial(_viewed, weakref.ref(self), "view")
+        self.own_references = 2 + _references(leaves.values()) - before
+        _known[self.leaf] = weakref.ref(self)
+
+    def notice_writes(self) -> None:
+        """A write in place to a wrapper counts in the wrapper's version, and in none of its parts'."""
+        version = version_of(self.outer)
+        if version != self._seen_version:
+            self._seen_version = version
+            for home in self.parts.values():
+                owner_of(home).changed_untraced()
+
+    def catch_up(self) -> None:
+        """Takes over other tensors that were put in the place of its parts (`weight.data = t`, `weight.scale = t`).
+
+        Raises LayoutError for such of another shape or dtype.
+        """
+        with without_overrides():
+            if self._attributes.changed():  # asked at every visit
+                now = dict(parts_of(self.outer))
+                if now.keys() != self.parts.keys():
+                    raise LayoutError(self._changed(f"a {self._kind.__name__} made of {', '.join(now)}"))
+                self._adopt_parts({path: part for path, part in now.items() if part is not self.parts[path].tensor})
+            for home in self.parts.values():
+                if home.leads and home.tensor.data_ptr() != home.data_ptr():
+                    home.data = data_of.__get__(home.tensor)
+
+    def _changed(self, now: str) -> str:
+        return (
+            f"parameter {self.name!r} was offloaded as a {self._kind.__name__} made of {', '.join(self.parts)}, and is"
+            f" {now} now. Call remove() on the handle before such a change, and offload again after it"
+        )
+
+    def adopt(self, weight: torch.Tensor) -> bool:
+        """The user put another weight in its place, which is it from now on; False where that is not for us to say."""
+        if not isinstance(weight, nn.Parameter) or compound_of(weight) is not None:
+            return False  # of functional_call, or one that is tied now
+        parts = dict(parts_of(weight)) if is_compound(weight) else {}
+        if type(weight) is not self._kind or parts.keys() != self.parts.keys():
+            raise LayoutError(self._changed(f"a {type(weight).__name__}"))
+        _known.pop(self.outer, None)
+        self.outer = weight
+        _known[weight] = weakref.ref(self)
+        self._adopt_parts(parts)
+        return True
+
+    def _adopt_parts(self, parts: Mapping[str, torch.Tensor]) -> None:
+        """These are its parts from now on, and what it has beside them may be another, too."""
+        for path, part in parts.items():
+            owner = owner_of(self.parts[path])
+            owner.adopt(Part.of(part))
+            self.parts[path] = owner.home
+        self.make_leaf(self._leaves)
+
+    def undo_rewrites(self) -> None:
+        """A visit ends in which the module may have put other data into the leaf: each visit begins with what travels.
+
+        bitsandbytes does so on CPUs with AVX512-BF16, in calls without gradients, to lay out weights for its kernel.
+        """
+        if OWN_DATA in self.parts and raw_data(self.leaf).data_ptr() != raw_data(self._leaves[OWN_DATA]).data_ptr():
+            self.make_leaf(self._leaves)
+
+    def leaf_is(self, *, present: bool) -> None:
+        """Whether the memory of its parts is on the device; else whoever still holds the leaf gets it brought."""
+        self.leaf.__class__ = self._kind if present else self._away
+        for view in self._kept_views():
+            view.__class__ = LeafView if present else _away_kind(LeafView)
+
+    def follow(self) -> None:
+        """The leaves of the parts were pointed elsewhere."""
+        if OWN_DATA in self.parts:
+            data = raw_data(self._leaves[OWN_DATA])
+            data_of.__set__(self.leaf, data)
+            for view in self._kept_views():
+                view.follow(data)
+
+    def view(self, data: torch.Tensor) -> "LeafView":
+        """A view of its leaf that goes and comes with that.
+
+        For bitsandbytes, which keeps such from forward to backward where no hook of autograd's sees it.
+        """
+        made = LeafView.of(data, raw_data(self._leaves[OWN_DATA]))
+        made.compound = self
+        if isinstance(self.leaf, AwayCompound):
+            made.__class__ = _away_kind(LeafView)
+        self._views.append(weakref.ref(made))
+        _known[made] = weakref.ref(self)
+        return made
+
+    def stand_in(self, leaf: torch.Tensor) -> torch.Tensor:
+        """The user's own for its leaf, or for a view of that."""
+        if not isinstance(leaf, LeafView):
+            return self.outer
+        with without_overrides():
+            return leaf.over(self.outer.detach())
+
+    def _kept_views(self) -> "list[LeafView]":
+        found = [(reference, reference()) for reference in self._views]
+        self._views = [reference for reference, view in found if view is not None]
+        return [view for _, view in found if view is not None]
+
+    @property
+    def references(self) -> int:
+        """How often its leaf is referred to, here as well."""
+        return sys.getrefcount(self.leaf)
+
+    def check(self) -> None:
+        """Raises LayoutError when it cannot travel as it is now."""
+        if self.outer.requires_grad:
+            raise LayoutError(
+                f"parameter {self.name!r} cannot be offloaded: it is a {self._kind.__name__} that is trained, and"
+                " weights of classes of their own travel when they are frozen. Freeze it (requires_grad_(False)) and"
+                " train adapters beside it, or train plain parameters"
+            )
+
+    def release(self) -> None:
+        """The user's object is an ordinary one again."""
+        for known in (self.outer, self.leaf):
+            _known.pop(known, None)
+        self.leaf.__class__ = self._kind
+
+
+class TravellingBuffer(Compound):
+    """A large buffer of a module with packed weights (of GPTQ, of AWQ), as a weight of one part."""
+
+    def __init__(self, name: str, buffer: torch.Tensor) -> None:
+        self.name = name
+        self.outer = buffer
+        self.parts = {OWN_DATA: Part.of(buffer)}
+        self.own_references = 2  # `leaf` and `_leaves`
+        self._kind = type(buffer)
+        self._seen_version = version_of(buffer)
+        _known[buffer] = weakref.ref(self)
+
+    def part_name(self, path: str) -> str:
+        """As in Compound: it is its one part."""
+        return self.name
+
+    own_views = 0
+    references = 0  # which are counted as of its part's leaf
+
+    def make_leaf(self, leaves: Mapping[str, Leaf]) -> None:
+        """As in Compound. From now on writes through the buffer's `data` are noticed."""
+        self._leaves = dict(leaves)
+        self.leaf = leaves[OWN_DATA]
+        self.outer.__class__ = WatchedBuffer
+        self.outer.__dict__[OWNER] = self.owner
+
+    def leaf_is(self, *, present: bool) -> None:
+        """As that of its part is."""
+
+    def follow(self) -> None:
+        """There is nothing else to point."""
+
+    def undo_rewrites(self) -> None:
+        """Its leaf is a plain one, of which that is seen elsewhere."""
+
+    def catch_up(self) -> None:
+        """As in Compound, of `buffer.set_(t)` and `buffer.resize_(n)`."""
+        home = self.parts[OWN_DATA]
+        with without_overrides():
+            if self.outer.data_ptr() != home.data_ptr() or self.outer.shape != home.shape:
+                home.data = data_of.__get__(self.outer)
+                owner_of(home).check_shape()
+
+    def check(self) -> None:
+        """It may be written to, and is never trained."""
+
+    def adopt(self, weight: torch.Tensor) -> bool:
+        """What a module puts in the place of its buffer stays there as it is."""
+        return False
+
+    def release(self) -> None:
+        """As in Compound."""
+        _known.pop(self.outer, None)
+        self.outer.__dict__.pop(OWNER, None)
+        self.outer.__class__ = torch.Tensor
+
+
+class LeafView(torch.Tensor):
+    """A view of a compound's leaf, and a plain tensor otherwise."""
+
+    compound: Compound
+    _offset: int  # elements from the start of the leaf
+    _stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, data: torch.Tensor, leaf: torch.Tensor) -> "LeafView":
+        """`data` is a view of `leaf`."""
+        made: LeafView = make_subclass(cls, data, False)
+        made._offset = int(data.storage_offset()) - int(leaf.storage_offset())
+        made._stride = data.stride()
+        return made
+
+    def over(self, leaf: torch.Tensor) -> torch.Tensor:
+        """The same view of another leaf; of one that is away nothing but the shape."""
+        if leaf.untyped_storage().nbytes() < leaf.nbytes:
+            return leaf.as_strided(self.size(), (0,) * self.dim())
+        return leaf.as_strided(self.size(), self._stride, int(leaf.storage_offset()) + self._offset)
+
+    def follow(self, leaf: torch.Tensor) -> None:
+        """The leaf was pointed elsewhere."""
+        data_of.__set__(self, self.over(leaf))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with without_overrides():
+            result = func(*args, **(kwargs or {}))
+            if getattr(func, "__name__", "") in _VIEWS and isinstance(args[0], LeafView):
+                return args[0].compound.view(result)
+        return result
+
+
+class AwayCompound:
+    """The leaf of a compound whose block is away, or on its way, is one too: see weights/passes/stray.py."""
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often it was written to in place, as it counts by itself; 0 where it does not count."""
+    with without_overrides():
+        return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def is_compound(tensor: torch.Tensor) -> bool:
+    """Whether a parameter is of a class of its own."""
+    return type(tensor) not in _PLAIN and not is_lazy(tensor)
+
+
+def compound_of(tensor: torch.Tensor) -> Compound | None:
+    """The compound that the tensor is, on the host or as its leaf; None where headrace knows of none."""
+    known = _known.get(tensor)
+    return None if known is None else known()
+
+
+def outer_of(tensor: Any) -> Any:
+    """For the leaf of a compound the user's own object; anything else as it is."""
+    compound = compound_of(tensor) if isinstance(tensor, torch.Tensor) and type(tensor) not in _PLAIN else None
+    return tensor if compound is None else compound.outer
+
+
+def _viewed(compound: "weakref.ref[Compound]", name: str, *args: Any) -> torch.Tensor:
+    """`leaf.t()`, `leaf.view(...)`"""
+    known = compound()
+    if known is None:
+        raise StateError(GONE)
+    with without_overrides():
+        viewed = getattr(torch.Tensor, name)(known.leaf, *args)
+        return viewed if torch.compiler.is_compiling() else known.view(viewed)  # whose graphs keep nothing unseen
+
+
+def _references(leaves: Iterable[Leaf]) -> int:
+    return sum(sys.getrefcount(leaf) for leaf in leaves)
+
+
+@cache
+def _away_kind(kind: type) -> type:
+    return type(f"Away{kind.__name__}", (AwayCompound, kind), {})

@@ -1,0 +1,222 @@
+"""Which weights may travel expert by expert? Those of modules that pick experts by their numbers, and do nothing else.
+
+See docs/design/experts.md. Such modules are behind the experts interface of transformers: their weights have the
+experts as first dimension, and `experts(hidden_states, top_k_index, top_k_weights)` says which ones a call wants. Or
+they are the user's own, who named the argument that says so (`headrace.experts`).
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import nn
+
+from headrace.memory.arena import aligned
+from headrace.weights.model.inventory import Inventory
+from headrace.weights.model.layout import travel_dtype
+from headrace.weights.model.slot import Layout
+
+__all__ = [
+    "Experts",
+    "SlicePart",
+    "Taking",
+    "experts_of",
+    "is_marked",
+    "lists_experts",
+    "mark_experts",
+    "named_index_of",
+    "picks_experts",
+    "routing_of",
+    "slice_parts",
+    "takes_single_experts",
+    "taking_of",
+]
+
+_LISTS = "experts"  # what lists of experts are called, or end with
+_ARGUMENT = "_headrace_experts_argument"  # of a user's own module, whose copies have it, too
+_LEAST_SLOTS = 2  # for a user's own: one expert comes while another computes
+
+# What transformers' `use_experts_implementation` gives each instance.
+_MARKS = ("num_experts", "config", "has_gate", "has_bias", "is_transposed", "is_concatenated", "_is_expert_parallel")
+_INTERFACE = "transformers.integrations.moe"  # where that is
+# What configs call the number of experts that a token is sent to.
+_ROUTED = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+
+
+class Taking(Enum):
+    """How a call takes experts out of its weights."""
+
+    ONE_BY_ONE = auto()  # in a loop over those that are used, in ascending order
+    GATHERED = auto()  # a copy of the expert of each pair of token and expert
+    GROUPED = auto()  # by one kernel, for all tokens of an expert together
+
+
+_TAKING = {
+    None: Taking.ONE_BY_ONE,
+    "eager": Taking.ONE_BY_ONE,
+    "batched_mm": Taking.GATHERED,
+    "grouped_mm": Taking.GROUPED,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Weights that can travel expert by expert: how many there are, bytes of one, how many a token needs."""
+
+    count: int
+    slice_bytes: int
+    routed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlicePart:
+    """One parameter's part of an expert's slice."""
+
+    offset: int  # bytes from the start of the slice
+    nbytes: int
+    layout: Layout  # of the whole parameter, in its block
+
+    def view(self, memory: torch.Tensor, slot_bytes: int, first: int, count: int) -> torch.Tensor:
+        """This part of the slices in slots `first` to `first + count` of `memory`, uint8, shape (count, ...).
+
+        It counts its own versions: what is written to other slots is no write to it.
+        """
+        strides = (slot_bytes // self.layout.dtype.itemsize, *self.layout.stride[1:])
+        return self._view(memory, slot_bytes, first, (count, *self.layout.shape[1:]), strides)
+
+    def view_of_one(self, memory: torch.Tensor, slot_bytes: int, slot: int) -> torch.Tensor:
+        """This part of the slice in one slot: a view of nothing else, so that it alone refers to the memory."""
+        return self._view(memory, slot_bytes, slot, self.layout.shape[1:], self.layout.stride[1:])
+
+    def _view(self, memory: torch.Tensor, slot_bytes: int, slot: int, shape: Any, strides: Any) -> torch.Tensor:
+        view = torch.empty(0, dtype=self.layout.dtype, device=memory.device)
+        begin = (slot * slot_bytes + self.offset) // self.layout.dtype.itemsize
+        return view.set_(memory.untyped_storage(), begin, shape, strides)
+
+
+def slice_parts(layouts: Sequence[Layout]) -> tuple[list[SlicePart], int]:
+    """Where the parts of one expert's slice lie, in the order of the parameters, and the bytes of all."""
+    parts, end = [], 0
+    for layout in layouts:
+        nbytes = layout.nbytes // layout.shape[0]
+        parts.append(SlicePart(offset=end, nbytes=nbytes, layout=layout))
+        end += aligned(nbytes)
+    return parts, end
+
+
+def experts_of(module: nn.Module, inventory: Inventory) -> Experts | None:
+    """What the module's weights are, if they can travel expert by expert."""
+    keys = inventory.owned.get(module, ())
+    marked = is_marked(module)
+    if not keys or not (marked or picks_experts(module)) or list(keys) != inventory.below(module):
+        return None
+    count: Any = inventory.members[keys[0]].parameter.shape[0] if marked else module.__dict__["num_experts"]
+    slice_bytes = 0
+    for key in keys:
+        member = inventory.members[key]
+        parameter = member.parameter
+        alone = (
+            len(member.places) == 1
+            and member.compound is None
+            and not inventory.shares_storage(key)
+            and not parameter._backward_hooks
+            and parameter.dim() >= (1 if marked else 2)
+            and parameter.shape[0] == count
+            and parameter.is_contiguous()
+        )
+        if not alone:
+            return None
+        slice_bytes += aligned(parameter[0].numel() * travel_dtype(parameter, inventory.param_dtype).itemsize)
+    return Experts(count=count, slice_bytes=slice_bytes, routed=min(count, _LEAST_SLOTS if marked else _routed(module)))
+
+
+def mark_experts(module: nn.Module, argument: str | None) -> None:
+    """The user's own module has experts as first dimension of its weights; the argument says which ones a call uses.
+
+    None: it is a list of modules that are experts.
+    """
+    module.__dict__[_ARGUMENT] = argument
+
+
+def is_marked(module: nn.Module) -> bool:
+    """Whether that is so."""
+    return _ARGUMENT in module.__dict__
+
+
+def lists_experts(module: nn.Module, name: str, *, by_name: bool) -> bool:
+    """Whether it is a list or dict of experts: modules of which a call of the layer calls some.
+
+    Not `by_name`: only if that was said.
+    """
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return False
+    own_name = name.rpartition(".")[2]
+    called_so = own_name.endswith(_LISTS) and not own_name.startswith("shared")
+    children = list(module.children())
+    kinds = {(type(child), isinstance(child, nn.ModuleList | nn.ModuleDict)) for child in children}
+    return (
+        ((by_name and called_so) or is_marked(module)) and len(children) > 1 and len(kinds) == 1 and not kinds.pop()[1]
+    )
+
+
+def named_index_of(module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The argument that says which experts a call of a marked module uses; None where it is no tensor of integers."""
+    try:
+        found = inspect.signature(own).bind(*args, **kwargs).arguments.get(module.__dict__[_ARGUMENT])
+    except TypeError:  # which the call itself raises
+        return None
+    if not isinstance(found, torch.Tensor) or found.is_floating_point() or found.is_complex():
+        return None
+    return None if found.dtype is torch.bool else found
+
+
+def picks_experts(module: nn.Module) -> bool:
+    """Whether its forward is the one that chooses an implementation, and numbers of experts go nowhere else."""
+    return (
+        all(mark in module.__dict__ for mark in _MARKS)
+        and "forward" not in module.__dict__
+        and getattr(type(module).forward, "__globals__", {}).get("__name__") == _INTERFACE
+        and len(_names(type(module).forward)) >= 3
+        and not module._buffers
+    )
+
+
+@functools.cache
+def _names(forward: Callable[..., Any]) -> list[str]:
+    """Of the arguments of a method."""
+    return list(inspect.signature(forward).parameters)[1:]
+
+
+def _routed(module: Any) -> int:
+    """How many experts one token is sent to, as far as the config says; else a quarter."""
+    values = (getattr(module.config, name, None) for name in _ROUTED)
+    return next((value for value in values if isinstance(value, int)), max(1, module.num_experts // 4))
+
+
+def taking_of(module: Any) -> Taking | None:
+    """How a call of the module takes experts now; None: in a way that nothing is known of."""
+    if module._is_expert_parallel:
+        return None
+    return _TAKING.get(module.config._experts_implementation)
+
+
+def takes_single_experts(module: nn.Module) -> bool:
+    """Whether its calls can do without all experts at once, also where gradients follow."""
+    return is_marked(module) or taking_of(module) in (Taking.ONE_BY_ONE, Taking.GATHERED)
+
+
+def routing_of(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Hidden states, numbers of experts and weights of these, of a call; None where they are not just that."""
+    given = [*args, *(kwargs[name] for name in _names(type(module).forward)[len(args) :] if name in kwargs)]
+    if len(given) != 3 or len(given) != len(args) + len(kwargs):
+        return None
+    hidden, index, weights = given
+    tensors = all(isinstance(one, torch.Tensor) for one in given)
+    whole = tensors and not index.dtype.is_floating_point and index.dim() == 2 and hidden.dim() == 2
+    return (hidden, index, weights) if whole and hidden.shape[0] == index.shape[0] and index.numel() else None

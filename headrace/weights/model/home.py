@@ -1,0 +1,265 @@
+"""What is the parameter that a user sees? Its home: a host tensor that notices when it may have been written to.
+
+`p.data.copy_()`, `p.data.mul_()` and `p.data = t` leave no trace in `_version`, and EMA swaps and LoRA merges write so.
+A home is therefore a Parameter whose `data` tells whoever manages it. The class is put on the user's own Parameter
+object and taken off again, so optimizers and ties that refer to the object stay right.
+"""
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from headrace.errors import StateError
+from headrace.runtime.autograd import data_of, make_subclass, no_override, without_overrides
+from headrace.runtime.pending import OWNER, name_of
+
+__all__ = [
+    "GONE",
+    "AwayLeaf",
+    "Home",
+    "Leaf",
+    "Owner",
+    "Part",
+    "PartHome",
+    "WatchedBuffer",
+    "as_home",
+    "as_parameter",
+    "home_of",
+    "owner_of",
+    "point",
+    "raw_data",
+]
+
+GONE = (
+    "a weight that a pass over an offloaded model had handed out was kept, and the model is no longer offloaded; ask"
+    " the module for its parameter again"
+)
+_MOVES = (
+    "headrace moves weights by itself. Leave out what else does (p.data = p.data.to(device), fully_shard, accelerate's"
+    " cpu_offload, dispatch_model and device_map, diffusers' enable_sequential_cpu_offload and group offloading), or"
+    " call remove() on the handle first"
+)
+
+
+class Owner(Protocol):
+    """Who manages a home."""
+
+    def touch(self) -> None:
+        """The home's data is about to be handed out or re-pointed."""
+
+    def give(self, data: torch.Tensor) -> None:
+        """The home is about to get this data."""
+
+    def wait_for_updates(self) -> None:
+        """The host waits until no optimizer writes the home any more."""
+
+    def watch_node(self) -> None:
+        """Somebody may hook into the node of autograd's graph that accumulates the home's gradient."""
+
+
+class Home(nn.Parameter):
+    """A managed parameter. It behaves as nn.Parameter does; its copies and pickles are plain parameters."""
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
+        """`type(parameter)(tensor)`, to be put in a parameter's place, makes a plain one."""
+        if data is not None and data.device.type != "cpu":
+            raise StateError(f"a parameter of an offloaded model would be replaced by one on {data.device}: {_MOVES}")
+        return nn.Parameter(data, requires_grad)
+
+    @property
+    def data(self) -> torch.Tensor:
+        owner_of(self).touch()
+        return raw_data(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value.device.type != "cpu":
+            raise StateError(f"parameter {name_of(self)!r} of an offloaded model would go to {value.device}: {_MOVES}")
+        owner: Owner = owner_of(self)
+        owner.touch()
+        owner.give(value)
+        data_of.__set__(self, value)
+
+    def point(self, value: torch.Tensor) -> None:
+        """`self.data = value`, unnoticed."""
+        data_of.__set__(self, value)
+
+    def expand_as(self, other: torch.Tensor) -> torch.Tensor:
+        """As a tensor's. That is how Horovod, Apex and Megatron find the node that accumulates the gradient."""
+        owner_of(self).watch_node()
+        return super().expand_as(other)
+
+    def view_as(self, other: torch.Tensor) -> torch.Tensor:
+        """As a tensor's, and as in `expand_as`: `torch.autograd.graph` finds the node by it."""
+        owner_of(self).watch_node()
+        return super().view_as(other)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            owner_of(self).wait_for_updates()
+            copied = raw_data(self).clone(memory_format=torch.preserve_format)
+            memo[id(self)] = nn.Parameter(copied, self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        owner_of(self).wait_for_updates()
+        plain = nn.Parameter(raw_data(self), self.requires_grad)
+        plain.__dict__.update({name: value for name, value in self.__dict__.items() if name != OWNER})
+        return plain.__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        owner_of(self).wait_for_updates()
+        return nn.Parameter(raw_data(self), self.requires_grad).__repr__()
+
+
+class Part(nn.Parameter):
+    """A tensor inside of a weight (weights/model/compound.py), as a parameter of ours: the same memory and versions."""
+
+    tensor: torch.Tensor  # that is inside of the weight
+    leads: bool  # the tensor goes where this goes: another weight's part, which has it too, does not lead it
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Part":
+        """The part that `tensor` is."""
+        with without_overrides():
+            part: Part = make_subclass(cls, tensor.detach(), False)
+        part.tensor = tensor
+        leader = _leaders.get(tensor)
+        part.leads = leader is None or leader() is None
+        if part.leads:
+            _leaders[tensor] = weakref.ref(part)
+        return part
+
+
+class PartHome(Home):
+    """A managed part. What it is pointed to, the tensor inside of the weight is as well."""
+
+    tensor: torch.Tensor
+    leads: bool
+
+    def point(self, value: torch.Tensor) -> None:
+        """As in Home."""
+        super().point(value)
+        if self.leads:
+            data_of.__set__(self.tensor, value)
+
+
+_leaders: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # the part that leads each tensor, weakly
+
+
+class WatchedBuffer(torch.Tensor):
+    """A buffer of a module that travels with its block, as the user sees it. Its `data` tells whoever manages it."""
+
+    __torch_function__ = no_override
+
+    @property
+    def data(self) -> torch.Tensor:
+        self.__dict__[OWNER].touch()
+        return data_of.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.__dict__[OWNER].home.data = value
+        data_of.__set__(self, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = data_of.__get__(self).clone()
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return data_of.__get__(self).__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(data_of.__get__(self))
+
+
+class Leaf(nn.Parameter):
+    """What a module computes with. Its `data` notices that it was handed out: the module may write to its weight."""
+
+    handed_out: bool
+    owner: "weakref.ref[Any]"  # the Owner of its home, which has it as `home`
+
+    @property
+    def data(self) -> torch.Tensor:
+        self.handed_out = True
+        return raw_data(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value.device != self.device:
+            raise StateError(f"a weight that computes on {self.device} would go to {value.device}: {_MOVES}")
+        self.handed_out = True
+        data_of.__set__(self, value)
+
+    def point(self, value: torch.Tensor) -> None:
+        """`self.data = value`, unnoticed."""
+        with without_overrides():
+            data_of.__set__(self, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            copied = raw_data(self).clone(memory_format=torch.preserve_format)
+            memo[id(self)] = nn.Parameter(copied, self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(raw_data(self), self.requires_grad).__reduce_ex__(protocol)
+
+
+class AwayLeaf(Leaf):
+    """A leaf whose block is away, or on its way: whoever still holds it uses the home (weights/passes/stray.py)."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        return home_of(self).data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        home_of(self).data = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return home_of(self).__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return home_of(self).__reduce_ex__(protocol)
+
+
+def point(leaf: Leaf, value: torch.Tensor) -> None:
+    """`leaf.data = value`, unnoticed; to be called where torch functions are off."""
+    data_of.__set__(leaf, value)
+
+
+def as_home(parameter: nn.Parameter, owner: Owner) -> Home:
+    """Makes the object itself a home of `owner`."""
+    parameter.__class__ = PartHome if isinstance(parameter, Part) else Home
+    parameter.__dict__[OWNER] = owner
+    return parameter  # type: ignore[return-value]
+
+
+def as_parameter(home: nn.Parameter) -> nn.Parameter:
+    """The inverse of `as_home`."""
+    home.__dict__.pop(OWNER, None)
+    home.__class__ = nn.Parameter
+    return home
+
+
+def owner_of(home: Home) -> Any:
+    """The Owner that was given to `as_home`."""
+    return home.__dict__[OWNER]
+
+
+def home_of(leaf: Leaf) -> Home:
+    """The home of a leaf that is away. Raises StateError when its model is no longer offloaded."""
+    owner = leaf.owner()
+    if owner is None or not isinstance(owner.home, Home):
+        raise StateError(GONE)
+    return owner.home
+
+
+def raw_data(parameter: nn.Parameter) -> torch.Tensor:
+    """`parameter.data`, unnoticed."""
+    return data_of.__get__(parameter)  # type: ignore[no-any-return]

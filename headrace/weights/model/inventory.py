@@ -1,0 +1,190 @@
+"""What does a model hold? Every parameter once, with all the places that keep it, and the modules that own it."""
+
+import weakref
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from headrace.errors import LayoutError
+from headrace.memory.arena import aligned
+from headrace.weights.model.compound import Compound, TravellingBuffer, compound_of, is_compound
+from headrace.weights.model.home import WatchedBuffer
+from headrace.weights.model.layout import by_storage, check_can_travel, lay_out, travel_dtype
+from headrace.weights.model.module_buffers import may_rest_on_host, overlapping_buffers
+from headrace.weights.model.places import Member, Place
+
+__all__ = ["USE_WEIGHTS_OF_CHILDREN", "Inventory", "is_left_to_user", "leave_to_user", "take_inventory"]
+
+# They compute with their children's weights, without calling those, where they take a path of their own.
+USE_WEIGHTS_OF_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+_LARGE_BUFFER_BYTES = 16 * 2**10  # smaller ones stay on the device
+_LEFT = "_headrace_left_to_user"  # attribute of a parameter
+
+
+@dataclass
+class Inventory:
+    """The parameters of a model. Tied ones are one member with several places."""
+
+    param_dtype: torch.dtype | None = None  # in which they travel
+    members: dict[int, Member] = field(default_factory=dict)  # by the id of the parameter
+    owned: dict[nn.Module, list[int]] = field(
+        default_factory=dict
+    )  # ids of the parameters a module itself computes with
+    names: dict[nn.Module, str] = field(default_factory=dict)  # every module, by its first name
+    parents: dict[nn.Module, nn.Module] = field(default_factory=dict)
+    compounds: dict[int, Compound] = field(default_factory=dict)  # by the id of the weight that each is
+    places_of_compounds: dict[Compound, list[Place]] = field(default_factory=dict)
+
+    def add_compound(self, name: str, weight: torch.Tensor, module: nn.Module, place: Place, *, check: bool) -> None:
+        """The parts of a weight that is not one plain tensor. With `check`, raises LayoutError for one that stays."""
+        compound = self.compounds.get(id(weight)) or compound_of(weight)
+        try:
+            compound = compound or Compound(name, weight)
+        except LayoutError as error:
+            raise LayoutError(f"parameter {name!r} cannot be offloaded: {error}") from None
+        if check and id(weight) not in self.compounds:
+            compound.check()
+        self._add_parts(compound, module, place, check=check)
+
+    def add_buffer(self, name: str, buffer: torch.Tensor, module: nn.Module, place: Place, *, check: bool) -> None:
+        """A buffer that travels."""
+        compound = self.compounds.get(id(buffer)) or compound_of(buffer) or TravellingBuffer(name, buffer)
+        self._add_parts(compound, module, place, check=check)
+
+    def _add_parts(self, compound: Compound, module: nn.Module, place: Place, *, check: bool) -> None:
+        if id(compound.outer) not in self.compounds:
+            self.compounds[id(compound.outer)] = compound
+            self.places_of_compounds[compound] = []
+            for path, part in compound.parts.items():
+                name = compound.part_name(path)
+                if check:
+                    check_can_travel(name, part)
+                self.members[id(part)] = Member(name, part, compound=compound)
+        self.places_of_compounds[compound].append(place)
+        self.owned.setdefault(module, []).extend(map(id, compound.parts.values()))
+
+    def below(self, module: nn.Module) -> list[int]:
+        """Ids of the parameters that a module or anything inside it holds, each once, in order."""
+        return list(dict.fromkeys(key for inner in module.modules() for key in self.owned.get(inner, ())))
+
+    def named(self, pattern: str) -> list[int]:
+        """Ids of the parameters of such names; all parts of a weight whose name, or that of one, is such."""
+        found = [member for member in self.members.values() if fnmatchcase(member.name, pattern)]
+        whole = {member.compound for member in found if member.compound is not None}
+        whole |= {compound for compound in self.places_of_compounds if fnmatchcase(compound.name, pattern)}
+        alone = {id(member.parameter) for member in found}
+        return [key for key, member in self.members.items() if key in alone or member.compound in whole]
+
+    def nbytes(self, keys: list[int]) -> int:
+        """Bytes of these parameters in a block: in the dtype in which they travel, and aligned."""
+        alone = [self.members[key].parameter for key in keys if key not in self._sharing]
+        sharing = [self.members[key].parameter for key in keys if key in self._sharing]
+        sizes = (parameter.numel() * travel_dtype(parameter, self.param_dtype).itemsize for parameter in alone)
+        return sum(aligned(nbytes) for nbytes in sizes) + lay_out(sharing, self.param_dtype)[1]
+
+    def cast_bytes(self, keys: list[int]) -> int:
+        """Bytes of those of these parameters that travel in another dtype than they have: homes beside the block."""
+        parameters = [self.members[key].parameter for key in keys]
+        return sum(p.nbytes for p in parameters if travel_dtype(p, self.param_dtype) != p.dtype)
+
+    def shares_storage(self, key: int) -> bool:
+        """Whether others lie in the same storage."""
+        return key in self._sharing
+
+    @cached_property
+    def _sharing(self) -> frozenset[int]:
+        """Parameters that share a storage with others: their bytes in a block depend on each other."""
+        keys = list(self.members)
+        groups = by_storage([member.parameter for member in self.members.values()], self.param_dtype)
+        return frozenset(keys[index] for group in groups if len(group) > 1 for index in group)
+
+
+def leave_to_user(parameters: Iterable[nn.Parameter], *, left: bool = True) -> None:
+    """They are in no inventory, and so in no block and no budget: the user has them on the device that computes, with
+    their gradients and their optimizer. Until they are no longer `left`.
+    """
+    for parameter in parameters:
+        if left:
+            setattr(parameter, _LEFT, True)
+        else:
+            parameter.__dict__.pop(_LEFT, None)
+
+
+def is_left_to_user(parameter: nn.Parameter) -> bool:
+    """Whether `leave_to_user` was told so."""
+    return hasattr(parameter, _LEFT)
+
+
+def take_inventory(model: nn.Module, *, param_dtype: torch.dtype | None = None, check: bool = True) -> Inventory:
+    """Walks the model, but for parameters that are left to the user. With `check`, raises LayoutError for one that
+    cannot travel; without, no buffers travel but those that do already.
+    """
+    inventory = Inventory(param_dtype)
+    overlapping = overlapping_buffers(model.modules()) if check else set()
+    for module_name, module in model.named_modules():
+        inventory.names[module] = module_name
+        for child in module.children():
+            inventory.parents.setdefault(child, module)
+        for name, parameter in module._parameters.items():
+            if parameter is None or is_left_to_user(parameter):
+                continue
+            full_name = f"{module_name}.{name}" if module_name else name
+            place = Place(module._parameters, name, module=weakref.ref(module))
+            if is_compound(parameter):
+                inventory.add_compound(full_name, parameter, module, place, check=check)
+                continue
+            key = id(parameter)
+            if key not in inventory.members:
+                if check:
+                    check_can_travel(full_name, parameter)
+                inventory.members[key] = Member(full_name, parameter)
+            inventory.members[key].places.append(place)
+            inventory.owned.setdefault(module, []).append(key)
+        packed = _packed(module, overlapping) if check else ()
+        for name, buffer in module._buffers.items():
+            if buffer is not None and (name in packed or isinstance(buffer, WatchedBuffer)):
+                full_name = f"{module_name}.{name}" if module_name else name
+                inventory.add_buffer(full_name, buffer, module, Place(module._buffers, name), check=check)
+        if isinstance(module, nn.RNNBase):
+            _add_flat_weights(inventory, module)
+    for module in inventory.names:
+        if isinstance(module, USE_WEIGHTS_OF_CHILDREN):
+            inventory.owned[module] = inventory.below(module)
+    return inventory
+
+
+def _packed(module: nn.Module, overlapping: Collection[int]) -> Collection[str]:
+    """The buffers that are packed weights, or the scales of such: large, saved with the model, beside large integers.
+
+    Others (statistics, codebooks, queues) are written to by the module itself, and stay on the device.
+    """
+    large = {
+        name: buffer
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+        and buffer.nbytes >= _LARGE_BUFFER_BYTES
+        and name not in module._non_persistent_buffers_set
+        and buffer.device.type == "cpu"
+        and type(buffer) is torch.Tensor
+        and may_rest_on_host(buffer)
+        and not buffer.is_inference()
+        and id(buffer) not in overlapping
+    }
+    return large.keys() if any(_is_integer(buffer) for buffer in large.values()) else ()
+
+
+def _is_integer(buffer: torch.Tensor) -> bool:
+    return not buffer.dtype.is_floating_point and not buffer.dtype.is_complex and buffer.dtype != torch.bool
+
+
+def _add_flat_weights(inventory: Inventory, module: nn.RNNBase) -> None:
+    """An RNN computes with lists of its parameters, and checks by weak references that nobody changed them."""
+    for index, parameter in enumerate(module._flat_weights):
+        member = inventory.members.get(id(parameter))
+        if member is not None:
+            member.places.append(Place(module._flat_weights, index))
+            member.places.append(Place(module._flat_weight_refs, index, weakly=True))

@@ -1,0 +1,274 @@
+"""Where are the buffers of modules? Like parameters: on the host for the user, on the device while the model computes.
+
+The device's copies stay there between passes. What a pass has written to them comes to the host when somebody looks:
+until then the user's tensor is a `StaleBuffer`, which any torch function makes good first. So BatchNorm's statistics
+cost no copy in a step, and reading, writing, keeping or saving a buffer is as with a CPU model.
+"""
+
+import itertools
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from headrace.memory.ledger import Ledger, Tier
+from headrace.runtime.autograd import data_of, no_override, tree_flatten, without_overrides
+from headrace.weights.model.home import WatchedBuffer
+
+__all__ = ["HostBuffer", "ModuleBuffers", "may_rest_on_host", "overlapping_buffers", "plain_buffer"]
+
+_LOOKS = frozenset(("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_sparse"))
+_Key = tuple[int, str]  # of a place: the id of a module's `_buffers`, and the name
+
+
+class HostBuffer(torch.Tensor):
+    """A buffer as the user sees it. It notices when it may have been written to."""
+
+    __torch_function__ = no_override
+
+    on_device: torch.Tensor | None  # its copy; None before the first pass
+    seen: int  # version at which both were the same
+    touched: bool  # its `data` was handed out since
+
+    @property
+    def data(self) -> torch.Tensor:
+        self.touched = True
+        return data_of.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.touched = True
+        data_of.__set__(self, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            self.make_good()
+            memo[id(self)] = data_of.__get__(self).clone()
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain_buffer(self).__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return plain_buffer(self).__repr__()
+
+    def stale(self) -> None:
+        """The device's copy may hold something else from now on."""
+        self._become(StaleBuffer)
+
+    def _become(self, kind: type) -> None:
+        self.__class__ = kind
+
+    def make_good(self) -> None:
+        """The host's memory holds what the device's copy does."""
+        if type(self) is StaleBuffer and self.on_device is not None:
+            with without_overrides(), torch.inference_mode(False), torch.no_grad():
+                if self.shape != self.on_device.shape or self.dtype != self.on_device.dtype:
+                    data_of.__set__(self, torch.empty_like(self.on_device, device="cpu"))
+                self.copy_(self.on_device)
+                self.seen, self.touched = self._version, False
+            self._become(HostBuffer)  # last: until then it is good for nobody
+
+    def renewed(self, device: torch.device) -> torch.Tensor:
+        """The device's copy, with what the user wrote to this one."""
+        copied = self.on_device
+        if copied is None or (type(self) is HostBuffer and (self.touched or self._version != self.seen)):
+            with torch.inference_mode(False), torch.no_grad():
+                if copied is None or self.shape != copied.shape or self.dtype != copied.dtype:
+                    self.on_device = copied = data_of.__get__(self).to(device)
+                else:
+                    copied.copy_(data_of.__get__(self))
+            self.seen, self.touched = self._version, False
+        return copied
+
+
+class StaleBuffer(HostBuffer):
+    """A buffer whose copy on the device is newer."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+        with without_overrides():
+            if func is torch.Tensor.__hash__ or (func.__name__ == "__get__" and name in _LOOKS):
+                return func(*args, **(kwargs or {}))
+            for value in tree_flatten((args, kwargs))[0]:
+                if isinstance(value, StaleBuffer):
+                    value.make_good()
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def data(self) -> torch.Tensor:
+        self.make_good()
+        return self.data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.make_good()
+        self.data = value
+
+
+def plain_buffer(buffer: torch.Tensor | None) -> torch.Tensor | None:
+    """A buffer in a tensor of no class of ours, on the host."""
+    if isinstance(buffer, HostBuffer):
+        buffer.make_good()
+        return data_of.__get__(buffer)  # type: ignore[no-any-return]
+    if isinstance(buffer, WatchedBuffer):
+        return data_of.__get__(buffer)  # type: ignore[no-any-return]
+    return buffer if buffer is None else buffer.to("cpu")
+
+
+class ModuleBuffers:
+    """All buffers of one model that lie elsewhere than it computes."""
+
+    def __init__(self, device: torch.device, ledger: Ledger) -> None:
+        self.users = 0  # passes under way, as of a block
+        self._device = device
+        self._ledger = ledger
+        self._places: dict[_Key, tuple[dict[str, Any], HostBuffer]] = {}
+        self._lent: set[_Key] = set()  # places that have something else in them during a pass
+        self.nbytes = 0  # of all, on the device in a pass
+        self._booked_bytes = 0
+
+    def take_in(self, modules: Iterable[nn.Module]) -> None:
+        """The buffers of these modules, and no others, are managed. Not during a pass; the next one brings them to
+        the device."""
+        modules = list(modules)
+        containers = {id(module._buffers) for module in modules}
+        self._drop([key for key in self._places if key[0] not in containers or self._is_gone(key)])
+        overlapping = overlapping_buffers(modules)
+        for module in modules:
+            self._take_in(module, overlapping)
+        self._book()
+
+    def _take_in(self, module: nn.Module, overlapping: Collection[int]) -> None:
+        for name, buffer in module._buffers.items():
+            if buffer is None or isinstance(buffer, HostBuffer | WatchedBuffer) or buffer.device == self._device:
+                continue
+            if may_rest_on_host(buffer) and id(buffer) not in overlapping:
+                self._manage(module._buffers, name, buffer)
+                continue
+            with torch.inference_mode(False):
+                wants_gradient = buffer.requires_grad and buffer.is_leaf
+                moved = (buffer.detach() if wants_gradient else buffer).to(self._device)
+                module._buffers[name] = moved.requires_grad_(wants_gradient) if wants_gradient else moved
+        for name, buffer in module._buffers.items():  # of another module as well
+            if isinstance(buffer, HostBuffer):
+                self._places[id(module._buffers), name] = module._buffers, buffer
+
+    def bind(self, *, adopts: bool) -> None:
+        """Modules have the device's copies; or what `torch.func.functional_call` has put there, which stays its own."""
+        self._lent.clear()
+        for (key, name), (container, buffer) in self._places.items():
+            held = container.get(name)
+            if held is buffer:
+                with without_overrides():
+                    container[name] = buffer.renewed(self._device)
+            elif held is not None and held is not buffer.on_device:
+                self._lent.add((key, name))
+        self._book()
+
+    def unbind(self) -> None:
+        """Modules have the user's own."""
+        replaced = self._unbind()
+        found = [(self._places[key][0], key[1]) for key in replaced]
+        self._drop(replaced)
+        for container, name in found:
+            held = container.get(name)
+            if type(held) is torch.Tensor and held.device == self._device:
+                host = torch.empty_like(held, device="cpu")
+                self._manage(container, name, host, held.detach() if held.requires_grad else held)
+                self._places[id(container), name][1].stale()
+        self._book()
+
+    def _unbind(self) -> list[_Key]:
+        """Returns the places in which modules have put something else."""
+        replaced = []
+        for key, (container, buffer) in self._places.items():
+            held = container.get(key[1])
+            if held is buffer or key in self._lent:
+                continue
+            if buffer.on_device is not None:
+                buffer.stale()
+            if held is not None and held is buffer.on_device:
+                container[key[1]] = buffer
+            else:
+                replaced.append(key)
+        return replaced
+
+    def release(self) -> None:
+        """All buffers are ordinary ones again, on the host."""
+        self.unbind()
+        self._drop(list(self._places))
+        self._book()
+
+    def _drop(self, keys: Sequence[_Key]) -> None:
+        """These places are no longer managed, and a buffer that was in no other one is an ordinary tensor again."""
+        buffers = [weakref.ref(self._places.pop(key)[1]) for key in keys]  # what nobody has need not come to the host
+        kept = {id(buffer) for _, buffer in self._places.values()}
+        for weak_buffer in buffers:
+            buffer = weak_buffer()
+            if isinstance(buffer, HostBuffer) and id(buffer) not in kept:
+                _let_go(buffer)
+
+    def _manage(
+        self, container: dict[str, Any], name: str, tensor: torch.Tensor, on_device: torch.Tensor | None = None
+    ) -> None:
+        with torch.inference_mode(False):
+            if tensor.is_inference():
+                tensor = tensor.clone()
+        buffer: Any = tensor
+        buffer.__class__ = HostBuffer
+        buffer.on_device, buffer.seen, buffer.touched = on_device, tensor._version, False
+        container[name] = buffer
+        self._places[id(container), name] = container, buffer
+
+    def _book(self) -> None:
+        """The ledger has the bytes of what is on the device now."""
+        self._drop([key for key in self._places if self._is_gone(key)])
+        with without_overrides():
+            buffers = {id(buffer): buffer for _, buffer in self._places.values()}.values()
+            self.nbytes = sum(buffer.nbytes for buffer in buffers)
+            held_bytes = sum(buffer.on_device.nbytes for buffer in buffers if buffer.on_device is not None)
+        self._ledger.add(Tier.DEVICE, "buffers", held_bytes - self._booked_bytes)
+        self._booked_bytes = held_bytes
+
+    def _is_gone(self, key: _Key) -> bool:
+        """Whether something else took the place, for longer than a call."""
+        container, buffer = self._places[key]
+        held = container.get(key[1])
+        return held is not buffer and (held is None or held is not buffer.on_device) and key not in self._lent
+
+
+def _let_go(buffer: HostBuffer) -> None:
+    """It is an ordinary tensor again, with what the device's copy holds, which goes."""
+    buffer.make_good()
+    buffer.__class__ = torch.Tensor  # type: ignore[assignment]
+    for attribute in ("on_device", "seen", "touched"):
+        buffer.__dict__.pop(attribute, None)
+
+
+def may_rest_on_host(buffer: torch.Tensor) -> bool:
+    """Whether copies to and fro do no harm: not to a class that is not ours to change, nor to a gradient, nor to a
+    tensor whose elements share memory. Such ones go to the device for good, and so do those of `overlapping_buffers`.
+    """
+    if type(buffer) is not torch.Tensor or buffer.layout != torch.strided or buffer.requires_grad:
+        return False
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(buffer))
+
+
+def overlapping_buffers(modules: Iterable[nn.Module]) -> set[int]:
+    """The ids of buffers that share memory with others."""
+    buffers = {
+        id(buffer): buffer
+        for module in modules
+        for buffer in module._buffers.values()
+        if buffer is not None and buffer.numel() and may_rest_on_host(buffer) and not isinstance(buffer, HostBuffer)
+    }
+    in_order = sorted(buffers.values(), key=torch.Tensor.data_ptr)
+    found: set[int] = set()
+    for one, other in itertools.pairwise(in_order):
+        if other.data_ptr() < one.data_ptr() + one.nbytes:
+            found |= {id(one), id(other)}
+    return found

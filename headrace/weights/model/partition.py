@@ -1,0 +1,302 @@
+"""Which parameters travel together? Repeated layers first, then by size; or as the user says.
+
+The parts of a partition are disjoint. A parameter that a module holds beside children of its own (a positional table
+at the root) and leaves too small to be worth a trip stay resident, and so do adapters: a few trainable parameters in a
+model that is otherwise frozen.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from headrace.config import BlocksSpec, parse_bytes
+from headrace.planning import Key
+from headrace.weights.model.experts import Experts, experts_of, lists_experts
+from headrace.weights.model.inventory import USE_WEIGHTS_OF_CHILDREN, Inventory
+from headrace.weights.model.tables import FEWEST_ROWS, row_bytes_of
+
+__all__ = ["Part", "Partition", "partition"]
+
+_ADAPTER_SHARE = 0.1  # of all bytes: so many trainable ones, beside frozen ones, count as adapters
+_SMALL_SHARE = 1 / 16  # of a unit: a leaf below that is not worth a trip of its own
+_MISSING_SHARE = 1 / 32  # of what has no room: the unit of a model that decodes, see `_unit_of_decoding`
+_VISIT_BYTES = 2 * 2**20  # what crosses a link of 25 to 50 GB/s while the host makes one visit
+
+
+@dataclass
+class Part:
+    """Parameters that travel together, by id, and the modules whose call is a visit to them."""
+
+    name: str
+    keys: list[int]
+    sites: list[nn.Module]
+    row_bytes: int = 0  # of an embedding table whose rows alone travel: bytes of one; 0: it travels whole
+    experts: Experts | None = None  # that travel one by one; None: it travels whole
+    called: Key | None = None  # an expert that is a module: it comes when it is called. Of which layer, and which
+
+    def least_bytes(self, inventory: Inventory) -> int:
+        """Device memory that it needs at the least while it computes."""
+        return FEWEST_ROWS * self.row_bytes or inventory.nbytes(self.keys)
+
+
+@dataclass
+class Partition:
+    """A model's streamed parts, in order of registration, and what stays: resident parts without sites of their own."""
+
+    streamed: list[Part]
+    resident: list[Part]
+
+    @property
+    def bank_bytes(self) -> int:
+        """Device memory that experts need at the least, beside other parts: for those of one token."""
+        experts = [part.experts for part in self.streamed if part.experts is not None]
+        slots = max((one.routed for one in experts), default=0)
+        return slots * max((one.slice_bytes for one in experts), default=0)
+
+
+def partition(
+    model: nn.Module,
+    inventory: Inventory,
+    blocks: BlocksSpec,
+    resident: Sequence[nn.Module | str],
+    budget_bytes: int,
+    *,
+    tables_by_rows: bool = True,
+) -> Partition:
+    """Cuts the model. `tables_by_rows`: whether embedding tables may travel by rows.
+
+    Raises ValueError for modules or patterns that overlap, match nothing or are not the model's.
+    """
+    cutter = _Cutter(model, inventory, budget_bytes)
+    return cutter.cut(blocks, resident, tables_by_rows=tables_by_rows)
+
+
+class _Cutter:
+    """The walk over one model. A parameter belongs to the part that takes it first."""
+
+    def __init__(self, model: nn.Module, inventory: Inventory, budget_bytes: int) -> None:
+        self._model = model
+        self._inventory = inventory
+        self._budget_bytes = budget_bytes
+        self._taken: set[int] = set()
+        self._parts: list[Part] = []
+        self._kept: list[int] = []  # orphans and small leaves
+
+    def cut(self, blocks: BlocksSpec, resident: Sequence[nn.Module | str], *, tables_by_rows: bool) -> Partition:
+        kept_parts = [Part("resident", self._take(self._resident_keys(resident)), [])]
+        kept_parts.append(Part("adapters", self._take(self._adapter_keys()), []))
+        merge_bytes = 0
+        if not isinstance(blocks, int | str):
+            if not isinstance(blocks, Iterable):
+                raise TypeError(
+                    f'blocks={blocks!r} is neither "auto", nor a size such as "256MiB", nor a list of modules and'
+                    " name patterns"
+                )
+            for module in self._given_modules(blocks):
+                self._add_part(module)
+            unit_bytes = max((self._nbytes(part.keys) for part in self._parts), default=0)
+        elif blocks == "auto":
+            self._cut_experts()
+            unit_bytes = self._repeated_layer_bytes() or self._budget_bytes // 2
+            fine_bytes = self._unit_of_decoding()
+            if self._decodes() and 2 * fine_bytes <= unit_bytes:
+                unit_bytes = merge_bytes = fine_bytes
+        else:
+            self._cut_experts()
+            unit_bytes = parse_bytes(blocks, name="blocks")
+            merge_bytes = min(unit_bytes, self._budget_bytes // 2)  # so that one can arrive while another computes
+        self._walk(self._model, min(unit_bytes, self._budget_bytes // 2) or 1)
+        kept_parts.append(Part("small", self._kept, []))
+        if tables_by_rows:
+            self._cut_tables_by_rows(sum(self._nbytes(part.keys) for part in kept_parts))
+        parts = _merged(self._parts, self._nbytes, merge_bytes)
+        return Partition(self._in_order(parts), [part for part in kept_parts if part.keys])
+
+    # the walk ---------------------------------------------------------------------------------------------------------
+    def _walk(self, module: nn.Module, unit_bytes: int) -> None:
+        """A module not above the unit is a part; a larger one is cut into its children, as far as that goes."""
+        keys = self._untaken(self._inventory.below(module))
+        if not keys:
+            return
+        inner = [child for child in module.children() if self._untaken(self._inventory.below(child))]
+        whole = module is not self._model and self._nbytes(keys) <= unit_bytes
+        if whole or not inner or isinstance(module, (nn.RNNBase, *USE_WEIGHTS_OF_CHILDREN)):
+            if self._nbytes(keys) < unit_bytes * _SMALL_SHARE and not _in_list(self._inventory.parents.get(module)):
+                self._kept += self._take(keys)
+            else:
+                self._add_part(module)
+            return
+        self._kept += self._take(self._inventory.owned.get(module, ()))
+        for child in inner:
+            self._walk(child, unit_bytes)
+
+    def _cut_experts(self) -> None:
+        """Experts travel one by one, unless all weights stay on the device."""
+        if self._nbytes(list(self._inventory.members)) <= self._budget_bytes:
+            return
+        layers = 0
+        for module, name in self._inventory.names.items():
+            if lists_experts(module, name, by_name=not self._model.training):  # training calls most of them
+                self._cut_listed(module, layers)
+                layers += 1
+            experts = experts_of(module, self._inventory)
+            if experts is not None and self._untaken(self._inventory.below(module)) == self._inventory.below(module):
+                self._add_part(module)
+                self._parts[-1].experts = experts
+
+    def _cut_listed(self, experts: nn.Module, layer: int) -> None:
+        """Each of these modules comes when it is called."""
+        for number, expert in enumerate(experts.children()):
+            if self._untaken(self._inventory.below(expert)):
+                self._add_part(expert)
+                self._parts[-1].called = layer, number
+
+    def _cut_tables_by_rows(self, kept_bytes: int) -> None:
+        """Embedding tables larger than every other block travel by rows, unless all weights stay on the device."""
+        sizes = [self._nbytes(part.keys) for part in self._parts]
+        if kept_bytes + sum(sizes) <= self._budget_bytes:
+            return
+        rows = [row_bytes_of(part.keys, part.sites, self._inventory) for part in self._parts]
+        whole = [part.experts is None and not row_bytes for part, row_bytes in zip(self._parts, rows, strict=True)]
+        largest = max((size for size, is_whole in zip(sizes, whole, strict=True) if is_whole), default=0)
+        for part, size, row_bytes in zip(self._parts, sizes, rows, strict=True):
+            if size > max(largest, FEWEST_ROWS * row_bytes):
+                part.row_bytes = row_bytes
+
+    def _repeated_layer_bytes(self) -> int:
+        """Bytes of the largest element of the outermost lists of layers."""
+        largest = 0
+        inside: set[nn.Module] = set()
+        for module in self._model.modules():
+            if module in inside or not _in_list(module):
+                continue
+            sizes = [self._nbytes(self._untaken(self._inventory.below(child))) for child in module.children()]
+            if sum(size > 0 for size in sizes) > 1:
+                inside.update(module.modules())
+                largest = max(largest, *sizes)
+        return largest
+
+    def _decodes(self) -> bool:
+        """Whether it writes text, token by token, as models of transformers do, and is not being trained."""
+        return not self._model.training and callable(getattr(self._model, "generate", None))
+
+    def _unit_of_decoding(self) -> int:
+        """Bytes of the blocks that suit a model that nearly fits and uses each weight for little compute.
+
+        A block has room only once another one has computed, so in each pass about one block more crosses the link than
+        has no room: it should be small beside that. But the host visits all blocks in a pass, also those that stay: if
+        they are too many, that takes longer than the link needs.
+        """
+        total_bytes = self._nbytes(list(self._inventory.members))
+        missing_bytes = total_bytes - self._budget_bytes
+        if missing_bytes <= 0:
+            return total_bytes
+        return max(int(missing_bytes * _MISSING_SHARE), _VISIT_BYTES * total_bytes // missing_bytes)
+
+    # what stays -------------------------------------------------------------------------------------------------------
+    def _resident_keys(self, resident: Sequence[nn.Module | str]) -> list[int]:
+        keys: list[int] = []
+        for chosen in resident:
+            if isinstance(chosen, nn.Module):
+                found = self._inventory.below(self._own(chosen, "resident"))
+            else:
+                found = [key for module in self._matching(chosen) for key in self._inventory.below(module)]
+                found += self._inventory.named(chosen)
+            if not found:
+                raise ValueError(
+                    f"resident={chosen!r} matches no module or parameter of the model; see named_modules()"
+                )
+            keys += found
+        return keys
+
+    def _adapter_keys(self) -> list[int]:
+        members = self._inventory.members
+        trainable = [key for key, member in members.items() if member.parameter.requires_grad]
+        nbytes = self._nbytes(trainable)
+        few = nbytes <= _ADAPTER_SHARE * self._nbytes(list(members)) and nbytes <= self._budget_bytes // 4
+        return trainable if few else []
+
+    # what the user gives ----------------------------------------------------------------------------------------------
+    def _given_modules(self, blocks: Iterable[nn.Module | str]) -> list[nn.Module]:
+        chosen: list[nn.Module] = []
+        covered: dict[nn.Module, str] = {}  # every module inside a chosen one, and the chosen one's name
+        for given in blocks:
+            found = [self._own(given, "blocks")] if isinstance(given, nn.Module) else self._matching(given)
+            if not found:
+                raise ValueError(
+                    f"blocks={given!r} matches no module of the model; see model.named_modules() for names"
+                )
+            for module in _elements(found):
+                name = self._inventory.names[module]
+                if not self._inventory.below(module):
+                    raise ValueError(f"block {name!r} holds no parameters; leave it out of blocks")
+                for inner in module.modules():
+                    if covered.setdefault(inner, name) != name or module in chosen:
+                        other = covered[inner]
+                        raise ValueError(f"blocks overlap: {name!r} and {other!r} share modules; give each module once")
+                chosen.append(module)
+        return chosen
+
+    def _matching(self, pattern: object) -> list[nn.Module]:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{pattern!r} is neither a module nor a name pattern such as 'model.layers.*'")
+        found = [module for module, name in self._inventory.names.items() if fnmatchcase(name, pattern)]
+        inner = {below for module in found for below in module.modules() if below is not module}
+        return [module for module in found if module not in inner]  # "*" goes across dots: the outermost are meant
+
+    def _own(self, module: nn.Module, setting: str) -> nn.Module:
+        for element in _elements([module]):
+            if element not in self._inventory.names:
+                raise ValueError(f"{setting} names a {type(element).__name__} that is not a part of the model")
+        return module
+
+    # bookkeeping ------------------------------------------------------------------------------------------------------
+    def _add_part(self, module: nn.Module) -> None:
+        keys = self._take(self._inventory.below(module))
+        if keys:
+            self._parts.append(Part(self._inventory.names[module], keys, list(_elements([module]))))
+
+    def _take(self, keys: Iterable[int]) -> list[int]:
+        taken = self._untaken(list(dict.fromkeys(keys)))
+        self._taken.update(taken)
+        return taken
+
+    def _untaken(self, keys: Iterable[int]) -> list[int]:
+        return [key for key in keys if key not in self._taken]
+
+    def _nbytes(self, keys: list[int]) -> int:
+        return self._inventory.nbytes(keys)
+
+    def _in_order(self, parts: list[Part]) -> list[Part]:
+        order = {key: index for index, key in enumerate(self._inventory.members)}
+        return sorted(parts, key=lambda part: order[part.keys[0]])
+
+
+def _in_list(module: nn.Module | None) -> bool:
+    return isinstance(module, nn.ModuleList | nn.Sequential)
+
+
+def _elements(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """A ModuleList is never called: its elements are meant."""
+    for module in modules:
+        if isinstance(module, nn.ModuleList):
+            yield from _elements(module.children())
+        else:
+            yield module
+
+
+def _merged(parts: list[Part], nbytes: Callable[[list[int]], int], limit_bytes: int) -> list[Part]:
+    """Neighbours joined while they stay within the limit."""
+    merged: list[Part] = []
+    for part in parts:
+        last = merged[-1] if merged else None
+        alone = any(one.row_bytes or one.experts or one.called for one in (last, part) if one is not None)
+        if last is not None and not alone and nbytes(last.keys) + nbytes(part.keys) <= limit_bytes:
+            merged[-1] = Part(
+                f"{last.name.split(' to ')[0]} to {part.name}", last.keys + part.keys, last.sites + part.sites
+            )
+        else:
+            merged.append(part)
+    return merged

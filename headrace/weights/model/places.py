@@ -1,0 +1,182 @@
+"""Where do modules keep the parameters of a block? In `_parameters`, and in lists such as an RNN's.
+
+While a block is bound, lists hold its leaves. `_parameters` hold the homes at all times; in front of each, the leaf is
+an attribute of the instance, which Python finds before it asks `nn.Module.__getattr__`. A class with a `__getattr__` of
+its own is asked all the same (it may give a masked weight), and comes to the leaf through `_parameters`.
+"""
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from headrace.errors import LayoutError
+from headrace.weights.model.compound import Compound
+from headrace.weights.model.home import Home, Leaf
+from headrace.weights.model.slot import Slot
+
+__all__ = ["Member", "Place", "Places"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module keeps a parameter: its `_parameters`, or a list such as an RNN's `_flat_weights`."""
+
+    container: Any  # dict or list
+    key: Any
+    weakly: bool = False  # holds a weak reference, as an RNN's `_flat_weight_refs` does
+    module: "weakref.ref[nn.Module] | None" = None  # of which it is an attribute
+
+    def get(self) -> Any:
+        """What is there; None where there is nothing any more."""
+        if isinstance(self.container, dict):
+            return dict.get(self.container, self.key)
+        held = self.container[self.key] if self.key < len(self.container) else None
+        return held() if self.weakly and held is not None else held
+
+    def put(self, parameter: Any) -> None:
+        self.container[self.key] = weakref.ref(parameter) if self.weakly else parameter
+
+
+@dataclass
+class Member:
+    """A parameter on its way into a block: its full name, and every place that holds it (a tied one has several)."""
+
+    name: str
+    parameter: nn.Parameter
+    places: list[Place] = field(default_factory=list)
+    compound: Compound | None = None  # of which it is a part, and which has the places then
+
+
+class Places:
+    """All places of one block's parameters, each with the slot of its parameter, or with its compound."""
+
+    def __init__(self, places: Iterable[tuple[Place, Slot]]) -> None:
+        self.compounds: list[tuple[Place, Compound]] = []
+        self._keep(places)
+
+    def move(self, slots: Iterable[Slot], places: Mapping[int, Sequence[Place]]) -> None:
+        """The model was rebuilt around the parameters of these slots: `places` by the id of each home."""
+        self._keep((place, slot) for slot in slots for place in places.get(id(slot.home), ()))
+
+    def move_compounds(self, compounds: Iterable[Compound], places: Mapping[Compound, Sequence[Place]]) -> None:
+        """As `move`, of what is made of several tensors."""
+        self.compounds = [(place, compound) for compound in compounds for place in places.get(compound, ())]
+
+    def _keep(self, places: Iterable[tuple[Place, Slot]]) -> None:
+        self._all = list(places)
+        self._attributes = [(place, slot) for place, slot in self._all if place.module is not None]
+        self._others = [(place, slot) for place, slot in self._all if place.module is None]
+        # By module: its `_parameters`, and what it has there. Bound at every visit.
+        self._modules: list[tuple[weakref.ref[nn.Module], dict[str, Any], list[tuple[str, Slot, Leaf]]]] = []
+        for place, slot in self._attributes:
+            if place.module is not None:
+                if not self._modules or self._modules[-1][1] is not place.container:
+                    self._modules.append((place.module, place.container, []))
+                self._modules[-1][2].append((place.key, slot, slot.leaf))
+
+    @property
+    def references(self) -> int:
+        """How often leaves are referred to while they are bound, from here and by the places."""
+        strong = sum(not place.weakly for place, _ in self._all)
+        return strong + len(self._attributes) + len(self.compounds)
+
+    def bind(self, *, adopts: bool) -> None:
+        """The modules that have the homes compute with the leaves; `adopts`: so do those to which the user has given
+        another parameter, which becomes the home.
+        """
+        for module, parameters, held in self._modules:
+            present = module()
+            if present is None:
+                continue
+            attributes = present.__dict__ if type(present).__getattr__ is nn.Module.__getattr__ else None
+            for name, slot, leaf in held:
+                home = slot.home
+                if dict.get(parameters, name) is not home:
+                    if not (adopts and self._adopt_replacement(Place(parameters, name), slot)):
+                        continue
+                    home = slot.home
+                if leaf.requires_grad != home.requires_grad:
+                    slot.follow_requires_grad()
+                if attributes is not None:
+                    attributes.setdefault(name, leaf)  # not in the place of what the user has put there
+        for place, slot in self._others:
+            if place.get() is slot.home or (adopts and self._adopt_replacement(place, slot)):
+                slot.follow_requires_grad()
+                place.put(slot.leaf)
+        for place, compound in self.compounds:
+            held = place.get()
+            if held is compound.outer or (adopts and self._adopt_compound(compound, held)):
+                compound.check()
+                compound.catch_up()
+                place.put(compound.leaf)
+
+    def unbind(self) -> None:
+        """They have the homes again."""
+        self.hide_leaves()
+        for place, slot in self._others:
+            if place.get() is slot.leaf:
+                place.put(slot.home)
+        for place, compound in self.compounds:
+            if place.get() is compound.leaf:
+                place.put(compound.outer)
+        for compound in {compound for _, compound in self.compounds}:
+            compound.undo_rewrites()
+
+    def hide_leaves(self) -> None:
+        """Modules find the parameters in `_parameters` when they are asked for them."""
+        for module, _, held in self._modules:
+            present = module()
+            if present is not None:
+                attributes = present.__dict__
+                for name, _, leaf in held:
+                    if attributes.get(name) is leaf:
+                        del attributes[name]
+
+    def adopt_replacements(self) -> None:
+        """Parameters that the user put in the place of homes become the homes."""
+        for place, slot in self._all:
+            self._adopt_replacement(place, slot)
+        for place, compound in self.compounds:
+            self._adopt_compound(compound, place.get())
+
+    def _adopt_replacement(self, place: Place, slot: Slot) -> bool:
+        """Whether the user put another parameter in the home's place: it is the home now."""
+        held = place.get()
+        if held is slot.home or not _is_replacement(held):
+            return False
+        self._adopt(slot, place, held)
+        return True
+
+    @staticmethod
+    def _adopt_compound(compound: Compound, held: Any) -> bool:
+        """Whether what is there took the compound's place, as one of its kind that the user put there."""
+        return False if held is None or held is compound.leaf or held is compound.outer else compound.adopt(held)
+
+    def _adopt(self, slot: Slot, place: Place, parameter: nn.Parameter) -> None:
+        replaced = slot.home
+        if not place.weakly:  # which is looked at, and not what is computed with
+            self._check_still_tied(slot)
+            slot.adopt(parameter)
+        for other, its_slot in self._all:
+            if its_slot is slot and any(other.get() is one for one in (replaced, parameter)):
+                other.put(slot.home)
+
+    def _check_still_tied(self, slot: Slot) -> None:
+        """Raises LayoutError where modules that had one parameter together have several now."""
+        held = [place.get() for place, its_slot in self._attributes if its_slot is slot]
+        if len({id(parameter) for parameter in held if parameter is not None}) > 1:
+            raise LayoutError(
+                f"parameter {slot.name!r} was offloaded as one that {len(held)} modules share, and not all have the"
+                " same one now: a checkpoint was loaded with assign=True, or one of them got another. Tie them again"
+                " (model.tie_weights() in transformers), or call remove() on the handle before, and offload after"
+            )
+
+
+def _is_replacement(held: Any) -> bool:
+    """Whether it is a parameter of the user's own: not that of another slot (tied after offload), and no tensor that
+    `torch.func.functional_call` has put there for one call.
+    """
+    return isinstance(held, nn.Parameter) and not isinstance(held, Home | Leaf)

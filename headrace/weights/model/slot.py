@@ -1,0 +1,384 @@
+"""What does headrace know of one managed parameter? Its home, its leaf, and the place of its bytes in a block."""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from headrace.errors import LayoutError, StateError
+from headrace.memory.disk import copy_on_disk
+from headrace.runtime.autograd import without_overrides
+from headrace.runtime.pending import Unit
+from headrace.weights.model.accumulation import node_is_kept
+from headrace.weights.model.data_parallel import ADVICE
+from headrace.weights.model.home import AwayLeaf, Home, Leaf, Part, as_home, as_parameter, raw_data
+
+__all__ = ["REMOVED", "Layout", "Slot", "Token"]
+
+REMOVED = (
+    "the model was let go of (remove() on its handle) between this forward and its backward; run backward before"
+    " remove(), or the forward again"
+)
+
+
+class Token(NamedTuple):
+    """Which contents of a home."""
+
+    version: int  # its _version
+    untraced_changes: int  # without a trace in that
+    data_number: int  # which data it was given (`p.data = t`); 0: its own
+
+
+_NEVER = Token(-1, 0, 0)  # of no contents
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where a parameter lies in its block, and how its elements are laid out there."""
+
+    offset: int  # bytes from the start of the block
+    nbytes: int
+    region: tuple[int, int]  # bytes (first, one past the last) of the storage it lies in: its own, or a shared one
+    dtype: torch.dtype  # in which it travels and computes
+    shape: torch.Size
+    stride: tuple[int, ...]  # elements
+
+    def view(self, block_bytes: torch.Tensor, *, first_byte: int = 0) -> torch.Tensor:
+        """The parameter within the whole block's bytes, uint8 or its own dtype, or in a part that begins at
+        `first_byte`.
+        """
+        if not self.nbytes:
+            return torch.empty(self.shape, dtype=self.dtype, device=block_bytes.device)
+        typed = block_bytes if block_bytes.dtype == self.dtype else block_bytes.view(self.dtype)
+        return typed.as_strided(self.shape, self.stride, (self.offset - first_byte) // self.dtype.itemsize)
+
+
+class Slot:
+    """One managed parameter.
+
+    `home` is the user's own Parameter, on the host; `leaf` is the Parameter that autograd sees, on the device. Both
+    live as long as the model is offloaded. `rest` is the slot's place in the block's arena. The home's data lies there,
+    unless the user re-pointed it (`p.data = t`) or shared it with other processes, or it travels in another dtype.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        layout: Layout,
+        rest: torch.Tensor,
+        absent: torch.Tensor,
+        before_touch: Callable[[], None],
+    ) -> None:
+        self.name = name
+        # Of the home: asked of the home itself, while a visit is under way, it is the leaf's.
+        self.dtype = parameter.dtype
+        self.layout = layout
+        self._keep(rest)
+        self.absent = absent  # what the leaf's data is while there is no device copy
+        self._home_place: torch.Tensor | None = None  # of a home that casts, where ranks have one copy of it
+        self.untraced_changes = 0  # writes that a hook reported: fused optimizers leave no trace in _version
+        self.unit: Unit | None = None  # what it travels with
+        self.on_change: Callable[[], None] = _nothing  # called when the home may have changed without a trace in it
+        self._before_touch = before_touch
+        self._times_given = 0  # how often the home got other data (`p.data = t`)
+        self._data_number = 0  # which of these it has; 0: its own
+        self._touches = 0  # how often the home's `data` was handed out or re-pointed
+        self._loaded: object = None  # fingerprint of what the device copy was made of
+        self._cast: object = None  # fingerprint of what the cast in `rest` was made of
+        self.loaded_token: Token = _NEVER  # of the contents that the device copy was made of
+        self.on_gradient: Callable[[Slot], None] | None = None  # called when the leaf's gradient is complete
+        self._hook: RemovableHandle | None = None
+        self._node_is_watched = True  # until somebody looks
+        fresh = torch.empty(0, dtype=layout.dtype, device=absent.device)  # whose version no other leaf counts
+        self.leaf = Leaf(fresh, requires_grad=parameter.requires_grad)
+        self.leaf.__dict__.update(
+            {key: value for key, value in parameter.__dict__.items() if not key.startswith("_headrace")}
+        )
+        self.leaf.handed_out = False
+        self.leaf.owner = weakref.ref(self)
+        self._leaf_version = self.leaf._version
+        self.leaf.point(absent)
+        self.leaf.__class__ = AwayLeaf
+        self.home: Home = as_home(parameter, self)
+        self._move_in()
+
+    @property
+    def casts(self) -> bool:
+        """Whether it travels in another dtype than its home has."""
+        return self.dtype != self.layout.dtype
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the home's data is the arena's, so that the block's one copy carries it."""
+        return self.home.data_ptr() == self._rest_address
+
+    @property
+    def token(self) -> Token:
+        """Differs when the home's contents do, as far as autograd would notice."""
+        return Token(self.home._version, self.untraced_changes, self._data_number)
+
+    @property
+    def stale(self) -> bool:
+        """Whether the device copy may differ from the home."""
+        home = self.home  # `fingerprint` by hand: asked at every visit
+        return self._loaded != (home._version, self.untraced_changes, self._touches, home.data_ptr())
+
+    @property
+    def changed_since_load(self) -> bool:
+        """Whether the home changed after the last device copy was made, whether that is still there or not."""
+        seen = self.loaded_token
+        return seen != _NEVER and (seen.version, seen.untraced_changes) != (self.home._version, self.untraced_changes)
+
+    def mark_loaded(self) -> None:
+        """A device copy of what the home holds now is being made."""
+        self._loaded = self._read()
+        self.loaded_token = self.token
+
+    @property
+    def mark(self) -> object:
+        """What `mark_loaded` has noted."""
+        return self._loaded
+
+    def mark_loaded_again(self, mark: object) -> None:
+        """A device copy of what the home held at that mark, and holds now, is being made."""
+        self._loaded = mark
+
+    def mark_absent(self) -> None:
+        """There is no device copy."""
+        self._loaded = None
+
+    @property
+    def gradient_is_watched(self) -> bool:
+        """Whether somebody may have hooks that see a gradient before it is accumulated, or as it is."""
+        return self._node_is_watched or bool(self.home._backward_hooks)
+
+    def watch_node(self) -> None:
+        """As in Owner: from now on autograd accumulates the gradient."""
+        self._node_is_watched = True
+
+    def look_for_watchers(self) -> None:
+        """A pass with gradients begins: graphs that had the node may be gone, and whoever asked for it may not keep it.
+
+        A frozen home has a node that nobody can find before it is thawed.
+        """
+        if self._node_is_watched and self.home.requires_grad:
+            self._node_is_watched = node_is_kept(self.home)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The home's data, unnoticed."""
+        return raw_data(self.home)
+
+    @property
+    def source(self) -> torch.Tensor:
+        """What a copy to the device reads: the home, or the cast of it."""
+        return self.rest if self.casts else self.data
+
+    @property
+    def leaf_may_be_written(self) -> bool:
+        """Whether the model may have written to the leaf since that was last kept."""
+        return self.leaf._version != self._leaf_version or self.leaf.handed_out
+
+    def keep_leaf_writes(self, buffer: torch.Tensor) -> bool:
+        """What the model wrote to the leaf (nn.Embedding's max_norm, a codebook's `weight.data`) is the home's too.
+
+        Whether there was any. Of a leaf whose `data` was handed out nobody knows; the home, if it was touched after
+        the device copy was made, is newer.
+        """
+        touched = type(self.leaf) is AwayLeaf
+        if not self.leaf_may_be_written or (touched and self.leaf._version == self._leaf_version):
+            return False
+        self._leaf_version = self.leaf._version
+        written = raw_data(self.leaf)
+        self._check_shape(written)
+        self.data.copy_(written)  # leaves no trace in the version: the device copy is what it should be
+        self._cast = None
+        place = self.layout.view(buffer)
+        if written.data_ptr() != place.data_ptr():  # `weight.data = t`
+            place.copy_(written)
+            self.leaf.point(place)
+        return True
+
+    @property
+    def cast_is_old(self) -> bool:
+        return self.casts and self._cast != self.fingerprint
+
+    def cast(self) -> None:
+        """Casts the home into `rest`. Nobody may be reading there."""
+        self.rest.copy_(self.data)
+        self.is_cast()
+
+    def is_cast(self) -> None:
+        """`rest` has the cast of what the home holds."""
+        self._cast = self._read()
+
+    def follow_requires_grad(self) -> None:
+        """The leaf wants a gradient exactly when the home does."""
+        wanted = self.home.requires_grad
+        if self.leaf.requires_grad != wanted:
+            self.leaf.requires_grad_(wanted)
+        if wanted and self._hook is None and self.on_gradient is not None:
+            own = weakref.ref(self)  # a cycle through autograd's hooks is never collected
+            register: Any = self.leaf.register_post_accumulate_grad_hook
+            self._hook = register(lambda _: _pass_on_gradient(own()))
+
+    def fits(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter can be the home."""
+        return (
+            type(parameter) is nn.Parameter
+            and parameter.shape == self.layout.shape
+            and parameter.dtype == self.dtype
+            and parameter.device.type == "cpu"
+            and parameter.layout == torch.strided
+        )
+
+    def adopt(self, parameter: nn.Parameter) -> None:
+        """The user put another Parameter in the home's place (`load_state_dict(assign=True)`): it is the home now."""
+        kind = type(parameter if type(parameter) is not nn.Parameter else raw_data(parameter))
+        if kind not in (nn.Parameter, torch.Tensor, Part):
+            advice = f": {ADVICE}" if kind.__name__ == "DTensor" else ""
+            raise LayoutError(
+                f"parameter {self.name!r} was offloaded as a plain one and is a {kind.__name__} now, whose bytes lie"
+                f" elsewhere. Call remove() on the handle before a model is sharded or quantised{advice}"
+            )
+        if parameter.shape != self.layout.shape or parameter.dtype != self.dtype or parameter.device.type != "cpu":
+            raise LayoutError(
+                f"parameter {self.name!r} was offloaded as {self.dtype} of shape {tuple(self.layout.shape)} on the"
+                f" CPU and is now {parameter.dtype} of shape {tuple(parameter.shape)} on {parameter.device}; call"
+                " remove() on the handle before such a change, and offload the model again after it"
+            )
+        self._before_touch()
+        self._node_is_watched = True
+        if not self.casts or self._home_place is not None:
+            self.home.point(self.data.clone())  # whoever still holds it keeps its contents
+        as_parameter(self.home)
+        self.home = as_home(parameter, self)
+        self.changed_untraced()  # its version may count as the other one's did
+        self._move_in()
+
+    def check_shape(self) -> None:
+        """Raises LayoutError when the home's shape or dtype is no longer the one it was laid out with."""
+        self._check_shape(self.home)
+        if self.home.dtype != self.dtype:
+            raise LayoutError(
+                f"parameter {self.name!r} was offloaded as {self.dtype} and is {self.home.dtype} now; call remove() on"
+                " the handle before such a change, and offload again after it"
+            )
+
+    def _check_shape(self, data: torch.Tensor) -> None:
+        if data.shape != self.layout.shape:
+            raise LayoutError(
+                f"parameter {self.name!r} was offloaded with shape {tuple(self.layout.shape)} and now has shape"
+                f" {tuple(data.shape)}; call remove() on the handle before such a change, and offload"
+                " again after it"
+            )
+
+    def move_to(self, rest: torch.Tensor, *, keeps: bool = True) -> None:
+        """`rest` is the slot's place from now on; `keeps`: with what the home or the cast of it holds."""
+        with torch.no_grad():
+            if keeps:
+                copy_on_disk(rest, self.rest if self.casts else self.data)
+            if self.in_place:
+                self.home.point(rest)
+            self._keep(rest)
+
+    def live_at(self, place: torch.Tensor, *, keeps: bool = False) -> None:
+        """A home that casts lies there from now on; `keeps`: with what it holds."""
+        with torch.no_grad():
+            if keeps:
+                copy_on_disk(place, self.data)
+            self.home.point(place)
+            self._home_place = place
+
+    def return_home(self) -> None:
+        """A home that was pointed elsewhere (`p.data = t`) lies where the ranks have it again, with what it holds."""
+        place = self._home_place if self.casts else self.rest
+        if place is not None and self.home.data_ptr() != place.data_ptr():
+            place.copy_(self.data)
+            self.give(place)
+            self.home.point(place)
+            torch.autograd.graph.increment_version(self.home)  # its address is as before, for whoever compares that
+            self._home_changed()
+
+    def release(self) -> None:
+        """The home is an ordinary Parameter again; its data stays where it is. Nothing refers back to the slot."""
+        home = as_parameter(self.home)
+        if home.grad is None and home.requires_grad:
+            home.grad_dtype = home.dtype  # as gradients of plain parameters are
+        self.on_gradient = None
+        self.unit = None
+        self._before_touch = self.on_change = _nothing
+        if self._hook is not None:
+            self._hook.remove()
+            with without_overrides():
+                register: Any = self.leaf.register_post_accumulate_grad_hook
+                if self.leaf.requires_grad:
+                    register(_refuse_gradient)
+
+    def _move_in(self) -> None:
+        with torch.no_grad():
+            if self.casts:
+                self.cast()
+            elif self.rest.data_ptr() == self._rest_address:  # not what other processes have
+                if not self.in_place:
+                    copy_on_disk(self.rest, self.data)
+                self.home.point(self.rest)
+            if self.home.grad is not None and self.home.grad.device.type != "cpu":
+                self.home.grad = self.home.grad.to("cpu")
+
+    def _keep(self, rest: torch.Tensor) -> None:
+        self.rest = rest
+        self._rest_address = rest.data_ptr()  # a tensor that goes to other processes moves, with all of its storage
+
+    def _read(self) -> object:
+        """Fingerprint of what is read now; of none where other processes may write it at any time."""
+        return None if not self.in_place and self.data.untyped_storage().is_shared() else self.fingerprint
+
+    @property
+    def fingerprint(self) -> object:
+        """Differs when what the home holds may do, whether autograd would notice or not."""
+        return self.home._version, self.untraced_changes, self._touches, self.home.data_ptr()
+
+    def wait_for_updates(self) -> None:
+        """The host waits until no optimizer writes the home any more."""
+        if self.unit is not None:
+            self.unit.wait_for_updates()
+
+    def touch(self) -> None:
+        """The home's data is about to be handed out, and may be written through what was."""
+        self._before_touch()
+        self._touches += 1
+        self._home_changed()
+
+    def give(self, data: torch.Tensor) -> None:
+        """`home.data = data` follows: what autograd saved of the data before is not what the home holds then."""
+        if data.data_ptr() != self.data.data_ptr():
+            self._times_given += 1
+            self._data_number = 0 if data.data_ptr() == self._rest_address else self._times_given
+
+    def changed_untraced(self) -> None:
+        """The home was written, or is being written, in a way that leaves no trace in its version."""
+        self.untraced_changes += 1
+        self._home_changed()
+
+    def _home_changed(self) -> None:
+        self.leaf.__class__ = AwayLeaf  # whoever uses it, also where it is bound, has the home brought once more
+        self.on_change()
+
+
+def _pass_on_gradient(slot: Slot | None) -> None:
+    if slot is not None and slot.on_gradient is not None:
+        slot.on_gradient(slot)
+
+
+def _refuse_gradient(_leaf: torch.Tensor) -> None:
+    raise StateError(REMOVED)
+
+
+def _nothing() -> None:
+    pass

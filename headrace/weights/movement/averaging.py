@@ -1,0 +1,400 @@
+"""How do the ranks of a node average gradients? Each sums up its part of every block, while backward goes on.
+
+A rank's gradients of a block leave its device for memory that all ranks of the node see. When those of all ranks are
+there, each rank adds up its part of them, in the order of the ranks, into the one copy that the node keeps. So the
+result is that of one process which accumulates the ranks' batches one after the other, bit for bit.
+
+Blocks come in one order on all ranks, whatever a rank's own backward does: one that it did not reach gives nothing, and
+what comes too late for its block is averaged at the end. See docs/design/nodes.md.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import distributed
+
+from headrace.errors import LayoutError, StateError
+from headrace.memory.arena import aligned, whole_pages
+from headrace.memory.ledger import Ledger, Tier
+from headrace.memory.shared import SharedArena
+from headrace.runtime.autograd import without_overrides, without_transforms
+from headrace.runtime.counters import Counters
+from headrace.runtime.lanes import Lanes, LateTransfer, Transfer
+from headrace.runtime.threads import Job, OneThread
+from headrace.weights.meter import Meter
+from headrace.weights.model.slot import Slot
+from headrace.weights.movement.block import Block
+from headrace.weights.movement.common import CommonHomes
+from headrace.weights.movement.device_sums import DeviceSums
+from headrace.weights.movement.gathering import Gathers
+from headrace.weights.movement.host_sums import HostSums
+from headrace.weights.movement.node_gradients import (
+    NodeGradients,
+    Round,
+    Sums,
+    add_up,
+    divided,
+    offsets_of,
+    refuse_hooks,
+    there_is,
+)
+from headrace.weights.rest.placement import Shelf
+
+__all__ = ["AveragedGradients"]
+
+_PURPOSE = "gradients"
+_ARRIVED, _SUMMED = 0, 1  # counters: the last block whose gradients this rank has given, and has summed up
+_IN_A_PASS = 1 << 24  # so many blocks at most are averaged in one pass
+_GIVES, _ADDS = 1, 2  # what a rank says of each parameter: it has a gradient; it adds to one that there is
+
+
+class AveragedGradients:
+    """Gradients of all blocks of one model on all ranks, between the leaves that receive them and the homes."""
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        ledger: Ledger,
+        meter: Meter,
+        common: CommonHomes,
+        shelf: Shelf,
+        grad_dtype: torch.dtype | None,
+        *,
+        gathers: Gathers | None = None,
+    ) -> None:
+        """`gathers`: devices add gradients up among themselves, too, and a part of the sums leaves each."""
+        self._lanes, self._ledger, self._meter = lanes, ledger, meter
+        self._common, self._node, self._shelf, self._grad_dtype = common, common.node, shelf, grad_dtype
+        self._homes: dict[Slot, NodeGradients] = {}
+        self._counters = Counters(self._node, 2)
+        self._sums: Sums = (DeviceSums if gathers else HostSums)(self._node, lanes, meter, self._dtype)
+        self._keep_up: Callable[[], None] = gathers.keep_up if gathers else lambda: None  # for who waits for others
+        self._half_bytes = 0  # of each rank
+        self._halves: list[SharedArena] = []
+        self._last_of_half: list[tuple[int, Job[list[Slot]] | None]] = [(0, None)] * 2  # the round that had it last
+        self._meeting, self._summing = OneThread("headrace-average"), OneThread("headrace-sum")
+        self._pass = self._rounds = 0
+        self._places: dict[Block, int] = {}  # in the order
+        self._open: dict[Block, dict[Slot, torch.Tensor]] = {}  # gradients on the device
+        self._next = 0  # place of the first block whose round has not begun in this backward
+        self._late: dict[Slot, torch.Tensor] = {}  # on the host: they came after the round of their block
+        self._unsynchronised: dict[Slot, torch.Tensor] = {}  # on the host: of backwards within `no_sync`
+        self._of_this_backward: dict[Slot, torch.Tensor] = {}  # the same, of one that is under way
+        common.discards.append(self._discard)
+        self._jobs: list[tuple[Round, Job[list[Slot]]]] = []
+        self._averaged: set[Slot] = set()  # in this backward
+        self._leaving: deque[tuple[Round, Transfer | LateTransfer, int]] = deque()  # and its bytes on the device
+        self.synchronises = True  # whether backward averages
+
+    def prepare(self, blocks: Iterable[Block]) -> None:
+        """Makes memory for gradients of trainable parameters that have none. All ranks do, for the same parameters."""
+        if self._pass != self._common.passes:  # all ranks have begun it: nothing of the last one is under way
+            self._pass, self._rounds, self._last_of_half = self._common.passes, 0, [(0, None)] * 2
+        streamed, staying = divided(blocks)
+        order = [*reversed(streamed), *staying]  # as backward comes to them
+        if len(order) != len(self._places):
+            self._places = {block: place for place, block in enumerate(order)}
+        with without_transforms():
+            self._grow_halves()
+            for block in self._places:
+                refuse_hooks(block)
+                wanted = [slot for slot in block.slots if slot.home.requires_grad and slot not in self._homes]
+                if wanted:
+                    ends = offsets_of([slot.home.numel() * self._dtype(slot).itemsize for slot in wanted])
+                    arena = self._shelf.common_gradient_memory(self._node, block.name, ends[-1])
+                    homes = NodeGradients(arena, arena.own_view(), dict(zip(wanted, ends, strict=False)))
+                    self._homes |= dict.fromkeys(wanted, homes)
+
+    def _grow_halves(self) -> None:
+        """Before there are averages: these may rest on disk where host memory has no room."""
+        largest_bytes = max(self._half_bytes, aligned(len(self._places)))
+        for block in self._places:
+            slots = [slot for slot in block.slots if slot.home.requires_grad or slot in self._homes]
+            largest_bytes = max(largest_bytes, aligned(len(slots)) + self._sums.given_bytes(slots))
+        if largest_bytes > self._half_bytes:
+            self._halves, self._half_bytes = [], 0
+            node, nbytes = self._node, self._node.size * largest_bytes
+            self._shelf.make_room(2 * whole_pages(nbytes))
+            where = self._lanes.device, self._ledger, _PURPOSE
+            self._halves = [SharedArena(node, nbytes, *where, by_ranks=True) for _ in range(2)]
+            self._half_bytes = largest_bytes
+
+    def take(self, slot: Slot) -> None:
+        """The leaf's gradient is complete: from here on it is ours."""
+        gradient = slot.leaf.grad
+        slot.leaf.grad = None
+        if gradient is None or not isinstance(slot.unit, Block):
+            return
+        if gradient.layout != torch.strided:
+            raise LayoutError(
+                f"parameter {slot.name!r} has a sparse gradient (nn.Embedding(sparse=True)), which ranks cannot"
+                " average; make it a dense one: sparse=False"
+            )
+        refuse_hooks(slot.unit)  # that came since forward
+        if gradient.requires_grad:
+            raise StateError(f"backward(create_graph=True) reached parameter {slot.name!r}, whose gradient leaves")
+        if not self.synchronises:
+            add_up(self._of_this_backward, slot, gradient.detach().to("cpu", self._dtype(slot)))
+        elif self._places[slot.unit] < self._next:
+            add_up(self._late, slot, gradient.detach().to("cpu", self._dtype(slot)))
+        else:
+            held = self._open.setdefault(slot.unit, {})
+            if slot not in held:
+                self._ledger.add(Tier.DEVICE, _PURPOSE, gradient.nbytes)
+            held[slot] = held[slot] + gradient if slot in held else gradient
+
+    def take_rows(self, slot: Slot, rows: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Never called: with several ranks tables travel whole."""
+        raise NotImplementedError(f"rows of {slot.name!r}")
+
+    def add_up_rows(self, slot: Slot) -> None:
+        """As `take_rows`."""
+
+    def leave_block(self) -> None:
+        """Backward goes on to another block: what it had of those before it leaves. Compute waits for what left before.
+
+        So the device holds the gradients of two blocks at most: those that leave, and those that are being computed.
+        Where devices add them up those of two leave, and the host waits for no rank that is less than two behind.
+        """
+        self._let_go(but=self._sums.in_flight - 1)
+        streamed = [self._places[block] for block in self._open if block.index >= 0]
+        if streamed:  # those that stay on the device come last
+            self._average_up_to(max(streamed))
+
+    def deliver(self, in_hooks: Callable[[], None] = lambda: None) -> None:
+        """The end of backward: averages are in the homes when this returns, on all ranks. Then homes' hooks fire."""
+        if not self.synchronises:
+            for slot, gradient in self._of_this_backward.items():
+                add_up(self._unsynchronised, slot, gradient)
+            self._of_this_backward.clear()
+            return
+        self._let_go()
+        self._average_up_to(len(self._places) - 1)
+        self._finish_rounds()
+        self._average_late()
+        self._let_go()
+        self._unsynchronised.clear()  # they are in the averages
+        self._next = 0
+        with without_overrides():
+            for homes in dict.fromkeys(self._homes.values()):
+                self._show(homes)
+        averaged, self._averaged = self._averaged, set()
+        for slot in sorted(averaged, key=lambda slot: slot.name):
+            for hook in list((getattr(slot.home, "_post_accumulate_grad_hooks", None) or {}).values()):
+                hook(slot.home)
+
+    def abandon(self) -> None:
+        """Backward raised: what it computed is dropped, once nothing is in flight any more."""
+        if self._open or self._jobs or self._next:
+            self._node.break_off()
+        for gradients in self._open.values():
+            self._ledger.add(Tier.DEVICE, _PURPOSE, -sum(one.nbytes for one in gradients.values()))
+        for held in (self._open, self._late, self._of_this_backward):
+            held.clear()
+        jobs, self._jobs = self._jobs, []
+        for _, job in jobs:
+            job.exception()
+        self._let_go(broken_off=True)
+        self._averaged.clear()
+        self._next = 0
+
+    def close(self) -> None:
+        """Waits for what is under way, and ends the threads."""
+        self._meeting.shutdown(wait=True)
+        self._summing.shutdown(wait=True)
+        self._sums.close()
+
+    def _discard(self, parameters: Iterable[Any]) -> None:
+        wanted = set(map(id, parameters))
+        for slot in [slot for slot in self._unsynchronised if id(slot.home) in wanted]:
+            del self._unsynchronised[slot]
+
+    def _let_go(self, *, but: int = 0, broken_off: bool = False) -> None:
+        """Compute waits for what has left, `but` the last; with `broken_off` rounds are over, sums may have failed."""
+        while len(self._leaving) > but:
+            given, transfer, nbytes = self._leaving[0]
+            if not (broken_off and isinstance(transfer, LateTransfer)):
+                self._lanes.wait(transfer.done_while(self._keep_up))
+            self._leaving.popleft()
+            self._sums.let_go(given)
+            self._ledger.add(Tier.DEVICE, _PURPOSE, -nbytes)
+
+    # rounds ----------------------------------------------------------------------------------------------------------
+    def _average_up_to(self, place: int) -> None:
+        """Begins the rounds of all blocks up to that place of the order, as far as they have not begun."""
+        order = list(self._places)
+        while self._next <= place:
+            block = order[self._next]
+            self._next += 1
+            slots = self._slots_of(block)
+            if slots:
+                kept = {slot: self._unsynchronised[slot] for slot in slots if slot in self._unsynchronised}
+                self._begin(block, slots, self._open.pop(block, {}), kept)
+
+    def _begin(
+        self, block: Block, slots: list[Slot], gradients: dict[Slot, torch.Tensor], from_host: dict[Slot, torch.Tensor]
+    ) -> None:
+        block.wait_for_updates()  # which read the gradients before
+        self._let_go(but=self._sums.in_flight - 1)
+        number, half, before = self._next_round(f"room for gradients of {block.name!r}")
+        flags = []
+        with without_overrides():
+            for slot in slots:
+                homes, held = self._homes[slot], slot.home.grad
+                adds = held is not None or slot in self._averaged
+                flags.append(_GIVES * (slot in gradients or slot in from_host) | _ADDS * adds)
+                replaced = held is None or not homes.has_lent(slot, held)
+                if replaced and slot not in self._averaged and homes.is_kept(slot):
+                    homes.leave_to_user()
+        given = Round(
+            block=block,
+            number=number,
+            half=half,
+            region_bytes=self._half_bytes,
+            slots=slots,
+            flags=flags,
+            from_host=from_host,
+            before=before,
+        )
+        held_bytes = sum(one.nbytes for one in gradients.values())
+        leaving_bytes = self._sums.give(given, gradients)
+        self._ledger.add(Tier.DEVICE, _PURPOSE, leaving_bytes - held_bytes)
+        if given.transfer is not None:
+            self._leaving.append((given, given.transfer, leaving_bytes))
+        met = self._meeting.submit(self._meet, given)
+        job = self._summing.submit(self._sum, given, met)
+        self._jobs.append((given, job))
+        self._last_of_half[self._rounds % 2] = number, job
+
+    def _meet(self, given: Round) -> torch.Tensor:
+        """On a thread: gives this rank's gradients, when all ranks do. Returns what each says of each parameter."""
+        node = self._node
+        try:
+            with torch.no_grad(), without_overrides():
+                self._sums.land(given)
+                said = [given.said(rank) for rank in range(node.size)]
+                said[node.rank].copy_(torch.tensor(given.flags, dtype=torch.uint8))
+                self._counters.post(_ARRIVED, given.number)
+                self._counters.wait(_ARRIVED, given.number, f"its gradients of {given.block.name!r}")
+                flags = torch.stack(said)  # all ranks have read them when all have come to the next round
+                adds = flags & _ADDS
+                uneven = (adds.amin(0) != adds.amax(0)).nonzero().flatten().tolist()
+                if uneven:
+                    having = [node.ranks[rank] for rank in range(node.size) if adds[rank, uneven[0]]]
+                    raise StateError(
+                        f"parameter {given.slots[uneven[0]].name!r} has a gradient already on ranks {having} alone, of"
+                        f" {list(node.ranks)}: set gradients to None, or accumulate, on all ranks or on none"
+                    )
+                self._sums.exchange(given, flags & _GIVES)
+        except BaseException as error:
+            self._sums.fail(given, error)
+            raise
+        return flags
+
+    def _sum(self, given: Round, met: Job[torch.Tensor]) -> list[Slot]:
+        """On another thread: sums up this rank's part of what all have given. Returns what has an average."""
+        flags = met.result()
+        with torch.no_grad(), without_overrides():
+            self._sums.collect(given)
+            averaged = self._add_up(given, flags & _GIVES, flags & _ADDS)
+        self._counters.post(_SUMMED, given.number)
+        return averaged
+
+    def _add_up(self, given: Round, gives: torch.Tensor, adds: torch.Tensor) -> list[Slot]:
+        node, averaged = self._node, []
+        anywhere = gives.amax(0)
+        if node.across is not None:
+            distributed.all_reduce(anywhere, distributed.ReduceOp.MAX, group=node.across)
+        for index, slot in enumerate(given.slots):
+            part = self._sums.part(slot.home.numel())
+            if not anywhere[index] and not adds[0, index]:
+                continue
+            common = self._homes[slot].common(slot, self._dtype(slot))[part]
+            before = common if slot in self._averaged else there_is(slot)[part] if adds[0, index] else None
+            # As one process adds to what there is; of several nodes, what they have summed up is added to it.
+            continued = before is not None and node.across is None and self._sums.on_host
+            total = self._sums.of(given, gives, index, before.clone() if before is not None and continued else None)
+            total = None if total is None else total.to(common.dtype)
+            if anywhere[index] and node.across is not None:
+                total = torch.zeros_like(common) if total is None else total
+                distributed.all_reduce(total, group=node.across)
+            if before is not None and not continued:
+                total = before if total is None else total.add_(before)
+            if total is not None:
+                common.copy_(total)
+            averaged.append(slot)
+        return averaged
+
+    def _next_round(self, what: str) -> tuple[int, SharedArena, Job[list[Slot]] | None]:
+        """Its number; its half of the memory, which no rank reads on the host any more; and the job that summed up
+        there last.
+        """
+        self._rounds += 1
+        number, turn = self._pass * _IN_A_PASS + self._rounds, self._rounds % 2
+        last, job = self._last_of_half[turn]
+        if self._sums.on_host:
+            if job is not None:
+                job.result()  # raises what failed in it
+            self._counters.wait(_SUMMED, last, what)
+        self._last_of_half[turn] = number, None
+        return number, self._halves[turn], job
+
+    def _finish_rounds(self) -> None:
+        """All rounds are over on all ranks."""
+        jobs, self._jobs = self._jobs, []
+        for _, job in jobs:
+            self._averaged.update(job.result())
+        if jobs:
+            self._counters.wait(_SUMMED, jobs[-1][0].number, "the end of its backward")
+
+    def _average_late(self) -> None:
+        """What came too late, on any rank."""
+        blocks = list(self._places)
+        units = {slot.unit for slot in self._late}
+        late = torch.tensor([block in units for block in blocks], dtype=torch.uint8)
+        for place in self._agreed(late).nonzero().flatten().tolist():
+            slots = self._slots_of(blocks[place])
+            self._begin(blocks[place], slots, {}, {slot: self._late.pop(slot) for slot in slots if slot in self._late})
+        self._finish_rounds()
+
+    def _agreed(self, mine: torch.Tensor) -> torch.Tensor:
+        """The largest of what the ranks say, on all of them."""
+        if not self._halves:
+            return mine
+        number, half, _ = self._next_round("room for what came late")
+        said = [half.tensor(rank * self._half_bytes, len(mine)) for rank in range(self._node.size)]
+        said[self._node.rank].copy_(mine)
+        self._counters.post(_ARRIVED, number)
+        self._counters.wait(_ARRIVED, number, "the end of its backward")
+        agreed = torch.stack(said).amax(0)
+        if self._node.across is not None:
+            distributed.all_reduce(agreed, distributed.ReduceOp.MAX, group=self._node.across)
+        self._counters.post(_SUMMED, number)
+        return agreed
+
+    def _show(self, homes: NodeGradients) -> None:
+        """Averages become the homes' gradients. What this rank wrote to gradients before is in them."""
+        slots = [slot for slot in homes.offsets if slot in self._averaged]
+        if not slots:
+            return
+        homes.view.drop()
+        homes.arena.forget()
+        for slot in slots:
+            dtype = self._dtype(slot)
+            gradient = slot.home.grad
+            if gradient is not None and homes.has_lent(slot, gradient):
+                torch.autograd.graph.increment_version(gradient)
+                continue
+            if dtype != slot.home.grad_dtype:
+                slot.home.grad_dtype = dtype
+            slot.home.grad = homes.lend(slot, dtype)
+
+    # memory ----------------------------------------------------------------------------------------------------------
+    def _slots_of(self, block: Block) -> list[Slot]:
+        """The parameters of a block that have memory for gradients: on all ranks the same."""
+        return [slot for slot in block.slots if slot in self._homes]
+
+    def _dtype(self, slot: Slot) -> torch.dtype:
+        return slot.dtype if self._grad_dtype is None else self._grad_dtype

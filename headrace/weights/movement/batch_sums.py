@@ -1,0 +1,138 @@
+"""How do gradients of several micro-batches become one, before they leave the device? Added up block by block there,
+in the order of the micro-batches, so that the sum has the bits of a loop that adds each one up on the host.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import torch
+
+from headrace.memory.arena import Arena, whole_pages
+from headrace.memory.ledger import Ledger
+from headrace.runtime.autograd import without_overrides
+from headrace.runtime.lanes import Lane, Lanes, Transfer
+from headrace.weights.meter import Meter
+from headrace.weights.model.slot import Slot
+from headrace.weights.movement.gradients import Gradients, refuse_graph
+from headrace.weights.movement.staged import sum_of_rows
+
+__all__ = ["BatchSums", "bytes_apart"]
+
+_PURPOSE = "gradients"
+
+
+class _Part(NamedTuple):
+    """What one block gave a parameter."""
+
+    gradient: torch.Tensor  # on the host
+    rows: torch.Tensor | None  # of a table, that it is for
+    transfer: Transfer | None  # on its way there; None: it is there
+
+
+class BatchSums:
+    """Gradients of one backward over `count` micro-batches. `number`: whose gradients come now.
+
+    Parameters in `apart` get gradients in several blocks (tied weights): a loop would add up those of one micro-batch
+    first. So what each micro-batch has given them waits in host memory. Those `one_by_one` among them get each by a
+    backward of its own (reentrant checkpoints), and a loop adds each to what is there.
+    """
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        lanes: Lanes,
+        ledger: Ledger,
+        meter: Meter,
+        count: int,
+        apart: Collection[Slot],
+        one_by_one: Collection[Slot],
+    ) -> None:
+        self.number = 0
+        self._gradients = gradients
+        self._lanes = lanes
+        self._ledger = ledger
+        self._meter = meter
+        self._apart, self._one_by_one = apart, one_by_one
+        self._sums: dict[Slot, torch.Tensor] = {}  # of the block that backward is at, on the device
+        self._waiting: list[dict[Slot, list[_Part]]] = [{} for _ in range(count)]  # of each micro-batch
+        self._leaving: list[Transfer] = []  # which compute has not waited for
+
+    def take(self, slot: Slot) -> None:
+        """The leaf has a gradient of the present micro-batch."""
+        gradient = slot.leaf.grad
+        slot.leaf.grad = None
+        if gradient is None:
+            return
+        refuse_graph(slot, gradient)
+        if slot in self._apart:
+            self._put_aside(slot, gradient, None)
+        elif gradient.layout != torch.strided:
+            self._gradients.keep(slot, gradient)
+        elif slot in self._sums:
+            self._sums[slot].add_(gradient)
+        else:
+            before = self._gradients.continued(slot)
+            self._sums[slot] = gradient.to(self._gradients.dtype(slot)) if before is None else before.add_(gradient)
+
+    def take_rows(self, slot: Slot) -> None:
+        """Lookups in a table have given all that they give its rows, of the present micro-batch."""
+        parts = self._gradients.rows_of(slot)
+        if not parts:
+            return
+        rows, gradients = sum_of_rows(parts)
+        if slot in self._apart:
+            self._put_aside(slot, torch.cat(gradients), rows)
+        else:
+            self._gradients.keep_rows(slot, gradients, rows)
+
+    def leave_block(self) -> None:
+        """All micro-batches have been at the block: sums go."""
+        sums, self._sums = self._sums, {}
+        for slot, gradient in sums.items():
+            self._gradients.keep(slot, gradient)
+        leaving, self._leaving = self._leaving, []
+        for transfer in leaving:
+            self._lanes.wait(transfer.done)
+
+    def end(self) -> None:
+        """All micro-batches have been everywhere: what waits is added up, in their order."""
+        self.leave_block()
+        for waiting in self._waiting:
+            for slot, parts in waiting.items():
+                for part in parts:
+                    if part.transfer is not None:
+                        part.transfer.done.synchronize()
+                sparse = [part.gradient for part in parts if part.gradient.layout != torch.strided]
+                dense = [part.gradient for part in parts if part.rows is None and part.transfer is not None]
+                if slot not in self._one_by_one:
+                    for other in (*dense[1:], *(sparse if dense else ())):
+                        dense[0].add_(other)
+                    del dense[1:]
+                for gradient in dense:
+                    self._gradients.add_on_host(slot, gradient, None)
+                for other in () if dense else sparse:
+                    self._gradients.keep(slot, other)
+                of_rows = [(part.rows, part.gradient) for part in parts if part.rows is not None]
+                if of_rows:
+                    rows, gradients = sum_of_rows(of_rows)
+                    self._gradients.add_on_host(slot, torch.cat(gradients), rows)
+            waiting.clear()
+
+    def _put_aside(self, slot: Slot, gradient: torch.Tensor, rows: torch.Tensor | None) -> None:
+        if gradient.layout != torch.strided:
+            part = _Part(gradient.to("cpu"), rows, None)
+            self._waiting[self.number].setdefault(slot, []).append(part)
+            return
+        with torch.no_grad(), without_overrides():
+            gradient = gradient.contiguous()
+            arena = Arena(gradient.nbytes, self._lanes.device, self._ledger, _PURPOSE)
+            host = arena.tensor(0, gradient.nbytes, gradient.dtype).view(gradient.shape)
+            transfer = self._lanes.copy(Lane.OFFLOAD, [(host, gradient)], self._lanes.mark())
+            self._meter.offloaded(transfer, slot.name)
+            self._leaving.append(transfer)
+            self._waiting[self.number].setdefault(slot, []).append(_Part(host, rows, transfer))
+
+
+def bytes_apart(uses: Mapping[Slot, int], count: int) -> int:
+    """Host memory for gradients of parameters that so many blocks use, of `count` micro-batches each, at most."""
+    return count * sum(blocks * whole_pages(slot.home.numel() * slot.dtype.itemsize) for slot, blocks in uses.items())

@@ -1,0 +1,348 @@
+"""What is a block? The parameters that travel together: one byte range in host memory, one buffer on the device."""
+
+import weakref
+from collections.abc import Sequence
+from enum import Enum, auto
+from functools import partial
+
+import torch
+
+from headrace.errors import StateError
+from headrace.memory.buffers import references_beside
+from headrace.planning import Key
+from headrace.runtime.autograd import without_overrides
+from headrace.runtime.capture import before_write
+from headrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
+from headrace.runtime.pending import LostUpdate, Pending, Watcher
+from headrace.weights.model.experts import Experts
+from headrace.weights.model.home import Home
+from headrace.weights.model.layout import lay_out
+from headrace.weights.model.places import Member, Places
+from headrace.weights.model.slot import Slot
+from headrace.weights.movement.homes_in_files import HomesInFiles
+from headrace.weights.movement.leaves import AbsentLeaves, Leaves
+from headrace.weights.rest.fetching import Fetch, Way
+from headrace.weights.rest.pieces import Range
+from headrace.weights.rest.placement import Shelf
+
+__all__ = ["Block", "Presence"]
+
+
+class Presence(Enum):
+    """Where a block's device copy stands."""
+
+    ABSENT = auto()
+    RESERVED = auto()  # there is a buffer, but nothing was copied into it: the homes are being updated
+    ARRIVING = auto()  # a copy into the buffer was submitted, and compute has not waited for it
+    PRESENT = auto()
+
+
+_NEXT = {
+    Presence.ABSENT: {Presence.RESERVED},
+    Presence.RESERVED: {Presence.ARRIVING, Presence.ABSENT},
+    Presence.ARRIVING: {Presence.PRESENT},
+    Presence.PRESENT: {Presence.ABSENT, Presence.ARRIVING},  # arriving once more: homes have changed
+}
+
+
+class Block(HomesInFiles):
+    """At rest its bytes are one arena of exact size; on the device one buffer, of which the leaves are views."""
+
+    def __init__(
+        self,
+        name: str,
+        members: Sequence[Member],
+        device: torch.device,
+        shelf: Shelf,
+        param_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.name = name
+        self.index = -1  # among the blocks that stream; -1 for a resident one
+        self.row_bytes = 0  # of a table whose rows alone travel, see movement/rows.py; 0: it travels whole
+        self.experts: Experts | None = None  # that travel one by one, see movement/slices.py; None: it travels whole
+        self.trains_whole = False  # they have been used otherwise than by their numbers while they were trained
+        self.called: Key | None = None  # an expert that is a module, see movement/called.py: of which layer, and which
+        self.buffer: torch.Tensor | None = None
+        self.allocated: Event | None = None  # when whoever had the buffer's memory before is done with it
+        self.arrival: Transfer | LateTransfer | None = None  # the last copy into the buffer
+        self.users = 0  # visits under way that have it bound
+        self.lent = False  # one of them is a module that was only asked for a parameter: it can be taken back
+        self.updates: list[Pending] = []  # write the homes; whoever reads those waits for them
+        self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()  # are told when gradients are complete
+        self.common: object = None
+        self.agreed: object = None  # contents of which this rank knows whether they are its own alone
+        self.order = -1  # its place among those that a forward needs first
+        self._presence = Presence.ABSENT
+        self._last_read: Event | None = None  # the end of the last copy that reads the homes
+        self._changes = 0  # of homes, that left no trace in them
+        self._homes: list[Home] | None = None
+        self._not_stale: tuple[int, list[int], list[int]] | None = None  # signature when the copy was what homes hold
+        # The signature with which a copy of all was made last, and what the slots noted then.
+        self._loaded: tuple[object, list[object]] | None = None
+        self._current_at = -1  # when the device copy was last found to be what the homes hold, see `is_current`
+        parameters = [member.parameter for member in members]
+        layouts, self.nbytes = lay_out(parameters, param_dtype)
+        self.rest = shelf.rest_for(name, parameters, layouts, self.nbytes)
+        self._shelf = shelf
+        self.packed = shelf.packed_copy(name)
+        self.manager: object = shelf  # each offloaded model has one
+        absent = AbsentLeaves(device)
+        self.slots = [
+            Slot(member.name, member.parameter, layout, rest, absent.of(layout), self._before_touch)
+            for member, layout, rest in zip(members, layouts, self.rest.places(layouts), strict=True)
+        ]
+        for slot in self.slots:
+            slot.unit = self
+            slot.on_change = self._changed
+        self.rest.take_homes(self.slots)
+        self.compounds = list(dict.fromkeys(member.compound for member in members if member.compound is not None))
+        self._leaves = Leaves(self.slots, self.compounds)
+        self.slots_by_offset = sorted(self.slots, key=lambda slot: slot.layout.offset)
+        self.slot_offsets = [slot.layout.offset for slot in self.slots_by_offset]
+        self.places = Places(
+            [(place, slot) for member, slot in zip(members, self.slots, strict=True) for place in member.places]
+        )
+        self._own_references = self._references()  # to the memory of homes, beside which nobody has any yet
+        self._flushed: object = self.contents if self.rest.filled else None  # the contents that the files have
+        self._flush(self.contents)
+
+    @property
+    def presence(self) -> Presence:
+        return self._presence
+
+    @presence.setter
+    def presence(self, new: Presence) -> None:
+        if new not in _NEXT[self._presence]:
+            raise StateError(f"block {self.name!r} is {self._presence.name} and cannot become {new.name}")
+        if new is Presence.PRESENT:  # which it is with all of its leaves, also where Ctrl-C keeps some from following
+            self._leaves.are(present=True)
+        was, self._presence = self._presence, new
+        if was is Presence.PRESENT:
+            self._leaves.are(present=False)
+
+    def lost(self) -> None:
+        """A copy was broken off: the block is ABSENT, whatever it was before."""
+        self._presence = Presence.ABSENT
+        self._leaves.are(present=False)
+
+    @property
+    def stale(self) -> bool:
+        """Whether the device copy may differ from a home."""
+        self._notice_writes()
+        if self._not_stale is not None and self._signature() == self._not_stale:
+            return False
+        if any(slot.stale for slot in self.slots):
+            return True
+        self._not_stale = self._signature()
+        return False
+
+    def _signature(self) -> tuple[int, list[int], list[int]]:
+        """Differs when anything does by which slots tell that their homes have changed. Quicker than to ask them."""
+        if (homes := self._homes) is None:
+            homes = self._homes = [slot.home for slot in self.slots]
+        return self._changes, [home._version for home in homes], [home.data_ptr() for home in homes]
+
+    def is_current(self, moment: int) -> bool:
+        """Whether the device copy is what the homes hold. `moment` counts when homes may have changed without notice.
+
+        That is between passes. While one is under way, whatever is written to a home comes to know of it.
+        """
+        if self._current_at != moment:
+            if self.stale:
+                return False
+            self._current_at = moment
+        return True
+
+    @property
+    def is_known_current(self) -> bool:
+        """Whether nothing was written to a home since `is_current` said so, nor to a tensor that shares its version."""
+        self._notice_writes()
+        if self._current_at < 0:
+            return False
+        with without_overrides():
+            return self._not_stale is None or [home._version for home in self._homes or ()] == self._not_stale[1]
+
+    def _changed(self) -> None:
+        self._leaves.touched()
+        if self.users:
+            self.places.hide_leaves()  # modules that are asked for one have it brought once more
+        self._current_at = -1
+        self._changes += 1
+        self._homes = None
+
+    @property
+    def changed_since_load(self) -> bool:
+        """Whether a home changed after the last device copy was made, present or not."""
+        return any(slot.changed_since_load for slot in self.slots)
+
+    # bytes ------------------------------------------------------------------------------------------------------------
+    def copies_in(self, *, only_changes: bool = False) -> list[Copy]:
+        """What to copy from host memory into the buffer so that it holds what the homes hold.
+
+        The arena whole, and homes that the user re-pointed on top of it; with `only_changes`, into a buffer that holds
+        an older state, just the parameters that changed, unless they are most. Of a block on disk, which is fetched
+        whole, only homes that were re-pointed.
+        """
+        if self.buffer is None:
+            raise StateError(f"block {self.name!r} has no buffer to copy into")
+        self.wait_for_updates()
+        self.keep_leaf_writes()  # they would be written over
+        signature = self._signature()
+        if self._loaded is not None and self._loaded[0] == signature and not only_changes:  # as the last time
+            for slot, mark in zip(self.slots, self._loaded[1], strict=True):
+                slot.check_shape()
+                slot.mark_loaded_again(mark)
+            self._not_stale = signature
+            return [] if self.rest.memory is None else [(self.buffer, self.rest.memory)]
+        self.make_homes_readable()
+        changed = [slot for slot in self.slots if slot.stale]
+        copies: list[Copy] = []
+        if not only_changes or self.is_fetched or 2 * len(changed) > len(self.slots):
+            if self.rest.memory is not None:
+                copies.append((self.buffer, self.rest.memory))
+            changed = [slot for slot in self.slots if not slot.casts and not slot.in_place]
+        # Detached: a view would keep its base, of which `is_free` does not know.
+        copies += [(slot.layout.view(self.buffer).detach(), slot.source) for slot in changed if slot.layout.nbytes]
+        for slot in self.slots:
+            slot.mark_loaded()
+        self._not_stale = None
+        marks = [slot.mark for slot in self.slots]
+        self._loaded = (self._signature(), marks) if all(slot.in_place for slot in self.slots) else None
+        return copies
+
+    @property
+    def memory_is_kept(self) -> bool:
+        """Whether somebody refers to the memory in which homes lie (`kept = p.data`), which moving would not free."""
+        pairs = zip(self.slots, self._references(), self._own_references, strict=True)
+        return any(slot.in_place and now > own for slot, now, own in pairs)
+
+    def _references(self) -> list[int]:
+        return [references_beside(slot.data) for slot in self.slots]
+
+    @property
+    def travels_in_parts(self) -> bool:
+        """Whether rows of it, or experts, come when they are used, and no visit brings the whole."""
+        return bool(self.row_bytes) or self.experts is not None
+
+    def fetch(
+        self, chunk_bytes: int, way: Way, ranges: Sequence[Range] | None = None, *, always: bool = False
+    ) -> Fetch:
+        """What brings from disk what the homes hold now, in pieces of `chunk_bytes` at most; of `ranges` alone, which
+        are `always` the same.
+        """
+        contents = self.readable_contents()
+        nbytes = self.nbytes if ranges is None else sum(nbytes for _, nbytes, _ in ranges)
+        pieces = self.rest.pieces(chunk_bytes, ranges)
+        if ranges is None:
+            pieces = self.packed.pieces(pieces, self.slots, way, contents, self.rest, chunk_bytes)
+        flush = partial(_flush, weakref.ref(self), contents, ranges if always else None)
+        fetch = Fetch(pieces, nbytes, contents, flush, way)
+        self.read_until(fetch)
+        return fetch
+
+    def point_leaves(self, buffer: torch.Tensor | None) -> None:
+        """Leaves become views of `buffer`; without one, NaN of the right shape, of no memory and read-only."""
+        if buffer is None:
+            self._current_at = -1
+            self._not_stale = None
+        self._leaves.point(buffer)
+
+    def read_until(self, done: Event) -> None:
+        """The homes are being read, and may not be written before `done`."""
+        self._last_read = done
+
+    def wait_for_reads(self) -> None:
+        """The host waits until no copy reads the homes any more."""
+        if self._last_read is not None:
+            self._last_read.synchronize()
+            self._last_read = None
+
+    @property
+    def being_updated(self) -> bool:
+        """Whether an optimizer still writes the homes, or failed to and nobody was told yet."""
+        return any(not update.done() for update in self.updates)
+
+    def wait_for_updates(self) -> None:
+        """The host waits until no optimizer writes the homes any more. Raises what failed in an update."""
+        if self.updates:
+            for update in list(self.updates):
+                update.wait()
+            self.updates = [update for update in self.updates if not update.done()]
+
+    def wait_until_free(self) -> None:
+        """The host may read and write the homes: nobody else does."""
+        self.wait_for_updates()
+        self.wait_for_reads()
+
+    def forked(self) -> None:
+        """In a process that was forked: no thread is here that would end what is under way in the other one."""
+        self._last_read = None
+        if self.being_updated:
+            self.updates = [LostUpdate(f"block {self.name!r}")]
+
+    # binding ----------------------------------------------------------------------------------------------------------
+    def bind(self, *, adopts: bool) -> None:
+        """The modules' attributes become the leaves; `adopts`: what took the place of homes becomes the home first."""
+        self.places.bind(adopts=adopts)
+
+    def unbind(self) -> None:
+        """The modules' attributes become the homes again."""
+        if self.keep_leaf_writes():
+            self._leaves.are_no_longer_handed_out()
+        self.places.unbind()
+
+    def keep_leaf_writes(self) -> bool:
+        """What was written to leaves is the homes', too, before these are read, or either goes. Whether any may be."""
+        with without_overrides():
+            if not self._leaves.may_be_written():
+                return False
+            if self.buffer is not None and self._presence is Presence.PRESENT:
+                self.wait_until_free()
+                before_write(slot.home for slot in self.slots)
+                for slot in self.slots:
+                    self._kept_leaf_writes += slot.keep_leaf_writes(self.buffer)
+            self._leaves.writes_are_kept()
+        return True
+
+    def _before_touch(self) -> None:
+        self.keep_leaf_writes()
+        self.wait_until_free()
+        before_write(slot.home for slot in self.slots)
+
+    def take_back(self) -> None:
+        """It is lent no more. Whoever keeps a leaf has it brought again when it is used."""
+        if self.lent:
+            if self.users == 1:
+                self.unbind()
+            self.users, self.lent = self.users - 1, False
+
+    @property
+    def may_be_taken_back(self) -> bool:
+        """Whether it is bound for nothing but a parameter that a module was asked for."""
+        return self.lent and self.users == 1
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing speaks against its eviction: no visit, nobody who keeps a leaf that was lent, and no view of
+        its buffer, whose memory would only be held on (by a node of backward that is just being computed).
+        """
+        if self.users and (not self.may_be_taken_back or self._leaves.are_kept(self.places.references)):
+            return False
+        views = self._leaves.views
+        if self.arrival is not None:
+            views += sum(destination is not self.buffer for destination, _ in self.arrival.copies)
+        return self.buffer is None or references_beside(self.buffer) <= views
+
+    def release(self) -> None:
+        """Homes are ordinary parameters again."""
+        for slot in self.slots:
+            slot.release()
+        for compound in self.compounds:
+            compound.release()
+
+
+def _flush(block: "weakref.ref[Block]", contents: object, ranges: Sequence[Range] | None) -> None:
+    """For a thread, which does not keep a model alive that nobody else does."""
+    present = block()
+    if present is not None:
+        present._flush(contents, ranges)

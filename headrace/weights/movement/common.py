@@ -1,0 +1,269 @@
+"""How do the ranks of a node keep one copy of a model? What users write on all ranks is published, part by part.
+
+Each rank sees homes through a view of its own, in which its writes stay. When a pass with gradients begins, and before
+an optimizer steps, all ranks say what was written. Each publishes its part of that, and all see the same again. Whether
+they meet is never decided by anything that a rank alone knows. In passes without gradients no rank waits for others.
+"""
+
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import distributed
+
+from headrace.errors import StateError
+from headrace.runtime.autograd import without_overrides
+from headrace.runtime.counters import Counters
+from headrace.runtime.node import Node
+from headrace.runtime.pending import OtherRanks
+from headrace.weights.model.slot import Slot
+from headrace.weights.movement.block import Block
+from headrace.weights.rest.tiers import CheckpointRest, SharedRest
+
+__all__ = ["CommonHomes"]
+
+
+class _Updates:
+    """Updates of one block, of several optimizers maybe, each of which ends when it likes."""
+
+    def __init__(self, counters: Counters, index: int, what: str) -> None:
+        self.counters, self.index, self.what = counters, index, what
+        self._begun = self._ended = 0
+        self._early: set[int] = set()  # ended before one that was begun before them
+        self._lock = threading.Lock()
+
+    def begin(self) -> "_Update":
+        self._begun += 1
+        return _Update(self, self._begun)
+
+    def end(self, number: int) -> None:
+        """Posts how many have ended, of the first ones on."""
+        with self._lock:
+            self._early.add(number)
+            while self._ended + 1 in self._early:
+                self._ended += 1
+                self._early.discard(self._ended)
+            self.counters.post(self.index, self._ended)
+
+
+class _Update:
+    """One update of one block."""
+
+    def __init__(self, updates: _Updates, number: int) -> None:
+        self._updates, self._number = updates, number
+
+    def post(self) -> None:
+        self._updates.end(self._number)
+
+    def have_come(self) -> bool:
+        return self._updates.counters.have_come(self._updates.index, self._number)
+
+    def wait(self) -> None:
+        # Threads post: the other rank itself may be in its next pass.
+        self._updates.counters.wait(self._updates.index, self._number, self._updates.what, in_pass=False)
+
+
+class CommonHomes:
+    """The homes of one model, on all ranks of a node. `blocks`: the model's, on all ranks the same."""
+
+    def __init__(self, node: Node, blocks: Callable[[], Sequence[Block]]) -> None:
+        self.node = node
+        self._blocks = blocks
+        self.passes = 0  # with gradients
+        self._agreements = 0
+        self._places: dict[Block, int] = {}
+        self._said: Counters | None = None  # for each block what was written, and after these its updates
+        self._updates: dict[Block, _Updates] = {}
+        self.discards: list[Callable[[Iterable[Any]], None]] = []  # called when gradients of parameters are discarded
+
+    def move_in(self, block: Block) -> None:
+        """A block was made on all ranks: what the first rank of the mesh has is what all have. A collective."""
+        block.common = self
+        rest = block.rest
+        if isinstance(rest, SharedRest):
+            if rest.homes is not None:
+                rest.publish(self.node.part)  # the casts that each has made
+                self.node.meet(f"block {block.name!r}, as it travels")
+            rest.drop()
+            for shared in (
+                () if self.node.across is None else (rest, *([] if rest.homes is None else [rest.homes.rest]))
+            ):
+                part = shared.common[self.node.part(len(shared.common))]
+                distributed.broadcast(part, group_src=0, group=self.node.across)
+            if self.node.across is not None:
+                self.node.meet(f"block {block.name!r}, as the first node has it")
+            if self.node.across is not None or rest.homes is not None:
+                _renew(block)
+        self._accept(block)
+
+    def begin_pass(self, *, with_gradients: bool) -> None:
+        """A pass begins; one with gradients begins on all ranks."""
+        if with_gradients:
+            self.passes += 1
+            self.node.begin_pass(self.passes)
+            self.agree(f"forward {self.passes}")
+        else:
+            self._look()
+
+    def agree(self, what: str) -> None:
+        """What the user has written is published, and all ranks see the same. A collective.
+
+        Raises StateError where not all ranks have written the same parameters.
+        """
+        blocks = self._blocks()
+        if self._said is None or len(self._places) != len(blocks):
+            self._places = {block: place for place, block in enumerate(blocks)}
+            self._said, self._updates = Counters(self.node, 3 * len(blocks) + 1), {}
+        said = self._said
+        self._agreements += 1
+        for index, block in enumerate(blocks):
+            said.post(index, 2 * self._agreements + self._is_written(block))
+        said.post(3 * len(blocks), _trained(blocks))
+        self.node.meet(what)
+        ranks = range(self.node.size)
+        different = [self.node.ranks[rank] for rank in ranks if said.of(rank, 3 * len(blocks)) != _trained(blocks)]
+        if different:
+            raise StateError(
+                f"ranks {different} train other parameters than rank {self.node.ranks[self.node.rank]}: freeze and"
+                " unfreeze the same ones on all ranks"
+            )
+        written = [i for i in range(len(blocks)) if any(said.of(rank, i) & 1 for rank in ranks)]
+        for index in written:
+            wrote = [self.node.ranks[rank] for rank in ranks if said.of(rank, index) & 1]
+            if len(wrote) < self.node.size:
+                raise StateError(
+                    f"parameters of block {blocks[index].name!r} were written on ranks {wrote} alone, of"
+                    f" {list(self.node.ranks)}, which have one copy of them; write the same on all ranks (where one"
+                    " rank loads or computes the values, broadcast them first)"
+                )
+        self._check_alike(blocks, written, said, what)
+        for index in written:
+            rest = blocks[index].rest
+            if isinstance(rest, SharedRest):
+                rest.publish(self.node.part)
+            else:
+                blocks[index].make_writable()
+        self.node.meet(what)  # also: nobody writes the next answer before all have read this one
+        for index in written:
+            rest = blocks[index].rest
+            if isinstance(rest, SharedRest):
+                rest.drop()
+            _renew(blocks[index])
+        self.accept()
+
+    def _look(self) -> None:
+        """Without gradients a pass computes with what this rank has, whatever others do."""
+        for block in self._blocks():
+            if block.contents != block.agreed:
+                written = self._is_written(block)
+                if isinstance(block.rest, SharedRest):
+                    block.rest.reads_own(written)
+                elif written:
+                    raise StateError(
+                        f"block {block.name!r} is read from its checkpoint, and parameters of it were written on this"
+                        " rank: ranks agree on that when a pass with gradients begins, on all of them; begin one first"
+                    )
+                if written:
+                    _renew(block)
+                block.agreed = block.contents
+
+    def _check_alike(self, blocks: Sequence[Block], written: Sequence[int], said: Counters, what: str) -> None:
+        """Raises StateError where ranks have written different values."""
+        if not written:
+            return
+        for index in written:
+            rest = blocks[index].rest
+            if isinstance(rest, SharedRest | CheckpointRest):
+                said.post(2 * len(blocks) + index, rest.digest())
+        self.node.meet(what)
+        for index in written:
+            if len({said.of(rank, 2 * len(blocks) + index) for rank in range(self.node.size)}) > 1:
+                raise StateError(
+                    f"parameters of block {blocks[index].name!r} were written with other values on some of ranks"
+                    f" {list(self.node.ranks)}, which have one copy of them; seed alike before values are drawn, or"
+                    " broadcast them first"
+                )
+
+    def accept(self) -> None:
+        """What homes hold now is what all ranks see: they agreed, or an optimizer wrote it for all."""
+        for block in self._blocks():
+            self._accept(block)
+
+    def _accept(self, block: Block) -> None:
+        block.agreed = block.contents
+        for slot in block.slots if block.rest.homes is not None else ():
+            slot.is_cast()  # which all ranks see, too
+
+    def unwritten(self) -> list[Block]:
+        """Blocks that nobody but headrace has written since."""
+        return [block for block in self._blocks() if block.contents == block.agreed]
+
+    def still_unwritten(self, blocks: Iterable[Block]) -> None:
+        """These have other contents only as somebody says that an optimizer has stepped."""
+        for block in blocks:
+            if isinstance(block.rest, CheckpointRest):
+                block.is_flushed()
+            self._accept(block)
+
+    def discard(self, parameters: Iterable[Any]) -> None:
+        """Gradients of these are discarded, those that wait to be averaged, too."""
+        for discard in self.discards:
+            discard(parameters)
+
+    def begin_update(self, block: Block) -> OtherRanks:
+        """The ranks begin to update the parameters of a block, each its own of them. After `agree`."""
+        if self._said is None:
+            raise StateError(f"block {block.name!r} is to be updated before the ranks agreed")
+        if block not in self._updates:
+            index = len(self._places) + self._places[block]
+            self._updates[block] = _Updates(self._said, index, f"its update of {block.name!r}")
+        return self._updates[block].begin()
+
+    def place_of(self, slot: Slot) -> torch.Tensor:
+        """The memory of a home as all ranks see it, in the home's shape."""
+        block = slot.unit
+        if not isinstance(block, Block) or not isinstance(block.rest, SharedRest):
+            raise StateError(f"parameter {slot.name!r} is not in memory that the ranks share")
+        if slot.casts and block.rest.homes is not None:
+            return block.rest.homes.common_place(block.slots.index(slot))
+        return block.rest.common_places([slot.layout])[0]
+
+    @torch.no_grad()
+    def updated(self, slots: Iterable[Slot]) -> None:
+        """An optimizer has written the homes of these for all; what travels in another dtype follows."""
+        for slot in slots:
+            if slot.casts and isinstance(slot.unit, Block) and isinstance(slot.unit.rest, SharedRest):
+                slot.unit.rest.common_places([slot.layout])[0].copy_(self.place_of(slot))
+
+    def _is_written(self, block: Block) -> bool:
+        """Whether this rank's user has changed something, which all others should have as well."""
+        if not isinstance(block.rest, SharedRest | CheckpointRest):
+            return False
+        with torch.no_grad(), without_overrides():
+            for slot in block.slots:
+                slot.return_home()
+        is_own = isinstance(block.rest, SharedRest) and block.rest.is_own
+        if block.contents == block.agreed and not is_own:
+            return False
+        block.make_homes_readable()
+        written = block.rest.is_written
+        if not written and isinstance(block.rest, SharedRest):
+            block.rest.drop()  # pages that were written with what they held would not follow what others write
+        elif not written:
+            block.is_flushed()
+        return written
+
+
+def _renew(block: Block) -> None:
+    """A copy on the device may have been made since the user wrote, of what all ranks saw then."""
+    for slot in block.slots:
+        slot.changed_untraced()
+
+
+def _trained(blocks: Sequence[Block]) -> int:
+    """A number that differs where other parameters are trained."""
+    with without_overrides():
+        names = [slot.name for block in blocks for slot in block.slots if slot.home.requires_grad]
+    return zlib.crc32("\n".join(names).encode())

@@ -1,0 +1,400 @@
+"""When do blocks come and go? As the plan for the expected trace says; what it did not foresee comes on demand.
+
+The first cycle of its kind is recorded while blocks come on demand. From its trace, sizes, measured speeds and the
+budget the planner makes a plan; the executor walks it without deciding. Where a cycle strays from the trace, blocks are
+loaded on demand, the one that is needed again last makes room, and the trace is learned anew.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+
+from headrace.planning import Phase, Plan
+from headrace.runtime.lanes import Lanes
+from headrace.weights.meter import Meter, VisitRecord
+from headrace.weights.model.tables import FEWEST_ROWS
+from headrace.weights.movement.block import Block, Presence
+from headrace.weights.movement.called import CalledExperts
+from headrace.weights.movement.gathering import Gathers
+from headrace.weights.movement.planner import Planner
+from headrace.weights.movement.residency import Residency
+from headrace.weights.movement.rows import Rows
+from headrace.weights.movement.slices import Slices
+from headrace.weights.movement.trace import Course, Entry, Trace, TraceBook, Turn, VisitKey
+
+__all__ = ["Executor"]
+
+_MOST_RECORDED_VISITS = 100_000  # in one cycle: beyond that (a forward in a loop with gradients on) nothing is learned
+
+
+class Executor:
+    """Walks plans, and serves what they did not foresee."""
+
+    def __init__(
+        self, blocks: Sequence[Block], residency: Residency, lanes: Lanes, meter: Meter, max_ahead: int | None
+    ) -> None:
+        self._blocks = list(blocks)
+        self._residency = residency
+        self._gathers = residency.gathers
+        self._follows = False  # whether the cycle has the first rank's course, on which blocks are gathered
+        self._followed = False  # the same of the last cycle
+        self._lanes = lanes
+        self._meter = meter
+        self._book = TraceBook()
+        self._course: Course | None = None
+        self.plan: Plan | None = None  # the plan that is followed, or was last
+        self._entry: Entry | None = None  # of the cycle under way
+        self._records: list[VisitRecord] = []
+        self.turn = Turn()  # of the micro-batch that computes
+        self._changed: frozenset[int] = frozenset()  # streamed blocks whose homes changed before this cycle
+        self._changed_now: set[int] = set()  # those that changed after it began
+        self._at_boundary: list[Block] = []  # loads that wait for the homes to change
+        self._put_off: dict[Block, None] = {}  # loads that wait for the update of their homes, or for a pause to end
+        self._pauses = 0  # how many are under way
+        self._moment = 0  # counts when homes may have changed without notice, see `Block.is_current`
+        self._clock = 0  # visits so far
+        self._cycle_clock = 0  # those before the cycle under way
+        self._last_used: dict[Block, int] = {}
+        self._planner = Planner(self._blocks, residency, meter, max_ahead)
+        self._rows_bytes = max((FEWEST_ROWS * block.row_bytes for block in self._blocks), default=0)  # asked for so far
+        self.rows = Rows(self._blocks, self, residency, lanes, meter)
+        self.called = CalledExperts(self._blocks, self, residency, meter)
+        self.slices = Slices(self._blocks, self, residency, lanes, meter)
+        self.everything_is_here = False  # with what the homes hold, and nothing has to go: a cycle without visits
+
+    # cycles -----------------------------------------------------------------------------------------------------------
+    def begin_pass(self, name: str) -> None:
+        """An outermost forward begins, and a cycle with it."""
+        if self._entry is not None:  # a forward with gradients that no backward followed
+            self._close()
+        self._open(Entry(name, Phase.FORWARD, torch.is_grad_enabled()))
+
+    @property
+    def gradients_follow(self) -> bool:
+        """Whether the cycle under way has a backward, or is in it, also where gradients are off within."""
+        return self._entry is not None and self._entry.gradients
+
+    def end_pass(self) -> None:
+        """The outermost forward ends: without gradients, no backward can follow."""
+        if self._entry is not None and not self._entry.gradients:
+            self.end_cycle()
+
+    def begin_backward(self) -> None:
+        """A backward begins: a part of the cycle of its forward, unless another backward has ended that."""
+        self._moment += 1
+        if self._entry is None:
+            self._open(Entry("", Phase.BACKWARD, True))
+
+    def end_cycle(self) -> None:
+        """The cycle is over; loads for the next one are submitted, as far as its homes do not change before."""
+        self._close()
+        self._followed, self._follows = self._follows, False
+        if self._followed:
+            self._take_part(to_the_end=True)
+        if self._course is not None and not self._course.strayed:
+            step = self._course.end()
+            loads = [self._blocks[index] for index in step.loads]
+            for index in step.evictions:
+                self.evict(self._blocks[index])
+            self._at_boundary = [block for block in loads if self._followed or block.index in self._changed]
+            for block in loads:
+                if block not in self._at_boundary:
+                    self.prefetch(block)
+            self._fetch_ahead(but_not=self._changed)
+
+    def abandon_cycle(self) -> None:
+        """The cycle was broken off by an exception: nothing is learned from it."""
+        self._entry = None
+        self._records = []
+        self._course = None
+        self._follows = False
+        self._put_off.clear()
+
+    def homes_changed(self) -> None:
+        """Homes were written (optimizer step, `refresh()`): old device copies go, loads that waited are submitted."""
+        self._note_changes()  # before loads make it look as if nothing had changed
+        self._drop_old_copies(renew=not self._pauses)
+        self._fetch_ahead(but_not=frozenset())
+
+    def _note_changes(self) -> None:
+        self._moment += 1
+        moment = self._moment
+        for block in self._blocks:
+            if not block.is_current(moment) and block.changed_since_load:
+                self._changed_now.add(block.index)
+
+    def _drop_old_copies(self, *, renew: bool = True) -> None:
+        for block in list(self._residency.present()):
+            if block.index >= 0 and block.presence is not Presence.RESERVED and not block.is_current(self._moment):
+                self.evict(block)
+        gathers = self._gathers
+        if gathers is not None and self._entry is None:
+            return  # what a pass with gradients begins with is gathered by all ranks
+        for block in self._old_residents() if renew else ():
+            if not (block.being_updated or (gathers is not None and gathers.is_due(block, -1))):
+                self._residency.renew(block)  # every pass begins with the residents: not behind what is loaded ahead
+        waiting, self._at_boundary = self._at_boundary, []
+        for block in waiting:
+            self.prefetch(block)
+
+    def _old_residents(self) -> list[Block]:
+        return [one for one in self._residency.present() if one.index < 0 and not one.is_current(self._moment)]
+
+    def replan(self) -> None:
+        """The budget for blocks that come and go has changed."""
+        self.slices.give_way()
+        self._course = None
+        self._book.forget_plans()
+
+    def pause(self) -> None:
+        """From now on a block is loaded when a visit needs it, and none ahead of that."""
+        self._pauses += 1
+
+    def resume(self, *, loads: bool) -> None:
+        """The inverse. With `loads`, those that were put off go at the next visit; now, if no cycle is under way."""
+        self._pauses -= 1
+        if loads and not self._pauses and self._entry is None:
+            self._drop_old_copies()
+            self._load_updated()
+
+    def travels_whole(self, block: Block) -> None:
+        """More than parts of it was needed: it travels as other blocks do from now on."""
+        block.row_bytes, block.experts = 0, None
+        self.replan()
+
+    @property
+    def bytes_beside_experts(self) -> int:
+        """What all other blocks take, and rows of tables."""
+        whole_bytes = sum(block.nbytes for block in self._blocks if not (block.travels_in_parts or block.called))
+        return whole_bytes + (self._rows_bytes if any(block.row_bytes for block in self._blocks) else 0)
+
+    def clear_for_rows(self, nbytes: int) -> int:
+        """Makes room for rows of a table, as far as that goes: what is free then. Plans leave it free from now on."""
+        if nbytes > self._rows_bytes:
+            self._rows_bytes = 1 << (nbytes - 1).bit_length()  # so that plans are made anew but a few times
+            self._book.forget_plans()
+        return self._residency.clear(nbytes, (), self._next_use)
+
+    def clear_for_experts(self, nbytes: int) -> int:
+        """Makes room for banks of experts, as far as that goes: what is free then. Plans leave it free."""
+        return self._residency.clear(nbytes, (), self._next_use)
+
+    # visits -----------------------------------------------------------------------------------------------------------
+    def visit(self, blocks: Sequence[Block], phase: Phase, name: str) -> None:
+        """Makes the blocks present, and does what the plan has for this visit; experts that are called are in none."""
+        if any(block.called for block in blocks):
+            self._clock += 1
+            self.called.visit(blocks, phase, name)
+            return
+        key: VisitKey = (tuple([block.index for block in blocks if block.index >= 0]), phase)
+        asked = self._lanes.tick()
+        again = bool(self._records) and (self._records[-1].blocks, self._records[-1].phase) == key
+        again |= not self.turn.counts()
+        step = None if self._course is None or again else self._course.advance(key)
+        if step is not None:
+            for index in step.evictions:
+                if index not in key[0]:
+                    self.evict(self._blocks[index])
+        for block in blocks:
+            self.bring(block, keep=blocks)
+        if self._put_off:
+            self._load_updated()
+        if self._follows:
+            self._take_part()
+        elif step is not None:
+            for index in step.loads:
+                self.prefetch(self._blocks[index])
+        self._fetch_ahead(but_not=self._changed)
+        for block in blocks:  # last: where this makes the host wait, the lanes and the drive have what comes next
+            self._residency.arrive(block)
+            if phase is Phase.FORWARD and self._last_used.get(block, -1) < self._cycle_clock:
+                block.order = len(self._records)
+            self._last_used[block] = self._clock
+        self._clock += 1
+        if not again and not self.everything_is_here and len(self._records) < _MOST_RECORDED_VISITS:
+            began, held = self._lanes.tick(), self._meter.sample()
+            self._records.append(VisitRecord(*key, name, asked, began, self._meter.lane_use.unplanned_bytes, held))
+
+    def bring(self, block: Block, keep: Sequence[Block] = ()) -> None:
+        """Submits what it takes to make one block present and current; compute has yet to wait for its arrival."""
+        if self._gathers is not None and self._reached < math.inf and self._gathers.is_due(block, self._reached):
+            self._take_part(until=block)
+        if block.updates:
+            block.wait_for_updates()
+        self._put_off.pop(block, None)
+        late = block.index >= 0 and block.called is None
+        if block.buffer is None:
+            if (block.experts is not None or block.index < 0) and not self._residency.fits(block):
+                self.slices.give_way()
+            if block.called is not None:
+                self.called.make_room(block, keep)
+            self._residency.make_room(block, keep, self._next_use)
+            self._residency.onload(block)
+            self._meter.demand_onloads += late
+        elif not (block.is_current(self._moment) and block.is_known_current):
+            self._meter.demand_onloads += late and block.presence is not Presence.RESERVED
+            self._residency.renew(block)
+
+    def prefetch(self, block: Block) -> None:
+        """The block comes before it is needed, if there is room for it."""
+        if block.buffer is None and self._residency.fits(block):
+            self._residency.reserve(block)
+        if block.buffer is not None and not block.is_current(self._moment):
+            if self._pauses or block.being_updated or self._put_off:  # loads keep the order in which they are needed
+                self._put_off[block] = None
+            else:
+                self._residency.renew(block)
+
+    @property
+    def _reached(self) -> float:
+        """The visit that the pass has come to; beyond all, where it does not go as agreed: others wait for gathers."""
+        if self._follows and self._course is not None and not self._course.strayed:
+            return self._course.position
+        return math.inf
+
+    def _take_part(self, until: Block | None = None, *, to_the_end: bool = False) -> None:
+        """Gathers that are due begin: up to the first whose home is being updated, or at least to a block; or all.
+        A rank that has gone astray uses none: others may need its gradients before these are due.
+        """
+        gathers, reached = self._gathers, math.inf if to_the_end else self._reached
+        while gathers is not None and (block := gathers.due(reached)) is not None:
+            if until is None and reached < math.inf and (self._pauses or block.being_updated):
+                return
+            gathers.begin()
+            until = None if block is until else until
+            is_used = to_the_end or reached < math.inf
+            if is_used and block.buffer is None and self._residency.fits(block):
+                self._residency.reserve(block)
+            if is_used and block.buffer is not None and not block.is_current(self._moment):
+                self._residency.renew(block, gathered=True)
+            else:
+                gathers.take_part(block)
+
+    def _load_updated(self) -> None:
+        """Loads that were put off are submitted, up to the first whose update is not done yet."""
+        waiting, self._put_off = self._put_off, {}
+        for block in waiting:
+            self.prefetch(block)
+
+    def _fetch_ahead(self, *, but_not: frozenset[int]) -> None:
+        """Blocks on disk that the plan loads next begin their way, as far as the staging ring goes. Not those of the
+        next cycle that are in `but_not`, and none behind them: their homes change before.
+        """
+        if not self._residency.streams_from_disk or self._course is None or self._course.strayed:
+            return
+        gathered = self._follows if self._entry is not None else self._followed
+        for index in self._course.coming_loads(but_not=but_not):
+            if not self._residency.fetch_ahead(self._blocks[index], gathered=gathered):
+                return
+
+    def evict(self, block: Block) -> None:
+        """The block goes, unless it is in use."""
+        if block.is_free:
+            self._put_off.pop(block, None)
+            self._residency.evict(block)
+
+    def _next_use(self, block: Block) -> float:
+        if block.called is not None:
+            return 0  # it has made room among its like
+        if self._course is not None:
+            return self._course.next_use(block.index)
+        return self._clock - self._last_used.get(block, 0)  # unknown: what was used last is needed first
+
+    # learning ---------------------------------------------------------------------------------------------------------
+    def _open(self, entry: Entry) -> None:
+        self._meter.cycle_begins()
+        self.called.begin_cycle()
+        last, self._course = self._course, None
+        self._entry, self.turn, self._records = entry, Turn(), []
+        self._cycle_clock = self._clock
+        self._note_changes()
+        self._changed, self._changed_now = frozenset(self._changed_now), set()
+        if self._residency.load_times_changed():
+            self._book.forget_plans()
+        trace = self._book.expect(entry)
+        plan = None if trace is None else self._plan_for(trace)
+        if trace is not None and plan is not None:
+            self.plan = plan
+            turn = last.turn + 1 if last is not None and last.plan is plan else 0
+            self._course = Course(trace, plan, turn)
+        self._follows = False
+        if self._gathers is not None and entry.gradients and entry.phase is Phase.FORWARD:
+            self._follow_first_rank(self._gathers, entry)
+        self._drop_old_copies()
+        self.everything_is_here = (
+            not entry.gradients  # for which a visit has more to do than to bring blocks
+            and self._course is not None
+            and self._course.trace.refined
+            and self.bytes_beside_experts + self.slices.bytes_wanted <= self._residency.streaming_budget_bytes
+            and self._are_here([block for block in self._blocks if not block.travels_in_parts])
+            and not self._needs_whole(self._course.trace)
+        )
+        if self.everything_is_here:  # one record for all of it
+            now, other_bytes = self._lanes.tick(), self._meter.lane_use.unplanned_bytes
+            self._records.append(VisitRecord((), entry.phase, entry.site, now, now, other_bytes, self._meter.sample()))
+
+    def _follow_first_rank(self, gathers: Gathers, entry: Entry) -> None:
+        """The ranks agree on the course of this pass, and on what is gathered in it."""
+        first = [*self._old_residents(), *self._at_boundary]
+        agreed = gathers.agree(None if self._course is None else gathers.offer(self._course, first))
+        if agreed is not None:
+            self._follows, self._at_boundary = True, []
+            self.plan = agreed.plan
+            self._course = Course(self._book.of(entry, agreed.visits), agreed.plan, agreed.turn)
+
+    def _are_here(self, blocks: Sequence[Block]) -> bool:
+        for block in blocks:
+            if block.presence is not Presence.PRESENT or block.updates or not block.is_current(self._moment):
+                return False
+        return True
+
+    def _needs_whole(self, trace: Trace) -> bool:
+        """Whether it needs all of a block that travels in parts."""
+        in_parts = {block.index for block in self._blocks if block.travels_in_parts}
+        return bool(in_parts) and any(not in_parts.isdisjoint(blocks) for blocks, _ in trace.visits)
+
+    def _close(self) -> None:
+        """Learns from the cycle that ends."""
+        end = self._lanes.tick()
+        entry, records, self._entry, self._records = self._entry, self._records, None, []
+        self._meter.cycle_ended(records, end)
+        if entry is None or not records or len(records) >= _MOST_RECORDED_VISITS:
+            return
+        course = self._course
+        if course is not None and not course.strayed:
+            self._book.followed(entry, course.trace)
+            if self.everything_is_here:
+                return
+            if not course.trace.refined and len(records) == len(course.trace.visits):
+                course.trace.compute_seconds = self._compute_seconds(records, end)
+                course.trace.other_bytes = self._others(records)
+                course.trace.refined = True
+                course.trace.plans.clear()
+            return
+        visits = [(record.blocks, record.phase) for record in records]
+        self._book.enter(entry, visits, self._compute_seconds(records, end), self._others(records))
+
+    def _others(self, records: list[VisitRecord]) -> tuple[int, ...]:
+        """Bytes that each visit sent for besides blocks."""
+        counts = [*(record.other_bytes for record in records), self._meter.lane_use.unplanned_bytes]
+        return tuple(after - before for before, after in itertools.pairwise(counts)) if counts[0] < counts[-1] else ()
+
+    def _compute_seconds(self, records: list[VisitRecord], end: object) -> tuple[float, ...]:
+        return tuple(timing.compute_seconds for timing in self._meter.timings(records, end))
+
+    def _plan_for(self, trace: Trace) -> Plan | None:
+        """The plan for the blocks that change now. None: the planner failed, and blocks come on demand."""
+        key = self._changed, trace.repeats
+        if key in trace.plans:
+            plan = trace.plans[key]
+        else:
+            plan = self._planner.make(
+                trace,
+                self._changed,
+                in_parts_bytes=self.called.bytes_wanted + (0 if self._needs_whole(trace) else self.slices.bytes_wanted),
+                rows_bytes=self._rows_bytes,
+            )
+        trace.keep_plan(key, plan)
+        return plan

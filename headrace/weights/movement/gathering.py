@@ -1,0 +1,307 @@
+"""How does a block come to the devices of all ranks of a node at once? Each brings its range, and gets the others'.
+
+Ranks may not decide for themselves which blocks come so, and in which order. In a pass with gradients, when all have
+met, the first rank says which plan it follows, and all follow it: the loads that the plan lists are gathered, in its
+order, whatever becomes of the plan on a rank. One that has no use for a block takes part all the same, beside its
+budget. When each begins is its own matter, but all that were due before it waits for others. Every other load (on
+demand, without gradients, between passes) brings the whole block over the rank's own link. See docs/design/nodes.md.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from headrace.errors import RankError
+from headrace.memory.ledger import Ledger, Tier
+from headrace.planning import Plan
+from headrace.runtime.counters import Counters
+from headrace.runtime.device_group import DeviceGroup
+from headrace.runtime.lanes import Among, Copy, Event, Lane, LateTransfer, Transfer
+from headrace.runtime.pace import Pace, Submitted
+from headrace.runtime.threads import OneThread
+from headrace.weights.meter import Meter
+from headrace.weights.movement.block import Block
+from headrace.weights.movement.common import CommonHomes
+from headrace.weights.movement.trace import Course, VisitKey
+from headrace.weights.rest.fetching import Fetch, Fetching, Target, Way
+from headrace.weights.rest.pieces import Range
+
+__all__ = ["Agreed", "Gathered", "Gathers"]
+
+_PURPOSE = "gathers"  # in which a rank takes part for the others' sake
+_BEGUN, _ENTERED, _BEFORE, _AGREED = range(4)  # counters
+_MOST_AGREED = 64  # that are remembered
+_IN_A_PASS = 1 << 10  # numbers of what is agreed on, for each pass
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks follow in a pass: a turn of a plan for these visits, and what is gathered, in that order.
+
+    `loads`: from which visit on, and the place of the block among all of the model.
+    """
+
+    visits: tuple[VisitKey, ...]
+    plan: Plan
+    turn: int
+    loads: tuple[tuple[int, int], ...]
+
+
+class Gathered(LateTransfer):
+    """A block on its way from all ranks."""
+
+    def __init__(self, nbytes: int, submitted: "Future[Transfer]", others_come: Callable[[], None]) -> None:
+        super().__init__(Among.GATHER, nbytes, submitted)
+        self._others_come = others_come
+
+    @property
+    def done(self) -> Any:
+        self._others_come()
+        return super().done
+
+    def settle(self) -> None:
+        """Waits until nothing is written any more, whatever came of it."""
+        with suppress(Exception):
+            self._submitted.result().done.synchronize()
+
+
+class Gathers:
+    """Gathers of one model's blocks on all ranks of a node."""
+
+    def __init__(
+        self, common: CommonHomes, blocks: Callable[[], Sequence[Block]], pace: Pace, meter: Meter, ledger: Ledger
+    ) -> None:
+        """`blocks`: all of the model, on all ranks the same."""
+        self._blocks = blocks
+        self._common, self._node = common, common.node
+        self._lanes, self._pace, self._meter, self._ledger = pace.lanes, pace, meter, ledger
+        self._group = DeviceGroup(self._node, self._lanes.device)
+        self._counters = Counters(self._node, 4)
+        self._thread = OneThread("headrace-gather")
+        self._agenda: deque[tuple[float, Block]] = deque()  # from which visit of the pass on, and which block
+        self._begun = 0  # on this rank, ever
+        self._known: list[Agreed] = []  # on all ranks the same
+        self._scratch: torch.Tensor | None = None  # for blocks of which this rank has no use
+        self.fetching: Fetching | None = None  # of blocks that rest on disk
+
+    # what all ranks do -----------------------------------------------------------------------------------------------
+    def agree(self, offer: Agreed | None) -> Agreed | None:
+        """What the first rank offers, on all ranks; None: nothing is gathered in this pass. After they have met.
+
+        What one of them has begun of the pass before, all have begun then; the rest of it nobody does.
+        """
+        base, number = self._common.passes * _IN_A_PASS, 0
+        if self._node.is_first and offer is not None:
+            number = 1 + (self._known.index(offer) if offer in self._known else len(self._known))
+        self._counters.post(_BEFORE, self._begun)
+        self._counters.post(_AGREED, base + number)
+        self._counters.wait(_AGREED, base, f"forward {self._common.passes}")
+        furthest = max(self._counters.of(rank, _BEFORE) for rank in range(self._node.size))
+        while self._begun < furthest:
+            self.take_part(self._agenda.popleft()[1])
+        self._agenda.clear()
+        if self._scratch is not None:
+            self._ledger.add(Tier.DEVICE, _PURPOSE, -self._scratch.nbytes)
+            self._scratch = None
+        number = self._counters.of(0, _AGREED) - base
+        if number > len(self._known):
+            told: Agreed = self._node.from_first(offer, "the plan of its pass")
+            if len(self._known) == _MOST_AGREED:
+                self._known.clear()
+                number = 1
+            self._known.append(told)
+        if not number:
+            return None
+        agreed, blocks = self._known[number - 1], self._blocks()
+        self._agenda.extend((visit, blocks[place]) for visit, place in agreed.loads)
+        return agreed
+
+    def offer(self, course: Course, first: Iterable[Block]) -> Agreed:
+        """What all ranks would do to follow a course; the blocks `first` come when the pass begins."""
+        places = {block: place for place, block in enumerate(self._blocks())}
+        streamed = {block.index: block for block in places if block.index >= 0}
+        turn = course.turn % len(course.plan.cycles)
+        loads = [(-1, block) for block in first]
+        for visit in range(len(course.trace.visits)):
+            loads += [(visit, streamed[index]) for index in course.plan.step(turn, visit).loads]
+        gathered = tuple((visit, places[block]) for visit, block in loads)
+        return Agreed(course.trace.visits, course.plan, turn, gathered)
+
+    def due(self, position: float) -> Block | None:
+        """The block that is to be gathered next, if it is at this visit."""
+        return self._agenda[0][1] if self._agenda and self._agenda[0][0] <= position else None
+
+    def is_due(self, block: Block, position: float) -> bool:
+        """Whether it is to be gathered at this visit."""
+        return any(one is block and begin <= position for begin, one in self._agenda)
+
+    def begin(self) -> None:
+        """What is due next is being gathered."""
+        self._agenda.popleft()
+
+    def keep_up(self) -> None:
+        """What other ranks have begun begins here, for their sake: where this one waits long for their gradients, they
+        may wait for that, as ranks that use layers differently have the same gradient at different visits.
+        """
+        while self._agenda and any(self._counters.of(rank, _BEGUN) > self._begun for rank in range(self._node.size)):
+            self.take_part(self._agenda.popleft()[1])
+
+    # gathers ---------------------------------------------------------------------------------------------------------
+    def onload(
+        self, block: Block, buffer: torch.Tensor, copies: Sequence[Copy], after: Event
+    ) -> tuple[Gathered, Event]:
+        """Submits this rank's part of what fills a block's buffer. Also returns when homes have been read.
+
+        `copies`: of the whole, where it rests in memory, and then of what comes on top of it. Neither blocks.
+        """
+        part = self.part_of(block)
+        brought: Transfer | LateTransfer
+        read: Event
+        if block.is_fetched and self.fetching is not None:
+            others = list(copies)
+            fetch = self.fetching.onload(part, Target(buffer, after, ()))
+            brought, read = LateTransfer(Lane.ONLOAD, part.own_bytes, fetch.arrived), fetch
+        else:
+            (_, memory), *others = copies
+            brought, read = self._pace.submit(Lane.ONLOAD, part.copies(buffer, memory), after)
+        number, what = self._begins(block)
+        submitted = self._thread.submit(self._gather, brought, buffer.detach(), part, others, number)
+        self._meter.onloaded(brought.nbytes + sum(source.nbytes for _, source in others))
+
+        def others_come() -> None:
+            try:
+                self._counters.wait(_BEGUN, number, what)
+            except RankError as error:
+                self._counters.break_off(error)
+                raise
+
+        return Gathered(len(buffer), submitted, others_come), Submitted(submitted) if others else read
+
+    def part_of(self, block: Block) -> "OwnPart":
+        """What this rank brings of a block: one of as many equal ranges as there are ranks, and what is behind them."""
+        unit, ranks = block.rest.range_bytes, self._node.size
+        length = block.nbytes // ranks // unit * unit
+        own = self._node.rank * length, length
+        behind = ranks * length, block.nbytes - ranks * length
+        ranges = tuple((first, nbytes, first) for first, nbytes in (own, behind) if nbytes)
+        return OwnPart(block, ranks * length, ranges)
+
+    def take_part(self, block: Block) -> None:
+        """As `onload`, for the other ranks' sake alone."""
+        block.wait_for_updates()
+        if self._scratch is None or len(self._scratch) < block.nbytes:
+            largest_bytes = max(one.nbytes for one in self._blocks())
+            self._scratch = torch.empty(largest_bytes, dtype=torch.uint8, device=self._lanes.device)
+            self._ledger.add(Tier.DEVICE, _PURPOSE, largest_bytes)
+        part, whole, after = self.part_of(block), self._scratch[: block.nbytes].detach(), self._lanes.mark()
+        bring: Callable[[], Transfer | LateTransfer]
+        if block.is_fetched and self.fetching is not None:
+            bring = partial(_fetched, self.fetching, self.fetching.promise(part), whole, after)
+        elif block.rest.memory is not None:
+            bring = partial(self._lanes.copy, Lane.ONLOAD, part.copies(whole, block.rest.memory), after)
+        else:
+            raise RankError(f"block {block.name!r} is to be gathered, and is not there on this rank")
+        number, _ = self._begins(block)
+        done = self._thread.submit(self._fill, bring, whole, part, number)
+        block.read_until(Submitted(done))
+        self._meter.onloaded(part.own_bytes)
+
+    def close(self) -> None:
+        """Waits for what is under way, and ends the thread."""
+        self._thread.shutdown(wait=True)
+        self._group.close()
+
+    def _begins(self, block: Block) -> tuple[int, str]:
+        """The number of a gather of that block, and what other ranks wait for."""
+        self._begun += 1
+        self._counters.post(_BEGUN, self._begun)
+        return self._begun, _what(block.name)
+
+    def _gather(
+        self,
+        brought: Transfer | LateTransfer,
+        buffer: torch.Tensor,
+        part: "OwnPart",
+        others: Sequence[Copy],
+        number: int,
+    ) -> Transfer:
+        """On the thread: the collective, once all ranks have come to it."""
+        end, name = part.gathered_bytes, part.block.name
+        what = _what(name)
+        try:
+            here = brought.done  # raises what kept it from coming, before others count on this rank
+            self._counters.post(_ENTERED, number)
+            self._counters.wait(_ENTERED, number, what, in_pass=False)
+            rows = buffer[:end].view(self._node.size, -1) if end else None
+            moved = self._lanes.together(
+                Among.GATHER, lambda: None if rows is None else self._group.gather(rows, what), end, here
+            )
+            self._meter.arrived(brought, name)
+            if others:
+                late = self._lanes.copy(Lane.ONLOAD, others, moved.done)
+                moved = Transfer(Among.GATHER, (), moved.nbytes, moved.begun, late.done)
+        except BaseException as error:
+            self._counters.break_off(error)
+            raise
+        return moved
+
+    def _fill(
+        self, bring: Callable[[], Transfer | LateTransfer], scratch: torch.Tensor, part: "OwnPart", number: int
+    ) -> Transfer:
+        """On the thread: a gather of which this rank needs nothing. The next one may use the same memory."""
+        moved = self._gather(bring(), scratch, part, (), number)
+        moved.done.synchronize()
+        return moved
+
+
+def _what(name: str) -> str:
+    return f"its range of {name!r}"
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """What this rank brings of a block, as Fetching takes it: a range of its first `gathered_bytes`, which ranks send
+    each other, and what is behind these.
+    """
+
+    block: Block
+    gathered_bytes: int
+    ranges: tuple[Range, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole block, which is what it takes on the device."""
+        return self.block.nbytes
+
+    @property
+    def own_bytes(self) -> int:
+        """What crosses this rank's link."""
+        return sum(nbytes for _, nbytes, _ in self.ranges)
+
+    def copies(self, buffer: torch.Tensor, memory: torch.Tensor) -> list[Copy]:
+        """From the memory where the block rests."""
+        return [(buffer[at : at + nbytes].detach(), memory[at : at + nbytes]) for at, nbytes, _ in self.ranges]
+
+    @property
+    def contents(self) -> object:
+        return self.block.contents
+
+    def fetch(self, chunk_bytes: int, way: Way) -> Fetch:
+        """As the block's."""
+        return self.block.fetch(chunk_bytes, way, self.ranges, always=True)
+
+
+def _fetched(fetching: Fetching, fetch: Fetch, scratch: torch.Tensor, after: Event) -> LateTransfer:
+    """On the thread: asks for what was promised, and waits for it."""
+    try:
+        fetch.ask(Target(scratch, after, ()))
+        fetch.arrived.exception()
+    finally:
+        fetching.kept(fetch)
+    return LateTransfer(Lane.ONLOAD, fetch.nbytes, fetch.arrived)

@@ -1,0 +1,374 @@
+"""How do weights in host memory cross the link in three quarters of their bytes? Packed, where passes wait for it.
+
+A piece crosses in its packed form to one of two halves of a little device memory, and a kernel makes weights of it in
+the block's buffer, on a lane of its own, while the next piece crosses to the other half. See docs/design/packed.md.
+"""
+
+import contextlib
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from headrace.errors import BudgetError, StateError
+from headrace.memory.arena import Arena, whole_pages
+from headrace.memory.ledger import Ledger, Tier
+from headrace.memory.packed import Packed, pack, pack_into, unpack_on_device, unpacks_by_kernel
+from headrace.runtime.host import available_host_bytes
+from headrace.runtime.lanes import Copy, Event, Lane, Lanes, Transfer
+from headrace.runtime.link import LinkSpeed
+from headrace.runtime.threads import OneThread
+from headrace.weights.meter import Meter
+from headrace.weights.movement.block import Block
+from headrace.weights.rest.packing import is_frozen
+
+__all__ = ["PackedLoads"]
+
+_LOADS_BEFORE = 3  # with the same contents: then it is clear that they come again and again
+_MOST_PIECE_BYTES, _LEAST_PIECE_BYTES = 32 << 20, 8 << 20  # of weights; less costs the host more than it saves
+_PIECES_OF_BUDGET = 64
+_MOST_SHARE = 0.8  # of its bytes, that a packed piece takes: others cross as they are
+_HOST_SHARE = 0.5  # of what the host budget, and the machine, have left
+_BUDGET_BLOCKS = 3  # that computing and loading side by side want: none of these may lose its room
+_WORTH = 0.95  # of a plain load's time
+_JUDGED_BLOCKS, _JUDGED_SEND = 3, 2
+
+
+@dataclass
+class _Half:
+    """Of the device memory that packed pieces come to."""
+
+    memory: torch.Tensor
+    free: Event  # when what came last is unpacked
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Bytes from `first` on of a block."""
+
+    first: int
+    nbytes: int
+    packed: Packed | None  # in host memory; None: it crosses as it is
+
+    @property
+    def crossing_bytes(self) -> int:
+        return self.nbytes if self.packed is None else self.packed.memory.nbytes
+
+
+@dataclass(eq=False)
+class _PackedBlock:
+    """What a block has in host memory beside its bytes."""
+
+    of: object  # the contents that are packed
+    loads: int = 0  # of these contents
+    is_asked_for: bool = False
+    pieces: Sequence[_Piece] = ()  # none before all are packed, nor after
+    is_dropped: bool = False
+    last_read: Event | None = None
+    sends: int = 0
+    judged: Transfer | None = None  # the second one, before which kernels may have been compiled
+
+    @property
+    def crossing_bytes(self) -> int:
+        return sum(piece.crossing_bytes for piece in self.pieces)
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(whole_pages(piece.crossing_bytes) for piece in self.pieces if piece.packed is not None)
+
+
+@dataclass
+class _Room:
+    """Host memory for packed pieces."""
+
+    nbytes: int  # in all
+    taken_bytes: int = 0
+    lock: threading.RLock = field(default_factory=threading.RLock)  # of this, and of who reads pieces or drops them
+    packing: threading.RLock = field(default_factory=threading.RLock)  # while pieces are made: never within `lock`
+
+
+class PackedLoads:
+    """The packed copies of one model's blocks that rest in host memory. Does nothing before `open`.
+
+    `wanted`: where it is False, never.
+    """
+
+    def __init__(self, device: torch.device, lanes: Lanes, ledger: Ledger, meter: Meter, *, wanted: bool) -> None:
+        self._device, self._lanes, self._ledger, self._meter = device, lanes, ledger, meter
+        self._may_open = wanted and unpacks_by_kernel(device)
+        self._scratch: torch.Tensor | None = None
+        self._halves: list[_Half] = []
+        self._piece_bytes = 0
+        self._blocks: dict[Block, _PackedBlock] = {}
+        self._room = _Room(0)
+        self._thread: OneThread | None = None
+        self._plain_link = LinkSpeed([])  # how fast plain loads were
+        self._is_judged = False
+        self._changed = False  # load times, since `changed` was asked
+        self._process = os.getpid()
+
+    def __del__(self) -> None:
+        """Where a model goes without `remove()`: what is unpacked is not written over, and neither is its place."""
+        if self._halves and self._process == os.getpid():
+            with contextlib.suppress(RuntimeError):
+                self.finish()
+                self._lanes.copy(Lane.ONLOAD, (), self._lanes.mark()).done.synchronize()
+
+    @property
+    def held_bytes(self) -> int:
+        """Of device memory, beside blocks."""
+        return 0 if self._scratch is None else self._scratch.nbytes
+
+    def wanted_bytes(self, blocks: Iterable[Block], budget_bytes: int, largest_bytes: int) -> int:
+        """Device memory that `open` takes of a budget for these blocks; 0: it is not to be opened."""
+        piece_bytes = min(_MOST_PIECE_BYTES, budget_bytes // _PIECES_OF_BUDGET, largest_bytes) // 256 * 256
+        wanted_bytes = 2 * _half_bytes(piece_bytes)
+        count = min(_BUDGET_BLOCKS, budget_bytes // max(1, largest_bytes))
+        has_room = count * largest_bytes + wanted_bytes <= budget_bytes
+        worth_it = self._may_open and self._scratch is None and piece_bytes >= _LEAST_PIECE_BYTES
+        if not (worth_it and has_room) or self._ledger.host_budget_bytes is None:
+            return 0
+        return wanted_bytes if any(map(_may_be_packed, blocks)) else 0
+
+    def open(self, scratch: torch.Tensor, link: LinkSpeed) -> None:
+        """From now on blocks are packed that come again and again. `link`: how fast loads were until now."""
+        self._scratch, self._plain_link = scratch, link
+        half_bytes, free = scratch.nbytes // 2, self._lanes.mark()
+        self._halves = [_Half(part, free) for part in scratch.split(half_bytes)]
+        self._piece_bytes = min(_MOST_PIECE_BYTES, int(half_bytes / _MOST_SHARE) // 256 * 256)
+        left_bytes = (self._ledger.host_budget_bytes or 0) - self._ledger.held_bytes(Tier.HOST)
+        self._room = _Room(int(min(left_bytes, available_host_bytes()) * _HOST_SHARE))  # optimizers are in no budget
+        self._ledger.spare = weakref.WeakMethod(self._give_way)
+        self._thread = OneThread("headrace-pack")
+        check = partial(_unpacks_right, self._device, self._halves[0].memory, self._halves[1].memory, free)
+        self.works = self._thread.submit(check)
+
+    def load_bytes(self, block: Block) -> int:
+        """What crosses the link for the block."""
+        packed = self._blocks.get(block)
+        return block.nbytes if packed is None or not packed.pieces else packed.crossing_bytes
+
+    def changed(self) -> bool:
+        """Whether loads take another time than when this was asked last."""
+        changed, self._changed = self._changed, False
+        return changed
+
+    def is_worth_it(self) -> bool:
+        """Whether packed loads are quicker than plain ones were, as far as is known: judged once. Waits for nothing."""
+        if self._scratch is None:
+            return True
+        if self._is_judged or not self._may_open:
+            return self._may_open  # False: Ctrl-C has struck amid `close`
+        known = [(block.nbytes, packed.judged) for block, packed in self._blocks.items() if packed.judged is not None]
+        if len(known) < _JUDGED_BLOCKS or not all(transfer.done.query() for _, transfer in known):
+            return True
+        self._is_judged = True
+        packed_seconds = sum(self._lanes.seconds(transfer.begun, transfer.done) for _, transfer in known)
+        plain_seconds = sum(self._plain_link.load_seconds(nbytes) for nbytes, _ in known)
+        return packed_seconds <= _WORTH * plain_seconds
+
+    def onload(self, block: Block, buffer: torch.Tensor, copies: Sequence[Copy], after: Event) -> Transfer | None:
+        """Submits what `copies`, from `Block.copies_in`, would bring, from when `after` is reached on.
+
+        None: nothing was submitted, as it is not packed.
+        """
+        if (
+            self._scratch is None
+            or not self._may_open
+            or not copies
+            or copies[0][0] is not buffer
+            or buffer.nbytes < _LEAST_PIECE_BYTES
+        ):
+            return None
+        if not is_frozen(block.slots):
+            if block in self._blocks:
+                self._drop(self._blocks.pop(block))
+            return None
+        if block.memory_is_kept:  # whoever keeps it may write to it, unnoticed
+            return None
+        contents = block.contents, block.rest
+        packed = self._blocks.get(block)
+        if packed is None or packed.of != contents:
+            if packed is not None:
+                self._drop(packed)
+            packed = self._blocks[block] = _PackedBlock(contents)
+        packed.loads += 1
+        if packed.loads > _LOADS_BEFORE and not packed.is_asked_for and self._thread is not None:
+            packed.is_asked_for = True
+            self._thread.submit(_pack, weakref.ref(self), packed, copies[0][1])
+        with self._room.lock:
+            return self._send(packed, buffer, copies, after) if packed.pieces else None
+
+    def close(self) -> torch.Tensor:
+        """Nothing is packed any more, ever after. The device memory that `open` was given, which compute may have."""
+        if self._scratch is None:
+            raise StateError("packed loads were closed before they were opened")
+        self._may_open = False
+        for packed in self._blocks.values():
+            self._drop(packed)
+        self._blocks.clear()
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+            self._thread = None
+        for half in self._halves:
+            self._lanes.wait(half.free)
+        self._halves = []
+        self._ledger.spare = None
+        self._changed = True
+        scratch, self._scratch = self._scratch, None
+        return scratch
+
+    def finish(self) -> None:
+        """The host waits until nothing is unpacked any more."""
+        if self._halves:  # not the ends of what they hold: Ctrl-C may have struck before these were noted
+            self._lanes.unpack(_nothing, ()).synchronize()
+
+    def _send(self, packed: _PackedBlock, buffer: torch.Tensor, copies: Sequence[Copy], after: Event) -> Transfer:
+        begun, end = None, after
+        for piece in packed.pieces:
+            place = slice(piece.first, piece.first + piece.nbytes)
+            if piece.packed is None:
+                crossing = self._lanes.copy(Lane.ONLOAD, [(buffer[place], copies[0][1][place])], after)
+                end = self._lanes.unpack(_nothing, (crossing.done,))
+            else:
+                half = self._halves[0]
+                self._halves.reverse()
+                there = half.memory[: piece.packed.memory.nbytes]
+                crossing = self._lanes.copy(Lane.ONLOAD, [(there, piece.packed.memory)], half.free)
+                came = Packed(there, piece.packed.words, piece.packed.escapes)
+                job = partial(unpack_on_device, came, buffer[place])
+                half.free = end = self._lanes.unpack(job, (crossing.done, after))
+            packed.last_read = crossing.done
+            begun = crossing.begun if begun is None else begun
+        nbytes = packed.crossing_bytes
+        if copies[1:]:
+            end = self._lanes.copy(Lane.ONLOAD, copies[1:], end).done
+            nbytes += sum(source.nbytes for _, source in copies[1:])
+        self._meter.crossed_packed(packed.crossing_bytes, buffer.nbytes)
+        transfer = Transfer(Lane.ONLOAD, (), nbytes, begun, end)
+        packed.sends += 1
+        if packed.sends == _JUDGED_SEND:
+            packed.judged = transfer
+        return transfer
+
+    def _drop(self, packed: _PackedBlock) -> None:
+        with self._room.lock:
+            if packed.last_read is not None:
+                packed.last_read.synchronize()
+            self._room.taken_bytes -= packed.held_bytes
+            packed.pieces, packed.is_dropped = (), True
+            self._changed = True
+
+    def _give_way(self, nbytes: int) -> None:
+        """So much of host memory is needed for something else: for good. Called on any thread."""
+        with self._room.lock:
+            for packed in reversed(list(self._blocks.values())):
+                if nbytes <= 0:
+                    break
+                nbytes -= packed.held_bytes
+                self._drop(packed)
+            self._room.nbytes = self._room.taken_bytes
+        with self._room.packing:  # what is in the making finds no room any more, and goes as well
+            pass
+
+    def pack(self, packed: _PackedBlock, memory: torch.Tensor) -> None:
+        """On the thread that packs, of what `memory` has. Where there is no room any more, nothing of it is packed."""
+        with self._room.packing:
+            self._make_pieces(packed, memory)
+
+    def _make_pieces(self, packed: _PackedBlock, memory: torch.Tensor) -> None:
+        arena = self._arena(self._halves[0].memory.nbytes, torch.device("cpu"))
+        if arena is None:
+            return
+        work = arena.tensor
+        pieces: list[_Piece] = []
+        taken_bytes = 0
+        count = -(-len(memory) // self._piece_bytes)
+        piece_bytes = -(-len(memory) // count // 256) * 256
+        for first in range(0, len(memory), piece_bytes):
+            part, packed_piece = memory[first : first + piece_bytes], None
+            if packed.is_dropped or self._room.taken_bytes + taken_bytes > self._room.nbytes:
+                return
+            nbytes = pack_into(part, work(0, self._halves[0].memory.nbytes))
+            if nbytes:
+                taken_bytes += whole_pages(nbytes)
+                if self._room.taken_bytes + taken_bytes > self._room.nbytes:
+                    return
+                if (arena := self._arena(nbytes, self._device)) is None:
+                    return
+                packed_piece = Packed.in_memory(arena.tensor(0, nbytes).copy_(work(0, nbytes)))
+            pieces.append(_Piece(first, len(part), packed_piece))
+        with self._room.lock:
+            has_room = self._room.taken_bytes + taken_bytes <= self._room.nbytes
+            if not packed.is_dropped and taken_bytes and has_room:
+                self._room.taken_bytes += taken_bytes
+                packed.pieces = pieces
+                self._changed = True
+
+    def _arena(self, nbytes: int, device: torch.device) -> Arena | None:
+        """Host memory that nobody else wants; None where there is none."""
+        nbytes = whole_pages(nbytes)
+        if not self._ledger.take_spare("weights", nbytes):
+            return None
+        try:
+            return Arena(nbytes, device, self._ledger, "weights")
+        except BudgetError:  # somebody else has just taken it
+            return None
+        finally:
+            self._ledger.add(Tier.HOST, "weights", -nbytes)  # the arena books its own
+
+
+def _may_be_packed(block: Block) -> bool:
+    return not block.is_fetched and block.nbytes >= _LEAST_PIECE_BYTES and is_frozen(block.slots)
+
+
+def _pack(loads: "weakref.ref[PackedLoads]", packed: _PackedBlock, memory: torch.Tensor) -> None:
+    """For a thread, which does not keep a model alive that nobody else does."""
+    present = loads()
+    if present is not None and present.works.result():
+        present.pack(packed, memory)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _half_bytes(piece_bytes: int) -> int:
+    return -(-int(piece_bytes * _MOST_SHARE) // 256) * 256
+
+
+def _unpacks_right(device: torch.device, packed_place: torch.Tensor, place: torch.Tensor, free: Event) -> bool:
+    """Whether the device's kernel works, and its bits are the host's: it was compiled on this machine just now."""
+    count = place.nbytes // 4  # words, in half of the place
+    every = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16)  # word that there is: most escape
+    own = torch.Generator("cpu").manual_seed(0)  # the user's goes on as in the plain run
+    usual = torch.randn(count - len(every), generator=own, dtype=torch.float32, device="cpu").to(torch.bfloat16)
+    words = torch.cat([every, usual.view(torch.int16)])
+    memory = pack(words)
+    if memory is None:
+        return False
+    at_home = Packed.in_memory(memory)
+    why = "its bits are not the host's"
+    try:
+        with torch.Stream(device=device) as stream:
+            stream.wait_event(free)  # type: ignore[arg-type]
+            there = packed_place[: memory.nbytes].copy_(memory)
+            result = place[: words.nbytes]
+            unpack_on_device(Packed(there, at_home.words, at_home.escapes), result)
+            works = torch.equal(result.cpu(), words.view(torch.uint8))
+    except Exception as error:  # whatever keeps Triton from compiling
+        works, why = False, f"{type(error).__name__}: {error}"
+    if not works:
+        warnings.warn(_NOT_PACKED.format(device=device, why=why), RuntimeWarning, stacklevel=2)
+    return works
+
+
+_NOT_PACKED = (
+    "the kernel that unpacks weights does not work on {device} ({why}): they cross the link as they are, and results"
+    " are the same. packed=False avoids the attempt"
+)

@@ -1,0 +1,400 @@
+"""Which blocks are on the device? Onload, arrival, eviction and renewal of buffers, within the budget.
+
+The order of these operations across lanes is the subject of docs/design/ordering.md.
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Protocol
+
+import torch
+
+from headrace.config import format_bytes
+from headrace.errors import BudgetError, DiskError, RankError, StateError
+from headrace.memory.buffers import DeviceBuffers, plain_tensors
+from headrace.memory.ledger import Ledger
+from headrace.runtime.lanes import Event, Lane, LateTransfer
+from headrace.runtime.link import LinkSpeed
+from headrace.runtime.pace import Pace
+from headrace.weights.meter import Meter
+from headrace.weights.movement.addresses import Addresses
+from headrace.weights.movement.block import Block, Presence
+from headrace.weights.movement.gathering import Gathered, Gathers
+from headrace.weights.movement.packed_loads import PackedLoads
+from headrace.weights.rest.fetching import Fetching, Target
+
+__all__ = ["Residency"]
+
+NextUse = Callable[[Block], float]  # the larger, the later a block is needed again; infinity: not in sight
+
+
+class Beside(Protocol):
+    """What stays on the device beside blocks, within their budget."""
+
+    @property
+    def held_bytes(self) -> int: ...
+
+    def give_way(self) -> None:
+        """It holds nothing from now on, until it is used."""
+
+    def leave_host(self) -> None:
+        """Nor does it hold host memory, ever after."""
+
+
+class Residency:
+    """The buffers of all blocks on one device; `budget_bytes` caps their sum, resident, visiting and arriving."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        budget_bytes: int,
+        pace: Pace,
+        ledger: Ledger,
+        meter: Meter,
+        fetching: Fetching | None = None,
+        gathers: Gathers | None = None,
+        *,
+        packed: bool = False,
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.ledger = ledger
+        self.held_bytes = 0
+        self._lanes = pace.lanes
+        self._meter = meter
+        self.pace = pace
+        self.gathers = gathers  # None: no rank helps another
+        self.fetch_from(fetching)
+        self.packed_loads = PackedLoads(device, pace.lanes, ledger, meter, wanted=packed)
+        self.beside: Beside | None = None  # what blocks share the budget with
+        self._buffers = DeviceBuffers(device, ledger, budget_bytes)
+        # Of the copies that compute was told to wait for, and the host was not: the last one in the order in which they
+        # were submitted, with its number there; and those that came from disk, in an order of their own.
+        self._consumed: tuple[int, Event] | None = None
+        self._consumed_from_disk: list[Event] = []
+        self._submitted: dict[Block, int] = {}  # the numbers of copies under way
+        self._submissions = 0
+        self.intact = True  # otherwise an interrupt has struck amid an onload or an eviction, see `mend`
+        self._addresses = Addresses(device)
+        self.block_of = self._addresses.block_of
+
+    @property
+    def streaming_budget_bytes(self) -> int:
+        """What the budget leaves for blocks that come and go."""
+        residents_bytes = sum(block.nbytes for block in self.present() if block.index < 0)
+        return self.budget_bytes - residents_bytes - self.packed_loads.held_bytes
+
+    @property
+    def streams_from_disk(self) -> bool:
+        """Whether there are blocks to fetch."""
+        return self.fetching is not None
+
+    def fetch_from(self, fetching: Fetching | None) -> None:
+        """From now on there are; None: nothing rests on disk."""
+        self.fetching = fetching
+        if self.gathers is not None:
+            self.gathers.fetching = fetching
+
+    def present(self) -> Collection[Block]:
+        """The blocks that have a buffer."""
+        return self._addresses.blocks()
+
+    def fits(self, block: Block) -> bool:
+        """Whether the block can be onloaded without an eviction."""
+        return self.held_bytes + block.nbytes <= self.budget_bytes
+
+    def onload(self, block: Block) -> None:
+        """Allocates a buffer and submits the copy. The caller has seen to it that the block fits."""
+        self.reserve(block)
+        self.renew(block)
+
+    def reserve(self, block: Block) -> None:
+        """Allocates a buffer, to be filled later by `renew`. The caller has seen to it that the block fits."""
+        self.intact = False
+        with plain_tensors():
+            buffer = self._buffers.allocate(block.nbytes)
+            self.held_bytes += block.nbytes
+            try:
+                self._addresses.add(block, buffer)
+                block.buffer = buffer
+                block.point_leaves(buffer)
+                block.allocated = self._lanes.mark()  # what used this memory before is ordered before the copy
+                block.presence = Presence.RESERVED
+            except BaseException:
+                self._undo(block, buffer)
+                raise
+        self.intact = True
+
+    def renew(self, block: Block, *, gathered: bool = False) -> None:
+        """Submits copies of what changed in the homes since the buffer was filled: all, if it never was; or `gathered`,
+        of this rank's part of all, as every rank does.
+        """
+        if not self._outlive(block):
+            self.reserve(block)
+        buffer = block.buffer
+        if buffer is None:
+            raise StateError(f"block {block.name!r} has no buffer to renew")
+        self.intact = False
+        with plain_tensors():
+            try:
+                self._submit(block, buffer, self.gathers if gathered else None)
+            except BaseException:
+                self._undo(block, buffer)
+                raise
+        self.intact = True
+
+    def arrive(self, block: Block) -> None:
+        """Compute waits for the block's last copy. Raises what kept a block from coming from disk."""
+        if block.presence is Presence.ARRIVING and block.arrival is not None:
+            try:
+                done = block.arrival.done
+            except BaseException:
+                if self.fetching is not None:
+                    self.fetching.withdraw_all()  # guesses of the same moment may have failed as well
+                if block.buffer is not None:
+                    self._undo(block, block.buffer)
+                raise
+            self.rely_on(done, self._submitted.pop(block, None))
+            self._meter.arrived(block.arrival, block.name)
+            block.presence = Presence.PRESENT
+
+    def next_number(self) -> int:
+        """Of a copy from host memory, which is about to be submitted."""
+        self._submissions += 1
+        return self._submissions
+
+    def rely_on(self, done: Event, number: int | None) -> None:
+        """Compute waits for a copy: of that number, or None for one from disk."""
+        self._lanes.wait(done)
+        if number is None:
+            self._consumed_from_disk.append(done)
+        elif self._consumed is None or number > self._consumed[0]:
+            self._consumed = number, done
+
+    def fetch_ahead(self, block: Block, *, gathered: bool = False) -> bool:
+        """Submits the fetch of a block that is onloaded later; `gathered`: of this rank's part. False: nothing more can
+        be fetched ahead now.
+        """
+        if self.fetching is None or not block.is_fetched:
+            return True
+        wanted = self.gathers.part_of(block) if gathered and self.gathers is not None else block
+        return not block.being_updated and self.fetching.ahead(wanted, self.streaming_budget_bytes)
+
+    def load_seconds(self, block: Block, link: LinkSpeed, among: LinkSpeed | None = None) -> float:
+        """How long the slowest part of the way to the device takes for a block; `among`: it is gathered so fast."""
+        if among is not None and self.gathers is not None:
+            own_bytes = self.gathers.part_of(block).own_bytes
+            fetch_seconds = 0.0 if self.fetching is None or not block.is_fetched else self.fetching.seconds(own_bytes)
+            return max(fetch_seconds, link.load_seconds(own_bytes), among.load_seconds(block.nbytes))
+        if not block.is_fetched:
+            return link.load_seconds(self.packed_loads.load_bytes(block))
+        read_bytes = block.nbytes - block.packed.saved_bytes
+        return max(0.0 if self.fetching is None else self.fetching.seconds(read_bytes), link.load_seconds(block.nbytes))
+
+    def pack_loads(self, blocks: Iterable[Block], largest_bytes: int, link: LinkSpeed) -> bool:
+        """Between passes: from now on `blocks` that come again and again cross packed, if visits leave room for it."""
+        nbytes = self.packed_loads.wanted_bytes(blocks, self.streaming_budget_bytes, largest_bytes)
+        if not nbytes or self.pace.is_limited or self.clear(nbytes, (), lambda block: block.order) < nbytes:
+            return False
+        self.packed_loads.open(self.allot(nbytes), link)
+        return True
+
+    def load_times_changed(self) -> bool:
+        """Whether they have since this was asked last. Between passes."""
+        if not self.packed_loads.is_worth_it():
+            self._end_packed_loads()
+        return self.packed_loads.changed()
+
+    def _end_packed_loads(self) -> None:
+        if self.packed_loads.held_bytes:
+            self.intact = False
+            self.take_back(self.packed_loads.close())
+            self.intact = True
+
+    def wait_for_consumed_reads(self) -> None:
+        """The host waits until every copy that compute relies on has read its home."""
+        if self._consumed is not None:
+            self._consumed[1].synchronize()
+            self._consumed = None
+        while self._consumed_from_disk:
+            self._consumed_from_disk[-1].synchronize()
+            self._consumed_from_disk.pop()
+
+    def evict(self, block: Block) -> None:
+        """Lets go of the buffer. Whoever still refers to its memory keeps it, and reads right values."""
+        self.intact = False
+        block.take_back()
+        # The memory goes back to the compute lane, so a copy into it must come before.
+        if self._outlive(block) and block.buffer is not None:
+            block.keep_leaf_writes()
+            block.presence = Presence.ABSENT
+            self._let_go(block, block.buffer)
+        self.intact = True
+
+    def _outlive(self, block: Block) -> bool:
+        """Compute waits for a copy that nobody wants any more. False: it failed, and the block is away.
+
+        That is nobody's fault to hear of: pages that user code writes while they come from disk are not what they were
+        when they were handed over; a rank has failed. Whoever needs the block is told what fails then.
+        """
+        try:
+            self.arrive(block)
+        except (DiskError, RankError):
+            return False
+        return True
+
+    def _let_go(self, block: Block, buffer: torch.Tensor) -> None:
+        with plain_tensors():
+            block.point_leaves(None)
+        self._addresses.remove(block, buffer)
+        self.held_bytes -= block.nbytes
+        block.buffer = block.arrival = None  # only now: after Ctrl-C before, `mend` finds it
+        self._buffers.release(buffer)
+
+    def _undo(self, block: Block, buffer: torch.Tensor) -> None:
+        """After a changed shape or Ctrl-C in the middle: what the buffer holds is unknown, so it goes."""
+        self._finish_copies(block)
+        block.lost()
+        self._let_go(block, buffer)
+
+    def _finish_copies(self, block: Block) -> None:
+        """The host waits until nothing is copied into the block's buffer any more, whatever came of it."""
+        if block.is_fetched:
+            block.wait_for_reads()
+        if isinstance(block.arrival, Gathered):
+            block.arrival.settle()
+        self.pace.wait()
+        self.packed_loads.finish()
+        self._lanes.copy(Lane.ONLOAD, (), self._lanes.mark()).done.synchronize()  # behind what was submitted before
+
+    def make_room(self, block: Block, keep: Iterable[Block], next_use: NextUse) -> None:
+        """Evicts until `block` fits, first what is needed last, and what somebody else keeps at the very end; never
+        what is in use, resident or in `keep`.
+
+        Raises BudgetError when even that is not enough.
+        """
+        if self.clear(block.nbytes, keep, next_use) < block.nbytes:
+            self._end_packed_loads()
+        if self.fits(block):
+            return
+        in_use = ", ".join(repr(other.name) for other in self.present())
+        whole = " as a whole, as more is done with it than looking rows up," if block.row_bytes else ""
+        raise BudgetError(
+            f"block {block.name!r} needs {format_bytes(block.nbytes)}{whole} while {format_bytes(self.held_bytes)} are"
+            f" in use{' by ' + in_use if in_use else ''}; device_memory allows {format_bytes(self.budget_bytes)} for"
+            f" weights; raise it{'' if whole else ', or pass smaller blocks'}"
+        )
+
+    def clear(self, nbytes: int, keep: Iterable[Block], next_use: NextUse) -> int:
+        """As `make_room`, for what is no block, as far as that goes: what is free then."""
+        free_bytes = self.budget_bytes - self.held_bytes
+        if free_bytes >= nbytes:
+            return free_bytes
+        kept = {id(other) for other in keep}
+        candidates = [
+            other
+            for other in self.present()
+            if other.index >= 0 and (not other.users or other.may_be_taken_back) and id(other) not in kept
+        ]
+        for other in sorted(candidates, key=lambda other: (other.is_free, next_use(other)), reverse=True):
+            self.evict(other)
+            if self.budget_bytes - self.held_bytes >= nbytes:
+                break
+        return self.budget_bytes - self.held_bytes
+
+    @contextlib.contextmanager
+    def lent(self, nbytes: int) -> Iterator[torch.Tensor]:
+        """Device memory within the budget for what is no block; the caller has seen to it that it fits."""
+        buffer = self.allot(nbytes)
+        try:
+            yield buffer
+        finally:
+            self.take_back(buffer)
+
+    def allot(self, nbytes: int) -> torch.Tensor:
+        """As `lent`, until it is taken back."""
+        with plain_tensors():
+            buffer = self._buffers.allocate(nbytes)
+        self.held_bytes += nbytes
+        return buffer
+
+    def take_back(self, buffer: torch.Tensor) -> None:
+        """The inverse of `allot`: the caller's reference ends here."""
+        self.held_bytes -= buffer.nbytes
+        self._buffers.release(buffer)
+
+    def check_resident(self, what: str, nbytes: int, largest: Block) -> None:
+        """Raises BudgetError when `nbytes` more that stay would leave no room for the largest block."""
+        if nbytes + largest.nbytes > self.streaming_budget_bytes:
+            self._end_packed_loads()
+        missing_bytes = nbytes + largest.nbytes - self.streaming_budget_bytes
+        if missing_bytes > 0:
+            raise BudgetError(
+                f"what came after offload() stays on the device: {what} need {format_bytes(nbytes)} beside block"
+                f" {largest.name!r} of {format_bytes(largest.nbytes)}; device_memory allows both "
+                f"{format_bytes(self.streaming_budget_bytes)}; raise it by {format_bytes(missing_bytes, at_least=True)}"
+                ", or call remove() on the handle, change the model, and offload it then"
+            )
+
+    def shrink(self, nbytes: int) -> None:
+        """The budget is `nbytes` smaller from now on: blocks that no longer fit go. Not during a pass."""
+        self.budget_bytes -= nbytes
+        for block in [block for block in self.present() if block.index >= 0]:
+            if self.held_bytes > self.budget_bytes:
+                self.evict(block)
+
+    def mend(self, blocks: Iterable[Block]) -> None:
+        """After Ctrl-C in the middle of an eviction or an onload: blocks are wholly here or wholly away."""
+        held: list[Block] = []
+        for block in blocks:
+            buffer = block.buffer
+            if block.presence is not Presence.ABSENT and self._addresses.has(block):
+                held.append(block)
+            elif buffer is not None or block.presence is not Presence.ABSENT:
+                self._finish_copies(block)
+                block.lost()
+                block.arrival = None
+                with plain_tensors():
+                    block.point_leaves(None)
+                block.buffer = None
+                if buffer is not None:
+                    self._buffers.release(buffer)
+        self._addresses.reset(held)
+        self.held_bytes = sum(block.nbytes for block in held)
+        self.held_bytes += self.packed_loads.held_bytes + (0 if self.beside is None else self.beside.held_bytes)
+        self._buffers.rebook(self.held_bytes)
+        self.intact = True
+
+    def close(self) -> None:
+        """Evicts everything, also what could not come from disk."""
+        if self.beside is not None:
+            self.beside.give_way()
+            self.beside.leave_host()
+        for block in list(self.present()):
+            self.evict(block)
+        self._end_packed_loads()
+        self._buffers.close()
+
+    def _submit(self, block: Block, buffer: torch.Tensor, by: Gathers | None) -> None:
+        # Into a new buffer as soon as its memory is free: what compute was given since does not use it.
+        after, block.allocated = block.allocated or self._lanes.mark(), None
+        copies = block.copies_in(only_changes=by is None and block.presence is not Presence.RESERVED)
+        if by is not None:
+            self._submitted.pop(block, None)
+            block.arrival, read = by.onload(block, buffer, copies, after)
+            block.read_until(read)
+        elif self.fetching is None or not block.is_fetched:
+            arrival = None if self.pace.is_limited else self.packed_loads.onload(block, buffer, copies, after)
+            if arrival is None:
+                block.arrival, done = self.pace.submit(Lane.ONLOAD, copies, after)
+            else:
+                block.arrival, done = arrival, arrival.done
+            block.read_until(done)
+            self._submitted[block] = self.next_number()
+        else:
+            self._submitted.pop(block, None)
+            fetch = self.fetching.onload(block, Target(buffer, after, copies))
+            block.read_until(fetch)
+            block.arrival = LateTransfer(Lane.ONLOAD, block.nbytes, fetch.arrived)
+        block.presence = Presence.ARRIVING
+        if by is None:
+            self._meter.onloaded(block.arrival.nbytes)

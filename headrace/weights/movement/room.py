@@ -1,0 +1,88 @@
+"""How does host memory come free for what comes later: adapters, gradients? Blocks move from there to disk."""
+
+from collections.abc import Callable, Sequence
+
+from headrace.config import format_bytes
+from headrace.errors import BudgetError
+from headrace.memory.arena import whole_pages
+from headrace.memory.ledger import Ledger
+from headrace.weights.movement.block import Block
+from headrace.weights.movement.executor import Executor
+from headrace.weights.movement.residency import Residency
+from headrace.weights.rest.fetching import Fetching
+from headrace.weights.rest.placement import ring_size
+
+__all__ = ["Room"]
+
+
+class Room:
+    """Host memory of one offloaded model that has a disk.
+
+    `has_room`: whether the host budget has room for so many bytes more; `ranks` of a node have it together, which all
+    call this then. `blocks`: all of them. `open_fetching` makes the way from disk, of chunks of so many bytes and so
+    many of them, where no block has rested there before.
+    """
+
+    def __init__(
+        self,
+        blocks: Callable[[], Sequence[Block]],
+        residency: Residency,
+        executor: Executor,
+        ledger: Ledger,
+        open_fetching: Callable[[int, int], Fetching],
+        has_room: Callable[[int], bool],
+        ranks: int,
+    ) -> None:
+        self._blocks = blocks
+        self._residency = residency
+        self._executor = executor
+        self._ledger = ledger
+        self._open_fetching = open_fetching
+        self._has_room, self._ranks = has_room, ranks
+
+    def make(self, nbytes: int) -> bool:
+        """Whether the host budget has room for `nbytes` more, at once or after blocks have moved to disk.
+
+        Not in the middle of a pass. When it returns False there is a way from disk at least: what has no room can rest
+        there. Raises BudgetError, and moves nothing, when there is no room even for that.
+        """
+        if self._has_room(nbytes):
+            return True
+        if not self._residency.streams_from_disk:
+            self._open_way()
+        return self._free(nbytes)
+
+    def _open_way(self) -> None:
+        budget_bytes = self._ledger.host_budget_bytes or 0
+        largest_bytes = max((block.nbytes for block in self._blocks()), default=0)
+        chunk_bytes, chunks = ring_size(budget_bytes, self._residency.streaming_budget_bytes, largest_bytes)
+        ring_bytes = self._ranks * whole_pages(chunk_bytes) * chunks
+        if not self._has_room(ring_bytes - sum(block.nbytes for block in self._movable())):
+            raise BudgetError(
+                f"host_memory={format_bytes(budget_bytes)} is full, and so few blocks can move to disk (none that"
+                f" somebody refers to, as by kept = p.data) that there is no room for {format_bytes(ring_bytes)} of"
+                " staging memory; raise it by that"
+            )
+        self._free(ring_bytes)
+        self._residency.fetch_from(self._open_fetching(chunk_bytes, chunks))
+
+    def _movable(self) -> list[Block]:
+        """The largest first, those that stay on the device last: they are brought once more then.
+
+        None whose memory a user refers to: it would not come free, and no longer be the parameters'.
+        """
+        here = (block for block in self._blocks() if not (block.rest.on_disk or block.users))
+        movable = [block for block in here if not block.memory_is_kept]
+        return sorted(movable, key=lambda block: (block.index < 0, -block.nbytes))
+
+    def _free(self, nbytes: int) -> bool:
+        """Blocks move until there is room; first of all experts go that rest on disk as well."""
+        if not self._has_room(nbytes):
+            self._executor.slices.leave_host()
+        for block in self._movable():
+            if self._has_room(nbytes):
+                break
+            self._residency.evict(block)  # its last copy still refers to the memory
+            block.spill()
+            self._executor.replan()
+        return self._has_room(nbytes)

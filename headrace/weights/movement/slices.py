@@ -1,0 +1,394 @@
+"""How do experts come to the device? One by one, into slots of banks, where they stay until others need the room.
+
+See docs/design/experts.md. A bank is one buffer of equal slots, so that a module may compute with it as with a weight
+that has as many experts as the bank has slots.
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from headrace.config import format_bytes
+from headrace.errors import BudgetError, DiskError, StateError
+from headrace.memory.buffers import plain_tensors, references_beside
+from headrace.planning import Key, passes_through
+from headrace.runtime.device import is_accelerator
+from headrace.runtime.lanes import Copy, Event, Lane, Lanes, LateTransfer, Transfer
+from headrace.weights.meter import Meter
+from headrace.weights.model.experts import SlicePart, slice_parts
+from headrace.weights.movement.banks import Arrival, Bank, banks_in_host
+from headrace.weights.movement.block import Block
+from headrace.weights.movement.given_up import FEWEST_SLOTS, GivenUp
+from headrace.weights.movement.residency import Residency
+from headrace.weights.rest.fetching import Fetch, Target, Way
+from headrace.weights.rest.pieces import Range
+
+if TYPE_CHECKING:
+    from headrace.weights.movement.executor import Executor
+
+__all__ = ["Slices"]
+
+
+class Slices:
+    """The experts of one model's blocks."""
+
+    def __init__(
+        self, blocks: Iterable[Block], executor: "Executor", residency: Residency, lanes: Lanes, meter: Meter
+    ) -> None:
+        self._executor = executor
+        self._residency = residency
+        self._lanes = lanes
+        self._meter = meter
+        self._blocks = [block for block in blocks if block.experts is not None]
+        self.travel = bool(self._blocks)
+        layouts = {block: slice_parts([slot.layout for slot in block.slots]) for block in self._blocks}
+        self._parts = {block: parts for block, (parts, _) in layouts.items()}
+        self._bytes_of_one = {block: sum(part.nbytes for part in parts) for block, parts in self._parts.items()}
+        self.slot_bytes = max((nbytes for _, nbytes in layouts.values()), default=0)
+        self._banks: list[Bank] = []  # on the device
+        self._host_banks: dict[Block, Bank] = {}  # in host memory, where that is the device: of these blocks
+        self._given_up: GivenUp | None = None  # what host memory keeps where it is not; None: nothing
+        self.unfinished: list[Callable[[], object]] = []  # give modules back what they had before stand-ins for weights
+        residency.beside = self
+
+    # the budget -------------------------------------------------------------------------------------------------------
+    @property
+    def held_bytes(self) -> int:
+        """Of banks on the device."""
+        return sum(bank.buffer.nbytes for bank in self._banks)
+
+    @property
+    def bytes_wanted(self) -> int:
+        """What banks take, made or not: all that other weights leave of the budget, as far as experts need it."""
+        banks, slots = self._sizes()
+        return banks * slots * self.slot_bytes
+
+    def _sizes(self) -> tuple[int, int]:
+        """How many banks, and slots in each: in one for all experts of a block, if there is room for so many."""
+        experts = [block.experts for block in self._blocks if block.experts is not None]
+        if not experts:
+            return 0, 0
+        count = max(one.count for one in experts)
+        beside_bytes = self._executor.bytes_beside_experts + self._executor.called.least_bytes
+        room = max(0, self._residency.streaming_budget_bytes - beside_bytes) // self.slot_bytes
+        own = sum(one.count for block in self._blocks if (one := block.experts) and block not in self._host_banks)
+        slots = max(min(room, max(own, count)), max(one.routed for one in experts))
+        banks = max(1, slots // count)
+        return banks, slots // banks
+
+    def give_way(self) -> None:
+        """The memory of all banks is free for blocks. Whoever still refers to some of it keeps that."""
+        while self._banks:
+            bank = self._banks.pop()
+            for slot in list(bank.arriving):
+                self._settle(bank, slot)
+            self._let_go(bank)
+
+    def use_host(self, nbytes: int) -> None:
+        """From now on experts of blocks on disk have so much host memory: what leaves the device; on the CPU, slots."""
+        layers = [block for block in self._blocks if block.is_fetched]
+        if nbytes < FEWEST_SLOTS * self.slot_bytes or not layers:
+            return
+        if is_accelerator(self._lanes.device):
+            among = self._lanes, self._residency.ledger, self._meter
+            self._given_up = GivenUp(nbytes, self.slot_bytes, len(layers), *among)
+        else:
+            banks, slots = self._sizes()
+            self._host_banks = banks_in_host(
+                nbytes // self.slot_bytes, self.slot_bytes, banks * slots, layers, self._residency.ledger
+            )
+
+    def leave_host(self) -> None:
+        """No more, and the memory is free. Not during a pass."""
+        if self._given_up is not None:
+            self._residency.pace.wait()
+            self._given_up.wait()
+            self._given_up = None
+        for bank in set(self._host_banks.values()):
+            self._leave(bank)
+
+    def _leave(self, bank: Bank) -> None:
+        """Gives up a bank in host memory: its blocks use those on the device from now on."""
+        for slot in list(bank.arriving):
+            self._settle(bank, slot)
+        self._host_banks = {block: other for block, other in self._host_banks.items() if other is not bank}
+
+    def bank_of(self, block: Block, used: Collection[int], *, slots: int = 0) -> Bank:
+        """The bank for a call that uses these of the block's experts; of so many slots, where that is given. Raises
+        BudgetError where there is no room for it.
+
+        A call that passes through uses a bank on the device, also where the block has one in host memory, unless that
+        has slots for all its experts. With gradients it always does: a checkpoint has to compute again in a bank of the
+        same size.
+        """
+        passing = block.experts is not None and passes_through(len(used), block.experts.count)
+        bank = self._host_banks.get(block)
+        stays = bank is not None and not torch.is_grad_enabled() and bank.has_slots_for(block, used)
+        if bank is None or (bank.slots != slots if slots else passing and not stays):
+            if not self._banks:
+                self._make_banks()
+            bank = self._banks[self._blocks.index(block) % len(self._banks)]
+        for slot in list(bank.arriving):  # of a call that was broken off
+            self._settle(bank, slot)
+        if references_beside(bank.buffer):  # somebody keeps an expert, and shall keep its values
+            if bank.in_host:
+                self._leave(bank)
+                return self.bank_of(block, used, slots=slots)
+            bank = self._made_anew(bank)
+        bank.passing = passing
+        return bank
+
+    def has_room_for_all_of(self, block: Block) -> bool:
+        """Whether all of its experts fit beside the blocks in use."""
+        in_use = (one for one in self._residency.present() if one.users and one.index >= 0 and one is not block)
+        return block.nbytes + sum(one.nbytes for one in in_use) <= self._residency.streaming_budget_bytes
+
+    def _make_banks(self) -> None:
+        for block in self._blocks:
+            if block.buffer is not None and block.is_free:
+                self._residency.evict(block)
+        banks, slots = self._sizes()
+        nbytes = banks * slots * self.slot_bytes
+        free_bytes = self._executor.clear_for_experts(nbytes)
+        if free_bytes < nbytes:  # something else is in use that is not always there
+            banks, slots = 1, min(slots, free_bytes // self.slot_bytes)
+        if not slots:
+            raise BudgetError(
+                f"one expert needs {format_bytes(self.slot_bytes)}, and device_memory leaves"
+                f" {format_bytes(max(0, free_bytes))} beside the blocks in use; raise it by"
+                f" {format_bytes(self.slot_bytes - free_bytes, at_least=True)}"
+            )
+        for _ in range(banks):
+            shares = -(-(len(self._blocks) - len(self._host_banks)) // banks) or 1
+            self._banks.append(Bank(self._residency.allot(slots * self.slot_bytes), slots, shares))
+
+    def _made_anew(self, bank: Bank) -> Bank:
+        new = Bank(self._residency.allot(bank.buffer.nbytes), bank.slots, bank.blocks)
+        self._banks[self._banks.index(bank)] = new
+        self._let_go(bank)
+        return new
+
+    def _let_go(self, bank: Bank) -> None:
+        if self._given_up is not None:
+            self._lanes.wait(self._given_up.all_left())
+        self._residency.take_back(bank.buffer)
+
+    def block_of(self, key: Key) -> Block:
+        """Whose expert that is."""
+        return next(block for block in self._blocks if block.index == key[0])
+
+    def parts_of(self, block: Block) -> list[SlicePart]:
+        """Where the parts of its experts' slices lie, in the order of its slots."""
+        return self._parts[block]
+
+    def put_back_weights(self) -> None:
+        """Modules have what they had before calls that were broken off, also where Ctrl-C kept these from ending."""
+        while self.unfinished:
+            self.unfinished[-1]()
+            self.unfinished.pop()
+
+    # loads ------------------------------------------------------------------------------------------------------------
+    def bring(self, block: Block, bank: Bank, experts: Sequence[int], *, keep: Iterable[int] = ()) -> list[int]:
+        """Submits what it takes for these experts to be in slots of the bank: which ones.
+
+        `keep`: slots whose experts stay. The caller has seen to it that there are enough others.
+        """
+        self._look_at(block, bank, len(experts))
+        wanted = [(block.index, expert) for expert in experts]
+        kept = {*wanted, *(key for slot in keep if (key := bank.expert_in(slot)) is not None)}
+        self._fill_host(block, bank, experts)
+        for expert, key in zip(experts, wanted, strict=True):
+            if key not in bank.places:
+                self._load(block, expert, bank, bank.slot_for(block, kept), wanted)
+                self._meter.expert_onloaded(self._bytes_of_one[block])
+        self._used(block, bank, experts)
+        return [bank.places[key] for key in wanted]
+
+    def bring_in_order(self, block: Block, bank: Bank, experts: Sequence[int], slots: int) -> list[int]:
+        """As `bring`: into slots that ascend as the numbers of the experts do, among so many first ones.
+
+        The same ones for the same experts: what a checkpoint computes again goes by what was saved in forward.
+        """
+        count = 0 if block.experts is None else block.experts.count
+        places = list(experts) if count <= slots else list(range(len(experts)))
+        self.put_back(block, bank, dict(zip(places, experts, strict=True)))
+        return places
+
+    def put_back(self, block: Block, bank: Bank, experts: Mapping[int, int]) -> None:
+        """As `bring`, where it matters which slot each is in."""
+        self._look_at(block, bank, len(experts))
+        wanted = [(block.index, expert) for expert in experts.values()]
+        for slot, expert in experts.items():
+            found = bank.places.get((block.index, expert))
+            if found != slot:
+                if found is not None:
+                    self._empty(bank, found, wanted)
+                self._load(block, expert, bank, slot, wanted)
+                self._meter.expert_onloaded(self._bytes_of_one[block])
+        self._used(block, bank, experts.values())
+
+    def _look_at(self, block: Block, bank: Bank, count: int) -> None:
+        """Experts of the block may be read, and what is in the bank is what homes hold."""
+        block.keep_leaf_writes()
+        bank.forget_stale(block, block.readable_contents())
+        self._meter.experts_used(count)
+
+    def _used(self, block: Block, bank: Bank, experts: Collection[int]) -> None:
+        bank.keeping.used(block.index, experts, passing=bank.passing)
+        host_bank = self._host_banks.get(block, bank)
+        if host_bank is not bank:
+            host_bank.keeping.used(block.index, experts, passing=bank.passing)
+        if self._given_up is not None and block.is_fetched:
+            self._given_up.used(block.index, experts, passing=bank.passing)
+
+    def _fill_host(self, block: Block, bank: Bank, experts: Iterable[int]) -> None:
+        """What passes through the device stays in the block's bank in host memory, too, as long as that has slots."""
+        host_bank = self._host_banks.get(block, bank)
+        if host_bank is bank:
+            return
+        host_bank.forget_stale(block, block.readable_contents())
+        host_bank.passing = bank.passing
+        for expert in experts:
+            if any((block.index, expert) in one.places for one in (host_bank, bank)):
+                continue
+            if (slot := host_bank.free_slot()) is not None:
+                self._load(block, expert, host_bank, slot, ())
+
+    def place_of(self, tensor: torch.Tensor) -> tuple[Bank, int] | None:
+        """The bank in which a tensor lies, and bytes from its beginning; None for any other tensor."""
+        for bank in (*self._banks, *set(self._host_banks.values())):
+            begin = tensor.data_ptr() - bank.buffer.data_ptr()
+            if 0 <= begin < bank.buffer.nbytes:
+                return bank, begin
+        return None
+
+    def arrive(self, bank: Bank, slot: int) -> None:
+        """Compute waits until the expert is in the slot. Raises what kept it from coming."""
+        arrival = bank.arriving.get(slot)
+        if arrival is None:
+            return
+        try:
+            done = arrival.transfer.done
+        except BaseException:
+            del bank.arriving[slot]
+            bank.forget(slot)
+            raise
+        self._residency.rely_on(done, arrival.number)
+        self._meter.arrived(arrival.transfer, "expert")
+        del bank.arriving[slot]
+
+    def is_unseen(self, bank: Bank, slots: Iterable[int]) -> bool:
+        """Whether nobody has an expert of the bank. The host waits for those that are on their way to `slots`."""
+        done: list[Event] = []
+        for slot in slots:
+            if slot in bank.arriving:
+                done.append(bank.arriving[slot].transfer.done)
+                self.arrive(bank, slot)
+        for event in done:
+            event.synchronize()
+        return not references_beside(bank.buffer)
+
+    def views(self, block: Block, bank: Bank, first: int, count: int) -> list[torch.Tensor]:
+        """The block's weights as `count` slots of the bank have them, from the first on."""
+        with plain_tensors(), torch.no_grad():
+            return [part.view(bank.buffer, self.slot_bytes, first, count) for part in self._parts[block]]
+
+    def view(self, block: Block, bank: Bank, slot: int, place: int) -> torch.Tensor:
+        """One of the block's weights, the one at that place, as one slot has it."""
+        with plain_tensors(), torch.no_grad():
+            return self._parts[block][place].view_of_one(bank.buffer, self.slot_bytes, slot)
+
+    def _load(self, block: Block, expert: int, bank: Bank, slot: int, wanted: Collection[Key]) -> None:
+        key = block.index, expert
+        host, kept = self._given_up, None
+        if host is not None and block.is_fetched:
+            kept = host.take(key, bank.contents_of(block), passing=bank.passing)
+        self._empty(bank, slot, wanted)
+        host_bank = self._host_banks.get(block, bank)
+        here = None if host_bank is bank else host_bank.places.get(key)
+        if here is not None:
+            self._meter.expert_host_loads += here not in host_bank.arriving  # it comes from disk right now
+            self.arrive(host_bank, here)
+        # Whoever computes with what was in the slot is done with it, and so is whoever copies it to the host.
+        after = self._lanes.mark() if host is None else host.all_left()
+        with plain_tensors(), torch.no_grad():
+            if host is not None and kept is not None:
+                place = [(bank.memory(slot, self.slot_bytes), host.memory(kept))]
+                transfer, done = self._residency.pace.submit(Lane.ONLOAD, place, after)
+                host.was_taken(kept, done)
+                arrival = Arrival(transfer, self._residency.next_number())
+                self._meter.expert_host_loads += 1
+            elif here is not None:
+                place = [(bank.memory(slot, self.slot_bytes), host_bank.memory(here, self.slot_bytes))]
+                transfer, host_bank.read[here] = self._residency.pace.submit(Lane.ONLOAD, place, after)
+                arrival = Arrival(transfer, self._residency.next_number())
+            elif block.is_fetched:
+                arrival = self._fetch(block, expert, bank, slot, after)
+            else:
+                places = self.views(block, bank, slot, 1)
+                copies = [(place[0], own.source[expert]) for place, own in zip(places, block.slots, strict=True)]
+                transfer, done = self._residency.pace.submit(Lane.ONLOAD, copies, after)
+                block.read_until(done)
+                arrival = Arrival(transfer, self._residency.next_number())
+        bank.arriving[slot] = _without_memory(arrival)
+        bank.hold(slot, key)
+
+    def _fetch(self, block: Block, expert: int, bank: Bank, slot: int, after: Event) -> Arrival:
+        fetching = self._residency.fetching
+        if fetching is None:
+            raise StateError(f"block {block.name!r} rests on disk, and there is no way from there")
+        ranges: list[Range] = []
+        more: list[Copy] = []
+        places = self.views(block, bank, slot, 1)
+        for part, own, place in zip(self._parts[block], block.slots, places, strict=True):
+            if own.casts or own.in_place:
+                first = part.layout.offset + expert * part.nbytes
+                ranges.append((first, part.nbytes, slot * self.slot_bytes + part.offset))
+            else:  # `p.data = t`
+                more.append((place[0], own.source[expert]))
+        one = _OneExpert(block, ranges)
+        fetch = fetching.onload(one, Target(bank.buffer, after, more))
+        return Arrival(LateTransfer(Lane.ONLOAD, one.nbytes, fetch.arrived), None)
+
+    def _empty(self, bank: Bank, slot: int, wanted: Collection[Key]) -> None:
+        """Nothing is in the slot any more: the host keeps it, if it keeps any, but not for one that is wanted."""
+        self._settle(bank, slot)
+        if (read := bank.read.pop(slot, None)) is not None:
+            read.synchronize()
+        key = bank.expert_in(slot)
+        if self._given_up is not None and key is not None and (block := self.block_of(key)).is_fetched:
+            with plain_tensors(), torch.no_grad():
+                self._given_up.keep(key, bank.contents_of(block), bank.memory(slot, self.slot_bytes), wanted)
+        bank.forget(slot)
+
+    def _settle(self, bank: Bank, slot: int) -> None:
+        """Compute waits for a copy into the slot that nobody wants any more, whatever came of it."""
+        with contextlib.suppress(DiskError):
+            self.arrive(bank, slot)
+
+
+class _OneExpert:
+    """An expert of a block that rests on disk, as Fetching takes it."""
+
+    def __init__(self, block: Block, ranges: Sequence[Range]) -> None:
+        self._block = block
+        self._ranges = ranges
+        self.nbytes = sum(nbytes for _, nbytes, _ in ranges)
+
+    @property
+    def contents(self) -> object:
+        return self._block.contents
+
+    def fetch(self, chunk_bytes: int, way: Way) -> Fetch:
+        """As a block's."""
+        return self._block.fetch(chunk_bytes, way, self._ranges)
+
+
+def _without_memory(arrival: Arrival) -> Arrival:
+    """It does not keep the bank's memory: who counts those that do finds nobody."""
+    transfer = arrival.transfer
+    if isinstance(transfer, LateTransfer):
+        return arrival
+    return Arrival(Transfer(transfer.lane, (), transfer.nbytes, transfer.begun, transfer.done), arrival.number)

@@ -1,0 +1,90 @@
+"""How do experts compute that have adapters on their weights? With copies of those that are used, adapters folded in.
+
+PEFT's `target_parameters`: a module around the experts folds low-rank factors into a whole weight, for each call. Here
+it does that for the experts that the call uses, which are counted from zero. See docs/design/experts.md.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from headrace.weights.movement.block import Block
+from headrace.weights.movement.slices import Slices
+from headrace.weights.passes.by_number import standing_in
+
+__all__ = ["AdaptedCall", "AdaptedCalls", "adapts_experts", "compute_adapted", "wrappers_of"]
+
+
+def adapts_experts(module: nn.Module) -> bool:
+    """Whether it is PEFT's, around a module whose weight it adapts."""
+    kind = type(module)
+    return kind.__name__ == "ParamWrapper" and kind.__module__ == "peft.tuners.lora.layer"
+
+
+class AdaptedCall(NamedTuple):
+    """A call of experts that have adapters."""
+
+    wrappers: list[Any]  # outermost first: one for each adapted weight
+    used: torch.Tensor  # on the host, ascending: the experts
+    where: torch.Tensor  # on the host: which of those each token uses
+
+
+class AdaptedCalls(threading.local):
+    """Those under way on a thread."""
+
+    def __init__(self) -> None:
+        self.of: dict[nn.Module, AdaptedCall] = {}
+
+
+def wrappers_of(outermost: Any) -> list[Any] | None:
+    """All around the experts, where each folds one adapter in; None where one does something else."""
+    found, module = [], outermost
+    while adapts_experts(module):
+        active = [name for name in module.active_adapters if name in module.lora_A]
+        if module.disable_adapters or module.merged or len(active) != 1 or module.num_experts < 2:
+            return None
+        found.append(module)
+        module = module.base_layer
+    return found
+
+
+def compute_adapted(
+    slices: Slices, block: Block, module: Any, names: list[str], call: AdaptedCall, own: Callable[[], Any]
+) -> Any:
+    """What `own` gives with the experts that are used, adapters folded in, in the place of all."""
+    weights = dict(zip(names, _copies(slices, block, call.used.tolist()), strict=True))
+    numbers = call.used.to(next(iter(weights.values())).device)
+    with standing_in(slices, module, names, list(weights.values())):
+        for wrapper in call.wrappers:
+            weights[wrapper.parameter_name] = _folded(wrapper, weights[wrapper.parameter_name], numbers)
+    with standing_in(slices, module, names, list(weights.values()), len(call.used)):
+        weights.clear()
+        return own()
+
+
+def _folded(wrapper: Any, weight: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    (adapter,) = (name for name in wrapper.active_adapters if name in wrapper.lora_A)
+    left, right, scaling = wrapper.get_delta_factors(adapter)
+    with torch.autocast(device_type=weight.device.type, enabled=False):  # as there
+        return weight.baddbmm_(left.index_select(0, numbers), right.index_select(0, numbers), alpha=scaling)
+
+
+def _copies(slices: Slices, block: Block, used: list[int]) -> Iterator[torch.Tensor]:
+    """Of these experts, for each of the block's weights: as many at a time as there are slots."""
+    bank = slices.bank_of(block, used)
+    device = bank.buffer.device
+    copies = [
+        torch.empty((len(used), *slot.layout.shape[1:]), dtype=slot.layout.dtype, device=device) for slot in block.slots
+    ]
+    with torch.no_grad():
+        for first in range(0, len(used), bank.slots):
+            bank.called = None
+            slots = slices.bring(block, bank, used[first : first + bank.slots])
+            for number, slot in enumerate(slots, first):
+                slices.arrive(bank, slot)
+                for place, copy in enumerate(copies):
+                    copy[number].copy_(slices.view(block, bank, slot, place))
+    yield from copies

@@ -1,0 +1,231 @@
+"""How is a model put under management, kept there when it changes, and let go again?
+
+Owns the link between the user's modules and the engine: who takes part in their calls, which of their buffers are
+managed, and the places of parameters. Adapters that are added later (PEFT) are taken in at the next outermost call.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from headrace.memory.buffers import plain_tensors
+from headrace.runtime.pipelines import pipelines_are_imported, refuse_split_backward
+from headrace.runtime.process_wide import ProcessWide
+from headrace.weights.model.data_parallel import refuse_wrapping
+from headrace.weights.model.home import Home
+from headrace.weights.model.inventory import Inventory, take_inventory
+from headrace.weights.model.layout import check_can_travel
+from headrace.weights.model.places import Member, Place
+from headrace.weights.model.tables import looks_rows_up
+from headrace.weights.movement.block import Block
+from headrace.weights.passes.adapted import adapts_experts
+from headrace.weights.passes.engine import Engine
+from headrace.weights.passes.managed import lend_parameters, make_managed, make_plain, site_of
+from headrace.weights.passes.refusals import refuse_call, refuse_script
+from headrace.weights.passes.site import Companion, Site
+
+__all__ = ["Attachment"]
+
+
+class _Registrations:
+    """Counts registrations of parameters, buffers and modules with managed modules, so that a changed model is noticed.
+
+    Not with others: a decoder that slices its list of layers makes a new list in every forward.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.hooks = ProcessWide(self._register, anywhere=False)
+
+    def _register(self) -> Callable[[], None]:
+        handles = [
+            torch_module.register_module_parameter_registration_hook(self._seen),
+            torch_module.register_module_module_registration_hook(self._seen_module),
+            torch_module.register_module_buffer_registration_hook(self._seen),
+        ]
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return remove
+
+    def _seen(self, parent: nn.Module, *_args: Any) -> None:
+        self.count += site_of(parent) is not None
+
+    def _seen_module(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        refuse_wrapping(parent, module)
+        _note_compiled(parent, name, module)
+        self._seen(parent)
+
+
+def _note_compiled(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    """torch.compile made `parent` around a managed module."""
+    site = site_of(module) if name == "_orig_mod" and module is not None else None
+    if site is not None:
+        site.compiled_by = weakref.ref(parent)
+
+
+_registrations = _Registrations()
+
+
+def _block_of_picks(module: nn.Module) -> Block | None:
+    """The block of a module that picks experts."""
+    site = site_of(module)
+    return None if site is None or site.picks is None else site.picks.blocks[-1]
+
+
+class Attachment:
+    """The modules of one offloaded model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Engine,
+        mains: dict[nn.Module, tuple[Block, ...]],
+        make_resident: Callable[[list[Member]], Block],
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._engine = engine
+        self._make_resident = make_resident
+        self._block_of: dict[int, Block] = {}  # by the id of the home
+        self._mains = weakref.WeakKeyDictionary(mains)
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those that went as well
+        self._seen = -1
+        self._leave_registrations = _registrations.hooks.use(self)
+        self._leave_pipelines: Callable[[], None] | None = None
+        self._link(self._inventory(model))
+        engine.buffers_are_budgeted()
+        engine.before_call = self.follow
+        engine.picks.block_of = _block_of_picks
+
+    def modules(self) -> list[tuple[str, nn.Module]]:
+        """All of the model by name; none, where it is gone."""
+        model = self._model()
+        return [] if model is None else list(model.named_modules())
+
+    def follow(self) -> None:
+        """Takes in what was registered since the last call: adapters, replaced modules, new buffers."""
+        model = self._model()
+        if model is None:
+            return
+        refuse_call(model)
+        if self._leave_pipelines is None and pipelines_are_imported():
+            self._leave_pipelines = refuse_split_backward(self)
+        if self._seen != _registrations.count:
+            with plain_tensors():
+                self._take_in(model)
+
+    def _take_in(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            refuse_script(f"module {name!r}, which came after offload(),", module)
+        for block in self._blocks():
+            block.places.adopt_replacements()
+        inventory = self._inventory(model)
+        if not all(isinstance(member.parameter, nn.Parameter) for member in inventory.members.values()):
+            return  # tensors that torch.func.functional_call has put there, for one call
+        added = self._adopted([m for m in inventory.members.values() if not isinstance(m.parameter, Home)], inventory)
+        if added:
+            for member in added:
+                check_can_travel(member.name, member.parameter)
+            keys = [id(member.parameter) for member in added]
+            what = f"parameters ({added[0].name!r} and {len(added) - 1} more)"
+            self._engine.check_resident(what, inventory.nbytes(keys))
+            self._engine.add_resident(self._make_resident(added))
+        self._link(inventory)
+
+    def _adopted(self, added: list[Member], inventory: Inventory) -> list[Member]:
+        """Of these parameters, those for which there is no place: the others came to modules where one of their kind
+        went (weight_norm makes `weight` into `weight_v`), and travel as that did.
+        """
+        gone = [slot for block in self._blocks() for slot in block.slots if id(slot.home) not in inventory.members]
+        left = []
+        for member in added:
+            for slot in gone:
+                if slot.fits(member.parameter) and member.name.startswith(slot.name[: slot.name.rfind(".") + 1]):
+                    slot.adopt(member.parameter)
+                    gone.remove(slot)
+                    break
+            else:
+                left.append(member)
+        return left
+
+    def keep_alive(self, companion: Companion) -> None:
+        """`companion` lives at least as long as the model does, unless it is detached before."""
+        model = self._model()
+        site = None if model is None else site_of(model)
+        if site is not None:
+            site.companion = companion
+
+    def detach(self) -> None:
+        """The model is an ordinary CPU model again."""
+        self._leave_registrations()
+        if self._leave_pipelines is not None:
+            self._leave_pipelines()
+        self._engine.before_call = lambda: None
+        for block in self._blocks():
+            block.release()
+        for module in list(self._modules):
+            managed = site_of(module) is not None
+            make_plain(module)
+            if managed:
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and buffer.device.type != "cpu":  # of a class of its own
+                        module._buffers[name] = buffer.to("cpu")
+
+    def _inventory(self, model: nn.Module) -> Inventory:
+        for module in model.modules():
+            self._modules.add(module)
+            lend_parameters(module)  # before places are taken down
+        return take_inventory(model, check=False)
+
+    def _link(self, inventory: Inventory) -> None:
+        places: dict[int, list[Place]] = {key: member.places for key, member in inventory.members.items()}
+        self._block_of = {id(slot.home): block for block in self._blocks() for slot in block.slots}
+        for block in self._blocks():
+            block.places.move(block.slots, places)
+            block.places.move_compounds(block.compounds, inventory.places_of_compounds)
+        for module, name in inventory.names.items():
+            if site_of(module) is None:
+                make_managed(module, self._site(module, name, inventory))
+        for module in inventory.names:
+            _note_compiled(module, "_orig_mod", module._modules.get("_orig_mod"))
+        self._engine.buffers.take_in(inventory.names)
+        self._seen = _registrations.count
+
+    def _site(self, module: nn.Module, name: str, inventory: Inventory) -> Site:
+        own = [self._block_of[key] for key in inventory.owned.get(module, ()) if key in self._block_of]
+        compiled = module._modules.get("_orig_mod")  # by torch.compile(layer), which goes through its calls unseen
+        mains = self._mains.get(module if compiled is None else compiled)
+        needed = list(dict.fromkeys((*(mains or ()), *own)))
+        streamed = [block for block in needed if block.index >= 0 and not block.travels_in_parts]
+        table = needed[0] if [bool(block.row_bytes) for block in needed] == [True] and looks_rows_up(module) else None
+        picks = self._site_of_all(module, name, needed[0], inventory) if len(needed) == 1 else None
+        encloses = any(inner in self._mains for inner in module.modules() if inner is not module)
+        return Site(
+            self._engine,
+            name or type(module).__name__,
+            tuple(streamed),
+            main=mains is not None and table is None and picks is None,
+            encloses=encloses,
+            table=table,
+            picks=picks,
+            adapts=adapts_experts(module),
+        )
+
+    def _site_of_all(self, module: nn.Module, name: str, block: Block, inventory: Inventory) -> Site | None:
+        """That of a call which needs all experts of the block, beside what the module around it has bound."""
+        if block.experts is None:
+            return None
+        around: tuple[Block, ...] = ()
+        outer = inventory.parents.get(module)
+        while outer is not None and not around:
+            around = tuple(one for one in self._mains.get(outer, ()) if not one.travels_in_parts)
+            outer = inventory.parents.get(outer)
+        return Site(self._engine, name, (*around, block), main=True, encloses=False)
+
+    def _blocks(self) -> list[Block]:
+        return [*self._engine.blocks, *self._engine.residents]

@@ -1,0 +1,226 @@
+"""What does a backward do with weights? Blocks come for the sites that it reaches, gradients leave, and it ends once.
+
+No hooks on modules: the gradient of a site's output, or the first unpack of anything that the site saved, is the
+beginning of its backward; autograd says when all is over.
+"""
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from headrace.errors import StateError
+from headrace.planning import Phase
+from headrace.runtime.autograd import EndOfBackward, without_overrides
+from headrace.runtime.tensors import tensors_in
+from headrace.runtime.threads import on_own_thread
+from headrace.weights.model.slot import REMOVED, Slot
+from headrace.weights.movement.averaging import AveragedGradients
+from headrace.weights.movement.batch_sums import BatchSums
+from headrace.weights.movement.block import Block, Presence
+from headrace.weights.movement.executor import Executor
+from headrace.weights.movement.gradients import Gradients
+from headrace.weights.movement.residency import Residency
+from headrace.weights.passes.binding import Standing, bind, release
+from headrace.weights.passes.call import Call
+from headrace.weights.passes.lending import Lending
+from headrace.weights.passes.site import Site
+from headrace.weights.passes.state import PassState, Progress
+from headrace.weights.passes.stray import lending_leaves
+from headrace.weights.passes.updates import Updates
+
+__all__ = ["WATCHED", "Backward"]
+
+WATCHED = "_headrace_watched"  # attribute of tensors whose gradient announces the backward of a site
+
+
+class Backward:
+    """The backward of one model that is under way, if any: the outermost one, in which others may be nested.
+
+    `calls`: those under way. `recover`: undoes all that is.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        standing: Standing,
+        residency: Residency,
+        executor: Executor,
+        gradients: Gradients | AveragedGradients,
+        lending: Lending,
+        updates: Updates,
+        calls: Sequence[Call],
+        recover: Callable[[], None],
+    ) -> None:
+        self._progress = progress
+        self._standing = standing
+        self._residency = residency
+        self._executor = executor
+        self._gradients = gradients
+        self._lending = lending
+        self._updates = updates
+        self._calls = calls
+        self._recover = recover
+        self._site: Site | None = None  # that it is at
+        self._present: object | None = None  # the one under way
+        self._ending: Callable[[], EndOfBackward | None] = lambda: None  # gone when autograd is done with it
+        self._computing_again = contextlib.ExitStack()  # functions may be called again in it
+        self.settling = threading.RLock()  # one that raised may end on autograd's thread, during the next pass
+        self.refused = False  # the model was let go of
+        self.batch_sums: BatchSums | None = None  # of several micro-batches, for the backward under way
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether one has begun, and nobody has found that it is over."""
+        return self._present is not None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether autograd still has it."""
+        return self._present is not None and self._ending() is not None
+
+    def watch_output(self, site: Site, output: Any) -> None:
+        """The gradient of an output comes before any unpack of the site: an early word that its backward begins.
+
+        Not the gradient of a tensor that another site made and this one hands on (T5's position bias).
+        """
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None and not hasattr(tensor, WATCHED):
+                setattr(tensor, WATCHED, True)
+                tensor.register_hook(lambda _gradient: self.reach(site))
+
+    def reach(self, site: Site) -> None:
+        """Something of the site's forward is needed: its blocks come, and those of the last site may go."""
+        if site is self._site or not self._progress.in_backward:
+            return
+        if self.refused:
+            raise StateError(REMOVED)
+        self._begin()
+        if not site.blocks:
+            return
+        with without_overrides():
+            self._gradients.leave_block()
+            last, self._site = self._site, None
+            if last is not None:
+                release(last.blocks)
+            self._lending.end_of_visit()
+            self._executor.visit(site.blocks, Phase.BACKWARD, site.name)
+            bind(site.blocks, adopts=False)
+            self._site = site
+
+    def require(self, block: Block) -> None:
+        """It needs a block that its site did not bring."""
+        if block.presence in (Presence.ABSENT, Presence.RESERVED):
+            with without_overrides():
+                self._executor.visit((block,), Phase.BACKWARD, block.name)
+        elif block.presence is Presence.ARRIVING and block.stale:  # what comes may be of neither contents
+            with without_overrides():
+                self._executor.bring(block)
+        self._residency.arrive(block)
+
+    def gradient_ready(self, slot: Slot) -> None:
+        """The gradient of a leaf is complete, as far as is known."""
+        self._begin()  # a block that saves nothing is never unpacked
+        with without_overrides():
+            (self.batch_sums or self._gradients).take(slot)
+
+    def begin(self) -> None:
+        """One begins that consists of several."""
+        self._begin()
+
+    def rows_ready(self, slot: Slot, rows: torch.Tensor, gradient: torch.Tensor) -> None:
+        """A lookup's gradient of these rows of a table is there."""
+        if self.refused:
+            raise StateError(REMOVED)
+        self._begin()
+        with without_overrides():
+            self._gradients.take_rows(slot, rows, gradient)
+
+    def rows_complete(self, slot: Slot) -> None:
+        """All that one backward gives the rows of a table is there."""
+        with without_overrides():
+            if self.batch_sums is None:
+                self._gradients.add_up_rows(slot)
+            else:
+                self.batch_sums.take_rows(slot)
+
+    def _begin(self) -> None:
+        """Once for the outermost one: nested ones (reentrant checkpoints) end inside of it."""
+        if self._present is not None:
+            return
+        self._gradients.abandon()  # what is left of a backward whose end was interrupted
+        self._site = None
+        present = object()
+        end = EndOfBackward(functools.partial(self._ended, present))
+        end.queue()
+        self._present, self._ending = present, weakref.ref(end)
+        self._progress.becomes(PassState.BACKWARD)
+        self._executor.begin_backward()
+        self._standing.begin()
+        self._updates.changed()
+        self._computing_again.enter_context(lending_leaves(self._lending))
+
+    def _ended(self, present: object, *, completed: bool) -> None:
+        """It returned, or raised: homes are bound again; gradients are delivered, or dropped.
+
+        Autograd may let go of a backward that raised on any thread. On one of ours, which what is done here waits for,
+        nothing is done: the next look or pass finds that it is over.
+        """
+        if not completed and on_own_thread():
+            return
+        with self.settling:
+            if present is not self._present:
+                return
+            try:
+                self._finish(completed=completed)
+            except BaseException:
+                if self._calls:
+                    self._progress.state = PassState.FORWARD
+                else:
+                    self._recover()
+                raise
+
+    def _finish(self, *, completed: bool) -> None:
+        self._computing_again.close()
+        self._present = None
+        if self._site is not None:
+            release(self._site.blocks)
+            self._site = None
+        self._lending.end_of_visit()
+        self._standing.end()
+        if completed:
+            self._gradients.leave_block()
+            self._executor.end_cycle()
+            self._residency.wait_for_consumed_reads()  # those of frozen blocks no gradient waits for
+        else:
+            self._executor.abandon_cycle()
+            self.drop_gradients()
+            self._bind_for_calls()  # an interrupt may have struck between a release and its note
+        self._progress.state = PassState.FORWARD if self._calls else PassState.AT_REST  # from what it had come to
+        if completed:
+            with self._progress.hooks_of_homes() as in_hooks:
+                self._gradients.deliver(in_hooks)
+            self._updates.changed()
+
+    def _bind_for_calls(self) -> None:
+        self._standing.reset([call.blocks for call in self._calls])
+
+    def undo(self) -> None:
+        """Nothing of it is under way any more."""
+        self._site = None
+        if self._present is not None:
+            self._present = None
+            self._executor.abandon_cycle()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """What an unfinished backward computed, also where autograd had set it and an interrupt kept it from us."""
+        with without_overrides():
+            for block in (*self._standing.blocks, *self._standing.residents):
+                for slot in block.slots:
+                    slot.leaf.grad = None
+        self._gradients.abandon()

@@ -1,0 +1,343 @@
+"""What happens at a visit? The engine: calls of managed modules, passes, and what follows from errors.
+
+Forward: a site's call makes its blocks present, binds their leaves, and packs what autograd saves into handles.
+What backward does with them: backward.py. See docs/design/engine.md.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from headrace.errors import StateError
+from headrace.planning import Phase
+from headrace.runtime.autograd import without_overrides
+from headrace.runtime.fibers import own_thread
+from headrace.weights.model.module_buffers import ModuleBuffers
+from headrace.weights.movement.averaging import AveragedGradients
+from headrace.weights.movement.batch_sums import BatchSums
+from headrace.weights.movement.block import Block
+from headrace.weights.movement.common import CommonHomes
+from headrace.weights.movement.executor import Executor
+from headrace.weights.movement.gradients import Gradients
+from headrace.weights.movement.residency import Residency
+from headrace.weights.movement.trace import Turn
+from headrace.weights.passes.backward import Backward
+from headrace.weights.passes.binding import Standing, release
+from headrace.weights.passes.call import Call
+from headrace.weights.passes.handles import SavedTensors, pop_left_over, saving_is_left_to_autograd
+from headrace.weights.passes.handover import Handover
+from headrace.weights.passes.idle import is_idle
+from headrace.weights.passes.lending import Lending
+from headrace.weights.passes.lookup import Lookups
+from headrace.weights.passes.picks import Picks
+from headrace.weights.passes.process import OwnProcess
+from headrace.weights.passes.site import Site
+from headrace.weights.passes.state import PassState, Progress
+from headrace.weights.passes.stray import lending_leaves, stop_lending
+from headrace.weights.passes.stretches import in_one_backward
+from headrace.weights.passes.trained import Trained
+from headrace.weights.passes.updates import Updates
+
+if TYPE_CHECKING:
+    from headrace.weights.passes.layer_major import LayerMajor
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Runs the visits of one offloaded model."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        blocks: Sequence[Block],
+        residents: Sequence[Block],
+        residency: Residency,
+        executor: Executor,
+        gradients: Gradients | AveragedGradients,
+        buffers: ModuleBuffers,
+        common: CommonHomes | None = None,
+    ) -> None:
+        self.device = device
+        self.blocks = list(blocks)
+        self.residents = list(residents)
+        self.buffers = buffers
+        self._buffer_bytes = 0  # of those: taken off the budget for blocks already
+        self.before_call: Callable[[], None] = lambda: None  # the outermost call is about to begin
+        self._residency = residency
+        self._executor = executor
+        self._gradients = gradients
+        self._common = common
+        self.calls: list[Call] = []  # visits whose call is under way, outermost first
+        self.progress = Progress()
+        self.lending = Lending(executor, residency, self.calls, self.progress)
+        self._handover = Handover(device, residency)
+        self.standing = Standing(self.blocks, self.residents, buffers, residency, executor)
+        self.updates = Updates(self.blocks, self.residents)
+        self._claims: dict[str, int] = {}  # the thread whose outermost call is under way
+        self._backward = Backward(
+            self.progress,
+            self.standing,
+            residency,
+            executor,
+            gradients,
+            self.lending,
+            self.updates,
+            self.calls,
+            self._recover,
+        )
+        self.lookups = Lookups(device, executor, self._backward, self.lending)
+        one_by_one = isinstance(gradients, Gradients)  # ranks average whole ones
+        self.trained = Trained(self._backward, executor, device, one_by_one=one_by_one)
+        self.picks = Picks(device, executor, self.lending, self.trained, self.call)
+        self.process = OwnProcess()
+        self.together: LayerMajor | None = None  # several micro-batches, whose forwards are under way
+        for block in (*blocks, *residents):
+            self._adopt(block)
+
+    def _adopt(self, block: Block) -> None:
+        """The gradients of a block come here."""
+        with without_overrides():  # a leaf that is away
+            for slot in block.slots:
+                slot.on_gradient = self._backward.gradient_ready
+                slot.follow_requires_grad()
+        self.lending.add(block)
+
+    def check_resident(self, what: str, nbytes: int) -> None:
+        """Raises BudgetError when what came later and stays leaves no room beside it for the largest block."""
+        whole = [block for block in self.blocks if not block.travels_in_parts]
+        largest = max(whole, key=lambda block: block.nbytes, default=None)
+        if largest is not None:
+            self._residency.check_resident(what, nbytes, largest)
+
+    def buffers_are_budgeted(self) -> None:
+        """The budget for blocks is what buffers leave of it, as they are now."""
+        self._buffer_bytes = self.buffers.nbytes
+
+    def _follow_buffers(self) -> None:
+        """Buffers of modules that came later leave less of the budget to blocks."""
+        grown_bytes = self.buffers.nbytes - self._buffer_bytes
+        if grown_bytes:
+            self.check_resident("buffers of modules", grown_bytes)
+            self._buffer_bytes += grown_bytes
+            self._residency.shrink(grown_bytes)
+            self._executor.replan()
+
+    def add_resident(self, block: Block) -> None:
+        """A block that came with a change of the model stays on the device from the next pass on."""
+        self.residents.append(block)
+        self._adopt(block)
+        self._executor.bring(block)
+        self._executor.replan()
+
+    # calls ------------------------------------------------------------------------------------------------------------
+    def call(self, site: Site, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A managed module was called. Outermost calls begin a pass over the model; calls of sites are visits."""
+        self.process.check()
+        call, outermost = Call(self, site), False
+        try:
+            if not self.progress.in_backward:
+                self._claim()
+                outermost = not self.calls and self.together is None
+            if not outermost and not self._is_visit(site):
+                return forward(*args, **kwargs)
+            if self.calls and is_idle(site.blocks, args, kwargs):
+                with self.lending.idle(site.blocks[0]):
+                    return forward(*args, **kwargs)
+            if outermost:
+                args, kwargs = call.begin_pass(args, kwargs)
+            elif not self.calls:  # a hook of backward may call the model, too; so may micro-batches that take turns
+                args, kwargs = self._handover.inputs(args, kwargs)
+            if self.together is not None and site.blocks:
+                args, kwargs = self.together.arrive(call, args, kwargs)
+            outer = outermost or (self.together is not None and not self.calls)
+            call.begin_visit()
+            output = self._handover.output(forward(*args, **kwargs), outermost=outer)
+            call.end()
+        except BaseException:
+            try:
+                call.end()
+            finally:
+                if outermost:  # an interrupt may have hit the bookkeeping itself: nothing may seem to be under way
+                    self._recover()
+                if not self.calls and self._claims.get("pass") == call.thread:
+                    self._claims.clear()
+            raise
+        if torch.is_grad_enabled():
+            self._backward.watch_output(site, output)
+        return output
+
+    def _claim(self) -> None:
+        """Passes of one model follow each other. Raises StateError where another thread's is under way."""
+        this = own_thread()
+        owner = self._claims.setdefault("pass", this)  # in one go, whatever other threads do
+        if owner == this and self._backward.is_held:
+            owner = self.progress.thread
+        if owner != this:
+            if self._claims["pass"] == this:
+                self._claims.clear()
+            raise StateError(
+                f"the model is computing on thread {owner} and was called on thread {this}; blocks come and go for one"
+                " pass at a time: hold a threading.Lock from forward to the end of backward, or offload a copy for each"
+            )
+
+    def _is_visit(self, site: Site) -> bool:
+        """Whether a call inside another one brings blocks of its own.
+
+        Recomputation must pack exactly what forward packed (a checkpoint counts), so it decides as forward did: a
+        module inside a layer is no visit if the layer is bound, whether by its call or by its backward.
+        """
+        if not site.blocks:
+            # An enclosing module is a visit so that what it borrows goes back when it ends. A reentrant checkpoint
+            # recomputes with no hooks on top, so its calls push ours.
+            return site.encloses or (not self.calls and self.progress.in_backward and saving_is_left_to_autograd())
+        if not site.main and all(block.users for block in site.blocks):  # as Site.is_inside, on whatever thread
+            return False
+        if self.lending.is_idle(site.blocks):
+            return False
+        called = {block for call in self.calls for block in call.blocks}
+        return not called.issuperset(site.blocks)
+
+    def release_everything(self) -> None:
+        """Homes are bound everywhere; nothing is under way, and nothing will be."""
+        self._recover()
+        self.buffers.release()
+        self._backward.refused = True
+
+    # updates ----------------------------------------------------------------------------------------------------------
+    def wait_until_free(self) -> None:
+        """The host may read and write all homes: no copy reads them, no optimizer writes them."""
+        for block in (*self.blocks, *self.residents):
+            block.wait_until_free()
+
+    def quiesce(self, *, updates: bool = True) -> None:
+        """The user looks at the model: a backward that raised is over, even if autograd's thread still holds it.
+
+        With `updates`, the user also sees what every optimizer step has done.
+        """
+        if updates and not self.progress.computes:
+            self.updates.wait()
+        over = self._backward.is_under_way and not self.progress.in_backward and own_thread() == self.progress.thread
+        if over and self.process.is_this:
+            self._recover()
+
+    # passes -----------------------------------------------------------------------------------------------------------
+    def begin_pass(
+        self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The outermost call: residents are renewed and bound, inputs come to the device."""
+        self._begin_pass(site.name)
+        return self._handover.inputs(args, kwargs)
+
+    def _begin_pass(self, name: str) -> None:
+        if self.progress.state is not PassState.AT_REST or not self._residency.intact:
+            self._recover()
+        self.progress.becomes(PassState.FORWARD)
+        self.progress.thread = own_thread()
+        self.before_call()
+        self._follow_buffers()
+        if self._common is not None:
+            self._common.begin_pass(with_gradients=torch.is_grad_enabled())
+        if torch.is_grad_enabled():
+            self._gradients.prepare([*self.residents, *self.blocks])
+        with without_overrides():  # a look at a home is our own
+            self._executor.begin_pass(name)
+            self.standing.begin(forward_on=self.progress.thread)
+
+    def forward_together(self, together: "LayerMajor", count: int, forward: Callable[[], None]) -> None:
+        """A pass in which `forward` calls the model for `count` micro-batches, which take turns at blocks."""
+        self.process.check()
+        self._claim()
+        lending = lending_leaves(self.lending)
+        try:
+            self._begin_pass(f"{count} micro-batches")
+            try:
+                with lending:
+                    self.together = together
+                    forward()
+            finally:
+                self.together = None
+                self.end_pass()
+        except BaseException:
+            self.together = None
+            self._recover()
+            self._claims.clear()
+            raise
+
+    def take_turn(self, *, first: bool, last: bool) -> None:
+        """Another of the micro-batches that go through the same blocks goes on."""
+        self._executor.turn = Turn(first=first, last=last)
+
+    def backward_together(self, batch_sums: BatchSums, backward: Callable[[], None]) -> None:
+        """One backward that consists of those that `backward` calls; gradients come to `batch_sums`."""
+
+        def run() -> None:
+            self._backward.begin()
+            backward()
+
+        self._backward.batch_sums = batch_sums
+        try:
+            in_one_backward(run)
+        finally:
+            self._backward.batch_sums = None
+
+    def discard(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Gradients of these are discarded, those that wait to be averaged over ranks, too."""
+        if self._common is not None:
+            self._common.discard(parameters)
+
+    def end_pass(self) -> None:
+        """The outermost call ends: what its copies read of homes has been read, so homes may be written."""
+        self.progress.state = PassState.BETWEEN  # from whatever has been broken off
+        with without_overrides():
+            self.standing.end()
+        self._executor.end_pass()
+        self._residency.wait_for_consumed_reads()
+        if not torch.is_grad_enabled():  # no backward follows
+            self.progress.becomes(PassState.AT_REST)
+        self._claims.clear()
+
+    def _recover(self) -> None:
+        """After an interrupt amid bookkeeping, or a backward that raised: nothing stays bound or pending."""
+        with self._backward.settling:
+            self.progress.state = PassState.BETWEEN
+            self.calls.clear()
+            self._executor.slices.put_back_weights()
+            pop_left_over(self._residency)
+            stop_lending(self.lending)
+            self.lending.forget()
+            self.standing.reset(())
+            self._residency.mend((*self.blocks, *self.residents))
+            self._backward.undo()
+            self.progress.state = PassState.AT_REST
+
+    def saved_tensors(self, site: Site) -> SavedTensors:
+        """Hooks for what autograd saves in a visit of the site."""
+        return SavedTensors(
+            self._residency,
+            self._executor.slices,
+            partial(self._backward.reach, site),
+            self._backward.require,
+        )
+
+    def visit(self, call: Call) -> None:
+        """A site's call, or its recomputation, makes its blocks present."""
+        site = call.site
+        with without_overrides():  # a look at a home is our own
+            if self.progress.in_backward:
+                self._backward.reach(site)
+            elif site.blocks:
+                self._executor.visit(site.blocks, Phase.FORWARD, site.name)
+            self.calls.append(call)
+            call.hold(site.blocks)
+
+    def leave(self) -> None:
+        """The innermost visit's call ends."""
+        with without_overrides():
+            call = self.calls.pop()
+            release(call.blocks)
+            for block in call.lent:
+                block.take_back()

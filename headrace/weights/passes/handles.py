@@ -1,0 +1,279 @@
+"""What does autograd keep of a weight? A handle: where it lies in its block and which contents it had, but no bytes.
+
+Active while a block's forward runs. Everything autograd saves that lies in a block's buffer becomes a handle;
+everything else goes on to the hooks that were on top before (checkpointing, activation offload, a user's own), because
+only the innermost hooks are called. Any unpack tells the engine that the backward of this site has begun.
+
+A checkpoint outside is told of weights too: it counts what forward and recomputation save, and in the latter a module
+that was a visit in forward may be none, because its block is there already.
+"""
+
+import contextlib
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.checkpoint
+
+from headrace.errors import WeightChangedError
+from headrace.runtime.autograd import (
+    check_version,
+    has_storage,
+    is_wrapper,
+    neg_view,
+    pop_hooks,
+    push_hooks,
+    top_hooks,
+    without_overrides,
+)
+from headrace.weights.model.slot import Slot, Token
+from headrace.weights.movement.block import Block
+from headrace.weights.movement.residency import Residency
+from headrace.weights.movement.slices import Slices
+from headrace.weights.passes.picked import Picked, picked_of
+
+__all__ = ["Handle", "SavedTensors", "is_checkpointed", "pop_left_over", "saving_is_left_to_autograd"]
+
+
+class Handle(NamedTuple):
+    """A view of a weight that autograd saved, without its memory."""
+
+    block: Block
+    slot: Slot
+    token: Token
+    leaf_version: int  # counts what the model itself writes to the weight in forward
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # elements of dtype from the start of the buffer
+    conjugated: bool  # the bytes are those of its conjugate
+    negated: bool  # ... of its negative
+    recompute: "Callable[[Any], Any] | None"  # how the checkpoint around it unpacks, by computing again first
+
+
+class _Saved(NamedTuple):
+    """A tensor that is no weight, and its version: hooks bypass autograd's own check."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+class _Outer(NamedTuple):
+    """What the hooks outside ours made of a tensor."""
+
+    packed: Any
+    unpack: Callable[[Any], torch.Tensor]
+
+
+class _Wrapper(NamedTuple):
+    """A tensor of a class of its own, around others."""
+
+    kind: Any
+    inner: dict[str, Any]  # packed
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class SavedTensors:
+    """The saved-tensor hooks of one visit. `on_unpack` makes the site's blocks present; `require` one block."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        slices: Slices,
+        on_unpack: Callable[[], object],
+        require: Callable[[Block], None],
+    ) -> None:
+        self._residency = residency
+        self._slices = slices
+        self._on_unpack = on_unpack
+        self._require = require
+        self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # hooks that are not ours
+        self._checkpoint: Callable[..., Any] | None = None  # of them, that of a checkpoint that counts
+        self._recompute: Callable[..., Any] | None = None  # ... and how it computes again
+
+    def push(self) -> None:
+        """From now on autograd saves through these hooks."""
+        self._outer = top_hooks(True)
+        if self._outer is not None:
+            pack: Any = self._outer[0]
+            enclosing = getattr(pack, "__self__", None)
+            if isinstance(enclosing, SavedTensors):  # of the visit around this one: straight to the hooks outside it
+                self._outer, self._checkpoint = enclosing._outer, enclosing._checkpoint
+                self._recompute = enclosing._recompute
+            elif getattr(pack, "__module__", "") == torch.utils.checkpoint.__name__:
+                self._checkpoint, self._recompute = self._outer
+        push_hooks(self._pack, self._unpack)
+
+    @staticmethod
+    def pop() -> None:
+        """The hooks that were on top before are again."""
+        pop_hooks()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        packed: Handle | Picked | _Wrapper | None
+        if type(tensor) is torch.Tensor or not is_wrapper(tensor):
+            packed = self._pack_weight(tensor)
+        else:
+            packed = self._pack_wrapper(tensor)
+        if packed is not None:
+            if self._checkpoint is not None:
+                self._checkpoint(tensor)
+            return packed
+        if self._outer is not None:
+            return _Outer(self._outer[0](tensor), self._outer[1])
+        # Detached: an output that is saved by the very node that made it would keep the graph alive for good.
+        return _Saved(tensor.detach(), tensor._version)
+
+    def _pack_weight(self, tensor: torch.Tensor) -> Handle | Picked | None:
+        """The handle of what lies in a block, or in a bank of experts; None for any other."""
+        block = self._residency.block_of(tensor)
+        if block is not None:
+            return _handle_of(block, tensor, self._recompute)
+        picks = self._slices.travel and has_storage(tensor)
+        return picked_of(self._slices, tensor, self._recompute) if picks else None
+
+    def _pack_wrapper(self, wrapper: Any) -> "_Wrapper | None":
+        """A wrapper around tensors of which some lie in a block; None for any other."""
+        names, context = wrapper.__tensor_flatten__()
+        inner: dict[str, Any] = {}
+        for name in names:
+            part = getattr(wrapper, name)
+            if not isinstance(part, torch.Tensor):  # a DTensor's mesh
+                inner[name] = part
+                continue
+            packed: Handle | Picked | _Wrapper | None
+            packed = self._pack_wrapper(part) if is_wrapper(part) else self._pack_weight(part)
+            inner[name] = _Saved(part.detach(), part._version) if packed is None else packed
+        if not any(isinstance(packed, Handle | Picked | _Wrapper) for packed in inner.values()):
+            return None
+        return _Wrapper(type(wrapper), inner, context, wrapper.size(), wrapper.stride())
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        self._on_unpack()
+        if isinstance(packed, _Saved):
+            check_version(packed.tensor, packed.version)
+            return packed.tensor
+        if isinstance(packed, Handle | Picked):
+            if packed.recompute is not None:
+                _compute_again(packed.recompute)
+                self._on_unpack()
+            if isinstance(packed, Picked):
+                check_unchanged(packed.slot, packed.token)
+                return packed.weight(self._slices)
+            self._require(packed.block)
+            return _weight(packed)
+        if isinstance(packed, _Outer):
+            return packed.unpack(packed.packed)
+        wrapped: _Wrapper = packed
+        kinds = Handle | Picked | _Wrapper | _Saved
+        inner = {name: self._unpack(part) if isinstance(part, kinds) else part for name, part in wrapped.inner.items()}
+        wrapper: torch.Tensor
+        wrapper = wrapped.kind.__tensor_unflatten__(inner, wrapped.context, wrapped.size, wrapped.stride)
+        return wrapper
+
+
+def saving_is_left_to_autograd() -> bool:
+    """Whether no hooks are on top: of no visit, no checkpoint, and no user."""
+    return top_hooks(True) is None
+
+
+def pop_left_over(residency: Residency) -> None:
+    """Takes off the hooks of visits of this model that an interrupt kept from ending."""
+    while (hooks := top_hooks(True)) is not None:
+        owner: Any = getattr(hooks[0], "__self__", None)
+        if not isinstance(owner, SavedTensors) or owner._residency is not residency:
+            return
+        pop_hooks()
+
+
+def is_checkpointed() -> bool:
+    """Whether what autograd would save now is left out, and computed again in backward."""
+    hooks = top_hooks(True)
+    pack: Any = None if hooks is None else hooks[0]
+    owner = getattr(pack, "__self__", None)
+    if isinstance(owner, SavedTensors):
+        return owner._checkpoint is not None
+    return getattr(pack, "__module__", "") == torch.utils.checkpoint.__name__
+
+
+class _ComputedAgainError(Exception):
+    """Instead of what a checkpoint would hand out: the weight is here already."""
+
+
+class _Nothing:
+    """What a checkpoint is asked for, when it shall compute again and no more."""
+
+    @property
+    def handles(self) -> Any:
+        """The first thing that it looks at when it has."""
+        raise _ComputedAgainError
+
+
+_NOTHING = _Nothing()
+
+
+def _compute_again(unpack: Callable[[Any], Any]) -> None:
+    """What a checkpoint would do for any saved tensor, once for each backward: what modules write in forward, such as
+    BatchNorm's statistics, is then written once more, as without us.
+
+    Its unpack hook (torch.utils.checkpoint._checkpoint_hook) recomputes, then reads `holder.handles`. Raising there
+    stops it before it hands out a tensor.
+    """
+    with contextlib.suppress(_ComputedAgainError):
+        unpack(_NOTHING)
+
+
+def _handle_of(block: Block, tensor: torch.Tensor, recompute: Callable[[Any], Any] | None) -> Handle:
+    dtype, offset = tensor.dtype, int(tensor.storage_offset())
+    slot = block.slots_by_offset[bisect_right(block.slot_offsets, offset * dtype.itemsize) - 1]
+    return Handle(
+        block,
+        slot,
+        slot.loaded_token,
+        slot.leaf._version,
+        dtype,
+        tensor.size(),
+        tensor.stride(),
+        offset,
+        tensor.is_conj(),
+        tensor.is_neg(),
+        recompute,
+    )
+
+
+def check_unchanged(slot: Slot, before: Token) -> None:
+    """Raises WeightChangedError when the home has other contents now than it had then."""
+    with without_overrides():  # a look at a home is our own
+        now = slot.token
+    if now == before:
+        return
+    if now == before._replace(data_number=now.data_number):
+        raise WeightChangedError(
+            f"parameter {slot.name!r} was given other data (p.data = t) after forward used it and before backward did,"
+            " which needs the data of before; run backward before that"
+        )
+    raise WeightChangedError(
+        f"parameter {slot.name!r} was modified in place after forward used it and before backward did (version"
+        f" {now.version}; expected version {before.version}); run backward before optimizer.step() and the like"
+    )
+
+
+def _weight(handle: Handle) -> torch.Tensor:
+    """The weight as it was saved. Raises WeightChangedError when its home has other contents now."""
+    slot = handle.slot
+    check_unchanged(slot, handle.token)
+    if slot.leaf._version != handle.leaf_version:
+        raise WeightChangedError(
+            f"parameter {slot.name!r} was modified in place by the model itself after forward had used it (version"
+            f" {slot.leaf._version}; expected version {handle.leaf_version}); use it after the change, or a clone of it"
+        )
+    if handle.block.buffer is None:
+        raise WeightChangedError(f"block {handle.block.name!r} is not present")
+    weight = torch.empty(0, dtype=handle.dtype, device=handle.block.buffer.device)
+    weight.set_(handle.block.buffer.untyped_storage(), handle.offset, handle.size, handle.stride)
+    if handle.conjugated:
+        weight = weight.conj()
+    return neg_view(weight) if handle.negated else weight

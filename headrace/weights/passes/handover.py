@@ -1,0 +1,60 @@
+"""What goes into a call of the model, and what comes out? Inputs to the device; weights that outlive the visit."""
+
+from typing import Any
+
+import torch
+
+from headrace.runtime.tensors import map_tensors, tensors_in
+from headrace.weights.model.home import Home, Leaf
+from headrace.weights.movement.residency import Residency
+
+__all__ = ["Handover"]
+
+
+class Handover:
+    """Inputs and outputs of calls of one model."""
+
+    def __init__(self, device: torch.device, residency: Residency) -> None:
+        self._device = device
+        self._residency = residency
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Inputs where the model computes.
+
+        Whoever places some of them there means the others as they are, as far as these can be lengths (integers of one
+        dimension at most, which PyTorch's packed sequences want on the host).
+        """
+        device = self._device
+        placed = device.type != "cpu" and any(tensor.device == device for tensor in tensors_in((args, kwargs)))
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            stays = tensor.device == device or (placed and tensor.dim() < 2 and _counts(tensor))
+            return tensor if stays or isinstance(tensor, Home) else tensor.to(device)
+
+        return map_tensors(args, moved), map_tensors(kwargs, moved)
+
+    def output(self, output: Any, *, outermost: bool) -> Any:
+        """What a call hands on of its weights. Views are copied: they would keep a whole buffer beyond the visit.
+
+        A weight itself may go on inside the model, where it comes back when it is used; the user gets a copy.
+        """
+
+        def outlives(tensor: torch.Tensor) -> bool:
+            if isinstance(tensor, Leaf):
+                return not outermost
+            block = self._residency.block_of(tensor)
+            return block is None or (block.index < 0 and not outermost)
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            if outlives(tensor):
+                return tensor
+            with torch.set_grad_enabled(tensor.requires_grad or torch.is_grad_enabled()):
+                return tensor.clone()
+
+        if all(outlives(tensor) for tensor in tensors_in(output)):
+            return output
+        return map_tensors(output, copied)
+
+
+def _counts(tensor: torch.Tensor) -> bool:
+    return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype != torch.bool

@@ -1,0 +1,274 @@
+"""How do several micro-batches go through a model together? Each block computes all of them before the next one comes.
+
+So weights cross each link once for all of them, and a block's gradient leaves once. Each micro-batch is a fiber, which
+stops where it calls a block; backward goes through the stretches of all graphs in the reverse of that order. See
+docs/design/layer_major.md.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from headrace.errors import StateError
+from headrace.memory.ledger import Ledger
+from headrace.runtime.fibers import Fiber
+from headrace.runtime.lanes import Lanes
+from headrace.weights.meter import Meter
+from headrace.weights.model.home import Home, Leaf
+from headrace.weights.model.slot import Slot
+from headrace.weights.movement.batch_sums import BatchSums, bytes_apart
+from headrace.weights.movement.block import Block
+from headrace.weights.movement.gradients import Gradients
+from headrace.weights.passes.call import Call
+from headrace.weights.passes.handles import is_checkpointed
+from headrace.weights.passes.module_states import ModuleStates
+from headrace.weights.passes.site import Site
+from headrace.weights.passes.stretches import CannotCutError, Stretches
+
+if TYPE_CHECKING:
+    from headrace.weights.passes.engine import Engine
+
+__all__ = ["LayerMajor"]
+
+
+class _Member:
+    """One micro-batch. `at`: the site whose call it waits for. `calls`: of it, that are under way."""
+
+    def __init__(
+        self,
+        number: int,
+        compute: Callable[[], torch.Tensor],
+        device: torch.device,
+        on_use: Callable[[Any], None] | None,
+    ) -> None:
+        self.number = number
+        self.stretches = Stretches(on_use)
+        self.fiber = Fiber(partial(self._compute, compute), number, device)
+        self.at: Site | None = None
+        self.calls: list[Call] = []
+        self.grouped = 0  # the last of its stretches that has a turn
+
+    def next_stretch(self) -> int:
+        """The first that has none; now it has."""
+        self.grouped += 1
+        return self.grouped
+
+    def _compute(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        with self.stretches.watching():
+            loss = compute()
+        self.stretches.end(loss)
+        return loss.detach()
+
+
+class _Turn(NamedTuple):
+    """A stretch of one micro-batch."""
+
+    member: _Member
+    stretch: int
+
+
+class LayerMajor:
+    """One step of several micro-batches."""
+
+    def __init__(
+        self,
+        engine: "Engine",
+        gradients: Gradients,
+        lanes: Lanes,
+        ledger: Ledger,
+        meter: Meter,
+        states: ModuleStates | None,
+    ) -> None:
+        """`states`: of modules before, where it is not known yet whether they note something."""
+        self._engine = engine
+        self._gradients = gradients
+        self._lanes = lanes
+        self._ledger = ledger
+        self._meter = meter
+        self._states = states
+        self._computed_again: dict[Block, set[tuple[int, int]]] = {}  # micro-batch and function (reentrant checkpoint)
+        self._computes_again = False  # blocks in backward
+        self._groups: list[list[_Turn]] = []  # those that are computed while one block is there, in order
+        self._running: _Member | None = None
+        self._turn = 0  # counts them
+
+    def run(
+        self,
+        computations: Sequence[Callable[[], torch.Tensor]],
+        in_forward: AbstractContextManager[None],
+        in_backward: AbstractContextManager[None],
+    ) -> list[torch.Tensor]:
+        """Forward and backward of all: their losses. Each computation gives the loss of a micro-batch.
+
+        `in_forward`, `in_backward`: what activations want to be around these.
+
+        Raises CannotCutError, when nothing is left of what was done but what user code did itself.
+        """
+        engine = self._engine
+        members: list[_Member] = []
+        losses: list[torch.Tensor] = []
+
+        def forward() -> None:
+            try:
+                on_use = None if self._states is None else self._states.note_use
+                for number, compute in enumerate(computations):
+                    members.append(_Member(number, compute, engine.device, on_use))
+                self._forward(members)
+            except BaseException:
+                for member in members:
+                    engine.calls[:] = member.calls
+                    member.fiber.abandon()
+                    engine.calls.clear()
+                self._close(members)
+                raise
+            losses.extend(member.fiber.result for member in members)
+
+        with in_forward:
+            engine.forward_together(self, len(computations), forward)
+        try:
+            if self._computes_again and self._states is not None and self._states.buffers_changed():
+                raise CannotCutError("modules write buffers, in forward and once more where checkpoints compute again")
+            shared = None if self._states is None else self._states.shared_buffer()
+            if shared is not None:
+                raise CannotCutError(f"buffer {shared!r} is written and used with another block's turn in between")
+            apart = self._apart(len(members))
+            among = self._gradients, self._lanes, self._ledger, self._meter
+            batch_sums = BatchSums(*among, len(members), *apart)
+            engine.backward_together(batch_sums, partial(self._backward, batch_sums, in_backward))
+        finally:
+            self._close(members)
+        members[0].fiber.keep_random_states()
+        return losses
+
+    def _close(self, members: Sequence[_Member]) -> None:
+        self._groups.clear()
+        for member in members:
+            member.stretches.close()
+
+    # forward ----------------------------------------------------------------------------------------------------------
+    def _forward(self, members: Sequence[_Member]) -> None:
+        self._groups.append([_Turn(member, 0) for member in members])
+        self._go_on(members)
+        while (first := next((member for member in members if member.at is not None), None)) is not None:
+            together = [member for member in members if member.at is first.at]
+            self._group_what_lies_between(together)
+            self._groups.append([_Turn(member, member.next_stretch()) for member in together])
+            self._go_on(together)
+        self._group_what_lies_between(members)
+
+    def _group_what_lies_between(self, members: Sequence[_Member]) -> None:
+        """Stretches that have begun without a turn."""
+        while some := [member for member in members if member.grouped < member.stretches.number]:
+            self._groups.append([_Turn(member, member.next_stretch()) for member in some])
+
+    def _go_on(self, members: Sequence[_Member]) -> None:
+        """One after the other, to where each stops next."""
+        self._turn += 1
+        for member in members:
+            self._engine.take_turn(first=member is members[0], last=member is members[-1])
+            self._resume(member)
+
+    def _resume(self, member: _Member) -> None:
+        calls = self._engine.calls
+        if self._states is not None:
+            self._states.look_at_buffers(self._turn)
+        calls[:], self._running = member.calls, member
+        try:
+            member.fiber.resume()
+        finally:
+            member.calls, self._running = list(calls), None
+            calls.clear()
+        if self._states is None:
+            return
+        self._states.look_at_buffers(self._turn)
+        changed = self._states.changed_attribute()
+        if changed is not None:
+            raise CannotCutError(f"{changed!r} is written while micro-batches are computed, which others would see")
+
+    def arrive(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """A micro-batch calls a block: the others go on until all that come here have. Its inputs."""
+        member = self._running
+        if member is None:
+            raise StateError("a block of the model is called by another thread while forward_backward() is under way")
+        if member.stretches.in_visit:
+            return args, kwargs
+        self._computes_again |= is_checkpointed() or not torch.is_grad_enabled()
+        member.at = call.site
+        member.fiber.pause()
+        member.at = None
+        stretches = member.stretches
+        stretches.begin()
+        if not torch.is_grad_enabled():
+            for block in call.site.blocks:
+                self._computed_again.setdefault(block, set()).add((member.number, stretches.function))
+        encloses = call.site.encloses
+        inputs: tuple[Any, ...] = stretches.enter_visit((args, kwargs), encloses=encloses)
+        call.at_its_end(partial(stretches.leave_visit, encloses=encloses))
+        return inputs
+
+    # between ----------------------------------------------------------------------------------------------------------
+    def _apart(self, count: int) -> tuple[set[Slot], set[Slot]]:
+        """Parameters that get gradients in several groups; and those of them that reentrant checkpoints give them to.
+
+        Raises CannotCutError for others than the model's that do, and where these take more host memory than there is.
+        """
+        used_in: dict[torch.Tensor, set[int]] = {}
+        owners: dict[Any, int] = {}
+        for index, group in enumerate(self._groups):
+            for member, stretch in group:
+                for leaf in member.stretches.leaves(stretch, owners, member.number):
+                    used_in.setdefault(leaf, set()).add(index)
+        self._check_owners(used_in)
+        several = [leaf for leaf, groups in used_in.items() if len(groups) > 1]
+        uses = {leaf.owner(): len(groups) for leaf, groups in used_in.items() if isinstance(leaf, Leaf)}
+        one_by_one: dict[Slot, int] = {}  # their graphs are not there yet
+        for block, functions in self._computed_again.items():
+            again = max(Counter(number for number, _ in functions).values())
+            for slot in block.slots:
+                in_all = again + uses.get(slot, 0)
+                if slot.home.requires_grad and uses.get(slot, 0) <= 1 < in_all:
+                    one_by_one[slot] = in_all
+        apart = {slot: groups for slot, groups in uses.items() if slot is not None and groups > 1} | one_by_one
+        others = [leaf for leaf in several if not isinstance(leaf, Leaf) and not self._is_passing(leaf, used_in[leaf])]
+        if others:
+            raise CannotCutError(
+                f"a parameter of shape {tuple(others[0].shape)} that is not offloaded is used by several blocks, unseen"
+                " by torch functions"
+            )
+        nbytes = bytes_apart(apart, count)
+        if not self._ledger.has_room(nbytes):
+            raise CannotCutError(
+                f"gradients of weights that several blocks use would take {nbytes:,} bytes of host memory for {count}"
+                " micro-batches"
+            )
+        return set(apart), set(one_by_one)
+
+    def _check_owners(self, leaves: Iterable[torch.Tensor]) -> None:
+        own = {slot for block in (*self._engine.blocks, *self._engine.residents) for slot in block.slots}
+        for leaf in leaves:
+            if isinstance(leaf, Home):
+                raise CannotCutError("the loss uses a weight directly, outside of the model")
+            if isinstance(leaf, Leaf) and leaf.owner() not in own:
+                raise CannotCutError("another offloaded model is trained by the same loss")
+
+    def _is_passing(self, leaf: torch.Tensor, groups: set[int]) -> bool:
+        """Whether it is no parameter: a table's sign, or made on the way by one block (T5's position bias)."""
+        made_on_the_way = 0 in groups and len(groups) == 2 and leaf.grad is None and not isinstance(leaf, nn.Parameter)
+        return made_on_the_way or self._engine.lookups.is_sign(leaf) or self._engine.trained.is_sign(leaf)
+
+    # backward ---------------------------------------------------------------------------------------------------------
+    def _backward(self, batch_sums: BatchSums, around: AbstractContextManager[None]) -> None:
+        with around:
+            while self._groups:
+                group = self._groups.pop()
+                for member, stretch in group:
+                    self._engine.take_turn(first=member is group[0].member, last=member is group[-1].member)
+                    batch_sums.number = member.number
+                    member.stretches.backward(stretch)
+                batch_sums.leave_block()
+        batch_sums.end()

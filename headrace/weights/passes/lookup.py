@@ -1,0 +1,104 @@
+"""How is a table that travels by rows looked up? Its embedding's `forward` is ours: rows come, and get a gradient.
+
+The host reads which rows: it waits once for what the device computes before the lookup. The rows that are used, in
+order, are a small table, and the positions in it are the ids. So the device's own kernels look up, and add the
+gradients of a row up, in the same order as in the whole table. See docs/design/tables.md.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from headrace.runtime.autograd import in_transform, without_overrides
+from headrace.weights.model.tables import looks_rows_up
+from headrace.weights.movement.block import Block, Presence
+from headrace.weights.movement.executor import Executor
+from headrace.weights.passes.backward import Backward
+from headrace.weights.passes.lending import Lending
+from headrace.weights.passes.parts import PartGradients
+
+__all__ = ["Lookups"]
+
+
+class Lookups:
+    """Lookups in the tables of one model."""
+
+    def __init__(self, device: torch.device, executor: Executor, backward: Backward, lending: Lending) -> None:
+        self._device = device
+        self._executor = executor
+        self._backward = backward
+        self._lending = lending
+        self._gradients: dict[Block, PartGradients] = {}  # of tables that have been trained
+
+    def look_up(self, block: Block, module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call of the `forward` of an embedding; `own` is its own, which computes with the whole table."""
+        ids: Any = args[0] if args else kwargs.get("input")
+        if len(args) + len(kwargs) == 1 and self._goes_by_rows(block, module, ids):
+            with without_overrides():
+                if ids.dtype not in (torch.int64, torch.int32):
+                    return F.embedding(ids, torch.empty(1, 1, device=self._device))  # which says so
+                return self._look_up(block, module, ids)
+        return own(*args, **kwargs)
+
+    def is_sign(self, leaf: torch.Tensor) -> bool:
+        """Whether it is no parameter, but tells of a table's gradients."""
+        return any(gradients.sign is leaf for gradients in self._gradients.values())
+
+    def _goes_by_rows(self, block: Block, module: nn.Module, ids: Any) -> bool:
+        return (
+            bool(block.row_bytes)
+            and block.presence is Presence.ABSENT
+            and type(ids) in (torch.Tensor, nn.Parameter)
+            and ids.device == self._device
+            and self._lending.computes
+            and dict.get(module._parameters, "weight") is block.slots[0].home
+            and looks_rows_up(module)
+            and not in_transform()
+        )
+
+    def _look_up(self, block: Block, module: Any, ids: torch.Tensor) -> torch.Tensor:
+        slot = block.slots[0]
+        slot.check_shape()
+        used, index = torch.unique(ids.detach().to("cpu", torch.int64), return_inverse=True)
+        rows = slot.layout.shape[0]
+        if len(used) and not 0 <= int(used[0]) <= int(used[-1]) < rows:
+            wrong = int(used[0]) if used[0] < 0 else int(used[-1])
+            raise IndexError(
+                f"index out of range: embedding {block.name!r} has {rows} rows, and row {wrong} is asked for"
+            )
+        if not len(used):
+            used = used.new_zeros(1)
+        slot.follow_requires_grad()
+
+        def values() -> torch.Tensor:
+            return self._executor.rows.look_up(block, used, index)
+
+        if not (torch.is_grad_enabled() and slot.leaf.requires_grad):
+            with torch.no_grad():
+                return values()
+        gradients = self._gradients.get(block)
+        if gradients is None:
+            gradients = PartGradients(self._backward, slot, self._device, lambda: bool(block.row_bytes))
+            self._gradients[block] = gradients
+        padding = _place(module.padding_idx, used, rows)
+
+        def to_rows(gradient: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            where = torch.searchsorted(used.to(ids.device, ids.dtype), ids, out_int32=ids.dtype == torch.int32)
+            of_rows: torch.Tensor = torch.ops.aten.embedding_dense_backward(gradient, where, len(used), padding, False)
+            return of_rows
+
+        # What is saved is what an embedding saves: the very ids, as a checkpoint around it may compute the lookup
+        # again in the whole table, if that is here by then. Its gradient does not read the table.
+        return gradients.part(values, used, to_rows, ids)
+
+
+def _place(padding_idx: int | None, used: torch.Tensor, rows: int) -> int:
+    """Where the row without gradients is among those that are used; -1 where it is not."""
+    if padding_idx is None:
+        return -1
+    padding_idx %= rows
+    place = int(torch.searchsorted(used, padding_idx))
+    return place if place < len(used) and used[place] == padding_idx else -1

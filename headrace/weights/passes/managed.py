@@ -1,0 +1,391 @@
+"""What do an offloaded model's modules do differently? Moving, reading, writing and copying them is as on a CPU.
+
+Their classes stay what they are: see runtime/module_calls.py. Their parameters come out of a dict that lends leaves
+while the model computes.
+"""
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from multiprocessing.context import get_spawning_popen
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from headrace.errors import StateError
+from headrace.runtime.module_calls import Method, compile_calls, participant_of, take_part, withdraw
+from headrace.weights.model.compound import is_compound, outer_of
+from headrace.weights.model.home import Home, Leaf, WatchedBuffer, home_of
+from headrace.weights.model.inventory import is_left_to_user
+from headrace.weights.model.module_buffers import plain_buffer
+from headrace.weights.passes.compiling import compile_blocks, note_not_compiled
+from headrace.weights.passes.stray import compound_lent_for_call, homes_as_they_are, lent_for_call
+
+if TYPE_CHECKING:
+    from headrace.weights.passes.site import Site
+
+__all__ = ["Managed", "lend_parameters", "make_managed", "make_plain", "site_of"]
+
+
+class LendingDict(dict[str, Any]):
+    """A module's `_buffers`, or `_parameters`: while the model computes, a home that is asked for gives its leaf."""
+
+    def __getitem__(self, name: str) -> Any:
+        held = super().__getitem__(name)  # so that the compiler can follow
+        if type(held) is Home:
+            return lent_for_call(held)
+        return compound_lent_for_call(held) if held is not None and is_compound(held) else held
+
+
+class Parameters(LendingDict):
+    """A module's `_parameters`. What is put here, or taken from here, is so as well for who asks the module: an
+    attribute of the instance that is in front of it goes (weights/model/places.py). Who goes through all of it has
+    homes, as from `parameters()`.
+    """
+
+    def __init__(self, held: Mapping[str, Any], module: nn.Module) -> None:
+        super().__init__(held)
+        self._module = weakref.ref(module)
+
+    def __setitem__(self, name: str, held: Any) -> None:
+        self._reveal(name)
+        super().__setitem__(name, home_of(held) if isinstance(held, Leaf) else held)
+
+    def __delitem__(self, name: str) -> None:
+        self._reveal(name)
+        super().__delitem__(name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self._reveal(name)
+        return super().pop(name, *default)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def clear(self) -> None:
+        for name in list(self):
+            del self[name]
+
+    update = MutableMapping.update  # by __setitem__
+
+    def __ior__(self, others: Any) -> "Parameters":  # type: ignore[override,misc]
+        self.update(others)
+        return self
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        return dict, (dict(self.items()),)
+
+    def _reveal(self, name: str) -> None:
+        module = self._module()
+        if module is not None and isinstance(module.__dict__.get(name), Leaf):
+            del module.__dict__[name]
+
+
+def lend_parameters(module: nn.Module) -> None:
+    """The module gives leaves, where it is asked for a parameter during a pass."""
+    if module._parameters and not isinstance(module._parameters, Parameters):
+        module.__dict__["_parameters"] = Parameters(module._parameters, module)
+    travel = any(isinstance(buffer, WatchedBuffer) for buffer in module._buffers.values())
+    if travel and not isinstance(module._buffers, LendingDict):
+        module.__dict__["_buffers"] = LendingDict(module._buffers)
+
+
+class Managed:
+    """One managed module, as a participant in what it does."""
+
+    outer = False
+
+    def __init__(self, module: nn.Module, site: "Site") -> None:
+        self.site = site
+        self._looks_at_homes = isinstance(module, nn.TransformerEncoder)
+        self.leaves_out = _never if self._looks_at_homes else site.is_inside
+
+    @property
+    def methods(self) -> dict[str, Method]:
+        """What takes the place of methods of the instance."""
+        forward = {} if self.site.table is None else {"forward": self._look_up}
+        forward |= {} if self.site.picks is None else {"forward": self._pick}
+        forward |= {"forward": self._adapt} if self.site.adapts else {}
+        return {
+            **forward,
+            "_apply": self._apply,
+            "_named_members": self._named_members,
+            "zero_grad": self._zero_grad,
+            "_save_to_state_dict": self._save_to_state_dict,
+            "_load_from_state_dict": self._load_from_state_dict,
+        }
+
+    def call(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The module is called."""
+        if self._looks_at_homes:
+            forward = _looking_at_homes(forward)
+        site = self.site
+        if site.is_inside():
+            return forward(*args, **kwargs)
+        return site.engine.call(site, forward, args, kwargs)
+
+    def _look_up(self, module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
+        table = self.site.table
+        if table is None:
+            return own(*args, **kwargs)
+        return self.site.engine.lookups.look_up(table, module, own, *args, **kwargs)
+
+    def _pick(self, module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
+        whole = self.site.picks
+        if whole is None:
+            return own(*args, **kwargs)
+        return self.site.engine.picks.compute(whole, module, own, args, kwargs)
+
+    def _adapt(self, module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.site.engine.picks.adapt(module, own, args, kwargs)
+
+    def compiling(self, module: nn.Module) -> bool:
+        """A compiled block may be compiled through, because its visit is under way; a model around blocks may not."""
+        return self.site.encloses or self._takes_parts or not self.site.engine.progress.computes
+
+    def compile(self, module: nn.Module, compiler: Callable[[Any], Any]) -> bool:
+        """Blocks are compiled in the place of a module around them."""
+        if self._takes_parts:
+            return True  # of which nothing is gained, and which the compiler cannot follow
+        if not self.site.encloses:
+            return False
+        compile_blocks(self.site.engine, _layers(module), compiler)
+        return True
+
+    def stopped(self, module: nn.Module) -> None:
+        """Where torch.compile was given the module, that compiles its blocks from now on."""
+        wrapper, self.site.compiled_by = self.site.compiled_by, None
+        given: Any = None if wrapper is None else wrapper()
+        if given is not None:
+            compile_calls(module, given.dynamo_ctx)
+        else:
+            note_not_compiled(self.site.engine)
+
+    @property
+    def _takes_parts(self) -> bool:
+        """Whether the module's `forward` is ours, as rows of its weight, or experts, come when they are used."""
+        return self.site.table is not None or self.site.picks is not None or self.site.adapts
+
+    @contextlib.contextmanager
+    def plain(self, module: nn.Module) -> Iterator[None]:
+        """Inside, the module's attributes are as they would be on a CPU, were it not offloaded."""
+        if self.site.companion is not None and get_spawning_popen() is not None:
+            warnings.warn(
+                "an offloaded model is on its way to a spawned process, where it is a plain model on the CPU, with a"
+                " copy of all weights; call headrace.offload() in that process",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        attributes = module.__dict__
+        parameters, buffers = attributes["_parameters"], attributes["_buffers"]
+        plain_parameters = {
+            name: _on_host(parameter) if parameter is not None and is_left_to_user(parameter) else parameter
+            for name, parameter in parameters.items()
+        }
+        plain_buffers = {name: plain_buffer(buffer) for name, buffer in buffers.items()}
+        leaves = {name: attributes[name] for name in parameters if isinstance(attributes.get(name), Leaf)}
+        try:
+            for name in leaves:
+                del attributes[name]
+            attributes["_parameters"], attributes["_buffers"] = plain_parameters, plain_buffers
+            yield
+        finally:
+            attributes["_parameters"], attributes["_buffers"] = parameters, buffers
+            attributes.update(leaves)
+
+    def _apply(
+        self, module: nn.Module, _own: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> nn.Module:
+        """`.to(device)`, `.cuda()`, `.cpu()`: managed parameters and buffers are where they belong, and stay there; so
+        do parameters that are left to the user.
+
+        Of the whole model `.to(dtype)` is done, and it is offloaded anew.
+        """
+        owner = self.site.companion
+        if owner is not None and recurse and any(_changes_dtype(home, fn) for home in module.parameters()):
+            owner.convert(module, lambda: module._apply(_where_it_is(fn)))
+            return module
+        if recurse:
+            for child in module.children():
+                child._apply(fn)
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, Home) or (parameter is not None and is_compound(parameter)):
+                _check_same_dtype(name, parameter, fn)
+            elif parameter is not None:
+                convert = _where_it_is(fn) if is_left_to_user(parameter) else fn
+                parameter.data = convert(parameter.data)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                _check_same_dtype(name, buffer, fn)
+        return module
+
+    def _named_members(self, _module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
+        """Behind `parameters()`, `zero_grad()` and their like: homes, also right after a backward that raised."""
+        self.site.engine.quiesce()
+        return ((name, _home_or_own(member)) for name, member in own(*args, **kwargs))
+
+    def _zero_grad(self, module: nn.Module, own: Any, set_to_none: bool = True) -> None:
+        """As nn.Module has it; without waiting for updates under way, which keep the gradients that they read."""
+        if not set_to_none:
+            own(set_to_none=False)
+            return
+        self.site.engine.quiesce(updates=False)
+        for part in module.modules():
+            for parameter in part._parameters.values():
+                if parameter is not None:
+                    _home_or_own(parameter).grad = None
+        self.site.engine.discard(module.parameters())
+
+    def _save_to_state_dict(
+        self, module: nn.Module, own: Any, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        self.site.engine.quiesce()
+        own(destination, prefix, keep_vars)
+        if not keep_vars:  # a checkpoint is a host's: buffers rest on the device, parameters on the host
+            for name, buffer in module._buffers.items():
+                if buffer is not None and prefix + name in destination:
+                    destination[prefix + name] = destination[prefix + name].to("cpu")
+
+    def _load_from_state_dict(self, _module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> None:
+        self.site.engine.wait_until_free()  # homes are about to be written
+        own(*args, **kwargs)
+
+
+def _home_or_own(member: Any) -> Any:
+    if isinstance(member, WatchedBuffer):  # in a pass, buffers are where the model computes
+        return compound_lent_for_call(member)
+    return member if isinstance(member, Leaf) else outer_of(member)  # the former: a buffer that travels with its block
+
+
+_copies_on_host: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # weakly, of parameters left to the user
+
+
+def _on_host(parameter: nn.Parameter) -> nn.Parameter:
+    """What copies and pickles of a model have in place of a parameter that is left to the user: its values, in host
+    memory, and in all its places the same object.
+    """
+    known = _copies_on_host.get(parameter)
+    copied: nn.Parameter | None = None if known is None else known()
+    if copied is None:
+        copied = nn.Parameter(parameter.detach().cpu(), parameter.requires_grad)
+        _copies_on_host[parameter] = weakref.ref(copied)
+    else:
+        copied.data = parameter.detach().cpu()
+    return copied
+
+
+def _never() -> bool:
+    return False
+
+
+def _looking_at_homes(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """nn.TransformerEncoder looks at its first layer's weights, to choose how to compute, and uses none."""
+
+    def looking(*args: Any, **kwargs: Any) -> Any:
+        with homes_as_they_are():
+            return forward(*args, **kwargs)
+
+    return looking
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """The modules below whose calls bring blocks, and with none of their kind inside. One operation alone gains nothing
+    by being compiled: modules without children are left out.
+    """
+    composed = [inner for inner in module.modules() if next(inner.children(), None) is not None]
+    sites = ((inner, site_of(inner)) for inner in composed)
+    return [inner for inner, site in sites if site is not None and site.main and not site.encloses]
+
+
+def make_managed(module: nn.Module, site: "Site") -> None:
+    """The module is a managed one from now on."""
+    take_part(module, Managed(module, site))
+    _give_device(module, site.device)
+
+
+def make_plain(module: nn.Module) -> None:
+    """The inverse of `make_managed` and `lend_parameters`."""
+    managed = participant_of(module, Managed)
+    if managed is not None:
+        withdraw(module, managed)
+        _take_device(module)
+    if isinstance(module._parameters, Parameters):
+        module.__dict__["_parameters"] = dict(module._parameters.items())
+    if isinstance(module._buffers, LendingDict):
+        module.__dict__["_buffers"] = dict(module._buffers.items())
+
+
+def site_of(module: nn.Module) -> "Site | None":
+    """The site of a managed module; None for any other."""
+    managed = participant_of(module, Managed)
+    return None if managed is None else managed.site
+
+
+# `model.device`: where the model computes -----------------------------------------------------------------------------
+class _Device(property):
+    """The `device` property of a class (transformers, diffusers), which for offloaded modules tells where they compute.
+
+    Properties belong to classes, so the class has it while any of its modules is offloaded.
+    """
+
+    def __init__(self, own: property) -> None:
+        super().__init__(self._answer, own.fset, own.fdel, own.__doc__)
+        self.own = own
+        self.devices: weakref.WeakKeyDictionary[nn.Module, torch.device] = weakref.WeakKeyDictionary()
+
+    def _answer(self, module: nn.Module) -> Any:
+        device = self.devices.get(module)
+        return device if device is not None else self.own.__get__(module)
+
+
+def _give_device(module: nn.Module, device: torch.device) -> None:
+    """The module's `device` is this one, if its class has such a property."""
+    owner = _owner_of_device(type(module))
+    if owner is not None:
+        if not isinstance(owner.__dict__["device"], _Device):
+            owner.device = _Device(owner.__dict__["device"])
+        owner.__dict__["device"].devices[module] = device
+
+
+def _take_device(module: nn.Module) -> None:
+    """The inverse of `_give_device`."""
+    owner = _owner_of_device(type(module))
+    if owner is not None and isinstance(owner.__dict__["device"], _Device):
+        owner.__dict__["device"].devices.pop(module, None)
+        if not owner.__dict__["device"].devices:
+            owner.device = owner.__dict__["device"].own
+
+
+def _owner_of_device(kind: Any) -> Any:
+    """The class whose property `device` is; None where it is none, or another kind of attribute."""
+    for owner in kind.__mro__:
+        if "device" in owner.__dict__:
+            return owner if isinstance(owner.__dict__["device"], property) else None
+    return None
+
+
+def _changes_dtype(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    return fn(torch.empty(0, dtype=tensor.dtype)).dtype != tensor.dtype
+
+
+def _where_it_is(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What `fn` makes of a tensor, on the tensor's device: `.to(device, dtype)` changes the dtype alone."""
+    return lambda tensor: tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype)
+
+
+def _check_same_dtype(name: str, tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    if _changes_dtype(tensor, fn):
+        dtype = fn(torch.empty(0, dtype=tensor.dtype)).dtype
+        raise StateError(
+            f"a part of an offloaded model cannot change {name!r} from {tensor.dtype} to {dtype}; convert the whole"
+            " model, or call remove() on the handle, convert the part (or the pipeline), and offload again (or pass"
+            " param_dtype to compute in another dtype)"
+        )

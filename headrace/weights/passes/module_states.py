@@ -1,0 +1,165 @@
+"""What do modules note while they compute? Attributes and buffers: those that take turns would see each other's."""
+
+from collections.abc import Iterable
+from functools import partial
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from headrace.runtime.tensors import tensors_in
+from headrace.weights.model.home import Leaf
+
+__all__ = ["ModuleStates"]
+
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+# What is compared elsewhere, or is ours.
+_NOT_COMPARED = frozenset(("_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"))
+# Hooks that make no difference where they are there already. transformers puts another one on with each call of
+# activation_checkpointing_enable().
+_IDEMPOTENT = frozenset(("PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads",))
+_MOST_BUFFER_BYTES = 1 << 20  # larger ones are tables or packed weights, which no forward writes
+_MISSING = object()
+
+
+class ModuleStates:
+    """What modules have noted, and their buffers, as they were when this was made. Not during a pass."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        self._modules = list(modules)
+        self._attributes = [_attributes_of(module) for _, module in self._modules]
+        self._compared: list[tuple[dict[str, Any], dict[str, list[Any]]]] = []
+        self._buffers = [
+            (module._buffers, name, buffer, buffer.detach().clone())
+            for _, module in self._modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.nbytes <= _MOST_BUFFER_BYTES
+        ]
+        self._turn = 0
+        self._used_in: list[set[int]] = [set() for _ in self._buffers]  # turns in which anything was done to each
+        self._here: list[torch.Tensor | None] = []  # what modules compute with, in the place of each
+        self._numbers: dict[int, int] = {}  # of these, by id
+
+    def changed_attribute(self) -> str | None:
+        """The name of an attribute that is another one now than when this was asked first, or holds others; None: none.
+
+        Not than before: a first call may set something up for good (hooks of transformers).
+        """
+        if not self._compared:
+            attributes = [_attributes_of(module) for _, module in self._modules]
+            self._compared = [(each, _within(each)) for each in attributes]
+        for (name, module), (before, within) in zip(self._modules, self._compared, strict=True):
+            now = _attributes_of(module)
+            for key in now if len(now) >= len(before) else before:
+                was, value = before.get(key, _MISSING), now.get(key, _MISSING)
+                if key in within and type(was) is type(value):
+                    same = _same_within(within[key], _holds(key, value))
+                else:
+                    same = _same(was, value)
+                if not same:
+                    return f"{name}.{key}" if name else key
+        return None
+
+    def look_at_buffers(self, turn: int) -> None:
+        """A micro-batch goes on, or has stopped, in this turn: modules may have other buffers than at the last look."""
+        before, self._turn = self._here, turn
+        self._here = [container.get(name) for container, name, _, _ in self._buffers]
+        self._numbers = {id(held): number for number, held in enumerate(self._here) if held is not None}
+        for used_in, held, was in zip(self._used_in, self._here, before or self._here, strict=True):
+            if held is not was:
+                used_in.add(turn)
+
+    def note_use(self, value: Any) -> None:
+        """A torch function is given `value`."""
+        for tensor in tensors_in(value):
+            number = self._numbers.get(id(tensor))
+            if number is not None:
+                self._used_in[number].add(self._turn)
+
+    def buffers_changed(self) -> bool:
+        """Whether a buffer holds something else than before."""
+        return any(map(self._has_changed, range(len(self._buffers))))
+
+    def shared_buffer(self) -> str | None:
+        """The name of a buffer that was written, and used in several turns: others came between. None: there is none.
+
+        Not during a pass.
+        """
+        numbers = (number for number, turns in enumerate(self._used_in) if len(turns) > 1)
+        return next((self._buffers[number][1] for number in numbers if self._has_changed(number)), None)
+
+    def _has_changed(self, number: int) -> bool:
+        container, name, buffer, before = self._buffers[number]
+        return container.get(name) is not buffer or not torch.equal(buffer, before)
+
+    def restore(self) -> None:
+        """As it was; what lists and dicts hold excepted."""
+        for (_, module), before in zip(self._modules, self._attributes, strict=True):
+            for key in _attributes_of(module).keys() - before.keys():
+                del module.__dict__[key]
+            module.__dict__.update(before)
+        with torch.no_grad():
+            for container, name, buffer, values in self._buffers:
+                container[name] = buffer
+                buffer.copy_(values)
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in module.__dict__.items()
+        if key not in _NOT_COMPARED and not issubclass(type(value), Leaf)
+    }
+
+
+def _within(attributes: dict[str, Any]) -> dict[str, list[Any]]:
+    """What lists, dicts and sets hold."""
+    return {key: _holds(key, value) for key, value in attributes.items() if isinstance(value, dict | list | set)}
+
+
+def _holds(name: str, container: Any) -> list[Any]:
+    """What it holds; of hooks, the order alone counts besides: their keys are numbers that are given anew each time."""
+    if not isinstance(container, dict):
+        return list(container)
+    if not name.endswith("_hooks"):
+        return [*container, *container.values()]
+    known = {getattr(hook, "__qualname__", "") for hook in container.values()} & _IDEMPOTENT
+    return [*known, *(hook for hook in container.values() if getattr(hook, "__qualname__", "") not in known)]
+
+
+def _same(before: Any, now: Any, depth: int = 3) -> bool:
+    """Whether they compute the same. A function that is defined anew, in the same place around the same, does."""
+    if before is now:
+        return True
+    if type(before) is not type(now):
+        return False
+    if isinstance(before, FunctionType | partial) and depth:  # that encloses itself, perhaps
+        return _same_within(_parts(before), _parts(now), depth - 1)
+    return isinstance(before, RemovableHandle) or (isinstance(before, _SIMPLE) and bool(before == now))
+
+
+def _same_within(before: list[Any], now: list[Any], depth: int = 3) -> bool:
+    return len(before) == len(now) and all(_same(*both, depth) for both in zip(before, now, strict=True))
+
+
+def _parts(function: "FunctionType | partial[Any]") -> list[Any]:
+    """What decides on what a function computes."""
+    if isinstance(function, partial):
+        return [function.func, *function.args, *function.keywords, *function.keywords.values()]
+    named = function.__kwdefaults__ or {}
+    return [
+        function.__code__,
+        *(_content(cell) for cell in function.__closure__ or ()),
+        *(function.__defaults__ or ()),
+        *named,
+        *named.values(),
+    ]
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return _MISSING

@@ -1,0 +1,92 @@
+"""What does autograd keep of experts that were picked? Which they were, and how they lay in a slot, but no bytes.
+
+As with handles of blocks (handles.py): backward has them brought again, where they are not there any more.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from headrace.errors import BudgetError
+from headrace.runtime.autograd import without_overrides
+from headrace.weights.model.slot import Slot, Token
+from headrace.weights.movement.block import Block
+from headrace.weights.movement.slices import Slices
+
+__all__ = ["Picked", "picked_of"]
+
+
+class Picked(NamedTuple):
+    """A view of one expert's weight, or of those of a bank in slots of their own, without its memory."""
+
+    block: Block
+    slot: Slot
+    token: Token
+    experts: dict[int, int]  # by the slot of the bank
+    bank_slots: int  # where it matters in which slot each is: of how many; 0: it does not
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # bytes from the start of the slot, or of the bank
+    recompute: "Callable[[Any], Any] | None"  # how the checkpoint around it unpacks, by computing again first
+
+    def weight(self, slices: Slices) -> torch.Tensor:
+        """It, on the device."""
+        with without_overrides():
+            bank = slices.bank_of(self.block, self.experts.values(), slots=self.bank_slots)
+            if self.bank_slots:
+                if bank.slots != self.bank_slots:
+                    raise BudgetError(
+                        f"backward needs experts of {self.block.name!r} in {self.bank_slots} slots, as forward had"
+                        f" them, and there are {bank.slots} since more of the model stays on the device; run backward"
+                        " before adapters are added or anything else changes what stays, or raise device_memory"
+                    )
+                slices.put_back(self.block, bank, self.experts)
+                slots, first = list(self.experts), 0
+            else:
+                slots = slices.bring(self.block, bank, list(self.experts.values()))
+                first = slots[0]
+            for slot in slots:
+                slices.arrive(bank, slot)
+            weight = torch.empty(0, dtype=self.dtype, device=bank.buffer.device)
+            begin = (first * slices.slot_bytes + self.offset) // self.dtype.itemsize
+            return weight.set_(bank.buffer.untyped_storage(), begin, self.size, self.stride)
+
+
+def picked_of(slices: Slices, tensor: torch.Tensor, recompute: "Callable[[Any], Any] | None") -> Picked | None:
+    """What to keep of a tensor that lies in a bank; None for any other."""
+    place = slices.place_of(tensor)
+    if place is None:
+        return None
+    bank, begin = place
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    is_bank = (last + 1) * tensor.itemsize > slices.slot_bytes
+    if is_bank and bank.called is not None:
+        block, slots = bank.called
+        held = {slot: bank.expert_in(slot) for slot in slots}
+        offset = at = begin
+    else:
+        number, at = divmod(begin, slices.slot_bytes)
+        held, offset = {number: bank.expert_in(number)}, at
+        key = held[number]
+        if key is None:
+            return None
+        block = slices.block_of(key)
+    parts = slices.parts_of(block)
+    index = bisect_right([part.offset for part in parts], at) - 1
+    slot = block.slots[index]
+    experts = {number: key[1] for number, key in held.items() if key is not None}
+    return Picked(
+        block,
+        slot,
+        slot.token,
+        experts,
+        bank.slots * is_bank,
+        tensor.dtype,
+        tensor.size(),
+        tensor.stride(),
+        offset,
+        recompute,
+    )

@@ -1,0 +1,81 @@
+"""Which blocks does a module need when it is called? A site ties one module to its blocks and to the engine."""
+
+import weakref
+from collections.abc import Callable
+from threading import get_ident
+from typing import TYPE_CHECKING, Protocol
+
+from torch import is_autocast_cache_enabled, is_autocast_enabled, is_grad_enabled, nn
+
+from headrace.weights.movement.block import Block
+from headrace.weights.passes.stray import is_lending
+
+if TYPE_CHECKING:
+    from headrace.weights.passes.engine import Engine
+
+__all__ = ["Companion", "Site"]
+
+
+class Companion(Protocol):
+    """Who offloaded a model."""
+
+    def convert(self, model: nn.Module, convert: Callable[[], object]) -> None:
+        """The model gets other dtypes by `convert`."""
+
+
+class Site:
+    """One managed module.
+
+    `blocks` must be present while it computes. `main`: its call is the usual way to them (a layer); otherwise it is a
+    module inside of such a one and does nothing unless it is called on its own, or it has no blocks. `encloses`:
+    some site with main=True is inside it.
+    """
+
+    def __init__(
+        self,
+        engine: "Engine",
+        name: str,
+        blocks: tuple[Block, ...],
+        *,
+        main: bool,
+        encloses: bool,
+        table: Block | None = None,
+        picks: "Site | None" = None,
+        adapts: bool = False,
+    ) -> None:
+        self.engine = engine
+        self.name = name
+        self.blocks = blocks
+        self.main = main
+        self._may_be_inside = bool(blocks) and not main
+        self.encloses = encloses
+        self.table = table  # that the module looks rows up in, of which those alone travel
+        self.picks = picks  # the module picks experts, which alone travel; the site of a call that needs them all
+        self.adapts = adapts  # weights of such a module, see passes/adapted.py
+        self.device = engine.device
+        self.companion: Companion | None = None  # of a whole model: what lives as long as it does
+        self.compiled_by: weakref.ref[nn.Module] | None = None  # what torch.compile made around it, until it is called
+
+    def is_inside(self) -> bool:
+        """Whether a call does nothing of its own: of a module inside of one whose visit, on this thread, brought all of
+        its blocks, or inside of a pass that has all blocks of the model bound. Most calls are such ones.
+        """
+        engine = self.engine
+        if engine.standing.straight_for == get_ident():
+            return not self.main or self._needs_no_visit()
+        calls = engine.calls
+        if not calls or not self._may_be_inside or calls[-1].thread != get_ident():
+            return False
+        for block in self.blocks:  # noqa: SIM110  # a generator would cost more than all the rest
+            if not block.users:
+                return False
+        return True
+
+    def _needs_no_visit(self) -> bool:
+        """Whether the call of a layer has nothing to do where all blocks are bound for a forward without gradients."""
+        if is_grad_enabled() or (is_autocast_cache_enabled() and is_autocast_enabled(self.device.type)):
+            return False  # there are gradients after all, or a cache that would keep copies of weights
+        for block in self.blocks:
+            if not block.is_known_current:
+                return False
+        return is_lending(self.engine.lending)

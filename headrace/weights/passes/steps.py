@@ -1,0 +1,172 @@
+"""What happens when any optimizer steps? Homes that it writes are free before, and known to have changed after."""
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from headrace.errors import StateError
+from headrace.runtime.autograd import without_overrides
+from headrace.runtime.process_wide import ProcessWide
+from headrace.runtime.tensors import parameters_of
+from headrace.weights.meter import Meter
+from headrace.weights.model.home import Home
+from headrace.weights.model.slot import Slot
+from headrace.weights.movement.block import Block
+from headrace.weights.movement.common import CommonHomes
+from headrace.weights.movement.executor import Executor
+from headrace.weights.passes.engine import Engine
+from headrace.weights.passes.stray import homes_as_they_are
+
+__all__ = ["OptimizerSteps"]
+
+Optimizer = torch.optim.Optimizer
+
+
+class OptimizerSteps:
+    """The steps that concern one offloaded model, from `watch()` to `unwatch()`.
+
+    `waits_by_itself` says of an optimizer that it waits for each block when it comes to it, `skipped` that it has just
+    left everything as it was because gradients were not finite, `not_finite` how many of its steps took such ones:
+    of all, for which it may wait, or of those that are over; `takes_turns` that ranks which have homes in `common` each
+    perform a part of its step.
+    """
+
+    _watching: ClassVar["weakref.WeakSet[OptimizerSteps]"] = weakref.WeakSet()
+
+    def __init__(
+        self,
+        engine: Engine,
+        executor: Executor,
+        meter: Meter,
+        *,
+        waits_by_itself: Callable[[Optimizer], bool],
+        skipped: Callable[[Optimizer], bool],
+        not_finite: Callable[[Optimizer, bool], int],
+        takes_turns: Callable[[Optimizer], bool],
+        common: CommonHomes | None = None,
+    ) -> None:
+        self._engine = engine
+        self._executor = executor
+        self._meter = meter
+        self._waits_by_itself = waits_by_itself
+        self._skipped = skipped
+        self._not_finite = not_finite
+        self._takes_turns = takes_turns
+        self._common = common
+        self._leave_hooks: Callable[[], None] = lambda: None
+        self._within_step = contextlib.ExitStack()
+        self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # and counted before
+
+    def watch(self) -> None:
+        """From now on."""
+        self._watching.add(self)
+        self._leave_hooks = _hooks.use(self)
+
+    def unwatch(self) -> None:
+        """From now on no more."""
+        self._watching.discard(self)
+        self._leave_hooks()
+
+    def not_finite_steps(self, *, wait: bool) -> int:
+        """Steps since the last `reset` that took gradients that were not finite; `wait`: for updates under way."""
+        return sum(self._not_finite(optimizer, wait) - before for optimizer, before in list(self._seen.items()))
+
+    def reset(self) -> None:
+        """Counts anew."""
+        for optimizer in list(self._seen):
+            self._seen[optimizer] = self._not_finite(optimizer, True)
+
+    @classmethod
+    def before_any(cls, optimizer: Optimizer, *_: Any) -> None:
+        """Some optimizer is about to step."""
+        for steps in list(cls._watching):
+            steps._before(optimizer)
+
+    @classmethod
+    def after_any(cls, optimizer: Optimizer, *_: Any) -> None:
+        """Some optimizer has stepped."""
+        for steps in list(cls._watching):
+            steps._after(optimizer)
+
+    def _before(self, optimizer: Optimizer) -> None:
+        """No copy may be reading homes that are written, and those of a checkpoint move to where writes are kept."""
+        slots = self._slots_of(optimizer)
+        if slots and optimizer not in self._seen:
+            self._seen[optimizer] = self._not_finite(optimizer, True)
+        with without_overrides():  # a look at a gradient would wait for updates that use it
+            written = {id(slot) for slot in slots if slot.home.grad is not None}
+        for block in (*self._engine.blocks, *self._engine.residents):
+            if any(id(slot) in written for slot in block.slots):
+                if self._common is None:
+                    block.make_writable()
+                block.keep_leaf_writes()
+        self._within_step.close()  # of one that raised
+        if slots and self._engine.progress.computes:  # a step within a forward computes on the host, as any other
+            self._within_step.enter_context(homes_as_they_are())
+        if slots and not self._waits_by_itself(optimizer):
+            self._engine.wait_until_free()
+        if slots and self._common is not None:
+            self._meet_other_ranks(optimizer, self._common)
+            for block in (*self._engine.blocks, *self._engine.residents):
+                if any(id(slot) in written for slot in block.slots):
+                    block.make_writable()  # with what all have agreed on
+        if not self._takes_turns(optimizer):  # it may be broken off, when nobody is told after it
+            for slot in slots:
+                slot.changed_untraced()
+
+    def _after(self, optimizer: Optimizer) -> None:
+        """Fused optimizers leave no trace of their writes."""
+        self._within_step.close()
+        slots = self._slots_of(optimizer)
+        unwritten = [] if self._common is None else self._common.unwritten()
+        # Optimizers of ours leave traces, and so what they wrote past memory is known to be in the files.
+        in_files = [] if not self._takes_turns(optimizer) else [one for one in self._blocks() if one.in_files]
+        for slot in slots:
+            slot.changed_untraced()
+        for block in in_files:
+            block.is_flushed()
+        if slots and self._common is not None:
+            self._common.still_unwritten(unwritten)  # before anything is fetched
+        if slots:
+            self._meter.steps += 1
+            self._meter.skipped_steps += self._skipped(optimizer)
+            self._engine.updates.changed()
+            self._executor.homes_changed()
+
+    def _meet_other_ranks(self, optimizer: Optimizer, common: CommonHomes) -> None:
+        """Nobody reads homes any more, on any rank, and all see the same of them."""
+        if not self._takes_turns(optimizer):
+            name = type(optimizer).__name__
+            raise StateError(
+                f"{name} would step on every rank, on weights of which the node has one copy; use an optimizer of"
+                f" headrace.optim, such as headrace.optim.{name}, whose work and state the ranks share"
+            )
+        for block in (*self._engine.blocks, *self._engine.residents):
+            block.wait_for_reads()
+        common.agree(f"{type(optimizer).__name__}.step()")
+
+    def _blocks(self) -> list[Block]:
+        return [*self._engine.blocks, *self._engine.residents]
+
+    def _slots_of(self, optimizer: Optimizer) -> list[Slot]:
+        held = {id(parameter) for parameter in parameters_of(optimizer) if isinstance(parameter, Home)}
+        blocks = (*self._engine.blocks, *self._engine.residents)
+        return [slot for block in blocks for slot in block.slots if id(slot.home) in held]
+
+
+def _register() -> Callable[[], None]:
+    before = register_optimizer_step_pre_hook(OptimizerSteps.before_any)
+    after = register_optimizer_step_post_hook(OptimizerSteps.after_any)
+
+    def remove() -> None:
+        before.remove()
+        after.remove()
+
+    return remove
+
+
+_hooks = ProcessWide(_register, anywhere=False)

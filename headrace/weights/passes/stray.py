@@ -1,0 +1,289 @@
+"""Who uses homes directly? Modules that do so without calling their module, and users while an update is under way.
+
+`Fused.apply(x, self.child.weight)` computes with a weight that no visit brought. While a visit is under way, a module
+that is asked for a parameter comes through here and gives the leaf, present until the call ends. Torch functions come
+here too, with homes that somebody kept before (in a list), and with leaves that somebody keeps while their block is
+away again; they are lent the leaves as long as they compute. While an optimizer updates homes beside the next pass
+they come through here as well, and wait.
+"""
+
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any, Protocol
+
+import torch
+
+from headrace.errors import StateError
+from headrace.runtime.autograd import tree_flatten, tree_map_only, without_overrides
+from headrace.weights.model.compound import AwayCompound, compound_of
+from headrace.weights.model.home import GONE, AwayLeaf, Home, home_of, owner_of
+
+__all__ = [
+    "Lender",
+    "TakingPart",
+    "Use",
+    "compound_lent_for_call",
+    "computes",
+    "homes_as_they_are",
+    "is_lending",
+    "lending_leaves",
+    "lent_for_call",
+    "stop_lending",
+    "waiting_for_homes",
+]
+
+
+class Use(Enum):
+    """What a torch function wants of a home."""
+
+    COMPUTE = auto()  # its values
+    WRITE = auto()  # to change it in place, with no other tensor taking part
+    LOOK = auto()  # where it computes, and in which dtype
+
+
+class Lender(Protocol):
+    """Has the leaves of homes, while a visit of its own is under way."""
+
+    def lend(self, owner: Any, use: Use) -> torch.Tensor | None:
+        """The leaf for a home; None: it is not the lender's, or to be used as it is."""
+
+    def lend_for_call(self, owner: Any) -> torch.Tensor | None:
+        """The leaf for a home that a module is asked for, until the call ends; None: not the lender's, or not now."""
+
+    def take_back(self, owner: Any, result: Any) -> None:
+        """What computed with a leaf that was lent is over, and gave `result`; None where it raised."""
+
+
+Wait = Callable[[Any], None]
+
+# What asks about a tensor, or hooks into it, and does not compute with its values.
+# fmt: off
+_ASKS = frozenset((
+    "data_ptr", "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset",
+    "is_contiguous", "untyped_storage", "is_floating_point", "is_complex", "is_pinned",
+    "is_shared", "type", "register_hook", "requires_grad_", "retain_grad",
+    "register_post_accumulate_grad_hook", "__repr__", "__hash__", "__deepcopy__", "__reduce_ex__", "__len__",
+    "__set__", "__delete__",
+))
+_GIVES_MEMORY = frozenset(("data_ptr", "untyped_storage", "storage"))  # to a kernel that PyTorch knows nothing of
+_IN_PLACE_OPERATORS = frozenset((
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__setitem__",
+))
+# fmt: on
+_grad: Any = torch.Tensor.grad  # may be written in place next, and an update reads it
+_USE_OF_PROPERTY = dict.fromkeys(("T", "mT", "H", "mH", "real", "imag"), Use.COMPUTE) | dict.fromkeys(
+    ("device", "dtype", "is_cuda", "is_cpu"), Use.LOOK
+)
+
+_lenders: list[Lender | None] = []  # of the visits under way; None: homes are left as they are
+_waits: list[Wait] = []
+
+
+class TakingPart:
+    """Somebody takes part in what homes are used for, from `begin()` to `end()`, or as a context manager."""
+
+    def __init__(self, present: list[Any], one: Any) -> None:
+        self._present = present
+        self._one = one
+
+    def begin(self) -> None:
+        self._present.append(self._one)
+        _watch()
+
+    def end(self) -> None:
+        if self._present and self._present[-1] is self._one:
+            self._present.pop()
+        elif self._one in self._present:  # of another thread's visit, that began later
+            self._present.remove(self._one)
+        _watch()
+
+    def __enter__(self) -> None:
+        try:
+            self.begin()
+        except BaseException:
+            self.end()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+def lending_leaves(lender: Lender) -> TakingPart:
+    """Torch functions that take homes get the lender's leaves."""
+    return TakingPart(_lenders, lender)
+
+
+def is_lending(lender: Lender) -> bool:
+    """Whether they do now, and nobody began later."""
+    return bool(_lenders) and _lenders[-1] is lender
+
+
+def homes_as_they_are() -> TakingPart:
+    """Until the next visit, homes are plain parameters for torch functions: `has_torch_function(home)` is False."""
+    return TakingPart(_lenders, None)
+
+
+def waiting_for_homes(wait: Wait) -> TakingPart:
+    """Torch functions call `wait(owner)` for a home before they read it, or hand out its gradient."""
+    return TakingPart(_waits, wait)
+
+
+def lent_for_call(home: Home) -> torch.Tensor:
+    """What a module gives for a home that it is asked for: the leaf during a pass, otherwise the home."""
+    if not _lenders or _lenders[-1] is None:
+        return home
+    with without_overrides():
+        owner = owner_of(home)
+        found = _first(lambda lender: lender.lend_for_call(owner))
+    return home if found is None else found[1]
+
+
+def compound_lent_for_call(weight: Any) -> Any:
+    """As `lent_for_call`, for a weight that is not one plain tensor; one that is no business of ours as it is."""
+    compound = compound_of(weight) if _lenders and _lenders[-1] is not None else None
+    if compound is None or (weight is compound.leaf and not isinstance(weight, AwayCompound)):
+        return weight
+    owner = compound.owner
+    return compound.outer if _first(lambda lender: lender.lend_for_call(owner)) is None else compound.leaf
+
+
+def _first(lend: Callable[[Lender], torch.Tensor | None]) -> tuple[Lender, torch.Tensor] | None:
+    """The innermost lender that has a leaf, and that."""
+    for lender in dict.fromkeys(reversed(_lenders)):
+        leaf = None if lender is None else lend(lender)
+        if lender is not None and leaf is not None:
+            return lender, leaf
+    return None
+
+
+def stop_lending(lender: Lender) -> None:
+    """After an interrupt that kept visits of this lender from ending."""
+    _lenders[:] = [other for other in _lenders if other is not lender]
+    _watch()
+
+
+def _watch() -> None:
+    """Torch functions that take homes come here exactly while somebody wants that."""
+    wanted = bool(_waits) or bool(_lenders and _lenders[-1] is not None)
+    if wanted == ("__torch_function__" in Home.__dict__):
+        return
+    if wanted:
+        Home.__torch_function__ = classmethod(_torch_function)  # type: ignore[assignment]
+    else:
+        del Home.__torch_function__
+
+
+def _torch_function(_cls: type, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    kwargs = kwargs or {}
+    with without_overrides():
+        use = _use_of(func, args, kwargs)
+        if _waits and (use in (Use.COMPUTE, Use.WRITE) or func == _grad.__get__):
+            tree_map_only(Home, _waited_for, (args, kwargs))
+        if not _lenders or use is None:
+            return func(*args, **kwargs)
+        loans: list[tuple[Lender, Any]] = []
+        result = None
+        written = args[0] if _is_in_place(func) and args else None
+        try:
+            args, kwargs = tree_map_only(Home, lambda home: _lent(home, use, loans), (args, kwargs))
+            result = func(*args, **kwargs)
+            if isinstance(written, Home) and result is args[0]:
+                result = written
+            return result
+        finally:
+            for lender, owner in loans:
+                lender.take_back(owner, result)
+
+
+def _use_away_leaf(_cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    name = getattr(func, "__name__", "")
+    with without_overrides():
+        if name == "__hash__":
+            return func(*args)
+        stand_in = _brought_back if name in _GIVES_MEMORY else home_of
+        args, kwargs = tree_map_only(AwayLeaf, stand_in, (args, kwargs or {}))
+    return _torch_function(Home, func, types, args, kwargs)
+
+
+def _brought_back(leaf: AwayLeaf) -> torch.Tensor:
+    return lent_for_call(home_of(leaf))
+
+
+AwayLeaf.__torch_function__ = classmethod(_use_away_leaf)  # type: ignore[assignment]
+
+
+def _use_away_compound(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """The leaf of a compound is used while its block is away: it is lent again, or else the user's own is used."""
+    kwargs = kwargs or {}
+    if getattr(func, "__name__", "") == "__hash__":
+        with without_overrides():
+            return func(*args, **kwargs)
+    away = {id(leaf): leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, AwayCompound)}
+    loans: list[tuple[Lender, Any]] = []
+    result = None
+
+    def lent(leaf: Any) -> Any:
+        compound = compound_of(leaf)
+        if compound is None:
+            raise StateError(GONE)
+        owner = compound.owner
+        found = _first(lambda lender: lender.lend(owner, Use.COMPUTE))
+        if found is None:
+            return compound.stand_in(leaf)
+        loans.append((found[0], owner))
+        return leaf
+
+    try:
+        stand_ins = {key: lent(leaf) for key, leaf in away.items()}
+        args, kwargs = tree_map_only(AwayCompound, lambda leaf: stand_ins[id(leaf)], (args, kwargs))
+        result = func(*args, **kwargs)
+        return result
+    finally:
+        for lender, owner in loans:
+            lender.take_back(owner, result)
+
+
+AwayCompound.__torch_function__ = classmethod(_use_away_compound)  # type: ignore[attr-defined]
+
+
+def computes(func: Any) -> bool:
+    """Whether a torch function computes with the values of the tensors that it takes."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return _USE_OF_PROPERTY.get(getattr(getattr(func, "__self__", None), "__name__", "")) is Use.COMPUTE
+    return name != "get_device" and name not in _ASKS
+
+
+def _use_of(func: Any, args: Any, kwargs: Any) -> Use | None:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return _USE_OF_PROPERTY.get(getattr(getattr(func, "__self__", None), "__name__", ""))
+    if name == "get_device":
+        return Use.LOOK
+    if name in _ASKS:
+        return None
+    if _is_in_place(func) and args and isinstance(args[0], Home):
+        others = tree_flatten((args[1:], kwargs))[0]
+        return Use.COMPUTE if any(isinstance(other, torch.Tensor) for other in others) else Use.WRITE
+    return Use.COMPUTE
+
+
+def _is_in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+
+
+def _waited_for(home: Home) -> Home:
+    for wait in list(_waits):
+        wait(owner_of(home))
+    return home
+
+
+def _lent(home: Home, use: Use, loans: list[tuple[Lender, Any]]) -> torch.Tensor:
+    owner = owner_of(home)
+    found = _first(lambda lender: lender.lend(owner, use))
+    if found is None:
+        return home
+    if use is not Use.LOOK:
+        loans.append((found[0], owner))
+    return found[1]

@@ -1,0 +1,330 @@
+"""How is the graph of one micro-batch cut where another block's turn comes? Into stretches, each from one visit to the
+next, whose backwards can be run one by one, later, with those of other micro-batches in between.
+
+A tensor that a stretch takes from an earlier one is replaced there by a stand-in with the same memory and no graph
+behind it. The stand-in's gradient is what the stretch's backward gives it; it is the root of the earlier stretch's
+backward. Where several stretches use one tensor, the later one's gradient is put into the earlier one's stand-in first,
+so that autograd adds up what comes after it one by one, in the order in which one backward through all of it does.
+"""
+
+import contextlib
+import threading
+import weakref
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from headrace.runtime.autograd import sequence_number
+from headrace.runtime.process_wide import ProcessWide
+from headrace.runtime.tensors import containers_in, map_tensors
+from headrace.weights.model.home import Home, Leaf
+from headrace.weights.passes.backward import WATCHED
+from headrace.weights.passes.parts import TakenPart
+from headrace.weights.passes.stray import computes
+
+__all__ = ["CannotCutError", "Stretches", "in_one_backward"]
+
+_HOOKED = "a hook is put on a tensor that comes from before a block"
+_USERS_LEAVES = 0  # the number of the stretch that has the user's own leaves
+
+
+class CannotCutError(BaseException):  # which user code that catches errors of its own lets through
+    """This model's graph cannot be cut between blocks; `str()` says why."""
+
+
+class _StandIn:
+    """Where a stretch uses a tensor of an earlier one."""
+
+    def __init__(self, source: GradientEdge) -> None:
+        self.source: GradientEdge | None = source
+        self.edge: GradientEdge | None = None  # of what stands in
+        self.later: _StandIn | None = None  # that of the next stretch that uses the same tensor
+        self.gradient: torch.Tensor | None = None
+
+    def take(self) -> torch.Tensor | None:
+        """Its gradient, for who goes on with it."""
+        gradient, self.gradient = self.gradient, None
+        return gradient
+
+
+class _Cut(torch.autograd.Function):
+    """The same memory, with no graph behind it; what its gradient is, the stand-in is told."""
+
+    @staticmethod
+    def forward(ctx: Any, _carrier: torch.Tensor, tensor: torch.Tensor, stand_in: _StandIn) -> torch.Tensor:
+        ctx.stand_in = stand_in
+        ctx.set_materialize_grads(False)
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None, None]:
+        ctx.stand_in.gradient = gradient
+        return None, None, None
+
+
+class _Whole(torch.autograd.Function):
+    """A backward around others."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: torch.Tensor, run: Callable[[], None]) -> torch.Tensor:
+        ctx.run = run
+        return carrier.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, _gradient: torch.Tensor) -> tuple[None, None]:
+        ctx.run()
+        return None, None
+
+
+def in_one_backward(run: Callable[[], None]) -> None:
+    """Calls `run()` within a backward: those that it begins are nested in that, and it ends after them."""
+    whole: Any = _Whole.apply
+    with torch.enable_grad():
+        end: torch.Tensor = whole(torch.zeros((), requires_grad=True, device="cpu"), run)
+    end.backward()
+
+
+class _Between(TorchFunctionMode):
+    """What is computed between visits takes stand-ins for tensors of earlier stretches."""
+
+    def __init__(self, stretches: "Stretches") -> None:
+        super().__init__()
+        self._stretches = stretches
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        stretches = self._stretches
+        if torch.compiler.is_compiling():  # what is compiled comes by `apply` when it runs
+            return func(*args, **kwargs)
+        if stretches.on_use is not None:
+            stretches.on_use((args, kwargs))
+        if not stretches.in_visit and torch.is_grad_enabled():
+            if func in _DIFFERENTIATES:
+                raise CannotCutError(f"{func.__name__}() is called while the loss is computed")
+            if computes(func):
+                args, kwargs = stretches.taken((args, kwargs))
+        return func(*args, **kwargs)
+
+
+_watched = threading.local()  # `stretches` of what this thread computes
+
+
+def _watch_functions() -> Callable[[], None]:
+    """Functions of the user's own, and reentrant checkpoints, come by no torch function."""
+    own = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        stretches = getattr(_watched, "stretches", None)
+        if stretches is not None and not stretches.in_visit and not issubclass(cls, TakenPart):
+            if torch.is_grad_enabled():
+                stretches.function += 1
+            if cls is CheckpointFunction and torch.is_grad_enabled():
+                stretches.begin()  # its node comes before those of the blocks that it calls, and calls them in backward
+            args, kwargs = stretches.taken((args, kwargs))
+        return own.__func__(cls, *args, **kwargs)
+
+    setattr(torch.autograd.Function, "apply", classmethod(apply))  # noqa: B010  # for the type checker
+
+    def undo() -> None:
+        setattr(torch.autograd.Function, "apply", own)  # noqa: B010
+
+    return undo
+
+
+_functions = ProcessWide(_watch_functions, anywhere=True)
+
+_DIFFERENTIATES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+
+
+class Stretches:
+    """The graph of one micro-batch, while forward makes it and until backward has gone through it."""
+
+    def __init__(self, on_use: Callable[[Any], None] | None = None) -> None:
+        """`on_use` is told what torch functions are given, within visits, too."""
+        self.on_use = on_use
+        self.in_visit = 0  # how many calls of visits are under way: what they are given is replaced, nothing inside
+        self.function = 0  # number of the last function between visits: visits without gradients are within it
+        self._begins = [-1]  # the first number that autograd gives nodes of each stretch
+        self._carrier = torch.zeros((), requires_grad=True, device="cpu")
+        self._here: dict[tuple[Any, int], tuple[torch.Tensor, torch.Tensor, int]] = {}  # of the present stretch
+        self._chains: dict[tuple[Any, int], _StandIn] = {}  # the last stand-in of each tensor
+        self._used_in: defaultdict[int, list[_StandIn]] = defaultdict(list)
+        self._made_in: defaultdict[int, list[_StandIn]] = defaultdict(list)  # the first stand-in of each tensor
+        self._cuts: dict[Any, tuple[tuple[Any, int], int]] = {}  # nodes at which a graph ends, and for what each stands
+        self._given_out: list[weakref.ref[torch.Tensor]] = []  # all that stand in
+        self._copies: list[list[tuple[Any, list[Any]]]] = []  # of containers that visits under way were given
+        self._all: list[_StandIn] = []
+        self._loss: GradientEdge | None = None
+        self._loss_gradient: torch.Tensor | None = None
+
+    # forward ----------------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """The micro-batch is computed inside of it, on this thread."""
+        stop = _functions.use(self)
+        try:
+            with _Between(self):
+                _watched.stretches = self
+                yield
+        finally:
+            _watched.stretches = None
+            stop()
+
+    @property
+    def number(self) -> int:
+        """Of the present stretch; 0: none has begun."""
+        return len(self._begins) - 1
+
+    def begin(self) -> int:
+        """A visit begins, and a stretch with it: its number. Raises CannotCutError."""
+        self._check()
+        with torch.enable_grad():
+            self._begins.append(sequence_number(self._carrier.view(()).grad_fn))
+        return self.number
+
+    def taken(self, value: Any) -> Any:
+        """`value` with stand-ins for what earlier stretches have made."""
+        return map_tensors(value, self._stand_in) if torch.is_grad_enabled() else value
+
+    def enter_visit(self, inputs: Any, *, encloses: bool) -> Any:
+        """The call of a visit begins: its inputs. Blocks that it `encloses` stop by themselves; nothing else inside."""
+        taken = self.taken(inputs)
+        self._copies.append([] if taken is inputs else [(one, _held(one)) for one in containers_in(taken)])
+        self.in_visit += not encloses
+        return taken
+
+    def leave_visit(self, *, encloses: bool) -> None:
+        """The call of a visit ends. Raises CannotCutError."""
+        self.in_visit -= not encloses
+        for copy, before in self._copies.pop():
+            if len(before) != len(_held(copy)) or any(a is not b for a, b in zip(before, _held(copy), strict=True)):
+                raise CannotCutError(f"a block writes to a {type(copy).__name__} that it was given")
+
+    def end(self, loss: torch.Tensor) -> None:
+        """The loss is there. Raises CannotCutError."""
+        self._check()
+        for reference in self._given_out:
+            stand_in = reference()
+            if stand_in is not None and (stand_in._backward_hooks or stand_in.retains_grad):
+                raise CannotCutError(_HOOKED)
+        self._loss, self._loss_gradient = get_gradient_edge(loss), torch.ones_like(loss)
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad or isinstance(tensor, Home | Leaf):
+            return tensor
+        node = tensor.grad_fn
+        made_in = _USERS_LEAVES if node is None else self._stretch_of(node)
+        if made_in == self.number:
+            return tensor
+        key = (tensor, 0) if node is None else (node, tensor.output_nr)
+        key, made_in = self._cuts.get(node, (key, made_in))
+        if key not in self._here:
+            earlier = self._chains.get(key)
+            source = get_gradient_edge(tensor) if earlier is None or earlier.source is None else earlier.source
+            one = self._chains[key] = _StandIn(source)
+            self._all.append(one)
+            if earlier is None:
+                self._made_in[made_in].append(one)
+            else:
+                earlier.later = one
+            self._used_in[self.number].append(one)
+            cut: Any = _Cut.apply
+            with torch.enable_grad(), self._aside():
+                stand_in = cut(self._carrier, tensor.detach(), one)
+            stand_in.__dict__.update(tensor.__dict__)
+            setattr(stand_in, WATCHED, True)
+            one.edge = get_gradient_edge(stand_in)
+            self._cuts[stand_in.grad_fn] = key, made_in
+            self._given_out.append(weakref.ref(stand_in))
+            self._here[key] = stand_in, tensor, tensor._version
+        return self._here[key][0]
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        self.in_visit += 1
+        try:
+            yield
+        finally:
+            self.in_visit -= 1
+
+    def _stretch_of(self, node: Any) -> int:
+        return bisect_right(self._begins, sequence_number(node)) - 1
+
+    def _check(self) -> None:
+        """The present stretch is over: nothing may have been done to tensors that it took."""
+        here, self._here = self._here, {}
+        for stand_in, source, version in here.values():
+            if source._version != version:
+                raise CannotCutError("a tensor from before a block is written in place in or after it")
+            if stand_in._backward_hooks or stand_in.retains_grad:
+                raise CannotCutError(_HOOKED)
+
+    # between ----------------------------------------------------------------------------------------------------------
+    def leaves(self, stretch: int, owners: dict[Any, int], number: int) -> list[torch.Tensor]:
+        """Leaves to which the stretch's graph gives gradients. Raises CannotCutError where it goes on beyond it.
+
+        `owners`: nodes, each with the micro-batch that it was found in; this is that `number`.
+        """
+        found: list[torch.Tensor] = []
+        begin, seen = self._begins[stretch], set()
+        rest = [root.node for root, _ in self._roots(stretch)]
+        while rest:
+            node: Any = rest.pop()
+            if node is None or node in seen or node in self._cuts:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                found.append(leaf)
+            elif owners.setdefault(node, number) != number:
+                raise CannotCutError(f"micro-batches share a tensor ({node.name()}) that one of them has made")
+            elif sequence_number(node) < begin:
+                raise CannotCutError(f"{node.name()} of before a block is used after it, unseen by torch functions")
+            else:
+                rest.extend(following for following, _ in node.next_functions)
+        return found
+
+    # backward ---------------------------------------------------------------------------------------------------------
+    def backward(self, stretch: int) -> None:
+        """That of one stretch, the last one first."""
+        found = [(root, gradient()) for root, gradient in self._roots(stretch)]
+        roots = [(root, gradient) for root, gradient in found if gradient is not None]
+        self._made_in.pop(stretch, None)
+        self._used_in.pop(stretch, None)
+        if stretch == self.number:
+            self._loss = self._loss_gradient = None
+        if roots:
+            torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+
+    def close(self) -> None:
+        """Nothing is kept any more: nodes and what stands in keep each other alive."""
+        for one in self._all:
+            one.source = one.edge = one.later = one.gradient = None
+        self._all.clear()
+        for held in (self._made_in, self._used_in, self._chains, self._here, self._cuts, self._given_out, self._copies):
+            held.clear()
+        self._loss = self._loss_gradient = None
+
+    def _roots(self, stretch: int) -> Iterable[tuple[GradientEdge, Callable[[], torch.Tensor | None]]]:
+        """Where the stretch's backward begins, and with what, once later ones have been gone through."""
+        if stretch == self.number and self._loss is not None:
+            yield self._loss, lambda: self._loss_gradient
+        for one in self._made_in[stretch]:
+            if one.source is not None:
+                yield one.source, one.take
+        for one in self._used_in[stretch]:
+            if one.later is not None and one.edge is not None:
+                yield one.edge, one.later.take
+
+
+def _held(container: Any) -> list[Any]:
+    """What a list, dict or dataclass holds now."""
+    if isinstance(container, list):
+        return list(container)
+    return [*container, *container.values()] if isinstance(container, dict) else list(vars(container).values())

@@ -1,0 +1,133 @@
+"""How are experts trained that come one by one? Each that a call uses gives a gradient, which goes to the host alone.
+
+See docs/design/experts.md. In a plain run the gradient is that of all experts, zero for those that no token went to.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from headrace.runtime.autograd import without_overrides
+from headrace.runtime.tensors import tensors_in
+from headrace.weights.model.slot import Slot
+from headrace.weights.movement.block import Block, Presence
+from headrace.weights.movement.executor import Executor
+from headrace.weights.passes.backward import Backward
+from headrace.weights.passes.parts import PartGradients
+
+__all__ = ["Trained"]
+
+_MARK = "headrace_whole"
+
+
+class _Use:
+    """A call that trains all of a block: it lives as long as the call's graph does."""
+
+
+class Trained:
+    """The experts of one model, as far as they are trained. `one_by_one`: whether they may be, expert by expert."""
+
+    def __init__(self, backward: Backward, executor: Executor, device: torch.device, *, one_by_one: bool) -> None:
+        self._backward = backward
+        self._executor = executor
+        self._device = device
+        self._one_by_one = one_by_one
+        self._gradients: dict[Slot, PartGradients] = {}
+        self._whole: dict[Block, weakref.WeakSet[_Use]] = {}
+
+    def is_sign(self, leaf: torch.Tensor) -> bool:
+        """Whether it is no parameter, but tells of the gradients of experts."""
+        return any(gradients.sign is leaf for gradients in self._gradients.values())
+
+    def trains(self, block: Block) -> bool:
+        """Whether a call of the block's module now is one of a pass in which any of its weights gets a gradient."""
+        with without_overrides():
+            follows = torch.is_grad_enabled() or self._executor.gradients_follow
+            return follows and any(slot.home.requires_grad for slot in block.slots)
+
+    def comes_whole(self, block: Block, used: int) -> bool:
+        """Whether a call that trains the block and uses so many of its experts is better done with all of them.
+
+        It depends on nothing that changes between forward and a checkpoint's recomputation: these must do the same.
+        """
+        if not self._one_by_one or block.trains_whole:
+            return True
+        count = 0 if block.experts is None else block.experts.count
+        if 2 * used > count and self._executor.slices.has_room_for_all_of(block):
+            return True
+        with without_overrides():
+            self._executor.evict(block)  # a plan may have brought it
+        return block.presence is not Presence.ABSENT
+
+    def came_whole(self, block: Block, output: Any) -> None:
+        """A call of the block's module gave this with all of its weights."""
+        if block.experts is not None and torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                node: Any = tensor.grad_fn
+                if node is not None:
+                    use = node.metadata[_MARK] = _Use()
+                    self._whole.setdefault(block, weakref.WeakSet()).add(use)
+
+    def one(self, block: Block, slot: Slot, expert: int, values: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """One expert's weight, shape (...), which is what `values` gives."""
+        return self._part(block, slot, values, [expert], _as_row)
+
+    def several(
+        self,
+        block: Block,
+        slot: Slot,
+        used: Sequence[int],
+        numbers: torch.Tensor,
+        values: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
+        """A copy of the weight of `used[number]` for each of the numbers, on the device; shape (*numbers.shape, ...).
+
+        As `values` gives it.
+        """
+
+        def to_rows(gradient: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+            rows = gradient.new_zeros(len(used), *gradient.shape[numbers.dim() :])
+            return rows.index_put_((numbers,), gradient, accumulate=True)
+
+        return self._part(block, slot, values, used, to_rows, numbers)
+
+    def bank(
+        self, block: Block, slot: Slot, used: Sequence[int], places: Sequence[int], weights: torch.Tensor
+    ) -> torch.Tensor:
+        """A weight in which those that are used are at these places: shape (places and more, ...).
+
+        The places are saved: a checkpoint may compute again with other ones, and what it saves then is what counts.
+        """
+        return self._part(block, slot, lambda: weights, used, _rows_at, torch.tensor(places, device="cpu"))
+
+    def _part(
+        self,
+        block: Block,
+        slot: Slot,
+        values: Callable[[], torch.Tensor],
+        experts: Sequence[int],
+        to_rows: Callable[..., torch.Tensor],
+        *saved: torch.Tensor,
+    ) -> torch.Tensor:
+        with without_overrides():
+            if not (torch.is_grad_enabled() and slot.home.requires_grad):
+                return values()
+            slot.follow_requires_grad()
+            gradients = self._gradients.get(slot)
+            if gradients is None:
+
+                def alone() -> bool:
+                    return not block.trains_whole and not self._whole.get(block)
+
+                gradients = self._gradients[slot] = PartGradients(self._backward, slot, self._device, alone)
+            return gradients.part(values, torch.tensor(experts, device="cpu"), to_rows, *saved)
+
+
+def _rows_at(gradient: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return gradient.index_select(0, places.to(gradient.device))
+
+
+def _as_row(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient[None]

@@ -1,0 +1,37 @@
+"""Who waits while optimizers write homes? Whoever looks at them: torch functions that take one, and the handle."""
+
+import contextlib
+import weakref
+from collections.abc import Sequence
+
+from headrace.weights.model.slot import Slot
+from headrace.weights.movement.block import Block
+from headrace.weights.passes.stray import waiting_for_homes
+
+__all__ = ["Updates"]
+
+
+class Updates:
+    """Updates under way of the blocks of one model."""
+
+    def __init__(self, *blocks: Sequence[Block]) -> None:
+        self._blocks = blocks
+        self._guard = contextlib.ExitStack()  # while homes are being updated
+        self._guarded = False
+        weakref.finalize(self, self._guard.close)
+
+    def changed(self) -> None:
+        """Updates began or ended: while there are any, torch functions that take a home wait for its own."""
+        pending = any(block.being_updated for blocks in self._blocks for block in blocks)
+        if pending and not self._guarded:
+            self._guard.enter_context(waiting_for_homes(Slot.wait_for_updates))
+        elif self._guarded and not pending:
+            self._guard.close()
+        self._guarded = pending
+
+    def wait(self) -> None:
+        """The host waits until no optimizer writes any home."""
+        for blocks in self._blocks:
+            for block in blocks:
+                block.wait_for_updates()
+        self.changed()

@@ -1,0 +1,265 @@
+"""How many bytes may a model take, in which tier? As the user set, or as the machine has; checked before all else."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from headrace.config import ActivationConfig, OffloadConfig, format_bytes, parse_bytes
+from headrace.errors import BudgetError
+from headrace.memory.arena import aligned, whole_pages
+from headrace.memory.disk import LEAST_READING_BYTES
+from headrace.runtime.device import free_device_bytes, is_accelerator
+from headrace.runtime.host import available_host_bytes
+from headrace.weights.model.experts import takes_single_experts
+from headrace.weights.model.inventory import Inventory
+from headrace.weights.model.layout import travel_dtype
+from headrace.weights.model.partition import Part, Partition
+from headrace.weights.model.tables import gathering_bytes
+from headrace.weights.rest.materialize import Materialized
+from headrace.weights.rest.placement import Placement, place
+
+__all__ = ["Budgets"]
+
+_DEVICE_RESERVE = 0.1  # of what is free: workspaces and fragmentation, when no device_memory is given
+_READING_BYTES = 32 * 2**20  # keeps a drive busy
+_HOST_RESERVE = 0.15  # of what is available: the rest of the process, when no host_memory is given
+_ACTIVATIONS_SHARE = 0.25  # of host memory, where blocks rest on disk and nothing else is said
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """Ceilings in bytes. `device_bytes` holds the weights on the device and the modules' buffers."""
+
+    device_bytes: int
+    buffer_bytes: int
+    host_bytes: int
+    ranks: int = 1  # of a node, which have one host budget
+
+    @classmethod
+    def of(cls, model: nn.Module, inventory: Inventory, config: OffloadConfig) -> "Budgets":
+        """What the user set, and else what device and host have to spare."""
+        weights_bytes = inventory.nbytes(list(inventory.members))
+        staying = {id(buffer): buffer.nbytes for buffer in model.buffers() if id(buffer) not in inventory.compounds}
+        buffer_bytes = sum(staying.values())
+        device_bytes, host_bytes = config.device_memory_bytes, config.host_memory_bytes
+        if device_bytes is None and is_accelerator(config.device):
+            device_bytes = int(free_device_bytes(config.device) * (1 - _DEVICE_RESERVE))
+        elif device_bytes is None:
+            device_bytes = min(available_host_bytes() // 2, 2 * weights_bytes + buffer_bytes)
+        if host_bytes is None:  # the weights are there already, and are moved, not copied
+            held_bytes = weights_bytes if config.checkpoint is None else 0
+            host_bytes = int(available_host_bytes() * (1 - _HOST_RESERVE)) + held_bytes
+        return cls(device_bytes=device_bytes, buffer_bytes=buffer_bytes, host_bytes=host_bytes)
+
+    @property
+    def weights_bytes(self) -> int:
+        """What the device budget leaves for weights."""
+        return self.device_bytes - self.buffer_bytes
+
+    @property
+    def reading_bytes(self) -> int:
+        """Host memory through which blocks that rest on the host are read from a checkpoint."""
+        return max(LEAST_READING_BYTES, min(_READING_BYTES, self.host_bytes // 16))
+
+    def checked(self, inventory: Inventory, partition: Callable[[int], Partition], device: torch.device) -> Partition:
+        """How `partition` cuts the model for what is left for weights. Raises BudgetError for what cannot fit, before
+        anything is allocated.
+        """
+        parts = partition(self.weights_bytes)
+        needs = _Needs.of(inventory, parts, self.buffer_bytes)
+        if needs.nbytes > self.device_bytes:
+            advice = _smaller_blocks(inventory, needs.keys, (self.device_bytes - needs.kept_bytes) // 2)
+            least, enough = needs, self.device_bytes
+            while needs.nbytes > enough:  # with more memory, more small weights may stay
+                least, enough = needs, parse_bytes(format_bytes(needs.nbytes, at_least=True))
+                needs = _Needs.of(inventory, partition(enough - self.buffer_bytes), self.buffer_bytes)
+            raise BudgetError(
+                f"{least}; device_memory allows {format_bytes(self.device_bytes)}; raise it to at least"
+                f" {format_bytes(enough, at_least=True)}{advice}"
+            )
+        sizes = [part.least_bytes(inventory) for part in parts.streamed if part.experts is None]
+        all_bytes = sum(inventory.nbytes(part.keys) for part in parts.streamed if part.experts is not None)
+        wanted_bytes = min(self.device_bytes, sum(sizes) + needs.kept_bytes + all_bytes)
+        if is_accelerator(device) and wanted_bytes > (free_bytes := free_device_bytes(device)):
+            raise BudgetError(
+                f"device_memory={format_bytes(self.device_bytes)} is more than {device} has free,"
+                f" {format_bytes(free_bytes)}; lower it, or end what else uses the device"
+            )
+        return parts
+
+    def share_for_activations(
+        self, inventory: Inventory, parts: Partition, config: OffloadConfig
+    ) -> ActivationConfig | None:
+        """The settings of activations, with a share of host memory where blocks that may rest on disk would fill it.
+
+        Where these leave more than that, activations have what is left. Nobody said how much they need: what finds no
+        room stays on the device.
+        """
+        activations = config.activations
+        if activations is None or activations.host_memory_bytes is not None or config.disk is None:
+            return activations
+        share_bytes = int(self.host_bytes * _ACTIVATIONS_SHARE)
+        if replace(self, host_bytes=self.host_bytes - share_bytes).place(inventory, parts, config) == Placement():
+            return replace(activations, stays_without_room=True)
+        return replace(activations, host_memory_bytes=share_bytes, stays_without_room=True)
+
+    def place(
+        self, inventory: Inventory, parts: Partition, config: OffloadConfig, materialized: Materialized | None = None
+    ) -> Placement:
+        """Which blocks rest on the host, and which on disk. Raises BudgetError when they have no room.
+
+        `materialized`: parameters that lie in a checkpoint.
+        """
+        reserved_bytes = 0 if config.activations is None else config.activations.host_memory_bytes or 0
+        host_bytes = self.host_bytes - reserved_bytes
+        sizes = {part.name: inventory.nbytes(part.keys) for part in parts.streamed}
+        resident_bytes = sum(whole_pages(inventory.nbytes(part.keys)) for part in parts.resident)
+        if config.mesh is not None:  # homes that travel in another dtype are in memory that headrace has made
+            resident_bytes += sum(whole_pages(inventory.cast_bytes(part.keys)) for part in parts.resident)
+        rows = [gathering_bytes(sizes[part.name], part.row_bytes) for part in parts.streamed]
+        resident_bytes += 2 * whole_pages(max(rows)) if any(rows) else 0
+        if config.disk is not None or config.checkpoint is not None:
+            trained = [member.parameter for member in inventory.members.values() if member.parameter.requires_grad]
+            gradient_bytes = sum(p.numel() * (config.grad_dtype or p.dtype).itemsize for p in trained)
+            wide = {part.name: inventory.cast_bytes(part.keys) for part in parts.streamed}
+            free_bytes = host_bytes - resident_bytes - (self.reading_bytes if config.checkpoint is not None else 0)
+            sizes = {name: sizes[name] + wide[name] for name in sizes}
+            placement = place(
+                sizes,
+                self.weights_bytes - sum(inventory.nbytes(part.keys) for part in parts.resident),
+                free_bytes,
+                gradient_bytes if config.disk is not None else 0,
+                ranks=self.ranks,
+                halves_bytes=None if config.mesh is None else self._halves_bytes(inventory, parts, config),
+            )
+            alone = [part for part in parts.streamed if _rests_alone_on_disk(part, inventory, config, materialized)]
+            return _with_single_experts(placement, {part.name: sizes[part.name] for part in alone})
+        arenas_bytes = resident_bytes + sum(map(whole_pages, sizes.values()))
+        if config.mesh is not None:
+            arenas_bytes += sum(whole_pages(inventory.cast_bytes(part.keys)) for part in parts.streamed)
+        if arenas_bytes > host_bytes:
+            raise BudgetError(
+                f"weights need {format_bytes(arenas_bytes)} of host memory in all; host_memory allows"
+                f" {format_bytes(host_bytes)}; raise it to at least {format_bytes(arenas_bytes, at_least=True)},"
+                ' or pass a directory, such as disk="/nvme/headrace", where blocks can rest'
+            )
+        return Placement()
+
+    def _halves_bytes(self, inventory: Inventory, parts: Partition, config: OffloadConfig) -> int:
+        """Host memory through which ranks give their gradients: of one block from each, twice."""
+        largest_bytes = 0
+        for part in (*parts.streamed, *parts.resident):
+            given = [inventory.members[key].parameter for key in part.keys]
+            sizes = [p.numel() * _given_dtype(p, config).itemsize for p in given if p.requires_grad]
+            largest_bytes = max(largest_bytes, aligned(len(sizes)) + sum(map(aligned, sizes)))
+        return 2 * whole_pages(self.ranks * largest_bytes)
+
+
+def _rests_alone_on_disk(
+    part: Part, inventory: Inventory, config: OffloadConfig, materialized: Materialized | None
+) -> bool:
+    """Whether it has experts that come one by one, and that may all rest on disk, of this process alone."""
+    if part.experts is None or config.mesh is not None:
+        return False
+    parameters = [inventory.members[key].parameter for key in part.keys]
+    if any(p.requires_grad for p in parameters):
+        return False  # training would read whole layers from disk, which have room elsewhere
+    if any(site.training and not takes_single_experts(site) for site in part.sites):
+        return False
+    in_files = materialized is not None and all(materialized.name_of(p) is not None for p in parameters)
+    return config.disk is not None or (in_files and not inventory.cast_bytes(part.keys))
+
+
+def _with_single_experts(placement: Placement, sizes: Mapping[str, int]) -> Placement:
+    """Where some of these blocks, of experts, rest on disk, all do: the room of the others is for single experts."""
+    on_host = {name: whole_pages(nbytes) for name, nbytes in sizes.items() if name not in placement.on_disk}
+    if len(on_host) == len(sizes):
+        return placement
+    return replace(
+        placement,
+        on_disk=placement.on_disk.union(on_host),
+        disk_bytes=placement.disk_bytes + sum(on_host.values()),
+        experts_bytes=sum(on_host.values()),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Needs:
+    """The device memory without which a model that is cut so cannot run: what stays, and the largest blocks at once."""
+
+    blocks: frozenset[str]
+    keys: list[int]  # of the blocks
+    blocks_bytes: int
+    kept: str
+    kept_bytes: int
+
+    @classmethod
+    def of(cls, inventory: Inventory, parts: Partition, buffer_bytes: int) -> "_Needs":
+        sizes = {part.name: part.least_bytes(inventory) for part in parts.streamed if part.experts is None}
+        order = {name: -index for index, name in enumerate(sizes)}  # of several that are as large, the first
+
+        def rank(names: frozenset[str]) -> tuple[int, int]:
+            return sum(map(sizes.__getitem__, names)), max(map(order.__getitem__, names))
+
+        largest = max(_at_once(inventory, parts), key=rank, default=frozenset[str]())
+        kept_bytes = sum(inventory.nbytes(part.keys) for part in parts.resident) + buffer_bytes + parts.bank_bytes
+        return cls(
+            blocks=largest,
+            keys=[key for part in parts.streamed if part.name in largest for key in part.keys],
+            blocks_bytes=sum(map(sizes.__getitem__, largest)),
+            kept="resident weights, buffers and experts" if parts.bank_bytes else "resident weights and buffers",
+            kept_bytes=kept_bytes,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks_bytes + self.kept_bytes
+
+    def __str__(self) -> str:
+        if not self.blocks:
+            return f"{self.kept} need {format_bytes(self.kept_bytes)}"
+        blocks = " and ".join(map(repr, sorted(self.blocks)))
+        what = f"block {blocks} needs" if len(self.blocks) == 1 else f"blocks {blocks}, which share weights, need"
+        return f"{what} {format_bytes(self.blocks_bytes)} beside {format_bytes(self.kept_bytes)} of {self.kept}"
+
+
+def _given_dtype(parameter: nn.Parameter, config: OffloadConfig) -> torch.dtype:
+    """In which ranks give gradients."""
+    travels = travel_dtype(parameter, config.param_dtype)
+    return torch.promote_types(travels, config.grad_dtype or parameter.dtype)
+
+
+def _at_once(inventory: Inventory, parts: Partition) -> set[frozenset[str]]:
+    """The streamed parts, by name, that calls within each other use at the same time: a module's own and those whose
+    weights it holds, and those of the modules around it. Weights borrowed from modules it does not hold are only found
+    during a pass.
+    """
+    whole = [part for part in parts.streamed if part.experts is None]
+    part_of = {key: part.name for part in whole for key in part.keys}
+    mains: dict[nn.Module, set[str]] = defaultdict(set)
+    for part in whole:
+        for site in part.sites:
+            mains[site].add(part.name)
+    used: set[frozenset[str]] = set()
+    seen: set[tuple[nn.Module, frozenset[str]]] = set()
+    inner = {child for module in inventory.names for child in module.children()}
+    waiting = [(module, frozenset[str]()) for module in inventory.names if module not in inner]
+    while waiting:
+        module, around = waiting.pop()
+        owned = {part_of[key] for key in inventory.owned.get(module, ()) if key in part_of}
+        now = around | mains[module] | owned
+        if (module, now) not in seen:
+            seen.add((module, now))
+            used.add(now)
+            waiting += [(child, now) for child in module.children()]
+    return used - {frozenset()}
+
+
+def _smaller_blocks(inventory: Inventory, keys: list[int], limit_bytes: int) -> str:
+    """The advice to cut these parameters into blocks of that size, where that can be done."""
+    if max((inventory.nbytes([key]) for key in keys), default=limit_bytes) >= limit_bytes:
+        return ""
+    return f", or pass smaller blocks such as blocks={format_bytes(limit_bytes).replace(' ', '')!r}"

@@ -1,0 +1,140 @@
+"""How does a model on the meta device get its weights? Its parameters become those of a checkpoint, where they lie."""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from headrace.errors import CheckpointError, LayoutError
+from headrace.memory.disk import Checkpoint
+from headrace.memory.ledger import Ledger
+from headrace.weights.model.compound import is_compound
+from headrace.weights.model.home import Part
+
+__all__ = ["Materialized", "materialize"]
+
+
+class Materialized:
+    """Which parameters lie in the checkpoint. `undo()` gives the model its meta tensors back."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self._names: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}  # by the id of the parameter
+        self._undo: list[Callable[[], None]] = []
+
+    def name_of(self, parameter: nn.Parameter) -> str | None:
+        """The checkpoint's name of a parameter that lies there."""
+        known, name = self._names.get(id(parameter), (None, None))
+        if known is not None and known() is parameter:  # ids are used again
+            return name
+        name = self.checkpoint.name_of(parameter.detach()) if isinstance(parameter, Part) else None
+        return None if name is None or self.checkpoint.written(name) else name
+
+    def found(self, parameter: nn.Parameter, name: str) -> None:
+        """The parameter is the checkpoint's tensor `name`."""
+        self._names[id(parameter)] = weakref.ref(parameter), name
+
+    def undo(self) -> None:
+        """As it was before, in place."""
+        for step in reversed(self._undo):
+            step()
+        self._undo.clear()
+
+    def put(self, container: dict[str, torch.Tensor | None], key: str, tensor: torch.Tensor) -> None:
+        """Replaces an entry, so that it can be undone."""
+        old = container[key]
+        self._undo.append(lambda: container.__setitem__(key, old))
+        container[key] = tensor
+
+    def again(self, step: Callable[[], None]) -> None:
+        """A step that follows from the entries: now, and when they are undone."""
+        step()
+        self._undo.insert(0, step)
+
+
+def materialize(model: nn.Module, checkpoint: Checkpoint | Path, ledger: Ledger) -> Materialized:
+    """Finds the parameters that lie in the checkpoint, and gives those on meta theirs; no byte is read.
+
+    Parameters that are memory of the checkpoint lie there, unless that was written to. A meta parameter becomes the
+    checkpoint's tensor of one of its names, in the checkpoint's dtype. Buffers that are saved with a model are read.
+    Raises CheckpointError when a tensor is missing or has another shape, LayoutError for meta buffers that no
+    checkpoint has; the model is as before then.
+    """
+    made = Materialized(Checkpoint(checkpoint, ledger) if isinstance(checkpoint, Path) else checkpoint)
+    try:
+        _parameters(model, made)
+        _buffers(model, made)
+    except BaseException:
+        made.undo()
+        raise
+    return made
+
+
+def _parameters(model: nn.Module, made: Materialized) -> None:
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    any_mapped = False
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if is_compound(parameter):  # whose parts may lie there
+            any_mapped = True
+            continue
+        mapped = None if parameter.device.type == "meta" else made.checkpoint.name_of(parameter.detach())
+        if parameter.device.type == "meta":
+            names[parameter].append(name)
+        elif mapped is not None:
+            any_mapped = True
+            if not made.checkpoint.written(mapped):  # else its memory has what the file has not
+                made.found(parameter, mapped)
+    if not names and not any_mapped:
+        raise ValueError(
+            "checkpoint is given, but no parameter of the model is on the meta device; build the model under"
+            " torch.device('meta'), or leave checkpoint out"
+        )
+    found = {parameter: _record(made.checkpoint, own, parameter.shape) for parameter, own in names.items()}
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    for parameter, name in found.items():
+        new[parameter] = nn.Parameter(made.checkpoint.tensor(name), requires_grad=parameter.requires_grad)
+        new[parameter].__dict__.update(parameter.__dict__)
+        made.found(new[parameter], name)
+    for module in model.modules():
+        for key, held in list(module._parameters.items()):
+            if held is not None and held in new:
+                made.put(module._parameters, key, new[held])  # type: ignore[arg-type]
+        if isinstance(module, nn.RNNBase):
+            made.again(module._init_flat_weights)
+
+
+def _buffers(model: nn.Module, made: Materialized) -> None:
+    for prefix, module in model.named_modules():
+        for key, buffer in list(module._buffers.items()):
+            if buffer is None or buffer.device.type != "meta":
+                continue
+            name = f"{prefix}.{key}" if prefix else key
+            if key in module._non_persistent_buffers_set:
+                raise LayoutError(
+                    f"buffer {name!r} is on the meta device, and no checkpoint has it, because it is not persistent;"
+                    " build the model with its parameters on meta only, or use headrace.from_pretrained"
+                )
+            record = made.checkpoint.records[_record(made.checkpoint, [name], buffer.shape)]
+            made.put(module._buffers, key, made.checkpoint.tensor(record.name).clone())
+
+
+def _record(checkpoint: Checkpoint, names: list[str], shape: torch.Size) -> str:
+    """The first of these names that the checkpoint has, in that shape."""
+    for name in names:
+        record = checkpoint.records.get(name)
+        if record is None:
+            continue
+        if record.shape != tuple(shape):
+            raise CheckpointError(
+                f"{name!r} has shape {record.shape} in {record.path}, and {tuple(shape)} in the model; give the"
+                " checkpoint of this model, or build the model with its config"
+            )
+        return name
+    some = ", ".join(repr(name) for name in list(checkpoint.records)[:3])
+    raise CheckpointError(
+        f"the checkpoint has no tensor for parameter {names[0]!r}; it has {len(checkpoint.records)} such as {some}."
+        " Names must be the model's own, as its state_dict() gives them"
+    )

@@ -1,0 +1,128 @@
+"""What does a block on disk have beside its bytes? The same packed, once it is clear that it comes again and again.
+
+The bytes themselves stay where homes are mapped to, and are what is read until packed ones are there. A piece is packed
+where a fetch has brought it: in its chunk of the ring, when that was copied to the device. See docs/design/packed.md.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from headrace.errors import DiskError
+from headrace.memory.disk import DiskStore, Extent, Request, disk_pages
+from headrace.memory.packed import pack_in_place
+from headrace.runtime.lanes import Event
+from headrace.weights.model.slot import Slot
+from headrace.weights.rest.fetching import Way
+from headrace.weights.rest.pieces import Piece
+
+__all__ = ["PackedCopy", "is_frozen"]
+
+# Writing 0.75 of the bytes costs what reading 0.75 of them saves in three fetches: whoever waits for that long does
+# not do more than twice what is best, however often the block comes.
+_FETCHES_BEFORE = 3
+_LEFT_FREE_BYTES = 1 << 30  # on the drive, for what comes later and has to be there
+
+
+@dataclass
+class _Part:
+    """A piece that was packed."""
+
+    extent: Extent
+    of: object = None  # the contents that are there, or come there
+    nbytes: int = 0  # whole pages
+    write: Request | None = None
+
+    @property
+    def is_there(self) -> bool:
+        return self.write is not None and self.write.query() and self.write.error is None
+
+
+class PackedCopy:
+    """The packed copy of one block, piece by piece. Takes disk of `store` for good; there is none without it.
+
+    `spilled` is told how many bytes were written.
+    """
+
+    def __init__(self, name: str, store: Callable[[], DiskStore | None], spilled: Callable[[int], None]) -> None:
+        self._name, self._open, self._spilled = name, store, spilled
+        self._of: tuple[object, ...] = ()
+        self._fetches = 0
+        self._parts: dict[int, _Part] = {}
+        self._stay_plain: set[int] = set()
+        self.saved_bytes = 0  # that the last fetch did not have to read
+
+    def pieces(self, plain: Sequence[Piece], slots: Sequence[Slot], way: Way, *of: object) -> Sequence[Piece]:
+        """What is read in the place of `plain`. `of` differs where that is something else than at the last call."""
+        if of != self._of:
+            self._of, self._fetches, self._stay_plain = of, 0, set()
+        self._fetches += 1
+        self.saved_bytes = 0
+        if self._fetches <= _FETCHES_BEFORE or not is_frozen(slots) or not way.packing_pays():
+            return plain
+        store = self._open()
+        if store is None:
+            return plain
+        pieces = [self._piece(store, index, piece) for index, piece in enumerate(plain)]
+        self.saved_bytes = sum(piece.plain_bytes - piece.nbytes for piece in pieces if piece.plain_bytes)
+        return pieces
+
+    def _piece(self, store: DiskStore, index: int, plain: Piece) -> Piece:
+        part = self._parts.get(index)
+        is_ours = part is not None and part.of is self._of
+        if part is not None and is_ours and part.is_there:
+            extent, nbytes = part.extent, part.nbytes
+            return Piece(
+                read=lambda chunk: store.read(extent, chunk[len(chunk) - nbytes :]),
+                nbytes=nbytes,
+                parts=plain.parts,
+                plain_bytes=plain.nbytes,
+            )
+        if is_ours or index in self._stay_plain:
+            return plain
+        # In its chunk: it has to pass through one.
+        return replace(plain, keep=partial(self._keep, store, index, plain.nbytes, self._of), read_into=lambda *_: None)
+
+    def _keep(self, store: DiskStore, index: int, nbytes: int, of: object, chunk: torch.Tensor) -> Event | None:
+        """On a thread of ours. `chunk` may be written to; it is free again after what is returned."""
+        if of is not self._of:
+            return None
+        part = self._parts.get(index)
+        packed_bytes = 0 if nbytes % 2 else disk_pages(pack_in_place(chunk[:nbytes]))
+        too_large = part is not None and packed_bytes > part.extent.capacity_bytes
+        if not packed_bytes or packed_bytes >= nbytes or too_large:
+            self._stay_plain.add(index)
+            return None
+        try:
+            if part is None:
+                store.check_free(_LEFT_FREE_BYTES + nbytes)
+                part = _Part(store.allocate(f"{self._name} (packed)", packed_bytes, "weights"))
+            write = store.write(part.extent, chunk[:packed_bytes])
+        except DiskError:  # no room: what is there is read on
+            self._stay_plain.add(index)
+            return None
+        self._parts[index] = _Part(part.extent, of, packed_bytes, write)
+        self._spilled(packed_bytes)
+        return _End(write)
+
+
+@dataclass(frozen=True)
+class _End:
+    """The end of a write, whatever came of it: who needs what it wrote asks the write itself."""
+
+    write: Request
+
+    def synchronize(self) -> None:
+        self.write.settle()
+
+    def query(self) -> bool:
+        return self.write.query()
+
+
+def is_frozen(slots: Sequence[Slot]) -> bool:
+    """Whether they are never trained, and mostly bfloat16."""
+    half = sum(slot.layout.nbytes for slot in slots if slot.layout.dtype is torch.bfloat16)
+    trained = any(slot.home.requires_grad for slot in slots)
+    return not trained and 2 * half > sum(slot.layout.nbytes for slot in slots)

@@ -1,0 +1,400 @@
+"""In which tier does each block rest? As many on the host as have room there, spread evenly; the rest on disk."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from headrace.config import format_bytes
+from headrace.errors import BudgetError
+from headrace.memory.arena import Arena, whole_pages
+from headrace.memory.disk import DiskStore, Request, copy_on_disk
+from headrace.memory.ledger import Ledger
+from headrace.memory.packed import available
+from headrace.memory.shared import Common, SharedArena, SharedExtent, close_descriptors
+from headrace.runtime.node import Node
+from headrace.weights.meter import Meter
+from headrace.weights.model.layout import lay_out
+from headrace.weights.model.slot import Layout, Slot
+from headrace.weights.rest.filling import from_memory, parts_of
+from headrace.weights.rest.materialize import Materialized
+from headrace.weights.rest.packing import PackedCopy
+from headrace.weights.rest.tiers import CheckpointRest, DiskRest, Homes, HostRest, Rest, SharedRest
+
+__all__ = ["Placement", "Shelf", "place", "ring_size"]
+
+_CHUNK_BYTES = 8 * 2**20  # a request of this size has a drive's full speed
+_SMALLEST_CHUNK_BYTES = 2**12
+_RING_SHARE = 1 / 8  # of the host budget, for staging: what is more holds blocks
+_MOST_RING_SHARE = 1 / 4  # where an eighth is too little for one of the next two
+_ENOUGH_CHUNKS = 16  # the drive has its four, and nobody waits for a thread's turn
+_AHEAD_BLOCKS = 3  # on the device, of the largest: where that has less room, the ring is where the next one comes to
+_FEWEST_CHUNKS = 4  # one that is read, one that leaves, and their followers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Names of the blocks that rest on disk, and the staging memory that their weights and gradients pass through."""
+
+    on_disk: frozenset[str] = frozenset()
+    disk_bytes: int = 0  # that those take
+    experts_bytes: int = 0  # of host memory for single experts of these
+    chunk_bytes: int = 0  # of the ring for weights
+    chunks: int = 0
+    gradient_bytes: int | None = None  # of each half of what gradients pass through; None: as much as a block's
+
+
+def place(
+    sizes: Mapping[str, int],
+    device_bytes: int,
+    host_bytes: int,
+    all_gradient_bytes: int,
+    *,
+    ranks: int = 1,
+    halves_bytes: int | None = None,
+) -> Placement:
+    """Spreads blocks over host and disk. `sizes`: bytes by name, in order of use; `host_bytes`: what there is for them.
+
+    `device_bytes`: what blocks may take on the device.
+
+    `ranks` share the host memory, and each has a ring of its own. `halves_bytes`: both halves of what gradients pass
+    through, where they cannot be cut.
+
+    Evenly, so that fetches are spread over the pass, and the drive works all the time. `all_gradient_bytes`, of a model
+    that trains, have what room the weights leave, else they rest on disk. Raises BudgetError when not even the staging
+    memory fits.
+    """
+    pages = {name: whole_pages(nbytes) for name, nbytes in sizes.items()}
+    total_bytes = sum(pages.values())
+    if total_bytes + all_gradient_bytes + (halves_bytes or 0) <= host_bytes:
+        return Placement()
+    for_rings_bytes = max(0, host_bytes - (halves_bytes or 0))
+    chunk_bytes, chunks = ring_size(for_rings_bytes // ranks, device_bytes, max(pages.values(), default=0))
+    gradient_bytes = 2 * chunk_bytes if all_gradient_bytes else 0
+    halves_bytes = 2 * gradient_bytes if halves_bytes is None else halves_bytes
+    if total_bytes + halves_bytes <= host_bytes:
+        return Placement(gradient_bytes=gradient_bytes or None)
+    staging_bytes = ranks * chunks * chunk_bytes + halves_bytes
+    left_bytes = host_bytes - staging_bytes
+    if left_bytes < 0:
+        raise BudgetError(
+            f"blocks that do not fit in host memory pass through {format_bytes(staging_bytes)} of it; host_memory"
+            f" leaves {format_bytes(max(0, host_bytes))} for that; raise it by"
+            f" {format_bytes(-left_bytes, at_least=True)}"
+        )
+    on_disk, kept_bytes, passed_bytes = set(), 0, 0
+    for name, nbytes in pages.items():
+        passed_bytes += nbytes
+        if kept_bytes + nbytes <= left_bytes * passed_bytes / total_bytes:
+            kept_bytes += nbytes
+        else:
+            on_disk.add(name)
+    return Placement(
+        on_disk=frozenset(on_disk),
+        disk_bytes=sum(pages[name] for name in on_disk),
+        chunk_bytes=chunk_bytes,
+        chunks=chunks,
+        gradient_bytes=gradient_bytes or 2 * chunk_bytes,
+    )
+
+
+def ring_size(host_bytes: int, device_bytes: int, largest_bytes: int) -> tuple[int, int]:
+    """Bytes of a chunk, and how many there are, of the ring through which blocks of at most `largest_bytes` come."""
+    chunk_bytes = _CHUNK_BYTES
+    while chunk_bytes > _SMALLEST_CHUNK_BYTES and chunk_bytes * _FEWEST_CHUNKS > host_bytes * _RING_SHARE:
+        chunk_bytes //= 2
+    wanted_bytes = _ENOUGH_CHUNKS * chunk_bytes
+    if device_bytes < _AHEAD_BLOCKS * largest_bytes:
+        wanted_bytes = max(wanted_bytes, largest_bytes + chunk_bytes)
+    ring_bytes = max(host_bytes * _RING_SHARE, min(host_bytes * _MOST_RING_SHARE, wanted_bytes))
+    return chunk_bytes, max(_FEWEST_CHUNKS, int(min(ring_bytes, 2 * largest_bytes)) // chunk_bytes)
+
+
+class HostRoom(Protocol):
+    """Who can make room in host memory."""
+
+    def make(self, nbytes: int) -> bool:
+        """Whether the host budget has room for `nbytes` more, at once or after blocks have moved to disk."""
+
+
+class Shelf:
+    """Makes the memory in which blocks and gradients rest, as a placement says.
+
+    `disk`: the directory of the disk tier, if there is one; it is opened when it is needed. `materialized`: parameters
+    that lie in a checkpoint. Closes both. `node`: whose ranks share the memory of blocks. `packed`: whether what comes
+    again and again may be packed.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        ledger: Ledger,
+        meter: Meter,
+        placement: Placement,
+        disk: Path | None = None,
+        materialized: Materialized | None = None,
+        node: Node | None = None,
+        *,
+        packed: bool = True,
+    ) -> None:
+        self._node = node
+        self.packs = packed and node is None and available()  # what comes again and again
+        self._device, self._ledger = device, ledger
+        self._meter, self._placement, self._materialized, self._disk = meter, placement, materialized, disk
+        self._stores: dict[Path, DiskStore] = {}
+        self.room: HostRoom | None = None  # for what comes later than the model; None: what there is
+        if placement != Placement() and self.store is not None and materialized is None:
+            self.store.check_free(placement.disk_bytes)
+
+    @property
+    def store(self) -> DiskStore | None:
+        """The disk tier, opened for the first who asks; None when there is no directory for it."""
+        return None if self._disk is None else self._opened(self._disk, self._node)
+
+    def private_store(self, name: str) -> DiskStore | None:
+        """As `store`, for what each of several ranks has alone: in a directory of its own there."""
+        if self._node is None or self._disk is None:
+            return self.store
+        return self._opened(self._disk / f"{name}-{self._node.ranks[self._node.rank]}", None)
+
+    def _opened(self, path: Path, node: Node | None) -> DiskStore:
+        if path not in self._stores:
+            self._stores[path] = DiskStore(path, self._ledger, log=self._meter.disk_log, node=node)
+        return self._stores[path]
+
+    @property
+    def most_staged_bytes(self) -> int | None:
+        """The most that gradients on their way may take at once, for each half of their staging memory."""
+        return self._placement.gradient_bytes
+
+    def rest_for(self, name: str, parameters: Sequence[nn.Parameter], layouts: Sequence[Layout], nbytes: int) -> Rest:
+        """Where a block of `nbytes` rests. Homes that travel in another dtype go to the same tier as their block."""
+        casts = [p for p, layout in zip(parameters, layouts, strict=True) if p.dtype != layout.dtype]
+        if self._node is not None:
+            return self._shared_rest_for(name, parameters, layouts, nbytes)
+        if name not in self._placement.on_disk and self.make_room(whole_pages(nbytes)):
+            rest = HostRest(Arena(nbytes, self._device, self._ledger, "weights"), nbytes)
+            if not casts:
+                self._read(parameters, rest, layouts)
+            return rest
+        names = self._names(parameters)
+        if self._materialized is not None and not casts and None not in names:
+            return CheckpointRest(self._materialized.checkpoint, name, [n for n in names if n], layouts)
+        if casts and None in names:
+            cast_layouts, cast_bytes = lay_out(casts, None)
+            homes = self.writable_rest_for(f"{name} (homes)", cast_bytes)
+            for parameter, place in zip(casts, homes.places(cast_layouts), strict=True):
+                copy_on_disk(place, parameter.detach())
+                parameter.data = place
+            homes.flush()
+        on_disk = self.writable_rest_for(name, nbytes)
+        if isinstance(on_disk, DiskRest) and (parts := parts_of(parameters, layouts)) is not None:
+            places = on_disk.places(layouts)
+            on_disk.fill(from_memory(parts))
+            for parameter, place in zip(parameters, places, strict=True):
+                parameter.data = place
+        return on_disk
+
+    def packed_copy(self, name: str) -> PackedCopy:
+        """What a block has beside its bytes where these rest on disk."""
+        return PackedCopy(name, lambda: self.store if self.packs else None, self._meter.spilled)
+
+    def _shared_rest_for(
+        self, name: str, parameters: Sequence[nn.Parameter], layouts: Sequence[Layout], nbytes: int
+    ) -> Rest:
+        """As `rest_for`; what the ranks of a node have one copy of, homes that travel in another dtype, too."""
+        casts = [number for number, layout in enumerate(layouts) if parameters[number].dtype != layout.dtype]
+        made = self._materialized
+        in_memory = name not in self._placement.on_disk and self.make_room(whole_pages(nbytes))
+        names = self._names(parameters)
+        if not in_memory and made is not None and not casts and None not in names:
+            return CheckpointRest(made.checkpoint, name, [n for n in names if n], layouts)
+        rest = self._shared(name, nbytes, in_memory=in_memory)
+        if casts:
+            home_layouts, homes_bytes = lay_out([parameters[number] for number in casts], None)
+            homes = self._homes(name, homes_bytes, dict(zip(casts, home_layouts, strict=True)), in_memory=in_memory)
+            self._read([parameters[number] for number in casts], homes.rest, home_layouts)
+            rest.homes = homes
+        as_they_are = [number for number in range(len(layouts)) if number not in casts]
+        self._read([parameters[n] for n in as_they_are], rest, [layouts[n] for n in as_they_are])
+        return rest
+
+    def _homes(self, name: str, nbytes: int, layouts: dict[int, Layout], *, in_memory: bool) -> Homes:
+        in_memory = in_memory and self.make_room(whole_pages(nbytes))
+        return Homes(self._shared(f"{name} (homes)", nbytes, in_memory=in_memory), layouts)
+
+    def _shared(self, name: str, nbytes: int, *, in_memory: bool) -> SharedRest:
+        if in_memory and self._node is not None:
+            arena = SharedArena(self._node, nbytes, self._device, self._ledger, "weights", by_ranks=True)
+            return SharedRest(arena, nbytes)
+        rest = self.writable_rest_for(name, nbytes)
+        if not isinstance(rest, SharedRest):
+            raise TypeError(f"block {name!r} is of one process")
+        return rest
+
+    def writable_rest_for(self, name: str, nbytes: int) -> DiskRest | SharedRest:
+        """Where a block rests on disk when it changes. Raises BudgetError when there is no disk."""
+        if self.store is None:
+            raise BudgetError(
+                f"weights of {name!r} change, or lie in no checkpoint as they are, and host_memory has no room; raise"
+                ' it or pass a directory, such as disk="/nvme/headrace", where they can rest'
+            )
+        chunk_bytes = self._placement.chunk_bytes or ring_size(self._ledger.host_budget_bytes or 0, 0, 0)[0]
+        ranks = 1 if self._node is None else self._node.size
+        rest = DiskRest(self.store, name, nbytes, chunk_bytes, self._meter.spilled, ranks)
+        if self._node is None:
+            return rest
+        return SharedRest(SharedExtent(self.store, rest.extent), nbytes, rest)
+
+    def fill(self, rest: SharedRest, sources: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
+        """What the node's first rank has becomes what all see. A collective of these."""
+        if self._node is not None:
+            if self._node.is_first:
+                with torch.no_grad():
+                    for place, source in zip(rest.common_places(layouts), sources, strict=True):
+                        copy_on_disk(place, source)
+            self._node.meet("a block, as the first rank has it")
+
+    def hand_on(self, name: str, nbytes: int, before: Rest, slots: Sequence[Slot], *, keeps: bool) -> tuple[Rest, bool]:
+        """Where a block rests that moves from `before` to disk; and whether homes are to be copied there, if `keeps`.
+
+        What all ranks see is copied here; what this one alone has written stays its own.
+        """
+        rest = self.writable_rest_for(name, nbytes)
+        layouts, data = [slot.layout for slot in slots], [slot.data for slot in slots]
+        if not isinstance(rest, SharedRest):
+            if keeps and all(slot.in_place or slot.casts for slot in slots):
+                rest.places(layouts)
+                if isinstance(before, CheckpointRest) and before.is_as_in_files:
+                    rest.fill_from(before, layouts)
+                elif isinstance(before, HostRest):
+                    rest.fill(from_memory([(0, before.memory)]))
+            return rest, keeps and not rest.filled
+        self.fill(rest, before.common_places(layouts) if isinstance(before, SharedRest) else data, layouts)
+        if before.homes is not None:
+            there, home_layouts = before.homes.rest, list(before.homes.layouts.values())
+            rest.homes = self._homes(name, len(there.common), before.homes.layouts, in_memory=False)
+            self.fill(rest.homes.rest, there.common_places(home_layouts), home_layouts)
+        return rest, isinstance(before, SharedRest) and before.is_written
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether host memory has room for `nbytes` more: of the node, each of whose ranks books its part, on all."""
+        if self._node is None:
+            return self._ledger.has_room(nbytes)
+        return self._node.all_agree(self._ledger.has_room(-(-nbytes // self._node.size)), "whether memory has room")
+
+    def check_gradients(self, nbytes: int) -> None:
+        """Raises BudgetError when gradients of `nbytes` have no room: on the host, if there is no disk."""
+        if self._disk is None:
+            self._ledger.check_host(nbytes, "gradients")
+
+    @property
+    def short_staging_bytes(self) -> int | None:
+        """As `most_staged_bytes` is where blocks rest on disk; None without a disk."""
+        return None if self.room is None else 2 * ring_size(self._ledger.host_budget_bytes or 0, 0, 0)[0]
+
+    def make_room(self, nbytes: int) -> bool:
+        """Whether `nbytes` more may be taken in host memory, where blocks move to disk for it; or nobody can help."""
+        return self.room is None or self.room.make(nbytes)
+
+    def gradient_memory(self, name: str, nbytes: int, *, missing_bytes: int = 0) -> "GradientMemory":
+        """Where the gradients of a block wait: on the host while its budget has room, else on disk if there is one.
+
+        `missing_bytes` of staging memory are still to be made.
+        """
+        staging_bytes = max(missing_bytes, 2 * (self._placement.gradient_bytes or 0))  # some may be held already
+        no_room = not self._ledger.has_room(whole_pages(nbytes) + staging_bytes)
+        if (name in self._placement.on_disk or no_room) and self.store is not None:
+            return DiskGradients(self.store, name, nbytes, self._meter.spilled)
+        return Arena(nbytes, self._device, self._ledger, "gradients")
+
+    def common_gradient_memory(self, node: Node, name: str, nbytes: int) -> Common:
+        """As `gradient_memory`, for what the ranks of a node have one copy of. A collective of these."""
+        rests_on_disk = name in self._placement.on_disk or (
+            self._disk is not None and not self.has_room(whole_pages(nbytes))
+        )
+        if rests_on_disk and self.store is not None:
+            return SharedExtent(self.store, self.store.allocate(f"{name} (gradients)", nbytes, "gradients"))
+        return SharedArena(node, nbytes, self._device, self._ledger, "gradients")
+
+    def forked(self) -> None:
+        """In a process that was forked."""
+        self._ledger.forked()
+        for store in self._stores.values():
+            store.forked()
+
+    def synchronize(self) -> None:
+        """The host waits until what was written is on disk. Raises DiskError for a write that failed since."""
+        for store in self._stores.values():
+            store.synchronize()
+
+    def close(self) -> None:
+        """Gives the disk back, as far as no tensor is in use."""
+        for store in self._stores.values():
+            store.close()
+        self._stores, self._disk = {}, None
+        if self._materialized is not None:
+            self._materialized.checkpoint.close()
+        if self._node is not None:
+            close_descriptors(self._node)
+            self._node.close()
+
+    def _names(self, parameters: Sequence[nn.Parameter]) -> list[str | None]:
+        """The parameters' tensors in the checkpoint; None for those that are not there."""
+        made = self._materialized
+        return [None if made is None else made.name_of(parameter) for parameter in parameters]
+
+    def _read(self, parameters: Sequence[nn.Parameter], rest: HostRest | SharedRest, layouts: Sequence[Layout]) -> None:
+        """Parameters that lie in a checkpoint are read into their places, past the page cache.
+
+        Where ranks share these, all parameters go there, by the node's first rank.
+        """
+        names, places = self._names(parameters), rest.places(layouts)
+        reads = {name: index for index, name in enumerate(names) if name is not None}
+        if self._materialized is not None and reads and (self._node is None or self._node.is_first):
+            into = rest.common_places(layouts) if isinstance(rest, SharedRest) else places
+            self._materialized.checkpoint.read({name: into[index] for name, index in reads.items()}).synchronize()
+        moved = list(reads.values())
+        if isinstance(rest, SharedRest):
+            moved = list(range(len(names)))
+            others = sorted(set(moved) - set(reads.values()))
+            self.fill(rest, [parameters[index].detach() for index in others], [layouts[index] for index in others])
+        for index in moved:
+            parameters[index].data = places[index]
+
+
+class GradientMemory(Protocol):
+    """Memory that gradients are carved from. It lives as long as any of them."""
+
+    def tensor(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """Bytes `offset` to `offset + nbytes` as a tensor of one dimension with a storage of its own."""
+
+
+class DiskGradients:
+    """Gradient memory in an extent of a disk store."""
+
+    def __init__(self, store: DiskStore, name: str, nbytes: int, spilled: Callable[[int], None]) -> None:
+        self._store, self._spilled = store, spilled
+        self._extent = store.allocate(f"{name} (gradients)", nbytes, "gradients")
+        self._address = store.mapping(self._extent).data_ptr()
+
+    def tensor(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """As in GradientMemory."""
+        return self._store.mapping(self._extent, offset, nbytes).view(dtype).detach()  # a view would keep its base
+
+    def offset_of(self, target: torch.Tensor) -> int:
+        """Where memory from `tensor` begins in the extent, in bytes."""
+        return target.data_ptr() - self._address
+
+    def write(self, target: torch.Tensor, piece: torch.Tensor) -> Request:
+        """Submits writing contiguous `piece` to where `target` lies, past the page cache."""
+        self._spilled(piece.nbytes)
+        return self._store.write(self._extent, piece.view(torch.uint8), self.offset_of(target))
+
+    def forget(self, written_bytes: int) -> None:
+        """So much was written as memory. Its pages stop counting as this process's; the file has them in time."""
+        self._spilled(written_bytes)
+        self._store.forget(self._extent)

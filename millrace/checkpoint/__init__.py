@@ -1,5 +1,0 @@
-"""How does training survive its process? Checkpoints: whole or not there, checked, from any tier and into any."""
-
-from millrace.checkpoint.directory import newest
-
-__all__ = ["newest"]

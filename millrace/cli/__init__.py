@@ -1,1 +1,0 @@
-"""What does the command line offer? See `millrace --help`."""
