@@ -1,4 +1,4 @@
-# make demo | test | test-triton | check | docs | format | bench | bench-rivals | zoo | dist | setup | clean. Each sets up what it needs; `setup` does only that.
+# make demo | test | test-all | test-triton | check | docs | format | bench | bench-rivals | zoo | dist | setup | clean. Each sets up what it needs; `setup` does only that.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -8,7 +8,7 @@ READY  := $(VENV)/ready
 PYTEST_ARGUMENTS ?= --numprocesses auto
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: help setup demo check dist docs format test test-triton bench bench-rivals zoo clean
+.PHONY: help setup demo check dist docs format test test-all test-extended test-triton bench bench-rivals zoo clean
 
 help:
 	@sed -n 1p Makefile
@@ -38,8 +38,14 @@ format: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# What fails when something is broken, in minutes; all that there is, in half an hour; and what the first leaves out.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGUMENTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGUMENTS) -m "not extended"
+
+test-all: test test-extended
+
+test-extended: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGUMENTS) -m extended
 
 # The kernel for accelerators, in Triton's interpreter. Triton is in a folder of its own: 700 MB that no other test needs.
 test-triton: $(READY)

@@ -1,7 +1,20 @@
-"""What do all tests share? The emulated accelerator's fixture, processes that start fast, and no network."""
+"""What do all tests share? The emulated accelerator's fixture, processes that start fast, no network, and two markers.
+
+`make test` runs what is not marked `extended`; `make test-all` runs everything. A test marked `core` stays in `make test`
+with some of its parameters, and is extended with all others:
+
+    @pytest.mark.core(world_size=2, compute_device="cpu")
+    @pytest.mark.core(kind=("dense", "experts"))       # one of several
+
+A value is a parameter's, its `name`, or its `__name__`; of `compute_device`, "cpu" or "emu". A marker of a file or a
+folder concerns those of its tests that have a parameter of that name. Tests of the package on the emulated accelerator
+alone are core under the first of their schedules.
+"""
 
 import gc
 import os
+from pathlib import Path
+from typing import Any
 
 import hypothesis  # noqa: F401  # before anything is frozen: it looks for who holds the random numbers it is given
 import pytest
@@ -18,7 +31,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write tests/golden anew instead of comparing")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what is extended by its parameters, and registers the emulated accelerator."""
+    for item in items:
+        if not _is_core(item):
+            item.add_marker("extended")
+    _register_emulator(items)
+
+
+def _is_core(item: pytest.Item) -> bool:
+    callspec = getattr(item, "callspec", None)
+    if callspec is None:
+        return True
+    if callspec.indices.get("emu_device", 0) and not item.path.is_relative_to(_EMULATOR):
+        return False
+    wanted = [wanted for marker in item.iter_markers("core") for wanted in marker.kwargs.items()]
+    return all(
+        _is_one_of(callspec.params[name], values if isinstance(values, tuple) else (values,))
+        for name, values in wanted
+        if name in callspec.params
+    )
+
+
+def _is_one_of(parameter: Any, values: tuple[Any, ...]) -> bool:
+    if isinstance(parameter, dict):  # the settings of an emulated device
+        return "emu" in values
+    named = [getattr(parameter, name) for name in ("name", "__name__") if hasattr(parameter, name)]
+    return any(value in values for value in (parameter, *named))
+
+
+_EMULATOR = Path(__file__).parent / "emulator"
+
+
+def _register_emulator(items: list[pytest.Item]) -> None:
     """Registers the emulated accelerator before the first test when any test may use it.
 
     PyTorch's autograd engine counts the devices at the first backward of the process: none may be added later. So the
