@@ -4,11 +4,12 @@
 with some of its parameters, and is extended with all others:
 
     @pytest.mark.core(world_size=2, compute_device="cpu")
-    @pytest.mark.core(kind=("dense", "experts"))       # one of several
+    @pytest.mark.core(kind=["dense", "experts"])       # one of several
 
-A value is a parameter's, its `name`, or its `__name__`; of `compute_device`, "cpu" or "emu". A marker of a file or a
-folder concerns those of its tests that have a parameter of that name. Tests of the package on the emulated accelerator
-alone are core under the first of their schedules.
+A value is a parameter's, its `name`, or its `__name__`; of `compute_device`, "cpu" or "emu". A marker of a file
+(`pytestmark`) concerns those of its tests that have a parameter of that name; a test's own goes before it. Tests of the
+package on the emulated accelerator alone are core under the first of their schedules. In folders that compare whole
+models, what runs on both devices is core on the emulated one, which sees more.
 """
 
 import gc
@@ -46,22 +47,27 @@ def _is_core(item: pytest.Item) -> bool:
         return True
     if callspec.indices.get("emu_device", 0) and not item.path.is_relative_to(_EMULATOR):
         return False
-    wanted = [wanted for marker in item.iter_markers("core") for wanted in marker.kwargs.items()]
+    wanted: dict[str, Any] = {}
+    for marker in item.iter_markers("core"):  # the closest first
+        wanted = marker.kwargs | wanted
+    if item.path.parent.name in _OF_WHOLE_MODELS:
+        wanted.setdefault("compute_device", "emu")
     return all(
-        _is_one_of(callspec.params[name], values if isinstance(values, tuple) else (values,))
-        for name, values in wanted
+        _is_one_of(callspec.params[name], values if isinstance(values, list) else [values])
+        for name, values in wanted.items()
         if name in callspec.params
     )
 
 
-def _is_one_of(parameter: Any, values: tuple[Any, ...]) -> bool:
-    if isinstance(parameter, dict):  # the settings of an emulated device
+def _is_one_of(parameter: Any, values: list[Any]) -> bool:
+    if isinstance(parameter, dict) and "scheduler" in parameter:  # the settings of an emulated device
         return "emu" in values
     named = [getattr(parameter, name) for name in ("name", "__name__") if hasattr(parameter, name)]
     return any(value in values for value in (parameter, *named))
 
 
 _EMULATOR = Path(__file__).parent / "emulator"
+_OF_WHOLE_MODELS = ("activations", "compat", "integrations", "matrix", "quantised")
 
 
 def _register_emulator(items: list[pytest.Item]) -> None:

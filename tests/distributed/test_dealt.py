@@ -6,6 +6,8 @@ import pytest
 
 from tests.nursery import Nursery
 
+pytestmark = pytest.mark.core(world_size=2)
+
 
 def run(nursery: Nursery, directory: Path, world_size: int, call: str) -> None:
     """Every rank runs that call of tests/distributed/dealt.py."""
@@ -17,12 +19,14 @@ def run(nursery: Nursery, directory: Path, world_size: int, call: str) -> None:
         assert one.wait() == 0, one.errors
 
 
+@pytest.mark.core(name=["AdamW", "Adafactor"])
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Lion", "Adafactor"])
 def test_replicas_step_as_the_stock_optimizer(nursery: Nursery, tmp_path: Path, name: str, world_size: int) -> None:
     run(nursery, tmp_path, world_size, f"p.steps_are_those_of_stock, {name!r}")
 
 
+@pytest.mark.core(settings=["{}", "{'max_grad_norm': 0.01}"])
 @pytest.mark.parametrize(
     ("name", "dtype", "settings", "disk"),
     [
@@ -93,6 +97,7 @@ def test_a_rank_that_takes_no_step(nursery: Nursery, tmp_path: Path, program: st
         assert one.wait() == 0, one.errors
 
 
+@pytest.mark.core(dtype="bfloat16")
 @pytest.mark.parametrize(("name", "dtype"), [("AdamW", "float32"), ("AdamW", "bfloat16"), ("Adafactor", "float32")])
 def test_consolidated_states(nursery: Nursery, tmp_path: Path, name: str, dtype: str) -> None:
     path = f"Path({str(tmp_path)!r})"
@@ -101,6 +106,7 @@ def test_consolidated_states(nursery: Nursery, tmp_path: Path, name: str, dtype:
         run(nursery, tmp_path, world_size, f"p.continued, {path} / 'saved.pt', {name!r}, torch.{dtype}")
 
 
+@pytest.mark.core(disk=True)
 @pytest.mark.parametrize(("name", "disk"), [("AdamW", False), ("AdamW", True), ("Muon", True)])
 def test_checkpoints(nursery: Nursery, tmp_path: Path, name: str, disk: bool) -> None:
     for rank in range(2):
@@ -108,6 +114,7 @@ def test_checkpoints(nursery: Nursery, tmp_path: Path, name: str, disk: bool) ->
     run(nursery, tmp_path, 2, f"p.saved_by_headrace, Path({str(tmp_path)!r}), {name!r}, {disk}")
 
 
+@pytest.mark.core(dtype="bfloat16")
 @pytest.mark.parametrize(("name", "dtype"), [("AdamW", "float32"), ("AdamW", "bfloat16"), ("Muon", "float32")])
 def test_distributed_checkpoints(nursery: Nursery, tmp_path: Path, name: str, dtype: str) -> None:
     """Saved by two ranks, resumed by these, by one and by three, with and without a mesh."""
@@ -117,6 +124,7 @@ def test_distributed_checkpoints(nursery: Nursery, tmp_path: Path, name: str, dt
         run(nursery, tmp_path, world_size, f"p.resumed_by_dcp, {path}, {name!r}, torch.{dtype}")
 
 
+@pytest.mark.core(offload=True)
 @pytest.mark.parametrize("offload", [False, True], ids=["plain", "offload_policy"])
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
@@ -128,6 +136,7 @@ def test_matrices_step_as_whole_ones(
     run(nursery, tmp_path, world_size, call)
 
 
+@pytest.mark.core(name="Muon")
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
 def test_narrow_matrices(nursery: Nursery, tmp_path: Path, name: str) -> None:
     """On four ranks in two replicas; with masters; and on disk."""
@@ -146,6 +155,7 @@ def test_tensor_parallel_matrices(nursery: Nursery, tmp_path: Path, name: str) -
     run(nursery, tmp_path, 2, f"p.tensor_parallel_matrices, {name!r}")
 
 
+@pytest.mark.core(name="Muon")
 @pytest.mark.parametrize(("name", "dtype"), [("Muon", "float32"), ("Adafactor", "bfloat16")])
 def test_checkpoints_of_matrices(nursery: Nursery, tmp_path: Path, name: str, dtype: str) -> None:
     path = f"Path({str(tmp_path)!r})"

@@ -8,6 +8,8 @@ import pytest
 from tests.distributed.test_mesh import KINDS
 from tests.nursery import Nursery
 
+pytestmark = pytest.mark.core(world_size=2, device="cpu")
+
 
 def started(nursery: Nursery, directory: Path, world_size: int, call: str) -> list[Any]:
     """Every rank runs that call of gathered.py or meshed.py."""
@@ -25,6 +27,7 @@ def run(nursery: Nursery, directory: Path, world_size: int, call: str) -> None:
         assert one.wait() == 0, one.errors
 
 
+@pytest.mark.core(kind=["full", "experts", "recomputed"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("world_size", "device"), [(2, "cpu"), (4, "cpu"), (2, "emu"), (4, "emu")])
 def test_gradients(nursery: Nursery, tmp_path: Path, kind: str, world_size: int, device: str) -> None:
@@ -55,6 +58,7 @@ def test_steps(
     run(nursery, tmp_path, world_size, f"g.steps_are_those_of_fsdp, {KINDS[kind]!r}, {device!r}, {settings!r}")
 
 
+@pytest.mark.core(world_size=4, device=["cpu", "emu"])
 @pytest.mark.parametrize(("world_size", "device"), [(2, "cpu"), (4, "cpu"), (3, "cpu"), (2, "emu"), (4, "emu")])
 def test_bytes(nursery: Nursery, tmp_path: Path, world_size: int, device: str) -> None:
     run(nursery, tmp_path, world_size, f"g.bytes_over_the_link, {device!r}")
@@ -87,6 +91,7 @@ def test_reductions_are_in_flight(nursery: Nursery, tmp_path: Path, device: str)
     run(nursery, tmp_path, 2, f"g.reductions_are_in_flight, {device!r}")
 
 
+@pytest.mark.core(device="emu")
 @pytest.mark.parametrize("device", ["cpu", "emu"])
 def test_ranks_that_go_their_own_ways(nursery: Nursery, tmp_path: Path, device: str) -> None:
     run(nursery, tmp_path, 2, f"g.ranks_that_go_their_own_ways, {device!r}")
@@ -105,6 +110,7 @@ def test_as_otherwise(nursery: Nursery, tmp_path: Path, program: str) -> None:
     run(nursery, tmp_path, 2, f"m.{program}")
 
 
+@pytest.mark.core(how=["dies", "raises in backward"])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     "how", ["dies", "raises in forward", "raises in backward", "cleans up first", "ends early", "goes on"]

@@ -16,6 +16,8 @@ from tests.distributed.test_mesh import started
 from tests.distributed.test_mesh_disk import left_in
 from tests.nursery import Nursery
 
+pytestmark = pytest.mark.core(seed=0)
+
 KILLS = int(os.environ.get("KILLS", "4"))
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from tests.nursery import Nursery
 
+pytestmark = pytest.mark.core(world_size=2, device="cpu")
+
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},
     "adapters": {"adapters": True},
@@ -37,6 +39,7 @@ def test_gradients(nursery: Nursery, tmp_path: Path, kind: str, world_size: int,
     run(nursery, tmp_path, world_size, f"m.gradients_are_those_of_one_process, {KINDS[kind]!r}, {device!r}")
 
 
+@pytest.mark.core(kind=["full", "tied", "experts"])
 @pytest.mark.parametrize(
     ("world_size", "device", "kind", "name", "settings", "dtype"),
     [
@@ -70,6 +73,7 @@ def test_steps(
     run(nursery, tmp_path, world_size, f"m.steps_are_those_of_one_process, {arguments}")
 
 
+@pytest.mark.core(world_size=3)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_a_run_goes_on_elsewhere(nursery: Nursery, tmp_path: Path, world_size: int) -> None:
     """Saved by four ranks; on as many as there are then, on two, on one, and without headrace."""
@@ -79,6 +83,7 @@ def test_a_run_goes_on_elsewhere(nursery: Nursery, tmp_path: Path, world_size: i
         run(nursery, tmp_path, world_size, f"m.resumed, {str(tmp_path / 'saved')!r}, {kind!r}, 3")
 
 
+@pytest.mark.core(world_size=4)
 @pytest.mark.parametrize(("world_size", "nodes"), [(2, 2), (4, 2)])
 def test_nodes(nursery: Nursery, tmp_path: Path, world_size: int, nodes: int) -> None:
     run(nursery, tmp_path, world_size, f"m.nodes_add_their_averages, {nodes}")
@@ -112,6 +117,7 @@ def test_what_users_do(nursery: Nursery, tmp_path: Path, program: str) -> None:
     run(nursery, tmp_path, 2, f"m.{program}")
 
 
+@pytest.mark.core(how=["dies", "raises in forward"])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     "how", ["dies", "raises in forward", "raises in backward", "cleans up first", "ends early", "goes on"]

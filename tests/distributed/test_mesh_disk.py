@@ -10,6 +10,8 @@ import pytest
 from tests.distributed.test_mesh import KINDS, run, started
 from tests.nursery import Nursery
 
+pytestmark = pytest.mark.core(world_size=2, device="cpu")
+
 
 def left_in(directory: Path) -> list[Path]:
     """Files of the disk tier and of optimizers."""
@@ -52,6 +54,7 @@ def test_one_copy_for_a_node(nursery: Nursery, tmp_path: Path, world_size: int) 
     run(nursery, tmp_path, world_size, f"d.one_copy_for_a_node, {str(tmp_path)!r}")
 
 
+@pytest.mark.core(onload="own")
 @pytest.mark.parametrize(
     ("world_size", "device", "onload"),
     [(2, "cpu", "own"), (2, "cpu", "gather"), (4, "cpu", "own"), (2, "emu", "gather")],
@@ -74,6 +77,7 @@ def test_a_run_goes_on_elsewhere(nursery: Nursery, tmp_path: Path) -> None:
         run(nursery, tmp_path, world_size, f"d.resumed, {str(tmp_path)!r}, {tier!r}")
 
 
+@pytest.mark.core(killed=0)
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_rank_is_killed(nursery: Nursery, tmp_path: Path, killed: int) -> None:
     """Nothing is left in the directories but locks that nobody holds, and the next run has them."""

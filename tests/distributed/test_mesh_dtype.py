@@ -8,6 +8,8 @@ import pytest
 from tests.distributed.test_mesh import KINDS, started
 from tests.nursery import Nursery
 
+pytestmark = pytest.mark.core(world_size=2, device="cpu")
+
 
 def run(nursery: Nursery, directory: Path, world_size: int, call: str) -> None:
     for one in started(nursery, directory, world_size, call, module="narrow"):
@@ -15,6 +17,7 @@ def run(nursery: Nursery, directory: Path, world_size: int, call: str) -> None:
         assert one.wait() == 0, one.errors
 
 
+@pytest.mark.core(dtypes=("float32", "bfloat16"))
 @pytest.mark.parametrize(
     ("world_size", "device", "kind", "dtypes", "settings", "way"),
     [

@@ -17,6 +17,7 @@ def run(nursery: Nursery, directory: Path, call: str) -> None:
 
 # Of the weights of a stage, how many times all of them are loaded in a step of four micro-batches, at most: each is
 # there twice, in forward and backward.
+@pytest.mark.core(schedule=["1F1B", "Interleaved1F1B"], device="cpu")
 @pytest.mark.parametrize(
     ("schedule", "device", "most_loads", "recomputes"),
     [

@@ -7,6 +7,8 @@ import pytest
 
 from tests.nursery import Nursery
 
+pytestmark = pytest.mark.core(world_size=2)
+
 
 def run(nursery: Nursery, directory: Path, world_size: int, call: str) -> None:
     """Every rank runs that call of tests/distributed/programs.py."""
@@ -26,6 +28,7 @@ def test_steps_are_those_of_the_stock_optimizer(
     run(nursery, tmp_path, world_size, f"p.optimizer_equals_stock, ({world_size},), {offload}, {{}}, 1")
 
 
+@pytest.mark.core(shape=(2, 2))
 @pytest.mark.parametrize("shape", [(2, 2), (1, 2)])
 def test_replicated_shards(nursery: Nursery, tmp_path: Path, shape: tuple[int, int]) -> None:
     run(nursery, tmp_path, shape[0] * shape[1], f"p.optimizer_equals_stock, {shape}, False, {{}}, 1")

@@ -143,6 +143,7 @@ def slot_counts(model: Any) -> Iterator[int]:
     yield from (routed * 3 // 2, total // 4, total - 1)
 
 
+@pytest.mark.core(name=["Qwen3Moe", "GptOss", "DeepseekV3"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_generation_has_the_bits_of_a_plain_run(name: str, implementation: str) -> None:
@@ -159,6 +160,7 @@ def test_generation_has_the_bits_of_a_plain_run(name: str, implementation: str) 
             assert stats.device_peak_bytes <= limit
 
 
+@pytest.mark.core(implementation="grouped_mm")
 @pytest.mark.emu("random:0", "lazy")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
@@ -239,6 +241,7 @@ def test_what_crosses_the_link_is_what_is_used_and_not_there(implementation: str
             assert handle.stats().onload_bytes == handle.stats().expert_bytes  # all other weights stay
 
 
+@pytest.mark.core(name="GptOss")
 @pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 @pytest.mark.parametrize("tier", ["disk", "checkpoint"])
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
@@ -291,6 +294,7 @@ def test_homes_that_change_are_brought_anew(compute_device: torch.device) -> Non
                         module.gate_up_proj.data = module.gate_up_proj.data.flip(0).contiguous()
 
 
+@pytest.mark.core(implementation="grouped_mm")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_inference_mode_and_autocast(compute_device: torch.device, implementation: str) -> None:
     model = model_of("Qwen3Moe", implementation)
@@ -305,6 +309,7 @@ def test_inference_mode_and_autocast(compute_device: torch.device, implementatio
         assert handle.stats().expert_loads > 0
 
 
+@pytest.mark.core(implementation="grouped_mm")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # which PEFT asks for
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_adapters_on_attention(compute_device: torch.device, implementation: str) -> None:
@@ -435,6 +440,7 @@ def test_other_forwards_compute_as_they_do_alone(compute_device: torch.device, h
             assert same(given.cpu(), wanted)
 
 
+@pytest.mark.core(slots=[2, 7])
 @pytest.mark.parametrize("slots", [2, 4, 7])
 @pytest.mark.parametrize("how", ["all", "keep"])
 def test_modules_that_do_something_else(compute_device: torch.device, how: str, slots: int) -> None:
@@ -489,6 +495,7 @@ def train(model: Any, ids: torch.Tensor, *, checkpointed: bool) -> list[torch.Te
     return [*losses, *(parameter.grad.cpu() for parameter in trained)]
 
 
+@pytest.mark.core(name="GptOss")
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["saved", "checkpointed"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "GptOss"])
@@ -520,6 +527,7 @@ def test_gradients_beside_frozen_experts(
                 assert same(trained.detach(), other.detach().cpu())
 
 
+@pytest.mark.core(slots=5)
 @pytest.mark.parametrize("slots", [5, 6, 7])
 def test_a_checkpoint_computes_again_with_experts_in_the_slots_of_forward(slots: int) -> None:
     """Though others had been in them in between: its routing is drawn at random, and differs from step to step."""
@@ -563,6 +571,7 @@ def test_experts_that_change_between_forward_and_backward(compute_device: torch.
             loss.backward()
 
 
+@pytest.mark.core(implementation="grouped_mm")
 @pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 @pytest.mark.parametrize("disk", [False, True])
 @pytest.mark.parametrize("casts", [False, True])
@@ -586,6 +595,7 @@ def test_bfloat16(compute_device: torch.device, tmp_path: Path, implementation: 
         assert (stats.fetch_bytes > 0) == disk
 
 
+@pytest.mark.core(implementation="grouped_mm")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # which PEFT asks for
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["saved", "checkpointed"])
 @pytest.mark.parametrize("targets", [["gate_up_proj", "down_proj"], ["down_proj"]], ids=["both", "one"])
@@ -633,6 +643,7 @@ def test_adapters_on_experts(
         plain.train()
 
 
+@pytest.mark.core(implementation="grouped_mm")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_an_interrupt_amid_giving_weights_back(
     compute_device: torch.device, implementation: str, monkeypatch: pytest.MonkeyPatch

@@ -163,6 +163,7 @@ class Split:
         return len(self.reads)
 
 
+@pytest.mark.core(implementation="grouped_mm")
 @pytest.mark.emu("random:0", "lazy")
 @pytest.mark.parametrize("tier", ["disk", "checkpoint"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -224,6 +225,7 @@ def test_homes_that_change_are_read_anew(compute_device: torch.device, tmp_path:
                         module.gate_up_proj.data = module.gate_up_proj.data.flip(0).contiguous()
 
 
+@pytest.mark.core(implementation="batched_mm")
 @pytest.mark.emu("random:0", "lazy")
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
 def test_training_beside_frozen_experts(compute_device: torch.device, tmp_path: Path, implementation: str) -> None:
@@ -284,6 +286,7 @@ def test_what_needs_host_memory_gets_it(compute_device: torch.device, tmp_path: 
         assert handle.stats().expert_loads > before.expert_loads
 
 
+@pytest.mark.core(slots=14, implementation="batched_mm")
 @pytest.mark.parametrize("slots", [8, 14, 40])
 @pytest.mark.parametrize(
     ("implementation", "gradients"), [*((one, False) for one in IMPLEMENTATIONS), ("eager", True), ("batched_mm", True)]
@@ -329,6 +332,7 @@ def test_calls_that_use_all_read_no_more_than_with_whole_layers_on_the_host(
             assert stats.host_peak_bytes <= options["host_memory"]
 
 
+@pytest.mark.core(implementation="grouped_mm")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_experts_that_are_trained_after_all(compute_device: torch.device, tmp_path: Path, implementation: str) -> None:
     """While they are frozen the host has single experts; a step writes to what they were."""

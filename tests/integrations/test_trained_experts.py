@@ -99,6 +99,7 @@ def check(
     return stats
 
 
+@pytest.mark.core(name=["Qwen3Moe", "GptOss", "DeepseekV3"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_three_steps(build: Any, name: str, implementation: str) -> None:
@@ -112,6 +113,7 @@ def test_three_steps(build: Any, name: str, implementation: str) -> None:
         assert 0 < stats.expert_loads <= stats.expert_uses
 
 
+@pytest.mark.core(implementation="grouped_mm")
 @pytest.mark.emu("random:0", "lazy")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
@@ -165,6 +167,7 @@ def test_a_batch_that_uses_most_experts_brings_whole_blocks(compute_device: torc
     assert stats.offload_bytes >= 2 * weight_bytes(model) - stats.offload_bytes // 10
 
 
+@pytest.mark.core(implementation="batched_mm")
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
 def test_where_a_layer_has_no_room_experts_come_in_turns(
     compute_device: torch.device, build: Any, implementation: str
@@ -175,6 +178,7 @@ def test_where_a_layer_has_no_room_experts_come_in_turns(
     assert stats.device_peak_bytes < sum(parameter.nbytes for parameter in experts_in(model)[0].parameters())
 
 
+@pytest.mark.core(implementation="grouped_mm")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_few_and_many_in_one_pass(compute_device: torch.device, build: Any, implementation: str) -> None:
     """Parts and whole gradients of one weight meet, and are added up in autograd's order."""
@@ -188,6 +192,7 @@ def test_few_and_many_in_one_pass(compute_device: torch.device, build: Any, impl
     assert stats.expert_loads > 0
 
 
+@pytest.mark.core(implementation="grouped_mm")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_checkpointed(compute_device: torch.device, build: Any, implementation: str, reentrant: bool) -> None:
@@ -199,6 +204,7 @@ def test_checkpointed(compute_device: torch.device, build: Any, implementation: 
         assert stats.expert_loads > 0
 
 
+@pytest.mark.core(implementation="grouped_mm")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["Olmoe", "GraniteMoe"])
 def test_layers_that_use_about_half(compute_device: torch.device, name: str, implementation: str) -> None:
@@ -210,6 +216,7 @@ def test_layers_that_use_about_half(compute_device: torch.device, name: str, imp
     assert min(hits) <= 4 < max(hits)
 
 
+@pytest.mark.core(implementation="grouped_mm")
 @pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_on_disk(compute_device: torch.device, tmp_path: Path, build: Any, implementation: str) -> None:
@@ -222,6 +229,7 @@ def test_on_disk(compute_device: torch.device, tmp_path: Path, build: Any, imple
     assert stats.spill_bytes > 0
 
 
+@pytest.mark.core(implementation="grouped_mm")
 @pytest.mark.parametrize("what", ["router", "one weight", "a layer"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_partly_frozen(compute_device: torch.device, build: Any, implementation: str, what: str) -> None:

@@ -26,6 +26,7 @@ from tests.matrix.models import CASES, CHECKPOINTING, Case
 STEPS = 3
 
 
+@pytest.mark.core(checkpointing="non-reentrant")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("training", ["full", "adapters", "inference"])

@@ -139,6 +139,7 @@ def of_case(case: Case) -> Loss:
     return lambda model, batch: case.loss(model(batch[0]), batch[1]) / COUNT
 
 
+@pytest.mark.core(checkpointing="non-reentrant", training="full")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("training", ["full", "adapters"])
@@ -152,6 +153,7 @@ def test_kind(case: Case, checkpointing: str, training: str, compute_device: tor
     assert_together(lambda: case.build(checkpointing, training), steps, of_case(case), compute_device, case.share)
 
 
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 @pytest.mark.parametrize(("make", "inputs"), ARCHITECTURES, ids=[make.__name__ for make, _ in ARCHITECTURES])
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)

@@ -29,7 +29,7 @@ def command(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(line, capture_output=True, text=True, env=environment, cwd=ROOT)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CASES)
 def test_a_case(name: str, tmp_path: Path) -> None:
