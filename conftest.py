@@ -1,7 +1,7 @@
 """What do all tests share? The emulated accelerator's fixture, processes that start fast, no network, and two markers.
 
-`make test` runs what is not marked `extended`; `make test-all` runs everything. A test marked `core` stays in `make test`
-with some of its parameters, and is extended with all others:
+`make test` leaves out what is marked `extended`; `make test-all` runs everything. A test marked `core` stays in
+`make test` with some of its parameters, and is extended with all others:
 
     @pytest.mark.core(world_size=2, compute_device="cpu")
     @pytest.mark.core(kind=["dense", "experts"])       # one of several
