@@ -12,6 +12,7 @@ from tests.matrix.compare import Allocations, is_counted, to_device, train
 from tests.matrix.models import CASES, CHECKPOINTING, Case
 
 
+@pytest.mark.core(checkpointing="non-reentrant")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 def test_kind(case: Case, checkpointing: str, compute_device: torch.device) -> None:

@@ -107,6 +107,7 @@ ORDERS = [
 ]
 
 
+@pytest.mark.core(budget=0)
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
 @pytest.mark.parametrize("budget", [0, None])
 def test_orders(order: Script, budget: int | None, compute_device: torch.device) -> None:

@@ -60,6 +60,7 @@ def slow_link(emu_device: ModuleType) -> Any:
     return configure
 
 
+@pytest.mark.core(ratio=0.9)
 @pytest.mark.emu("lazy")
 @pytest.mark.parametrize("ratio", [0.5, 0.9, 1.0])
 @pytest.mark.parametrize("recompute", ["none", "non-reentrant"])

@@ -89,6 +89,7 @@ def run(model: nn.Module, call: Call, device: torch.device, index: int) -> tuple
     return results(model, loss), after_forward_bytes, most_bytes - before_bytes
 
 
+@pytest.mark.core(ceiling=None)
 @pytest.mark.parametrize(("make", "call"), KINDS, ids=[call.__name__ for _, call in KINDS])
 @pytest.mark.parametrize("ceiling", [CEILING_BYTES, None])
 def test_sizes_that_change(

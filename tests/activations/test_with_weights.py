@@ -13,12 +13,14 @@ from tests.matrix.compare import Allocations, budget_bytes, is_counted, to_devic
 from tests.matrix.models import CASES, CHECKPOINTING, Case
 
 
+@pytest.mark.core(checkpointing="non-reentrant")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 def test_kind(case: Case, checkpointing: str, compute_device: torch.device) -> None:
     check(case, checkpointing, "full", compute_device)
 
 
+@pytest.mark.core(checkpointing="non-reentrant")
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 def test_kind_with_adapters(checkpointing: str, compute_device: torch.device) -> None:
     check(CASES[0], checkpointing, "adapters", compute_device)

@@ -86,6 +86,7 @@ class _Fault:
         return self.call(*arguments)
 
 
+@pytest.mark.core(number=errno.ENOSPC)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize(("call", "after"), [("posix_fallocate", 1), ("pwritev", 0), ("pwritev", 2), ("fsync", 1)])
 @pytest.mark.parametrize("wait", [True, False])

@@ -16,6 +16,8 @@ import torch
 from tests.checkpoint.runs import run
 from tests.nursery import Nursery
 
+pytestmark = pytest.mark.extended
+
 KILLS = int(os.environ.get("KILLS", "4"))
 STEPS = 12
 RUN = """

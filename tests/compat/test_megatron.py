@@ -41,6 +41,7 @@ def hybrid(weights: Any, fraction: float = 0.5, rule: str = "adam", **settings: 
     return HybridDeviceOptimizer(weights, fraction, kind, kind, **{**own, **settings})
 
 
+@pytest.mark.core(steps=10, fraction=0.5)
 @pytest.mark.parametrize("steps", [1, 10])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])

@@ -30,6 +30,7 @@ def trained(ours: Any, reference: Any, steps: int = 4) -> None:
         reference.step()
 
 
+@pytest.mark.core(fraction=0.5)
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("name", CLASSES)
 def test_any_class_of_pytorch_has_its_own_bits(emu_device: ModuleType, name: str, fraction: float) -> None:

@@ -11,7 +11,11 @@ from tests.examples.conftest import EXAMPLES, run_example
 from tests.matrix.compare import same
 
 # What transformers, TRL, PEFT and Lightning say of each other.
-pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore:.*num_workers")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*num_workers"),
+    pytest.mark.extended,
+]
 
 CASES = [pytest.param(name, {}, id=name) for name in EXAMPLES]
 CASES.append(pytest.param("trl_dpo", {"lora": True}, id="trl_dpo_lora"))

@@ -29,6 +29,7 @@ def layers() -> nn.Module:
     return nn.Sequential(nn.Linear(40, 72), nn.Linear(72, 64))
 
 
+@pytest.mark.core(options={})
 @pytest.mark.parametrize("options", [{}, {"state_dtype": "8bit"}, {"tier": "disk"}, {"master_form": "full"}], ids=str)
 @pytest.mark.parametrize("source", DTYPES, ids=str)
 @pytest.mark.parametrize("target", DTYPES, ids=str)

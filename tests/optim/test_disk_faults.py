@@ -48,6 +48,7 @@ def fail_after(monkeypatch: pytest.MonkeyPatch, kind: str, pieces: int, number: 
     monkeypatch.setattr(DiskStore, FAULTS[kind], faulty)
 
 
+@pytest.mark.core(name=["AdamW", "Muon"])
 @pytest.mark.parametrize("name", ["AdamW", "Lion", "Adafactor", "Muon"])
 @pytest.mark.parametrize(("kind", "number"), [("read", errno.EIO), ("write", errno.EIO), ("write", errno.ENOSPC)])
 @pytest.mark.parametrize("pieces", [0, 1, 5])

@@ -73,6 +73,7 @@ def test_float64_equals_torch(name: str) -> None:
     assert_equal(ours, theirs)
 
 
+@pytest.mark.core(dtypes=(torch.float32,))
 @pytest.mark.parametrize("name", [name for name in RULES if name != "lion"])
 @pytest.mark.parametrize("dtypes", [(torch.float64,), (torch.float32,), (torch.float64, torch.float32)])
 def test_clipping_equals_torch(name: str, dtypes: tuple[torch.dtype, ...], path: str) -> None:

@@ -160,6 +160,7 @@ def test_weights_of_an_offloaded_model_loaded_in_the_middle(emu_device: ModuleTy
     assert_equal(list(managed.parameters()), list(plain.parameters()))
 
 
+@pytest.mark.core(fraction=0.5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("optimizer_class", [AdamW, SGD, Lion, Adafactor])
 def test_parameters_on_the_device(emu_device: ModuleType, dtype: torch.dtype, optimizer_class: Any) -> None:

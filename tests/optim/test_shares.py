@@ -21,6 +21,7 @@ def on_device(weights: list[nn.Parameter]) -> list[nn.Parameter]:
     return [nn.Parameter(weight.detach().to("emu")) for weight in weights]
 
 
+@pytest.mark.core(fraction=[0.25, 1.0])
 @pytest.mark.emu("random:0")
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

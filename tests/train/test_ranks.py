@@ -130,6 +130,7 @@ def test_two_ranks_come_to_the_same_as_one(
     assert not [path for path in (tmp_path / "disk").rglob("*") if path.is_file()]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("model_directory", ["gpt2"], indirect=True)
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.timeout(300)
@@ -204,6 +205,7 @@ def test_each_rank_has_a_device_of_its_own(
         train(TrainConfig(**{**small, "output": tmp_path / "out", "device": "emu:0"}), progress)
 
 
+@pytest.mark.extended
 def test_torchrun_trains_and_the_first_rank_tells(arguments: list[str], tmp_path: Path) -> None:
     """With the losses of one process without headrace, bit for bit, where one process accumulates micro-batches."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "headrace"]

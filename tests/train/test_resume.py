@@ -87,6 +87,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.core(variant=["dropout and accumulation", "disk"])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("model_directory", ["gpt2"], indirect=True)
 def test_a_crashed_run_goes_on_as_if_nothing_had_happened(
@@ -339,6 +340,7 @@ def test_a_finished_run_is_not_trained_again(settings: Settings, progress: Progr
         train(settings(**crashed), progress)
 
 
+@pytest.mark.core(number=signal.SIGTERM)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_saves_and_the_same_command_goes_on(
     arguments: list[str],

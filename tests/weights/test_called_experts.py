@@ -91,6 +91,7 @@ def forwards(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
         return [model(torch.randn(count, FEATURES).to(device)).cpu() for count in (5, 1, 1, 3, 1, 7, 1, 1)]
 
 
+@pytest.mark.core(slots=[2, 12])
 @pytest.mark.parametrize("slots", [1, 2, 5, 12])
 @pytest.mark.parametrize("way", WAYS)
 def test_forwards_have_the_bits_of_a_plain_run(compute_device: torch.device, way: str, slots: int) -> None:
@@ -163,6 +164,7 @@ def equal(found: list[torch.Tensor | None], wanted: list[torch.Tensor | None]) -
     )
 
 
+@pytest.mark.core(slots=2)
 @pytest.mark.parametrize("slots", [1, 2, 9])
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("way", WAYS)

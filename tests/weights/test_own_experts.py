@@ -106,6 +106,7 @@ def forwards(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
 WAYS = ["loop", "downwards", "every expert", "gather", "one ahead", "numpy"]
 
 
+@pytest.mark.core(slots=[3, 12])
 @pytest.mark.parametrize("slots", [2, 3, 5, 12])
 @pytest.mark.parametrize("way", WAYS)
 def test_forwards_have_the_bits_of_a_plain_run(compute_device: torch.device, way: str, slots: int) -> None:
@@ -151,6 +152,7 @@ def train(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
     return [*losses, *(parameter.detach().cpu() for parameter in model.parameters())]
 
 
+@pytest.mark.core(compute_device="emu")
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 def test_training(compute_device: torch.device, way: str, frozen: bool) -> None:

@@ -67,6 +67,7 @@ def pair(compute_device, request):
     return model, copy.deepcopy(model).to(compute_device)
 
 
+@pytest.mark.core(accumulate=2)
 @pytest.mark.parametrize("pair", VARIANTS, indirect=True)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
