@@ -14,6 +14,7 @@ models, what runs on both devices is core on the emulated one, which sees more.
 
 import gc
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ pytest_plugins = ["emulator.fixtures", "tests.nursery"]
 
 # Tests build their models from small configs: nothing may be looked up on the Hugging Face hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# What a shell starts in the background ignores Ctrl-C, and so would every process that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Each xdist worker and each subprocess would otherwise start a thread for every core.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
