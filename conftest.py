@@ -55,17 +55,15 @@ def _is_core(item: pytest.Item) -> bool:
         wanted = marker.kwargs | wanted
     if item.path.parent.name in _OF_WHOLE_MODELS:
         wanted.setdefault("compute_device", "emu")
-    return all(
-        _is_one_of(callspec.params[name], values if isinstance(values, list) else [values])
-        for name, values in wanted.items()
-        if name in callspec.params
-    )
+    return all(_is_one_of(callspec, name, values) for name, values in wanted.items() if name in callspec.params)
 
 
-def _is_one_of(parameter: Any, values: list[Any]) -> bool:
-    if isinstance(parameter, dict) and "scheduler" in parameter:  # the settings of an emulated device
-        return "emu" in values
-    named = [getattr(parameter, name) for name in ("name", "__name__") if hasattr(parameter, name)]
+def _is_one_of(callspec: Any, name: str, values: Any) -> bool:
+    if name == "compute_device":  # the CPU comes first, then the emulated device under one schedule or several
+        return bool(callspec.indices[name] == ("cpu", "emu").index(values))
+    values = values if isinstance(values, list) else [values]
+    parameter = callspec.params[name]
+    named = [getattr(parameter, one) for one in ("name", "__name__") if hasattr(parameter, one)]
     return any(value in values for value in (parameter, *named))
 
 

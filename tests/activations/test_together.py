@@ -51,6 +51,7 @@ def test_adapters(adapted_first: bool, with_weights: bool, compute_device: torch
         assert torch.equal(off, forward(base, batches(compute_device)[0])[0].cpu())
 
 
+@pytest.mark.core(with_weights=True)
 @pytest.mark.parametrize("with_weights", [False, True])
 def test_generation_between_steps(with_weights: bool, compute_device: torch.device) -> None:
     """Passes without gradients, of many lengths: nothing leaves in them, and the plan for training stays."""
@@ -78,6 +79,7 @@ def test_generation_between_steps(with_weights: bool, compute_device: torch.devi
     assert stats.offload_bytes >= stats.onload_bytes > 0
 
 
+@pytest.mark.core(with_weights=True)
 @pytest.mark.parametrize("with_weights", [False, True])
 def test_experts_of_transformers(with_weights: bool, compute_device: torch.device) -> None:
     """They save other bytes at every step: one is recorded, and the others keep to a ceiling."""

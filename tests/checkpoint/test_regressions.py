@@ -214,6 +214,7 @@ def test_files_beside_those_of_a_checkpoint_stay(tmp_path: Path) -> None:
     assert (tmp_path / "last" / "optimizer.pt").exists()
 
 
+@pytest.mark.extended
 def test_a_process_that_is_forked_meanwhile_ends(tmp_path: Path, nursery: Nursery) -> None:
     child = nursery.start(
         """

@@ -26,7 +26,7 @@ def assert_on_disk(place: str, one: Run) -> None:
         assert one.optimizer.state_on_disk
 
 
-@pytest.mark.core(overlap="forward")
+@pytest.mark.core(optimizer=["AdamW", "Muon"], kind="bf16", overlap="forward")
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("optimizer", ["AdamW", "Lion", "Adafactor", "Muon"])

@@ -107,6 +107,7 @@ def train(model: Any, ask: Callable[[], Any]) -> torch.Tensor:
     return loss  # type: ignore[no-any-return]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("ask", "says", "activations"),
     [

@@ -143,7 +143,7 @@ def slot_counts(model: Any) -> Iterator[int]:
     yield from (routed * 3 // 2, total // 4, total - 1)
 
 
-@pytest.mark.core(name=["Qwen3Moe", "GptOss", "DeepseekV3"])
+@pytest.mark.core(name="Qwen3Moe")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_generation_has_the_bits_of_a_plain_run(name: str, implementation: str) -> None:
@@ -208,6 +208,7 @@ class Bank:
             last = wanted
 
 
+@pytest.mark.core(implementation="grouped_mm")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_what_crosses_the_link_is_what_is_used_and_not_there(implementation: str) -> None:
     model = model_of("Qwen3Moe", implementation)
@@ -495,7 +496,7 @@ def train(model: Any, ids: torch.Tensor, *, checkpointed: bool) -> list[torch.Te
     return [*losses, *(parameter.grad.cpu() for parameter in trained)]
 
 
-@pytest.mark.core(name="GptOss")
+@pytest.mark.core(name="GptOss", implementation=["eager", "grouped_mm"], checkpointed=True)
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["saved", "checkpointed"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "GptOss"])
@@ -595,7 +596,7 @@ def test_bfloat16(compute_device: torch.device, tmp_path: Path, implementation: 
         assert (stats.fetch_bytes > 0) == disk
 
 
-@pytest.mark.core(implementation="grouped_mm")
+@pytest.mark.core(implementation="grouped_mm", checkpointed=True)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # which PEFT asks for
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["saved", "checkpointed"])
 @pytest.mark.parametrize("targets", [["gate_up_proj", "down_proj"], ["down_proj"]], ids=["both", "one"])

@@ -128,6 +128,7 @@ def test_param_dtype_accumulates_in_the_homes_dtype(compute_device: torch.device
     assert_same_tensors({name: p.grad for name, p in model.named_parameters()}, expected, "gradients")
 
 
+@pytest.mark.core(backend="eager")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of dynamo's own
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_blocks(backend: str, compute_device: torch.device) -> None:
