@@ -46,6 +46,7 @@ def test_lora_is_the_training_of_adapters(config: Path, capsys: pytest.CaptureFi
     assert "trained in adapters" in shown[0]
 
 
+@pytest.mark.extended
 def test_several_machines_are_compared(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(config), "--hardware", "4090", "h100", "gh200"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -91,6 +92,7 @@ def test_a_missing_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         )
 
 
+@pytest.mark.extended
 def test_a_model_on_meta_is_planned_and_stays_there() -> None:
     config = transformers.LlamaConfig(**{key: LLAMA_70B[key] for key in LLAMA_70B if key != "model_type"})
     with torch.device("meta"):

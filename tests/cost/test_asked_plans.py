@@ -93,10 +93,10 @@ def test_gradients_of_a_shared_update_leave_once_a_step() -> None:
     ("settings", "field", "value"),
     [
         ({"link_bytes_per_second": 5e9}, "offload_bytes_per_second", 5e9),
-        ({"disk_bytes_per_second": 1e9}, "disk_write_bytes_per_second", 1e9),
+        pytest.param({"disk_bytes_per_second": 1e9}, "disk_write_bytes_per_second", 1e9, marks=pytest.mark.extended),
         ({"host_bytes_per_second": 9e9}, "update_rate", 9e9),
-        ({"device_bytes_per_second": 1e9}, "device_bytes_per_second", 1e9),
-        ({"flops_per_second": 1e13}, "flops_per_second", 1e13),
+        pytest.param({"device_bytes_per_second": 1e9}, "device_bytes_per_second", 1e9, marks=pytest.mark.extended),
+        pytest.param({"flops_per_second": 1e13}, "flops_per_second", 1e13, marks=pytest.mark.extended),
     ],
 )
 def test_own_rates(settings: dict[str, float], field: str, value: float) -> None:

@@ -7,8 +7,7 @@ import pytest
 import headrace
 from headrace.planning.cost import MACHINES, Activations, Place, RunPlan
 from headrace.planning.cost.forecast import run_of
-from tests.cost.conftest import LLAMA_8B
-from tests.cost.test_golden import MODELS
+from tests.cost.conftest import LLAMA_8B, MODELS
 
 pytestmark = pytest.mark.usefixtures("short_search")
 
@@ -33,6 +32,7 @@ def planned(model: str, room: str) -> RunPlan:
     return headrace.plan(config, hardware=hardware, **settings)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("model", "room"),
     [
@@ -58,6 +58,7 @@ def test_no_strategy_that_fits_is_faster(model: str, room: str) -> None:
     assert order.index(plan.method) <= order.index(simplest)
 
 
+@pytest.mark.extended
 def test_the_strategies_differ() -> None:
     """Or the test above would compare nothing."""
     found = {planned(model, room).method for model in ("llama-8b", "llama-8b-lora", "qwen3-30b-a3b") for room in ROOMS}
