@@ -50,6 +50,11 @@ def _is_core(item: pytest.Item) -> bool:
         return True
     if callspec.indices.get("emu_device", 0) and not item.path.is_relative_to(_EMULATOR):
         return False
+    for marker in item.own_markers:
+        if marker.name == "core" and (unknown := marker.kwargs.keys() - callspec.params.keys()):
+            raise pytest.UsageError(
+                f"{item.nodeid} is marked core by {min(unknown)!r}, which is none of its parameters"
+            )
     wanted: dict[str, Any] = {}
     for marker in item.iter_markers("core"):  # the closest first
         wanted = marker.kwargs | wanted
@@ -68,7 +73,7 @@ def _is_one_of(callspec: Any, name: str, values: Any) -> bool:
 
 
 _EMULATOR = Path(__file__).parent / "emulator"
-_OF_WHOLE_MODELS = ("activations", "compat", "integrations", "matrix", "quantised")
+_OF_WHOLE_MODELS = ("activations", "compat", "integrations", "matrix", "packed", "quantised")
 
 
 def _register_emulator(items: list[pytest.Item]) -> None:

@@ -76,7 +76,7 @@ def test_autocast(with_weights: bool, compute_device: torch.device) -> None:
             assert_same(run(model), expected)
 
 
-@pytest.mark.core(with_weights=True)
+@pytest.mark.extended
 @pytest.mark.parametrize("checkpointing", [None, True, False])
 @pytest.mark.parametrize("with_weights", [False, True])
 def test_transformers(checkpointing: bool | None, with_weights: bool, compute_device: torch.device) -> None:

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # whe
 HOST_BYTES = 5 * SAVED_BYTES  # of 12 and more
 
 
+@pytest.mark.core(with_weights=True, checkpointing=["none", "non-reentrant"])
 @pytest.mark.parametrize(
     ("case", "checkpointing", "with_weights"),
     [
@@ -85,6 +86,7 @@ def test_short_host_memory_is_shared_with_weights(tier: str, compute_device: tor
         assert handle.stats().host_peak_bytes <= 1536 << 10
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("order", ORDERS[1:5], ids=lambda order: order.__name__)
 def test_orders(order: Script, compute_device: torch.device, tmp_path: Path) -> None:
     plain, model = Stack(12).to(compute_device), Stack(12).to(compute_device)

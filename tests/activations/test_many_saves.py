@@ -75,6 +75,7 @@ def operations_per_save(saves: int, settings: dict[str, Any], forwards: int, row
     return count / saves
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("settings", "changing"),
     [

@@ -111,6 +111,7 @@ def test_sizes_that_change(
         assert stats.offloads > 0
 
 
+@pytest.mark.core(call="random_lengths")
 @pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 @pytest.mark.parametrize("call", [random_lengths, random_experts])
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ def offloaded(model: nn.Module, device: torch.device, *, with_weights: bool) -> 
 
 
 # adapters and generation ----------------------------------------------------------------------------------------------
+@pytest.mark.core(with_weights=True)
 @pytest.mark.parametrize("with_weights", [False, True])
 @pytest.mark.parametrize("adapted_first", [True, False])
 def test_adapters(adapted_first: bool, with_weights: bool, compute_device: torch.device) -> None:
@@ -159,6 +160,7 @@ def test_prepared_by_accelerate() -> None:
 
 
 # optimizers -----------------------------------------------------------------------------------------------------------
+@pytest.mark.core(checkpointing="non-reentrant")
 @pytest.mark.parametrize("overlap", ["forward", "backward"])
 @pytest.mark.parametrize("checkpointing", ["none", "non-reentrant"])
 def test_updates_beside_the_passes(overlap: str, checkpointing: str, compute_device: torch.device) -> None:

@@ -37,6 +37,7 @@ def test_a_probe_is_kept_and_planned_with(small: Path, capsys: pytest.CaptureFix
     assert [path.name for path in small.iterdir()] == ["headrace"]  # the file that was measured with is gone
 
 
+@pytest.mark.extended
 @pytest.mark.emu("lazy", h2d_bytes_per_second=10e9, d2h_bytes_per_second=5e9, flops_per_second=1e12)
 def test_the_device_is_measured_by_its_own_clock(emu_device: ModuleType) -> None:
     """Rates of the emulated accelerator are known, so what is measured must be them."""

@@ -30,6 +30,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return goes_on
 
 
+@pytest.mark.core(overlap="forward")
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 @pytest.mark.parametrize("place", ["device", "host", "disk"])
 def test_a_step_changes_nothing_that_is_being_saved(tmp_path: Path, place: str, overlap: str) -> None:
@@ -131,6 +132,7 @@ def test_a_checkpoint_may_end_within_a_step(tmp_path: Path, held_up: threading.E
     assert saving.done
 
 
+@pytest.mark.extended
 def test_what_it_passed_through_is_given_back(tmp_path: Path) -> None:
     """Memory, threads, descriptors: saved forty times, nothing is more than after the first."""
     with run("host", tmp_path / "tiers") as one:

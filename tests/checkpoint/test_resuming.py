@@ -26,7 +26,7 @@ def assert_on_disk(place: str, one: Run) -> None:
         assert one.optimizer.state_on_disk
 
 
-@pytest.mark.core(optimizer=["AdamW", "Muon"], kind="bf16", overlap="forward")
+@pytest.mark.core(optimizer="AdamW", kind="bf16", overlap="forward")
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("optimizer", ["AdamW", "Lion", "Adafactor", "Muon"])
@@ -54,6 +54,7 @@ def test_a_run_goes_on_wherever_it_was(tmp_path: Path, optimizer: str, kind: str
             assert_on_disk(other, second)
 
 
+@pytest.mark.core(place="disk")
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor", "Muon"])
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_plain_pytorch_and_headrace_go_on_from_each_other(tmp_path: Path, name: str, place: str) -> None:
@@ -136,6 +137,7 @@ class _Hook:
         self.close = handle.remove
 
 
+@pytest.mark.core(compute_device="emu", place="disk")
 @pytest.mark.parametrize("place", PLACES)
 def test_on_the_accelerator(tmp_path: Path, compute_device: torch.device, place: str) -> None:
     with run(place, tmp_path / "whole", device=compute_device) as whole:

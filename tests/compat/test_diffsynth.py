@@ -20,6 +20,8 @@ from headrace.compat import OffloadTrainingManager
 from headrace.compat.diffsynth import launch_data_process_task
 from tests.compat.models import Toy, Trained, run_steps
 
+pytestmark = pytest.mark.core(device="emu")
+
 # From the documentation of the original, with another import, device and size.
 EXAMPLE = """
 import torch
@@ -132,6 +134,7 @@ def adapted(*, recompute: bool = False) -> nn.Module:
 ADAPTER_BYTES = 10 * 2 * 64 * 4 * 4  # of an adapted Toy
 
 
+@pytest.mark.core(device="emu", recompute=True)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("optimizer_offload", [False, True])
 def test_adapters_on_a_frozen_model_train_exactly_and_frozen_weights_have_no_gradients(

@@ -9,6 +9,8 @@ from torch import nn
 from headrace.compat.megatron import ConfigContainer, CPUOffloadConfig, apply, override
 from tests.activations.models import Stack, assert_same, results, rows, step
 
+pytestmark = pytest.mark.core(device="emu")
+
 LAYERS = 24  # more than the 16 that the document offloads
 LINES = {
     "optimizer, half": "optimizer.optimizer_cpu_offload = True; optimizer.optimizer_offload_fraction = 0.5",

@@ -25,6 +25,8 @@ from tests.activations.models import Stack, assert_same, rows, step
 from tests.compat.test_megatron import SHAPES, on_device
 from tests.optim.references import assert_equal, give_gradients, parameters
 
+pytestmark = pytest.mark.core(device="emu")
+
 LAYERS = 6
 SMALL = [
     "model.num_layers=3",
@@ -193,6 +195,7 @@ def test_the_recipe_is_that_model() -> None:
     assert count == pytest.approx(30.5e9, rel=0.002)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -15,6 +15,8 @@ import headrace
 from headrace.compat import disable_offload, enable_offload, handle_of
 from tests.compat.models import run_steps
 
+pytestmark = pytest.mark.core(device="emu")
+
 WIDTH = 64
 BLOCK_BYTES = 2 * (WIDTH * WIDTH + WIDTH) * 4
 INPUTS = torch.randn(4, 16, WIDTH, generator=torch.Generator().manual_seed(0))  # (steps, batch, width)

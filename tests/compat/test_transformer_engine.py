@@ -14,6 +14,8 @@ from headrace.runtime.autograd import top_hooks
 from tests.activations.interrupts import Calls
 from tests.activations.models import SAVED_BYTES, Stack, assert_same, results, rows, step
 
+pytestmark = pytest.mark.core(device="emu")
+
 LAYERS = 6
 
 

@@ -26,6 +26,8 @@ from headrace.compat.tutorial import (
 from headrace.compat.tutorial import unified as unified_module
 from headrace.compat.tutorial.compression import CompressionTrial, try_compression
 
+pytestmark = pytest.mark.core(device="emu")
+
 WIDTH = 32
 
 

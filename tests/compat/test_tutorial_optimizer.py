@@ -11,6 +11,8 @@ from torch import nn
 import headrace
 from headrace.compat.tutorial import CPUOffloadOptimizer, OffloadConfig
 
+pytestmark = pytest.mark.core(device="emu")
+
 
 def small(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)

@@ -20,6 +20,8 @@ from headrace.compat.tutorial import (
 )
 from headrace.memory.ledger import Tier
 
+pytestmark = pytest.mark.core(device="emu")
+
 WIDTH = 64
 LAYER_BYTES = WIDTH * WIDTH * 4
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool, torch.complex64]

@@ -26,7 +26,7 @@ def test_replicas_step_as_the_stock_optimizer(nursery: Nursery, tmp_path: Path, 
     run(nursery, tmp_path, world_size, f"p.steps_are_those_of_stock, {name!r}")
 
 
-@pytest.mark.core(settings=["{}", "{'max_grad_norm': 0.01}"])
+@pytest.mark.core(settings="{'max_grad_norm': 0.01}")
 @pytest.mark.parametrize(
     ("name", "dtype", "settings", "disk"),
     [

@@ -150,6 +150,7 @@ def test_layers_by_hand() -> None:
         assert torch.equal(home.grad, other.grad)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("which", ["model", "compiled"])
 def test_a_model_that_was_compiled_before(which: str) -> None:
     model, graphs = llama(), Graphs()
@@ -184,6 +185,7 @@ def test_a_static_cache_generates() -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.extended
 def test_trainer_compiles(tmp_path: Path) -> None:
     def train(model: LlamaForCausalLM) -> None:
         examples = [{"input_ids": BATCH[0], "labels": BATCH[0]}] * 4
@@ -210,6 +212,7 @@ def test_trainer_compiles(tmp_path: Path) -> None:
             assert torch.equal(home, other)
 
 
+@pytest.mark.extended
 def test_fabric_takes_a_compiled_model() -> None:
     fabric = lightning.Fabric(accelerator="cpu", devices=1)
     model, graphs = llama(), Graphs()

@@ -114,6 +114,7 @@ def write(model: Any, batch_size: int) -> None:
             token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("slots", [6, 16, 32, 63])
 def test_a_token_loads_what_is_planned_for_the_share_that_is_there(banks: list[int], slots: int) -> None:
     """To the byte: the plan is told which share was there."""
@@ -148,6 +149,7 @@ def test_even_routing_wants_and_finds_what_is_planned(batch_size: int) -> None:
     assert 1 - stats.expert_loads / stats.expert_uses == pytest.approx(found.even.hit_rate, abs=0.08)
 
 
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore:the filesystem of disk=")
 def test_even_routing_reads_what_is_planned(compute_device: torch.device, tmp_path: Path) -> None:
     """Of experts that neither the device nor host memory has; within what the draws differ by."""
@@ -210,6 +212,7 @@ def test_a_prompt_loads_what_is_planned() -> None:
     assert moved == pytest.approx(sum(one.nbytes for one in loads), rel=1e-6)
 
 
+@pytest.mark.extended
 @pytest.mark.emu("lazy", h2d_bytes_per_second=1e7, op_latency_seconds=1e-7, launch_seconds=0.0)
 def test_blocks_know_of_the_link_that_experts_take(emu_device: Any) -> None:
     """Most of a visit's time is that of its experts' loads: in it no block hides, so no more come than have to.

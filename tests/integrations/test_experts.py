@@ -143,7 +143,7 @@ def slot_counts(model: Any) -> Iterator[int]:
     yield from (routed * 3 // 2, total // 4, total - 1)
 
 
-@pytest.mark.core(name="Qwen3Moe")
+@pytest.mark.core(name="Qwen3Moe", implementation="grouped_mm")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_generation_has_the_bits_of_a_plain_run(name: str, implementation: str) -> None:
@@ -160,7 +160,7 @@ def test_generation_has_the_bits_of_a_plain_run(name: str, implementation: str) 
             assert stats.device_peak_bytes <= limit
 
 
-@pytest.mark.core(implementation="grouped_mm")
+@pytest.mark.core(implementation="grouped_mm", name="GptOss")
 @pytest.mark.emu("random:0", "lazy")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
@@ -208,7 +208,7 @@ class Bank:
             last = wanted
 
 
-@pytest.mark.core(implementation="grouped_mm")
+@pytest.mark.extended
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_what_crosses_the_link_is_what_is_used_and_not_there(implementation: str) -> None:
     model = model_of("Qwen3Moe", implementation)
@@ -242,7 +242,7 @@ def test_what_crosses_the_link_is_what_is_used_and_not_there(implementation: str
             assert handle.stats().onload_bytes == handle.stats().expert_bytes  # all other weights stay
 
 
-@pytest.mark.core(name="GptOss")
+@pytest.mark.core(name="GptOss", tier="disk")
 @pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 @pytest.mark.parametrize("tier", ["disk", "checkpoint"])
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
@@ -496,7 +496,7 @@ def train(model: Any, ids: torch.Tensor, *, checkpointed: bool) -> list[torch.Te
     return [*losses, *(parameter.grad.cpu() for parameter in trained)]
 
 
-@pytest.mark.core(name="GptOss", implementation=["eager", "grouped_mm"], checkpointed=True)
+@pytest.mark.core(name="GptOss", implementation="grouped_mm", checkpointed=True)
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["saved", "checkpointed"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "GptOss"])
@@ -572,7 +572,7 @@ def test_experts_that_change_between_forward_and_backward(compute_device: torch.
             loss.backward()
 
 
-@pytest.mark.core(implementation="grouped_mm")
+@pytest.mark.core(implementation="grouped_mm", disk=True, casts=True)
 @pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 @pytest.mark.parametrize("disk", [False, True])
 @pytest.mark.parametrize("casts", [False, True])
@@ -596,7 +596,7 @@ def test_bfloat16(compute_device: torch.device, tmp_path: Path, implementation: 
         assert (stats.fetch_bytes > 0) == disk
 
 
-@pytest.mark.core(implementation="grouped_mm", checkpointed=True)
+@pytest.mark.core(implementation="grouped_mm", checkpointed=True, targets=[["down_proj"]])
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # which PEFT asks for
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["saved", "checkpointed"])
 @pytest.mark.parametrize("targets", [["gate_up_proj", "down_proj"], ["down_proj"]], ids=["both", "one"])

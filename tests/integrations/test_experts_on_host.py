@@ -163,7 +163,7 @@ class Split:
         return len(self.reads)
 
 
-@pytest.mark.core(implementation="grouped_mm")
+@pytest.mark.core(implementation="grouped_mm", tier="checkpoint")
 @pytest.mark.emu("random:0", "lazy")
 @pytest.mark.parametrize("tier", ["disk", "checkpoint"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -286,7 +286,7 @@ def test_what_needs_host_memory_gets_it(compute_device: torch.device, tmp_path: 
         assert handle.stats().expert_loads > before.expert_loads
 
 
-@pytest.mark.core(slots=14, implementation="batched_mm")
+@pytest.mark.core(slots=14, implementation="batched_mm", gradients=True)
 @pytest.mark.parametrize("slots", [8, 14, 40])
 @pytest.mark.parametrize(
     ("implementation", "gradients"), [*((one, False) for one in IMPLEMENTATIONS), ("eager", True), ("batched_mm", True)]

@@ -133,6 +133,7 @@ def forward(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return loss, loss
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", ["liger", "liger_tied", "unsloth"])
 def test_training(kind: str, when: str, compute_device: torch.device) -> None:

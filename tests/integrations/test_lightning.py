@@ -54,6 +54,7 @@ def fit(learner: Learner, epochs: int, resume_from: Path | None = None, **settin
     return trainer
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("options", [{"overlap": "none"}, {"overlap": "forward"}, {"tier": "disk"}], ids=str)
 def test_fit_clip_save_and_resume(options: dict[str, Any], tmp_path: Path) -> None:
     if "tier" in options:

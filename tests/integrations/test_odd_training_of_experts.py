@@ -112,6 +112,7 @@ def bits(model: nn.Module) -> list[torch.Tensor | None]:
     return [None if one is None else one.cpu().contiguous().view(torch.int32) for one in tensors]
 
 
+@pytest.mark.core(implementation="grouped_mm")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_as_in_a_plain_run(

@@ -47,6 +47,7 @@ def replace_data(model: nn.Module, device: torch.device) -> None:
         parameter.data = parameter.data.to("meta" if device.type == "cpu" else device)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "act",
     [

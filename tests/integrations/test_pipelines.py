@@ -144,6 +144,7 @@ def test_a_pipeline_without_models() -> None:
         headrace.offload_pipeline([])  # type: ignore[arg-type]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("make", "inputs"), [(unet, unet_inputs), (flux, flux_inputs)], ids=["unet", "flux"])
 @pytest.mark.parametrize("shards", [False, True])
 def test_a_component_comes_from_its_directory(

@@ -99,7 +99,7 @@ def check(
     return stats
 
 
-@pytest.mark.core(name=["Qwen3Moe", "GptOss", "DeepseekV3"])
+@pytest.mark.core(name=["Qwen3Moe", "DeepseekV3"], implementation="grouped_mm")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_three_steps(build: Any, name: str, implementation: str) -> None:
@@ -113,7 +113,7 @@ def test_three_steps(build: Any, name: str, implementation: str) -> None:
         assert 0 < stats.expert_loads <= stats.expert_uses
 
 
-@pytest.mark.core(implementation="grouped_mm")
+@pytest.mark.core(implementation="grouped_mm", name="GptOss")
 @pytest.mark.emu("random:0", "lazy")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
@@ -192,7 +192,7 @@ def test_few_and_many_in_one_pass(compute_device: torch.device, build: Any, impl
     assert stats.expert_loads > 0
 
 
-@pytest.mark.core(implementation="grouped_mm")
+@pytest.mark.core(implementation="grouped_mm", reentrant=False)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_checkpointed(compute_device: torch.device, build: Any, implementation: str, reentrant: bool) -> None:
@@ -204,7 +204,7 @@ def test_checkpointed(compute_device: torch.device, build: Any, implementation: 
         assert stats.expert_loads > 0
 
 
-@pytest.mark.core(implementation="grouped_mm")
+@pytest.mark.core(implementation="grouped_mm", name="Olmoe")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["Olmoe", "GraniteMoe"])
 def test_layers_that_use_about_half(compute_device: torch.device, name: str, implementation: str) -> None:
@@ -229,7 +229,7 @@ def test_on_disk(compute_device: torch.device, tmp_path: Path, build: Any, imple
     assert stats.spill_bytes > 0
 
 
-@pytest.mark.core(implementation="grouped_mm")
+@pytest.mark.core(implementation="grouped_mm", what="router")
 @pytest.mark.parametrize("what", ["router", "one weight", "a layer"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_partly_frozen(compute_device: torch.device, build: Any, implementation: str, what: str) -> None:
@@ -245,6 +245,7 @@ def test_partly_frozen(compute_device: torch.device, build: Any, implementation:
     assert stats.expert_loads > 0
 
 
+@pytest.mark.core(overlap="forward")
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 def test_host_optimizers(compute_device: torch.device, build: Any, overlap: str) -> None:
     """They update what a plain run updates: weights of experts that no token went to move as well."""
@@ -267,6 +268,7 @@ def test_host_optimizers(compute_device: torch.device, build: Any, overlap: str)
         assert (module.down_proj != weight).flatten(1).any(1).all()
 
 
+@pytest.mark.core(tier="disk")
 @pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_host_optimizers_of_weights_on_disk(
@@ -336,6 +338,7 @@ def test_grad_scaler(build: Any) -> None:
         assert handle.stats().expert_loads > 0
 
 
+@pytest.mark.core(implementation="grouped_mm")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_micro_batches_together(compute_device: torch.device, build: Any, implementation: str) -> None:
     model = build("Qwen3Moe", implementation)
@@ -352,6 +355,7 @@ def test_micro_batches_together(compute_device: torch.device, build: Any, implem
         assert handle.stats().expert_loads > 0
 
 
+@pytest.mark.core(implementation="grouped_mm")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_bfloat16(compute_device: torch.device, build: Any, implementation: str) -> None:
     """Homes in float32 that travel in bfloat16, and gradients in float32: as when all of them travel whole."""

@@ -165,6 +165,7 @@ def test_settings_that_cannot_be_read(pair: str, tmp_path: Path) -> None:
         optimizer_cls_and_kwargs(settings)
 
 
+@pytest.mark.core(way="resumed")
 @pytest.mark.parametrize("way", ["resumed", "best"])
 def test_the_trainers_own_checkpoints(way: str, trainer_device: torch.device, tmp_path: Path) -> None:
     """Resumed in the middle; and the one of the greatest loss loaded into the model at the end."""
@@ -216,6 +217,7 @@ def logged(trainer: Trainer) -> list[dict[str, float]]:
     return [{key: log[key] for key in ("loss", "grad_norm") if key in log} for log in trainer.state.log_history]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "changes",
     [

@@ -57,6 +57,7 @@ def budgets(directory: Path) -> dict[str, int | Path]:
     return {"device_memory": total // 3, "host_memory": total // 4, "disk": directory.parent / "spill"}
 
 
+@pytest.mark.core(directory="llama")
 def test_it_writes_what_the_plain_model_writes(directory: Path, compute_device: torch.device) -> None:
     plain = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").to(compute_device)
     prompt = torch.arange(5, 15).view(1, -1)
@@ -78,6 +79,7 @@ def test_it_writes_what_the_plain_model_writes(directory: Path, compute_device: 
     assert {file: file.read_bytes() for file in directory.iterdir()} == files
 
 
+@pytest.mark.core(directory="llama")
 def test_it_trains(directory: Path) -> None:
     """One step, against the plain model's gradients; and the checkpoint stays as it was."""
     plain = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
@@ -106,6 +108,7 @@ def test_directories_that_hold_no_model(tmp_path: Path) -> None:
         headrace.from_pretrained(tmp_path)
 
 
+@pytest.mark.core(directory="llama")
 def test_the_command_line_writes_text(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     limits = budgets(directory)
     line = ["generate", "--model", str(directory), "--prompt", "one two", "--max-new-tokens", "8", "--device", "cpu"]
@@ -134,6 +137,7 @@ def test_without_a_disk_none_is_spoken_of(directory: Path, capsys: pytest.Captur
     assert "disk" not in told
 
 
+@pytest.mark.extended
 def test_several_prompts_are_written_on_together(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     limits = budgets(directory)
     line = ["generate", "--model", str(directory), "--max-new-tokens", "6", "--device", "cpu"]
@@ -229,6 +233,7 @@ def test_text_behind_an_encoder_is_counted_from_its_beginning(
     assert json.loads(capsys.readouterr().out)["tokens"] == [5]
 
 
+@pytest.mark.core(directory="llama")
 def test_sampling_follows_the_seed(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["generate", "--model", str(directory), "--prompt", "one", "--max-new-tokens", "8", "--device", "cpu"]
     texts = []

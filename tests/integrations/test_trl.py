@@ -100,6 +100,7 @@ def grpo(run: Run) -> Outcome:
     return Outcome().read(model)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("script", [dpo, synchronised, precomputed, rewarded, grpo])
 def test_trainer(script: Callable[[Run], Outcome], trainer_device: torch.device, tmp_path: Path) -> None:
     plain = script(Run(trainer_device, tmp_path, offloads=False))
@@ -124,6 +125,7 @@ def accumulating(run: Run) -> Outcome:
     return dpo(run, gradient_accumulation_steps=2)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("script", [tuned, accumulating])
 def test_micro_batches_together(script: Callable[[Run], Outcome], trainer_device: torch.device, tmp_path: Path) -> None:
     """DPO's trainer takes hooks of the model off for its reference, and puts the same on again."""

@@ -261,6 +261,7 @@ def by_norm(model: Any) -> None:
         model.norm.weight.mul_(2)
 
 
+@pytest.mark.core(is_settled=True)
 @pytest.mark.parametrize("change", [by_step, by_fused_step, by_mul, by_norm])
 @pytest.mark.parametrize("is_settled", [False, True], ids=["first", "settled"])
 def test_weight_changed_before_backward(

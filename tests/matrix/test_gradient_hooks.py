@@ -85,6 +85,7 @@ def plainly(log: Log) -> Log:
     ]
 
 
+@pytest.mark.core(zeroes=True)
 @pytest.mark.parametrize("zeroes", [True, False])
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("watch", [all_of_them, some_of_them, any_of_them, of_nodes, before_nodes, everything])
@@ -300,6 +301,7 @@ HOOKS: dict[str, Callable[[nn.Parameter, Callable[..., Any]], Any]] = {
 }
 
 
+@pytest.mark.core(memory="2560B")
 @pytest.mark.parametrize("memory", ["2560B", "64MiB"])
 @pytest.mark.parametrize("act", [evaluates, goes_through_it, calls_a_layer])
 @pytest.mark.parametrize("kind", HOOKS)

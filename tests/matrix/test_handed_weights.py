@@ -166,6 +166,7 @@ class Collecting(nn.Module):
         return x + sum(part.square().mean() for part in parts) if self.inside else x, parts
 
 
+@pytest.mark.core(inside=True)
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def of_case(case: Case) -> Loss:
     return lambda model, batch: case.loss(model(batch[0]), batch[1]) / COUNT
 
 
-@pytest.mark.core(checkpointing="non-reentrant", training="full", case=["dense", "experts"])
+@pytest.mark.core(checkpointing="non-reentrant", training="full", case="dense")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("training", ["full", "adapters"])
@@ -182,7 +182,7 @@ def test_transformers(
     )
 
 
-@pytest.mark.core(name="dense", checkpointing="none")
+@pytest.mark.extended
 @pytest.mark.parametrize("checkpointing", ["none", "non-reentrant"])
 @pytest.mark.parametrize("name", ["dense", "encoder_decoder", "experts"])
 def test_what_autograd_saves_waits_on_the_host(name: str, checkpointing: str, compute_device: torch.device) -> None:

@@ -167,6 +167,7 @@ class Tied(Decoder):
         last.mlp = first.mlp
 
 
+@pytest.mark.core(checkpointing="non-reentrant")
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
 def test_weights_tied_across_blocks(checkpointing: str, compute_device: torch.device) -> None:
     dense = CASES[0]

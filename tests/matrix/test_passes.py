@@ -93,7 +93,7 @@ ORDERS = [
 ]
 
 
-@pytest.mark.core(checkpointing="non-reentrant")
+@pytest.mark.core(checkpointing="none")
 @pytest.mark.parametrize("cycle", ORDERS)
 @pytest.mark.parametrize("checkpointing", ["none", "non-reentrant"])
 def test_orders(cycle: Any, checkpointing: str, compute_device: torch.device) -> None:

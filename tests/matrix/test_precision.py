@@ -34,6 +34,7 @@ def batches(device: torch.device) -> list[Batch]:
     return to_device(DENSE.batches(3), device)
 
 
+@pytest.mark.core(checkpointing="non-reentrant")
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 def test_autocast(checkpointing: str, compute_device: torch.device) -> None:
     """Float32 weights, bfloat16 products: also with a second pass in one region, whose weights have changed."""
@@ -128,7 +129,7 @@ def test_param_dtype_accumulates_in_the_homes_dtype(compute_device: torch.device
     assert_same_tensors({name: p.grad for name, p in model.named_parameters()}, expected, "gradients")
 
 
-@pytest.mark.core(backend="eager")
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of dynamo's own
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_blocks(backend: str, compute_device: torch.device) -> None:

@@ -78,6 +78,7 @@ def assert_few_blocks(width: int, rows: int, steps: int, recompute: bool, blocks
         assert allocations.peak_bytes <= limit
 
 
+@pytest.mark.core(blocks=2, recompute=True)
 @pytest.mark.parametrize("recompute", [False, True], ids=["none", "recompute"])
 @pytest.mark.parametrize("blocks", [2, 3])
 def test_a_sixteenth_of_its_width(recompute: bool, blocks: int, compute_device: torch.device) -> None:

@@ -127,6 +127,7 @@ USES = [with_a_functional, with_the_attribute, with_a_module_inside, in_the_laye
 PLACES: dict[str, dict[str, Any]] = {"ample": {}, "tight": {"share": 0.5}, "resident": {"resident": ["layers.3"]}}
 
 
+@pytest.mark.core(gradients=True)
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("use", USES)

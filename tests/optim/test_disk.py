@@ -136,7 +136,7 @@ def test_state_is_not_in_host_memory(tmp_path: Path) -> None:
     assert moved_bytes(optimizer._disk) == (state_bytes, 2 * state_bytes)
 
 
-@pytest.mark.core(dtype=torch.bfloat16)
+@pytest.mark.core(dtype=torch.bfloat16, overlap=["none", "backward"])
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_offloaded_models(emu_device: ModuleType, overlap: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ def attempt(optimizer: Any) -> Exception | None:
     return None
 
 
+@pytest.mark.core(overlap="forward")
 @pytest.mark.parametrize("overlap", ["forward", "backward"])
 @pytest.mark.parametrize(("kind", "pieces"), [("read", 3), ("write", 0), ("write", 20)])
 def test_updates_beside_passes(

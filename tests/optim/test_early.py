@@ -34,6 +34,7 @@ class InBackward:
         monkeypatch.setattr(AdamW, "_begin_early", counted)
 
 
+@pytest.mark.core(dtype=torch.bfloat16)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("to_none", [True, False])
 def test_backward_equals_none(

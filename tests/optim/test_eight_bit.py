@@ -189,6 +189,7 @@ def test_shares_on_the_device(emu_device: ModuleType, fraction: float) -> None:
     assert_equal(there, here)
 
 
+@pytest.mark.core(overlap="forward")
 @pytest.mark.emu("random:0")
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 @pytest.mark.parametrize("tier", ["host", "disk"])
@@ -268,6 +269,7 @@ def test_bytes_of_each_parameter() -> None:
     assert optimizer.held_bytes() == (1 << 16) * 2 + 2 * (1 << 16) // 128 * 132 + 4
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_trains_as_well_as_float32(name: str) -> None:
     """A network learns labels that another one gives.

@@ -97,6 +97,7 @@ def test_clipping_equals_torch(name: str, dtypes: tuple[torch.dtype, ...], path:
     assert_equal(ours, theirs)
 
 
+@pytest.mark.core(form=["split", "full"])
 @pytest.mark.parametrize("name", ["adamw", "adam_decay", "sgd_nesterov", "lion", "adafactor", "muon"])
 @pytest.mark.parametrize("form", ["split", "full", "float16"])
 def test_narrow_weights_equal_cast_step_cast(name: str, form: str, path: str) -> None:
@@ -210,6 +211,7 @@ def test_bfloat16_state_rounds_without_bias() -> None:
     assert abs(first.double().mean().item() - value) < 2.0**-7 * 0.01
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_other_vector_levels(capability: str) -> None:
     """PyTorch adds and multiplies in another order on older CPUs; so does the kernel."""

@@ -39,6 +39,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("moment", "code"), [("at_rest", 0), ("under_way", 7)])
 def test_a_forked_process_steps_or_says_why_not(moment: str, code: int) -> None:
     run = subprocess.run([sys.executable, "-c", FORKED, moment], timeout=120, check=False, capture_output=True)

@@ -77,6 +77,7 @@ def fetched(handle: headrace.Offloaded) -> list[Any]:
     return [block for block in handle._engine.blocks if block.is_fetched]
 
 
+@pytest.mark.core(name="AdamW", dtype=torch.bfloat16)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "settings"), SETTINGS)
 @pytest.mark.parametrize("tier", ["host", "disk"])
@@ -175,6 +176,7 @@ def test_what_a_step_writes_is_reported(tier: str, tmp_path: Path) -> None:
         assert handle.stats().spill_bytes == sum(block.nbytes for block in fetched(handle)) > 0
 
 
+@pytest.mark.core(kind=["files", "fused"])
 @pytest.mark.parametrize("kind", ["memory", "files", "fused", "foreach"])
 def test_ctrl_c_in_a_step(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes compute with what the homes hold then, also where their copies were there before."""
@@ -238,6 +240,7 @@ def test_what_a_step_wrote_is_checked(tmp_path: Path, counted: Counter[str]) -> 
             loss_of(model, TOKENS)
 
 
+@pytest.mark.core(tier="disk", kind="write")
 @pytest.mark.parametrize(
     ("tier", "kind", "pieces"),
     [

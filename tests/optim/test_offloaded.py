@@ -32,6 +32,7 @@ def train(net: nn.Module, optimizer: Any, steps: int, *, clip: float | None = No
         optimizer.zero_grad()
 
 
+@pytest.mark.core(clip=0.05)
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_homes_of_an_offloaded_model(emu_device: ModuleType, clip: float | None) -> None:
     """An offloaded model trains as with PyTorch's own optimizer, clipping inside ours and before theirs."""
@@ -160,7 +161,7 @@ def test_weights_of_an_offloaded_model_loaded_in_the_middle(emu_device: ModuleTy
     assert_equal(list(managed.parameters()), list(plain.parameters()))
 
 
-@pytest.mark.core(fraction=0.5)
+@pytest.mark.core(dtype=torch.bfloat16)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("optimizer_class", [AdamW, SGD, Lion, Adafactor])
 def test_parameters_on_the_device(emu_device: ModuleType, dtype: torch.dtype, optimizer_class: Any) -> None:

@@ -65,6 +65,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> li
     return begun
 
 
+@pytest.mark.core(dtype=torch.bfloat16)
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_forward_equals_none(

@@ -76,6 +76,7 @@ def test_state_dict_round_trip(name: str, settings: dict[str, Any], options: dic
     assert all(torch.equal(weight, twin) for weight, twin in zip(weights, others, strict=True))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("name", "settings"), inputs())
 def test_can_load_older_state_dict(name: str, settings: dict[str, Any], options: dict[str, Any]) -> None:
     """Checkpoints from before a setting existed, and from when "step" was a number."""

@@ -66,6 +66,7 @@ def test_three_quarters_of_the_bytes_are_read(compute_device: torch.device, tmp_
             )
 
 
+@pytest.mark.extended
 def test_packing_is_written_once(tmp_path: Path) -> None:
     model = frozen()
     with torch.no_grad():
@@ -110,6 +111,7 @@ def test_a_checkpoint_without_a_directory_is_read_as_it_is(tmp_path: Path) -> No
         assert passes(other, handle, want).packed_bytes == 0
 
 
+@pytest.mark.core(write="through data")
 @pytest.mark.parametrize("write", ["in place", "through data", "another tensor"])
 def test_what_is_written_to_homes_is_what_computes(compute_device: torch.device, write: str, tmp_path: Path) -> None:
     model = frozen()
@@ -150,6 +152,7 @@ class Drifting(nn.Linear):
         return y
 
 
+@pytest.mark.extended
 def test_what_the_model_writes_is_what_computes(compute_device: torch.device, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, plain = (
@@ -175,6 +178,7 @@ def test_what_the_model_writes_is_what_computes(compute_device: torch.device, tm
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
+@pytest.mark.extended
 def test_adapters_on_frozen_weights(compute_device: torch.device, tmp_path: Path) -> None:
     """Frozen layers come packed in forward and backward; what is trained never is."""
     torch.manual_seed(0)
@@ -200,6 +204,7 @@ def test_adapters_on_frozen_weights(compute_device: torch.device, tmp_path: Path
         assert handle.stats().packed_bytes > 0
 
 
+@pytest.mark.extended
 def test_weights_that_are_trained_are_not_packed(tmp_path: Path) -> None:
     model = frozen().requires_grad_(True)
     with torch.no_grad():
@@ -245,6 +250,7 @@ def test_not_packed_where_the_drive_is_faster(monkeypatch: pytest.MonkeyPatch, t
         assert stats.packed_bytes == stats.spill_bytes == 0
 
 
+@pytest.mark.extended
 def test_a_limited_pace_holds_for_what_was_packed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Copies are what is held back: so weights are unpacked before that, where else they go straight to the target."""
     unpacked: list[int] = []

@@ -119,6 +119,7 @@ def scale(model: nn.Sequential, factor: float, write: str) -> None:
             layer.weight.data = layer.weight.data * factor
 
 
+@pytest.mark.core(write="through data")
 @pytest.mark.parametrize("write", ["in place", "through data", "another tensor", "what was kept", "load_state_dict"])
 def test_what_is_written_is_used(device: torch.device, write: str) -> None:
     model = frozen()
@@ -140,6 +141,7 @@ def test_what_is_written_is_used(device: torch.device, write: str) -> None:
         assert stats.device_peak_bytes <= BUDGET
 
 
+@pytest.mark.extended
 def test_nothing_is_packed_while_its_memory_is_kept(device: torch.device) -> None:
     """Writes to it leave no trace."""
     model = frozen()
@@ -158,6 +160,7 @@ def test_nothing_is_packed_while_its_memory_is_kept(device: torch.device) -> Non
         assert kept[0].numel()
 
 
+@pytest.mark.extended
 def test_homes_that_travel_in_another_dtype(device: torch.device) -> None:
     model = frozen(torch.float32)
     with torch.no_grad():
@@ -183,6 +186,7 @@ def adapted() -> nn.Sequential:
     return nn.Sequential(*(Adapted(WIDTH) for _ in range(LAYERS)))
 
 
+@pytest.mark.extended
 def test_frozen_weights_with_trained_adapters_in_blocks_of_their_own(device: torch.device) -> None:
     plain, model = adapted(), adapted()
     ours = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -201,6 +205,7 @@ def test_frozen_weights_with_trained_adapters_in_blocks_of_their_own(device: tor
         assert torch.equal(bits(a), bits(b))
 
 
+@pytest.mark.extended
 def test_no_more_host_memory_is_taken_than_half_of_what_is_left(device: torch.device) -> None:
     model = frozen()
     with torch.no_grad():
@@ -249,6 +254,7 @@ def test_what_is_no_quicker_ends(device: torch.device, monkeypatch: pytest.Monke
         assert stats.onloads <= 3  # in a budget of four and a half blocks of six
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("wrong", ["bits", "error"])
 def test_a_kernel_that_does_not_work_is_not_used(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, wrong: str
@@ -283,6 +289,7 @@ def test_random_numbers_are_those_of_the_plain_run(device: torch.device) -> None
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.extended
 def test_what_comes_later_has_the_room_that_it_has_without_packing(device: torch.device) -> None:
     model = nn.ModuleList(frozen())
     model.forward = lambda x: [x := layer(x) for layer in list(model)[:LAYERS]][-1]  # type: ignore[method-assign]
@@ -311,6 +318,7 @@ class Calling(nn.Linear):
         return x
 
 
+@pytest.mark.extended
 def test_blocks_in_use_at_once_have_the_room_that_they_have_without_packing(device: torch.device) -> None:
     torch.manual_seed(0)
     layers = [Calling(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(8)]
@@ -372,6 +380,7 @@ def test_nobody_takes_host_memory_that_is_being_made(device: torch.device) -> No
             assert not ledger.take_spare("weights", LAYER_BYTES)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_after_an_interrupt_amid_a_load(device: torch.device, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """Where a kernel was submitted, and nobody had noted its end."""
@@ -400,6 +409,7 @@ def test_after_an_interrupt_amid_a_load(device: torch.device, monkeypatch: pytes
         assert stats.device_peak_bytes <= BUDGET
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("where", ["shutdown", "_drop"])
 def test_after_an_interrupt_amid_the_end(device: torch.device, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     model = frozen()
@@ -426,6 +436,7 @@ def test_after_an_interrupt_amid_the_end(device: torch.device, monkeypatch: pyte
         assert stats.device_peak_bytes <= BUDGET
 
 
+@pytest.mark.extended
 def test_trained_weights_cost_no_device_memory_and_thawed_ones_no_host_memory(device: torch.device) -> None:
     model = frozen()
     with torch.no_grad():
@@ -444,6 +455,7 @@ def test_trained_weights_cost_no_device_memory_and_thawed_ones_no_host_memory(de
         assert thawed.host_bytes < stats.host_bytes - 3 * LAYER_BYTES
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("count", [6, 9])
 def test_a_model_that_goes_without_remove(device: torch.device, count: int) -> None:
     """Nothing is unpacked any more where others have memory."""
@@ -461,6 +473,7 @@ def test_a_model_that_goes_without_remove(device: torch.device, count: int) -> N
     assert other.eq(7).all()
 
 
+@pytest.mark.extended
 @pytest.mark.emu("lazy", "random:0")
 @pytest.mark.parametrize("missing", ["what crossed is there", "the buffer is free", "what crossed before is unpacked"])
 def test_edge_11_pieces_take_turns(

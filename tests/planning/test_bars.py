@@ -17,6 +17,7 @@ KINDS = {
 }
 
 
+@pytest.mark.core(uneven=True)
 @pytest.mark.parametrize(
     "uneven", [pytest.param(False, id="even", marks=pytest.mark.extended), pytest.param(True, id="uneven")]
 )

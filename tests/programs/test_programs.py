@@ -10,7 +10,7 @@ COUNT = 15  # of each mode
 LEFT_OUT = {"disk": ("write_unnoticed",), "emulated": ("write_unnoticed",)}
 
 
-@pytest.mark.core(seed=list(range(8)))
+@pytest.mark.core(seed=list(range(4)))
 @pytest.mark.parametrize("seed", range(COUNT))
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "emulated"])
 def test_program(mode: str, seed: int) -> None:
@@ -25,7 +25,7 @@ def test_what_is_kept_of_a_parameter_stays_its_memory(seed: int) -> None:
     assert judge(program) is None
 
 
-@pytest.mark.core(seed=list(range(8)))
+@pytest.mark.core(seed=list(range(4)))
 @pytest.mark.emu("random:0")
 @pytest.mark.parametrize("seed", range(COUNT))
 def test_program_on_the_emulated_device(emu_device: object, seed: int) -> None:

@@ -218,6 +218,7 @@ def test_it_computes_from_packed_weights(kind: Kind, directory: Path, compute_de
             assert budget_bytes < stats.onload_bytes < 2.2 * bytes_of(model), "packed weights travel"
 
 
+@pytest.mark.extended
 def test_an_adapter_on_it_trains(kind: Kind, directory: Path, compute_device: torch.device) -> None:
     wanted = trained(kind, kind.load(directory, adapter=True).to(compute_device), compute_device)
     model = kind.load(directory, adapter=True)

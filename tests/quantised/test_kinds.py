@@ -80,12 +80,14 @@ def check_training(name: str, device: torch.device, disk: Path | None = None) ->
         assert stats.offload_bytes == STEPS * adapter_bytes, "gradients of adapters come back, and nothing else"
 
 
+@pytest.mark.core(on_disk=True)
 @pytest.mark.parametrize("on_disk", [False, True], ids=["host", "disk"])
 @pytest.mark.parametrize("name", list(KINDS))
 def test_inference_is_that_of_the_quantised_model(name: str, on_disk: bool, tmp_path: Path) -> None:
     check_inference(name, CPU, tmp_path if on_disk else None)
 
 
+@pytest.mark.core(on_disk=True)
 @pytest.mark.parametrize("on_disk", [False, True], ids=["host", "disk"])
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.trains])
 def test_adapters_train_beside_a_quantised_base(name: str, on_disk: bool, tmp_path: Path) -> None:

@@ -200,6 +200,7 @@ def test_a_pattern_for_a_weight_is_one_for_all_of_it(name: str) -> None:
         offload(kind.model(), resident=["*.base.nothing"])
 
 
+@pytest.mark.extended
 def test_a_block_with_packed_weights_is_compiled() -> None:
     kind = KINDS["bitsandbytes nf4"]
     plain, model = kind.model(), kind.model()
@@ -210,6 +211,7 @@ def test_a_block_with_packed_weights_is_compiled() -> None:
         assert torch.equal(model(kind.batch(CPU)), plain(kind.batch(CPU)))
 
 
+@pytest.mark.extended
 def test_a_compiled_block_with_packed_weights_gives_gradients() -> None:
     """bitsandbytes keeps a view of its weight for backward; in a graph it is autograd that keeps it, with our hooks."""
     kind = KINDS["bitsandbytes nf4"]

@@ -86,6 +86,7 @@ def packed_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
+@pytest.mark.core(tier="host")
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_a_quantised_directory_is_run_as_it_lies_there(directory: Path, tier: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {}
@@ -106,6 +107,7 @@ def test_a_quantised_directory_is_run_as_it_lies_there(directory: Path, tier: st
                 assert stats.host_peak_bytes <= packed_bytes(directory) // 2
 
 
+@pytest.mark.core(tier="disk")
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_adapters_train_on_a_quantised_directory(directory: Path, tier: str, tmp_path: Path) -> None:
     wanted = trained(with_adapters(plain(directory)))
@@ -125,6 +127,7 @@ def test_adapters_train_on_a_quantised_directory(directory: Path, tier: str, tmp
         assert tier == "host" or stats.fetch_bytes > 0
 
 
+@pytest.mark.extended
 def test_a_run_goes_on_from_its_checkpoint(directory: Path, tmp_path: Path) -> None:
     """Which has the adapters, the optimizer's state, and nothing of the base."""
 

@@ -77,6 +77,7 @@ def test_a_saved_run_is_shown_again(report: Report, tmp_path, capsys) -> None:
     assert len((tmp_path / "a.png").read_bytes()) > 10_000
 
 
+@pytest.mark.extended
 @pytest.mark.emu("lazy", "random:3")
 def test_the_same_run_takes_the_same_virtual_time(emu_device, slow_link, monkeypatch) -> None:
     """Whenever the machine lets threads run: the worker that adds up gradients is late, or who gave it work is."""
