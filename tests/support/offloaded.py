@@ -8,7 +8,7 @@ from torch import nn
 
 import headrace
 from headrace.memory.arena import aligned
-from tests.support.compare import Outcome
+from tests.support.compare import Outcome, assert_same
 from tests.support.held import weight_bytes
 
 Script = Callable[[nn.Module], Outcome]
@@ -100,6 +100,6 @@ def assert_exact(
     plain = script(make().to(device))
     model = make()
     handle = offload(model, device, share, **options)
-    script(model).assert_equals(plain)
+    assert_same(script(model), plain)
     assert_streamed(handle, model)
     return handle, model
