@@ -21,7 +21,8 @@ from typing import Any
 import hypothesis  # noqa: F401  # before anything is frozen: it looks for who holds the random numbers it is given
 import pytest
 
-pytest_plugins = ["emulator.fixtures", "tests.nursery"]
+pytest.register_assert_rewrite("tests.support")
+pytest_plugins = ["emulator.fixtures", "tests.support.nursery"]
 
 # Tests build their models from small configs: nothing may be looked up on the Hugging Face hub.
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import headrace
 from headrace.runtime.autograd import top_hooks
-from tests.activations.models import ROWS, SAVED_BYTES, WIDTH, Stack, assert_same, results, rows, step
+from tests.activations.models import ROWS, SAVED_BYTES, WIDTH, Stack, results, rows, step
+from tests.support.compare import assert_same
 
 WORDS = 2 * WIDTH  # the logits are twice what a layer saves
 

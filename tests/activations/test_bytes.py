@@ -5,8 +5,9 @@ import torch
 from torch import Tensor, nn
 
 import headrace
-from tests.activations.models import ROWS, SAVED_BYTES, Layer, Stack, assert_same, rows, step
-from tests.matrix.compare import Allocations
+from tests.activations.models import ROWS, SAVED_BYTES, Layer, Stack, rows, step
+from tests.support.compare import assert_same
+from tests.support.held import Allocations
 
 LAYERS = 12
 

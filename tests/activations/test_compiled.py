@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import headrace
-from tests.activations.models import SAVED_BYTES, Stack, assert_same, results, rows, step
+from tests.activations.models import SAVED_BYTES, Stack, results, rows, step
+from tests.support.compare import assert_same
 
 
 def compiled_layers() -> nn.Module:

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 import headrace
 from headrace.memory.disk import DiskStore
 from headrace.memory.ledger import Tier
-from tests.activations.models import SAVED_BYTES, Stack, assert_same, results, rows, step
+from tests.activations.models import SAVED_BYTES, Stack, results, rows, step
 from tests.activations.test_orders import ORDERS, Script
-from tests.matrix.compare import budget_bytes, to_device, train, weight_bytes
 from tests.matrix.models import CASES, Case
+from tests.support.compare import assert_same
+from tests.support.held import weight_bytes
+from tests.support.loops import train
+from tests.support.offloaded import budget_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 
@@ -36,13 +39,9 @@ HOST_BYTES = 5 * SAVED_BYTES  # of 12 and more
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_kind(case: Case, checkpointing: str, with_weights: bool, compute_device: torch.device, tmp_path: Path) -> None:
-    batches = [to_device(batch, compute_device) for batch in case.batches(3)]
+    batches = case.on(compute_device)
 
-    def forward(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        output = model(batch[0])
-        return output, case.loss(output, batch[1])
-
-    plain = train(case.build(checkpointing).to(compute_device), batches, forward)
+    plain = train(case.build(checkpointing).to(compute_device), batches, case.forward)
     model = case.build(checkpointing)
     settings: dict[str, Any] = {"min_bytes": 0, "device_memory": 0, "tier": "disk"}
     if with_weights:
@@ -58,7 +57,7 @@ def test_kind(case: Case, checkpointing: str, with_weights: bool, compute_device
         model.to(compute_device)
         activations = handle = headrace.offload_activations(model, **settings, host_memory="256KiB", disk=tmp_path)
     with handle:
-        train(model, batches, forward).assert_equals(plain)
+        assert_same(train(model, batches, case.forward), plain)
         assert activations is not None
         stats = activations.stats()
         assert stats.spill_bytes > 0

@@ -9,7 +9,8 @@ import headrace
 from headrace.memory.ledger import Tier
 from headrace.runtime.autograd import top_hooks
 from tests.activations.interrupts import Calls
-from tests.activations.models import SAVED_BYTES, Stack, assert_same, rows, step
+from tests.activations.models import SAVED_BYTES, Stack, rows, step
+from tests.support.compare import assert_same
 
 LAYERS = 6
 ROUNDS = 60

@@ -1,15 +1,14 @@
 """Is every kind of model exact with its activations on the host, with every checkpointing?"""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
 
 import headrace
 from tests.activations.plain import STEPS, plain_run
-from tests.matrix.compare import Allocations, is_counted, to_device, train
 from tests.matrix.models import CASES, CHECKPOINTING, Case
+from tests.support.compare import assert_same
+from tests.support.held import Allocations, is_counted
+from tests.support.loops import train
 
 
 @pytest.mark.core(checkpointing="non-reentrant")
@@ -25,17 +24,13 @@ def test_kind_with_adapters(compute_device: torch.device) -> None:
 
 
 def check(case: Case, checkpointing: str, training: str, compute_device: torch.device) -> None:
-    batches = [to_device(batch, compute_device) for batch in case.batches(STEPS)]
-
-    def forward(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        output = model(batch[0])
-        return output, case.loss(output, batch[1])
+    batches = case.on(compute_device, STEPS)
 
     plain, plain_bytes = plain_run(case.name, checkpointing, training, compute_device)
     model = case.build(checkpointing, training).to(compute_device)
     allocations = Allocations(compute_device)
     with headrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
-        train(model, batches, forward, after_forward=allocations.forward_done).assert_equals(plain)
+        assert_same(train(model, batches, case.forward, after_forward=allocations.forward_done), plain)
         stats, plan = handle.stats(), handle.plan
     assert plan is not None
     assert stats.offloads >= STEPS * len(plan.offloaded) > 0

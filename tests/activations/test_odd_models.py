@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import headrace
-from tests.activations.models import ROWS, SAVED_BYTES, WIDTH, assert_same, rows, step
+from tests.activations.models import ROWS, SAVED_BYTES, WIDTH, rows, step
+from tests.support.compare import assert_same
 
 
 class Between(nn.Module):

@@ -10,9 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 import headrace
 from headrace.runtime.autograd import top_hooks
-from tests.activations.models import SAVED_BYTES, Layer, Stack, assert_same, results, rows, step
+from tests.activations.models import SAVED_BYTES, Layer, Stack, results, rows, step
 from tests.activations.test_odd_models import Between
-from tests.matrix.compare import same, weight_bytes
+from tests.support.compare import assert_same, same
+from tests.support.held import weight_bytes
 
 EVERYTHING: dict[str, Any] = {"min_bytes": 0, "device_memory": 0}
 LAYERS = 8

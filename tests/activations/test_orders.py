@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import headrace
 from headrace.runtime.autograd import top_hooks
-from tests.activations.models import SAVED_BYTES, Layer, Stack, assert_same, results, rows, step
+from tests.activations.models import SAVED_BYTES, Layer, Stack, results, rows, step
+from tests.support.compare import assert_same
 
 Script = Callable[[nn.Module, torch.device, int], list[Tensor]]
 

@@ -12,6 +12,7 @@ import headrace
 from headrace.cli.report import tables
 from headrace.report import Report, RunRecord
 from tests.activations.models import Stack
+from tests.support.models import TanhLayer
 
 WIDTH = 512
 ROWS = 1024
@@ -21,13 +22,8 @@ FORWARD_SECONDS = 2 * ROWS * WIDTH * WIDTH / FLOPS_PER_SECOND  # of a layer
 SAVED_BYTES = ROWS * WIDTH * 4
 
 
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x))
+def wide() -> TanhLayer:
+    return TanhLayer(WIDTH, bias=False)
 
 
 def step_seconds(model: nn.Module, settled_after: int = 4, measured: int = 2, rows: int = ROWS) -> float:
@@ -66,8 +62,8 @@ def slow_link(emu_device: ModuleType) -> Any:
 @pytest.mark.parametrize("recompute", ["none", "non-reentrant"])
 def test_copies_no_slower_than_compute_cost_nothing(slow_link: Any, ratio: float, recompute: str) -> None:
     slow_link(ratio)
-    plain = step_seconds(Stack(LAYERS, Wide, recompute).to("emu"))
-    model = Stack(LAYERS, Wide, recompute).to("emu")
+    plain = step_seconds(Stack(LAYERS, wide, recompute).to("emu"))
+    model = Stack(LAYERS, wide, recompute).to("emu")
     with headrace.offload_activations(model, min_bytes=0) as handle:
         seconds = step_seconds(model)
         plan = handle.plan
@@ -84,7 +80,7 @@ def test_lengths_that_change_cost_nothing(slow_link: Any) -> None:
     steps = range(ROWS // 2, 2 * ROWS, ROWS // 6)
     seconds = []
     for offloads in (False, True):
-        model = Stack(LAYERS, Wide).to("emu")
+        model = Stack(LAYERS, wide).to("emu")
         handle = headrace.offload_activations(model, min_bytes=0) if offloads else None
         seconds.append([step_seconds(model, 0, 1, rows=rows) for rows in steps])
     assert handle is not None
@@ -98,8 +94,8 @@ def test_lengths_that_change_cost_nothing(slow_link: Any) -> None:
 @pytest.mark.emu("lazy")
 def test_slow_copies_leave_as_far_as_they_hide(slow_link: Any) -> None:
     slow_link(3.0)
-    plain = step_seconds(Stack(LAYERS, Wide).to("emu"))
-    model = Stack(LAYERS, Wide).to("emu")
+    plain = step_seconds(Stack(LAYERS, wide).to("emu"))
+    model = Stack(LAYERS, wide).to("emu")
     with headrace.offload_activations(model, min_bytes=0) as handle:
         seconds = step_seconds(model)
         plan = handle.plan
@@ -113,7 +109,7 @@ def test_slow_copies_leave_as_far_as_they_hide(slow_link: Any) -> None:
 def test_the_report_says_which_copy_was_waited_for(slow_link: Any, with_weights: bool, tmp_path: Path) -> None:
     slow_link(3.0)
     settings: dict[str, Any] = {"min_bytes": 0, "all_leave": True}
-    model = Stack(LAYERS, Wide)
+    model = Stack(LAYERS, wide)
     if with_weights:
         handle: Any = headrace.offload(model, device="emu", device_memory="1GiB", activations=settings)
     else:
@@ -151,7 +147,7 @@ def test_weights_over_the_same_link(slow_link: Any) -> None:
     budget = 4 * WIDTH * WIDTH * 4
     seconds = []
     for activations in (False, {"min_bytes": 0}):
-        model = Stack(LAYERS, Wide)
+        model = Stack(LAYERS, wide)
         with headrace.offload(
             model, device="emu", device_memory=budget, blocks=[model.layers], activations=activations
         ) as handle:

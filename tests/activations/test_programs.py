@@ -23,7 +23,8 @@ from headrace.memory.ledger import Tier
 from headrace.runtime.autograd import top_hooks
 from tests.activations.pieces import Made
 from tests.activations.programs import Program, plainly
-from tests.matrix.compare import allocated_bytes, is_counted, same
+from tests.support.compare import same
+from tests.support.held import allocated_bytes, is_counted
 
 PROGRAMS = int(os.environ.get("HEADRACE_PROGRAMS", "10"))
 FIRST = int(os.environ.get("HEADRACE_FIRST_PROGRAM", "0"))

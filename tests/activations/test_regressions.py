@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 import headrace
 from headrace.activations.stash import Stash
-from tests.activations.models import SAVED_BYTES, Layer, Stack, assert_same, rows, step
-from tests.matrix.compare import allocated_bytes
+from tests.activations.models import SAVED_BYTES, Layer, Stack, rows, step
+from tests.support.compare import assert_same
+from tests.support.held import allocated_bytes
 
 
 @pytest.mark.emu("threads", "lazy", "random:0", "random:1")

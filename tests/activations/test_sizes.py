@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import headrace
 from headrace.activations import book as book_module
-from tests.activations.models import SAVED_BYTES, Layer, Stack, assert_same, results, rows
-from tests.matrix.compare import allocated_bytes, is_counted
+from tests.activations.models import SAVED_BYTES, Layer, Stack, results, rows
+from tests.support.compare import assert_same
+from tests.support.held import allocated_bytes, is_counted
 
 LAYERS = 12
 CEILING_BYTES = 8 * SAVED_BYTES  # at least three of the largest: what is computed now cannot leave
@@ -178,7 +179,7 @@ def test_kinds_of_inputs_that_never_come_again_are_forgotten() -> None:
         assert len(book._known) <= 64
         assert len(book._similar) <= 64
         assert handle.stats().offload_bytes > 0
-    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+    assert_same(found, expected)
 
 
 def test_a_planner_that_fails_is_named_once_and_does_not_fail_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,4 +195,4 @@ def test_a_planner_that_fails_is_named_once_and_does_not_fail_the_step(monkeypat
         found = gradients(model, 3)
     assert len(told) == 1
     assert handle.plan is None
-    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+    assert_same(found, expected)

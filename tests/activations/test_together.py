@@ -9,10 +9,13 @@ from torch import Tensor, nn
 
 import headrace
 from headrace.optim import AdamW
-from tests.activations.models import SAVED_BYTES, Stack, assert_same, rows, step
-from tests.matrix.compare import budget_bytes, train, weight_bytes
+from tests.activations.models import SAVED_BYTES, Stack, rows, step
 from tests.matrix.test_peft import adapted, batches, forward
 from tests.matrix.test_transformers import built, llama, mixtral, text_inputs
+from tests.support.compare import assert_same
+from tests.support.held import weight_bytes
+from tests.support.loops import train
+from tests.support.offloaded import budget_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
@@ -42,7 +45,7 @@ def test_adapters(adapted_first: bool, with_weights: bool, compute_device: torch
     with handle:
         if not adapted_first:
             model = adapted(model)
-        train(model, batches(compute_device), forward).assert_equals(plain)
+        assert_same(train(model, batches(compute_device), forward), plain)
         assert activations.stats().offloads > 0
         assert activations.stats().host_held_bytes == 0
         with model.disable_adapter(), torch.no_grad():
@@ -89,7 +92,7 @@ def test_experts_of_transformers(with_weights: bool, compute_device: torch.devic
     model = built(mixtral)
     handle, activations = offloaded(model, compute_device, with_weights=with_weights)
     with handle:
-        train(model, many, forward).assert_equals(plain)
+        assert_same(train(model, many, forward), plain)
         stats = activations.stats()
     assert stats.recorded_forwards == 1
     assert stats.offloads > 0

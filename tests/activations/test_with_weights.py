@@ -1,16 +1,17 @@
 """Do activations and weights leave the device in the same step, over one link, and is every model exact?"""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import headrace
-from tests.activations.models import SAVED_BYTES, Stack, assert_same, rows, step
+from tests.activations.models import SAVED_BYTES, Stack, rows, step
 from tests.activations.plain import STEPS, plain_run
-from tests.matrix.compare import Allocations, budget_bytes, is_counted, to_device, train, weight_bytes
 from tests.matrix.models import CASES, CHECKPOINTING, Case
+from tests.support.compare import assert_same
+from tests.support.held import Allocations, is_counted, weight_bytes
+from tests.support.loops import train
+from tests.support.offloaded import budget_bytes
 
 
 @pytest.mark.core(checkpointing="non-reentrant")
@@ -27,11 +28,7 @@ def test_kind_with_adapters(checkpointing: str, compute_device: torch.device) ->
 
 
 def check(case: Case, checkpointing: str, training: str, compute_device: torch.device) -> None:
-    batches = [to_device(batch, compute_device) for batch in case.batches(STEPS)]
-
-    def forward(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        output = model(batch[0])
-        return output, case.loss(output, batch[1])
+    batches = case.on(compute_device, STEPS)
 
     plain, _ = plain_run(case.name, checkpointing, training, compute_device)
     after_forward: list[int] = []
@@ -46,7 +43,7 @@ def check(case: Case, checkpointing: str, training: str, compute_device: torch.d
             device_memory=budget_bytes(model, case.share),
             activations=activations,
         ) as handle:
-            train(model, batches, forward, after_forward=allocations.forward_done).assert_equals(plain)
+            assert_same(train(model, batches, case.forward, after_forward=allocations.forward_done), plain)
             stats = handle.stats()
             assert 0 < stats.device_peak_bytes <= stats.device_budget_bytes < weight_bytes(model)
             assert stats.onload_bytes > weight_bytes(model)

@@ -96,9 +96,3 @@ def run(
     finally:
         if handle is not None:
             handle.remove()
-
-
-def assert_equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
-    assert len(first) == len(second)
-    for index, (one, other) in enumerate(zip(first, second, strict=True)):
-        assert torch.equal(one, other), f"tensor {index}"

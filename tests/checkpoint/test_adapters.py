@@ -10,8 +10,8 @@ import transformers
 
 import headrace
 import headrace.optim
-from tests.checkpoint.runs import assert_equal
 from tests.checkpoint.test_other_programs import llama, train, values
+from tests.support.compare import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
@@ -66,7 +66,7 @@ def test_the_trainers_checkpoint_of_adapters(tmp_path: Path, settings: dict[str,
     extra = headrace.load(tmp_path / "checkpoint-2", model, optimizer)
     assert extra["trainer_state"]["global_step"] == 2
     assert len(optimizer.state) == len(trained)
-    assert_equal(values(model, optimizer), seen.values)
+    assert_same(values(model, optimizer), seen.values)
     handle.remove()
 
 
@@ -84,8 +84,8 @@ def test_one_adapter(tmp_path: Path, safe: bool, place: str) -> None:
     file = f"adapter_model.{'safetensors' if safe else 'bin'}"
     headrace.load(tmp_path / "lora" / (file if place == "file" else ""), model)
     wanted.load_adapter(tmp_path / "lora", "default")
-    assert_equal(values(model), values(wanted))
-    assert_equal(values(model), values(source))
+    assert_same(values(model), values(wanted))
+    assert_same(values(model), values(source))
 
 
 def test_several_adapters(tmp_path: Path) -> None:
@@ -93,12 +93,12 @@ def test_several_adapters(tmp_path: Path) -> None:
     source.save_pretrained(tmp_path / "all")
     assert {path.name for path in (tmp_path / "all").iterdir() if path.is_dir()} == {"fr", "de"}
     headrace.load(tmp_path / "all", model)
-    assert_equal(values(model), values(source))
+    assert_same(values(model), values(source))
     headrace.load(tmp_path / "all" / "de", other)
     wanted = peft.get_peft_model_state_dict(source, adapter_name="de")
     found = peft.get_peft_model_state_dict(other, adapter_name="de")
     assert found.keys() == wanted.keys()
-    assert_equal(list(found.values()), list(wanted.values()))
+    assert_same(list(found.values()), list(wanted.values()))
     with pytest.raises(headrace.CheckpointError, match="holds an adapter 'fr', and the model has"):
         headrace.load(tmp_path / "all", adapted("default", "de"))
 
@@ -111,7 +111,7 @@ def test_adapters_that_transformers_put_on(tmp_path: Path) -> None:
     source.save_pretrained(tmp_path / "lora")
     assert (tmp_path / "lora" / "adapter_model.safetensors").is_file()
     headrace.load(tmp_path / "lora", model)
-    assert_equal(values(model), values(source))
+    assert_same(values(model), values(source))
 
 
 def test_adapters_that_do_not_fit(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_adapters_that_do_not_fit(tmp_path: Path) -> None:
         headrace.CheckpointError, match=r"holds '[\w.]*k_proj.lora_A.weight'.*which the model does not have"
     ):
         headrace.load(tmp_path / "more", adapted())
-    assert_equal(values(more), before)
+    assert_same(values(more), before)
 
 
 def test_what_trains_beside_adapters_and_was_not_saved_is_told(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import headrace
 from headrace.checkpoint import writing
-from tests.checkpoint.runs import assert_equal, run
+from tests.checkpoint.runs import run
+from tests.support.compare import assert_same
 
 
 @pytest.fixture
@@ -42,9 +43,9 @@ def test_a_step_changes_nothing_that_is_being_saved(tmp_path: Path, place: str, 
         saving.wait()
         after = one.values()
         headrace.load(tmp_path / "step-2", one.model, one.optimizer)
-        assert_equal(one.values(), begun)
+        assert_same(one.values(), begun)
         one.step(3)
-        assert_equal(one.values(), after)
+        assert_same(one.values(), after)
 
 
 def test_training_does_not_wait_for_the_drive(tmp_path: Path, held_up: threading.Event) -> None:
@@ -58,7 +59,7 @@ def test_training_does_not_wait_for_the_drive(tmp_path: Path, held_up: threading
         held_up.set()
         saving.wait()
         headrace.load(tmp_path / "step-1", one.model, one.optimizer)
-        assert_equal(one.values(), begun)
+        assert_same(one.values(), begun)
         assert one.handle is not None
         assert one.handle.stats().saved_bytes == saving.nbytes > 0
         assert "checkpoints" in one.handle.report().to_text()
@@ -78,7 +79,7 @@ def test_optimizers_of_pytorch_wait_too(tmp_path: Path) -> None:
         saving.wait()
         again = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
         headrace.load(tmp_path / f"step-{number}", again)
-        assert_equal([p.detach() for p in again.parameters()], begun)
+        assert_same([p.detach() for p in again.parameters()], begun)
 
 
 def test_a_write_that_nobody_held_up_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ import torch
 
 import headrace
 from headrace.cli.main import main
-from tests.checkpoint.runs import Net, Run, assert_equal, run
+from tests.checkpoint.runs import Net, Run, run
+from tests.support.compare import assert_same
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def test_a_flipped_byte_anywhere_is_told(saved: tuple[Run, Path], name: str) -> 
     wanted = one.values()
     one.step()
     headrace.load(path, one.model, one.optimizer)
-    assert_equal(one.values(), wanted)
+    assert_same(one.values(), wanted)
 
 
 def test_a_flipped_byte_of_a_tensor_is_told_with_its_name(saved: tuple[Run, Path]) -> None:
@@ -70,7 +71,7 @@ def test_a_file_that_is_not_whole_is_told_before_anything_changes(
             file.truncate((path / name).stat().st_size + (1 if damage == "longer" else -1))
     with pytest.raises(headrace.CheckpointError, match=name.replace(".", r"\.")):
         headrace.load(path, one.model, one.optimizer)
-    assert_equal(one.values(), wanted)
+    assert_same(one.values(), wanted)
 
 
 class _Fault:
@@ -104,7 +105,7 @@ def test_a_drive_that_fails_leaves_the_checkpoint_of_before(
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["step-2"]
     one.step()  # nobody waits for what failed
     headrace.load(path, one.model, one.optimizer)
-    assert_equal(one.values(), wanted)
+    assert_same(one.values(), wanted)
 
 
 def test_what_cannot_be_written_to_is_told(saved: tuple[Run, Path], tmp_path: Path) -> None:

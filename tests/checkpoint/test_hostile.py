@@ -19,7 +19,8 @@ import headrace
 from headrace.checkpoint.manifest import MANIFEST, PIECE_BYTES
 from headrace.memory.disk.directory import StoreDirectory
 from headrace.memory.disk.torch_files import open_torch_file
-from tests.checkpoint.runs import Net, Run, assert_equal, run
+from tests.checkpoint.runs import Net, Run, run
+from tests.support.compare import assert_same
 
 WRITTEN = "it ran"
 
@@ -74,7 +75,7 @@ def refused(one: Run, path: Path, match: str, *, weights_may_be_loaded: bool = F
     with pytest.raises(headrace.CheckpointError, match=match):
         headrace.load(path, one.model, one.optimizer)
     if not weights_may_be_loaded:
-        assert_equal(one.values(), before)
+        assert_same(one.values(), before)
 
 
 def test_a_manifest_that_was_not_changed_loads(saved: tuple[Run, Path]) -> None:
@@ -84,7 +85,7 @@ def test_a_manifest_that_was_not_changed_loads(saved: tuple[Run, Path]) -> None:
     one.step()
     rewrite(path, lambda content: None)
     headrace.load(path, one.model, one.optimizer)
-    assert_equal(one.values(), wanted)
+    assert_same(one.values(), wanted)
 
 
 @pytest.mark.parametrize("name", ["extra.pt", "optimizer.pt"])

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tests.checkpoint.runs import run
-from tests.nursery import Nursery
+from tests.support.compare import assert_same
+from tests.support.nursery import Nursery
 
 pytestmark = pytest.mark.extended
 
@@ -71,7 +72,7 @@ def test_a_killed_run_goes_on(tmp_path: Path, nursery: Nursery, place: str, wait
             continue
         assert code == 0, child.errors  # it was at its end already
         ends += 1
-        assert all(map(torch.equal, torch.load(tmp_path / "values.pt"), wanted))
+        assert_same(torch.load(tmp_path / "values.pt"), wanted)
         left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
         assert left == sorted(f"step-{number}" for number in (STEPS - 1, STEPS)), "nothing else stays behind"
         shutil.rmtree(tmp_path / "checkpoints")

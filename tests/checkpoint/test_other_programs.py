@@ -15,7 +15,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import headrace
 import headrace.optim
-from tests.checkpoint.runs import Net, assert_equal, run
+from tests.checkpoint.runs import Net, run
+from tests.support.compare import assert_same
+from tests.support.loops import causal_loss, steps
 
 CONFIG = {
     "vocab_size": 96,
@@ -33,12 +35,8 @@ def llama(*, tied: bool = True, seed: int = 0) -> transformers.LlamaForCausalLM:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG, tie_word_embeddings=tied))
 
 
-def train(model: nn.Module, optimizer: Any, steps: int = 2) -> None:
-    for step in range(steps):
-        tokens = torch.arange(step, step + 24).view(2, 12)
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def train(model: nn.Module, optimizer: Any, count: int = 2) -> None:
+    steps(model, optimizer, [torch.arange(step, step + 24).view(2, 12) for step in range(count)], causal_loss)
 
 
 def values(model: nn.Module, optimizer: Any = None) -> list[torch.Tensor]:
@@ -53,7 +51,7 @@ def goes_on(path: Path, wanted: list[torch.Tensor], groups: Any = None) -> Any:
     handle = headrace.offload(model, device="cpu", device_memory="200KiB")
     optimizer = headrace.optim.AdamW(model.parameters() if groups is None else groups(model), lr=0.5)
     extra = headrace.load(path, model, optimizer)
-    assert_equal(values(model, optimizer), wanted)
+    assert_same(values(model, optimizer), wanted)
     handle.remove()
     return extra
 
@@ -74,7 +72,7 @@ def test_transformers_reads_ours(
     assert shards == 1 if shard_bytes is None else shards > 2
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "step-2")
     assert type(again) is transformers.LlamaForCausalLM
-    assert_equal(values(again), values(model))
+    assert_same(values(again), values(model))
     stock = torch.optim.AdamW(again.parameters(), lr=7.0, fused=True)
     stock.load_state_dict(torch.load(tmp_path / "step-2" / "optimizer.pt", mmap=True, weights_only=True))
     assert stock.param_groups[0]["lr"] == 1e-2
@@ -82,7 +80,7 @@ def test_transformers_reads_ours(
     train(again, stock)
     train(model, optimizer)
     handle.remove()
-    assert_equal(values(again, stock), values(model, optimizer))
+    assert_same(values(again, stock), values(model, optimizer))
 
 
 def test_a_mixture_of_experts_is_read_by_transformers(tmp_path: Path) -> None:
@@ -90,7 +88,7 @@ def test_a_mixture_of_experts_is_read_by_transformers(tmp_path: Path) -> None:
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**CONFIG, num_local_experts=4))
     headrace.save(tmp_path / "moe", model)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
-    assert_equal(values(again), values(model))
+    assert_same(values(again), values(model))
 
 
 def test_the_trainers_checkpoint(tmp_path: Path) -> None:
@@ -167,7 +165,7 @@ def test_files_of_torch_and_of_safetensors(tmp_path: Path) -> None:
     for name in ("weights.pt", "pretrained", "pretrained/model.safetensors"):
         again = llama(seed=2)
         headrace.load(tmp_path / name, again)
-        assert_equal(values(again), values(model))
+        assert_same(values(again), values(model))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -186,7 +184,7 @@ def test_distributed_checkpoints(tmp_path: Path, place: str, named: bool) -> Non
         other.step()
         other.optimizer.param_groups[0]["lr"] = 5.0
         headrace.load(tmp_path / "dcp", other.model, other.optimizer)
-        assert_equal(other.values(), wanted)
+        assert_same(other.values(), wanted)
         assert other.optimizer.param_groups[0]["lr"] == 1e-2
         other.step()
     with pytest.raises(headrace.CheckpointError, match="does not hold all weights"):

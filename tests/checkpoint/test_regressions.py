@@ -16,8 +16,9 @@ from torch import nn
 import headrace
 import headrace.optim
 from headrace.checkpoint import directory, files, writing
-from tests.checkpoint.runs import assert_equal, run
-from tests.nursery import Nursery
+from tests.checkpoint.runs import run
+from tests.support.compare import assert_same
+from tests.support.nursery import Nursery
 
 
 def small(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -49,7 +50,7 @@ def test_a_load_waits_for_the_checkpoint_that_is_being_written(tmp_path: Path, m
     headrace.load(tmp_path / "step-1", model, optimizer)
     again, _ = small(1)
     headrace.load(tmp_path / "step-2", again)
-    assert_equal([p.detach() for p in again.parameters()], wanted)
+    assert_same([p.detach() for p in again.parameters()], wanted)
 
 
 def test_every_part_of_a_model_that_is_offloaded_for_itself_is_loaded(tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_a_checkpoint_outlives_the_optimizer_that_is_being_saved(tmp_path: Path)
     assert model is not None
     with run("host", tmp_path / "other", seed=1) as other:
         headrace.load(tmp_path / "step-1", other.model, other.optimizer)
-        assert_equal(other.values(), wanted)
+        assert_same(other.values(), wanted)
 
 
 def test_what_failed_beside_training_is_told_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +288,7 @@ def test_a_crash_between_renames_loses_nothing(tmp_path: Path, monkeypatch: pyte
     again, _ = small(1)
     headrace.load(found, again)
     wanted = before if renames < 2 else [p.detach() for p in model.parameters()]
-    assert_equal([p.detach() for p in again.parameters()], wanted)
+    assert_same([p.detach() for p in again.parameters()], wanted)
     headrace.save(tmp_path / "step-1", model)
     with monkeypatch.context() as patch:
         patch.setattr(directory, "_exchanged", lambda *_: False)
@@ -386,9 +387,9 @@ def test_hooks_of_an_optimizers_state_dict_are_called(tmp_path: Path, kind: str)
     _, calls = with_hooks(another)
     headrace.load(tmp_path / "one", other, another)
     assert calls == ["note 3.0", "loaded"]
-    assert_equal([another.state[p]["momentum_buffer"] for p in other.parameters()], wanted)
+    assert_same([another.state[p]["momentum_buffer"] for p in other.parameters()], wanted)
     step(other, another)
-    assert_equal([p.detach() for p in other.parameters()], [p.detach() for p in model.parameters()])
+    assert_same([p.detach() for p in other.parameters()], [p.detach() for p in model.parameters()])
     narrow = other.to(torch.bfloat16)
     if kind != "torch":
         optimizer, _ = with_hooks(headrace.optim.SGD(narrow.parameters(), lr=0.1, momentum=0.9))

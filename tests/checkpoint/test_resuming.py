@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import headrace
-from tests.checkpoint.runs import Net, Run, assert_equal, run
+from tests.checkpoint.runs import Net, Run, run
+from tests.support.compare import assert_same
 
 PLACES = ("device", "host", "disk")
 KINDS = {
@@ -42,7 +43,7 @@ def test_a_run_goes_on_wherever_it_was(tmp_path: Path, optimizer: str, kind: str
             first.step(3)
             headrace.save(tmp_path / f"from-{place}-3", first.model, first.optimizer, extra={"place": place})
             first.step(3)  # saving changed nothing
-            assert_equal(first.values(), wanted)
+            assert_same(first.values(), wanted)
             assert_on_disk(place, first)
     for place, other in [(place, other) for place in PLACES for other in PLACES]:
         with run(other, tmp_path / f"{place}-{other}", optimizer, seed=1, **settings) as second:
@@ -50,7 +51,7 @@ def test_a_run_goes_on_wherever_it_was(tmp_path: Path, optimizer: str, kind: str
             extra = headrace.load(tmp_path / f"from-{place}-3", second.model, second.optimizer)
             assert extra == {"place": place}
             second.step(3)
-            assert_equal(second.values(), wanted)
+            assert_same(second.values(), wanted)
             assert_on_disk(other, second)
 
 
@@ -74,11 +75,11 @@ def test_plain_pytorch_and_headrace_go_on_from_each_other(tmp_path: Path, name: 
         ours.step(1)
         headrace.save(tmp_path / "ours-4", ours.model, ours.optimizer)
         ours.step(2)
-        assert_equal(ours.values(), whole.values())
+        assert_same(ours.values(), whole.values())
     back = plain()
     headrace.load(tmp_path / "ours-4", back.model, back.optimizer)
     back.step(2)
-    assert_equal(back.values(), whole.values())
+    assert_same(back.values(), whole.values())
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
@@ -150,4 +151,4 @@ def test_on_the_accelerator(tmp_path: Path, compute_device: torch.device, place:
             second.step()
             headrace.load(tmp_path / "half-3", second.model, second.optimizer)
             second.step(3)
-            assert_equal(second.values(), wanted)
+            assert_same(second.values(), wanted)

@@ -13,7 +13,8 @@ from torch import nn
 import headrace
 import headrace.optim
 from headrace.checkpoint import writing
-from tests.checkpoint.runs import assert_equal
+from tests.support.compare import assert_same
+from tests.support.models import linears
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def goes_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 @contextmanager
 def offloaded(place: str, disk: Path) -> Iterator[nn.Sequential]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+    model = linears(4, 128)
     tiers = {"host_memory": "160KiB", "disk": disk} if place == "disk" else {}
     handle = headrace.offload(model, device="cpu", device_memory="300KiB", blocks=list(model), **tiers)
     with torch.no_grad():
@@ -55,7 +56,7 @@ WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
 
 
 def loaded(path: Path) -> list[torch.Tensor]:
-    again = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+    again = linears(4, 128)
     headrace.load(path, again)
     return [p.detach() for p in again.parameters()]
 
@@ -72,7 +73,7 @@ def test_a_write_through_data_waits(tmp_path: Path, goes_on: threading.Event, pl
         saving.wait()
         assert goes_on.is_set()
         assert not torch.equal(model[0].get_parameter("weight"), begun[0])
-    assert_equal(loaded(tmp_path / "step-1"), begun)
+    assert_same(loaded(tmp_path / "step-1"), begun)
 
 
 @pytest.mark.parametrize("kind", ["load_state_dict", "mul_"])
@@ -92,7 +93,7 @@ def test_a_write_in_place_is_told(tmp_path: Path, goes_on: threading.Event, plac
         assert not (tmp_path / "step-1").exists()
         headrace.save(tmp_path / "step-1", model)
         wanted = [p.detach().clone() for p in model.parameters()]
-    assert_equal(loaded(tmp_path / "step-1"), wanted)
+    assert_same(loaded(tmp_path / "step-1"), wanted)
 
 
 @pytest.mark.parametrize("kind", ["the same", "a part", "around"])

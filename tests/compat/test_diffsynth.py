@@ -18,7 +18,9 @@ from torch import nn
 import headrace
 from headrace.compat import OffloadTrainingManager
 from headrace.compat.diffsynth import launch_data_process_task
-from tests.compat.models import Toy, Trained, run_steps
+from tests.compat.models import run_steps
+from tests.support.compare import assert_same
+from tests.support.models import Adapted, Toy, seeded
 
 pytestmark = pytest.mark.core(device="emu")
 
@@ -58,11 +60,6 @@ LAYER_BYTES = (64 * 64 + 64) * 4  # of a Toy
 INPUTS = torch.randn(6, 16, 64, generator=torch.Generator().manual_seed(0))  # (steps, batch, width)
 
 
-def build(make: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return make()
-
-
 def compare(
     make: Callable[[], nn.Module],
     device: torch.device,
@@ -77,21 +74,19 @@ def compare(
     The plain run's optimizer computes where the manager's does.
     """
     where = torch.device("cpu") if enable_optimizer_cpu_offload else device
-    plain = run_steps(build(make).to(where), list(inputs.to(where)), micro_batches=micro_batches)
-    model = build(make)
+    reference = seeded(make).to(where)
+    plain = run_steps(reference, list(inputs.to(where)), micro_batches=micro_batches)
+    model = seeded(make)
     manager = OffloadTrainingManager(model, device, enable_optimizer_cpu_offload, **options)
     on_device = list(inputs.to(device))
-    offloaded: Trained = run_steps(model, on_device, manager.after_backward, micro_batches=micro_batches)
-    offloaded.assert_equal(plain)
+    offloaded = run_steps(model, on_device, manager.after_backward, micro_batches=micro_batches)
+    assert_same(offloaded, plain)
+    assert [p.device for p in model.parameters()] == [p.device for p in reference.parameters()]
     stats = manager.handle.stats()
     travels = enable_optimizer_cpu_offload or not all(parameter.requires_grad for parameter in model.parameters())
     assert (stats.onload_bytes > 0) == travels
     assert travels * 1 <= stats.device_peak_bytes <= stats.device_budget_bytes
     return manager
-
-
-def weight_bytes(model: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def test_the_example_of_the_original_runs(device: torch.device, capsys: pytest.CaptureFixture[str]):
@@ -117,17 +112,8 @@ def test_full_training_is_exact(device: torch.device, recompute: bool, optimizer
 def adapted(*, recompute: bool = False) -> nn.Module:
     """A frozen Toy with a trainable adapter beside each layer."""
 
-    class Adapted(nn.Module):
-        def __init__(self, base: nn.Linear) -> None:
-            super().__init__()
-            self.base = base.requires_grad_(False)
-            self.down, self.up = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.base(x) + self.up(self.down(x))
-
     toy = Toy(recompute=recompute)
-    toy.layers = nn.ModuleList(Adapted(layer) for layer in toy.layers)
+    toy.layers = nn.ModuleList(Adapted(layer, 64, 4) for layer in toy.layers)
     return toy
 
 
@@ -150,7 +136,7 @@ def test_without_optimizer_offload_what_is_trained_stays_on_the_device_with_grad
     gc.collect()  # models of earlier tests
     torch.accelerator.synchronize()
     before = emulator.stats()["allocated_bytes"]
-    model = build(adapted)
+    model = seeded(adapted)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     manager = OffloadTrainingManager(model, "emu")
@@ -176,7 +162,7 @@ def test_without_optimizer_offload_what_is_trained_stays_on_the_device_with_grad
 
 def test_a_run_whose_adapters_stay_on_the_device_is_saved_and_goes_on(device: torch.device, tmp_path: Path):
     def begin() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = build(adapted)
+        model = seeded(adapted)
         OffloadTrainingManager(model, device)
         return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
@@ -200,7 +186,7 @@ def test_a_run_whose_adapters_stay_on_the_device_is_saved_and_goes_on(device: to
 
 
 def test_what_stayed_on_the_device_travels_for_another_manager_that_says_so(device: torch.device):
-    model = build(adapted)
+    model = seeded(adapted)
     OffloadTrainingManager(model, device).handle.remove()
     manager = OffloadTrainingManager(model, device, enable_optimizer_cpu_offload=True)
     model(INPUTS[0].to(device)).sum().backward()
@@ -210,7 +196,7 @@ def test_what_stayed_on_the_device_travels_for_another_manager_that_says_so(devi
 
 
 def test_the_dtype_of_what_stays_on_the_device_changes_with_the_model(device: torch.device):
-    model = build(adapted)
+    model = seeded(adapted)
     OffloadTrainingManager(model, device)
     model.to(torch.bfloat16)
     model(INPUTS[0].to(device, torch.bfloat16)).sum().backward()
@@ -221,7 +207,7 @@ def test_the_dtype_of_what_stays_on_the_device_changes_with_the_model(device: to
 
 
 def test_a_model_that_is_offloaded_already_is_left_as_it_is(device: torch.device):
-    model = build(adapted)
+    model = seeded(adapted)
     handle = headrace.offload(model, device=device)
     with pytest.raises(headrace.StateError, match="is offloaded already"):
         OffloadTrainingManager(model, device)
@@ -246,7 +232,7 @@ def test_weights_are_within_the_budget_at_every_moment(emulator: ModuleType, rec
         """Autograd's device thread lets go of the graph in its own time."""
         return any(held_bytes() <= limit or time.sleep(0.01) for _ in range(100))
 
-    model = build(lambda: Toy(recompute=recompute))
+    model = seeded(lambda: Toy(recompute=recompute))
     manager = OffloadTrainingManager(model, "emu", enable_optimizer_cpu_offload=True)
     budget = manager.handle.stats().device_budget_bytes
     x = INPUTS[0].to("emu")
@@ -267,7 +253,7 @@ def test_weights_are_within_the_budget_at_every_moment(emulator: ModuleType, rec
 # There, two loads for each step, three with recomputation
 @pytest.mark.parametrize("recompute", [False, True])
 def test_weights_arrive_before_they_are_needed_and_only_gradients_go_back(device: torch.device, recompute: bool):
-    model = build(lambda: Toy(recompute=recompute))
+    model = seeded(lambda: Toy(recompute=recompute))
     manager = OffloadTrainingManager(model, device, enable_optimizer_cpu_offload=True)
     run_steps(model, list(INPUTS[:3].to(device)), manager.after_backward)
     manager.handle.reset_stats()
@@ -282,7 +268,7 @@ def test_weights_arrive_before_they_are_needed_and_only_gradients_go_back(device
 
 # There, gradients stayed on the device until after_backward
 def test_gradients_are_on_the_host_when_backward_returns(device: torch.device):
-    model = build(Toy)
+    model = seeded(Toy)
     OffloadTrainingManager(model, device, enable_optimizer_cpu_offload=True)
     model(INPUTS[0].to(device)).sum().backward()
     assert {parameter.grad.device.type for parameter in model.parameters()} == {"cpu"}
@@ -358,7 +344,7 @@ def test_weights_used_by_a_parent_are_exact(device: torch.device):
 
 # There, state_dict() gave empty tensors, and load_state_dict() raised
 def test_state_can_be_read_and_loaded_at_any_time(device: torch.device):
-    model, other = build(Toy), Toy()
+    model, other = seeded(Toy), Toy()
     before = copy.deepcopy(model.state_dict())
     manager = OffloadTrainingManager(model, device, enable_optimizer_cpu_offload=True)
     x = INPUTS[0].to(device)
@@ -387,7 +373,7 @@ def test_the_memory_format_of_weights_is_kept(device: torch.device):
 
 
 def test_edits_of_frozen_weights_are_seen(device: torch.device):
-    model, edited = build(Toy).requires_grad_(False), build(Toy)
+    model, edited = seeded(Toy).requires_grad_(False), seeded(Toy)
     OffloadTrainingManager(model, device)
     x = INPUTS[0].to(device)
     model(x)
@@ -408,14 +394,15 @@ def test_after_an_exception_training_goes_on_exactly(device: torch.device):
                 raise ArithmeticError("on purpose")
             return super().layer(index, x)
 
-    plain = run_steps(build(Failing), list(INPUTS))
-    model = build(Failing)
+    plain = run_steps(seeded(Failing), list(INPUTS))
+    model = seeded(Failing)
     manager = OffloadTrainingManager(model, device, enable_optimizer_cpu_offload=True)
     model.fail = True
     with pytest.raises(ArithmeticError, match="on purpose"):
         model(INPUTS[0].to(device))
     model.fail = False
-    run_steps(model, list(INPUTS.to(device)), manager.after_backward).assert_equal(plain)
+    assert_same(run_steps(model, list(INPUTS.to(device)), manager.after_backward), plain)
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
 def test_gradients_accumulate_over_micro_batches(device: torch.device):
@@ -443,7 +430,7 @@ def test_the_first_of_two_stages_saves_what_the_model_makes_of_each_sample(
         return [{**sample, "caption": sample["caption"].to(device)} for sample in loader]
 
     accelerator = SimpleNamespace(device=device, process_index=0, prepare=on_device)
-    model, plain = build(Encoder), build(Encoder).to(device)
+    model, plain = seeded(Encoder), seeded(Encoder).to(device)
     samples = [{"caption": x, "name": str(index)} for index, x in enumerate(INPUTS)]
     launch_data_process_task(accelerator, samples, model, SimpleNamespace(output_path=tmp_path), 0, args)
     assert sorted(path.name for path in (tmp_path / "0").iterdir()) == [f"{index}.pth" for index in range(6)]

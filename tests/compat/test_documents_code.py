@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from headrace.compat.megatron import ConfigContainer, CPUOffloadConfig, apply, override
-from tests.activations.models import Stack, assert_same, results, rows, step
+from tests.activations.models import Stack, results, rows, step
+from tests.support.compare import assert_same
 
 pytestmark = pytest.mark.core(device="emu")
 

@@ -4,7 +4,6 @@ A comment that begins with "There" says what MindIE-SD's own function did in the
 """
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +13,8 @@ from torch import nn
 import headrace
 from headrace.compat import disable_offload, enable_offload, handle_of
 from tests.compat.models import run_steps
+from tests.support.compare import assert_same
+from tests.support.models import Layer, Stack, seeded
 
 pytestmark = pytest.mark.core(device="emu")
 
@@ -22,22 +23,15 @@ BLOCK_BYTES = 2 * (WIDTH * WIDTH + WIDTH) * 4
 INPUTS = torch.randn(4, 16, WIDTH, generator=torch.Generator().manual_seed(0))  # (steps, batch, width)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(x)))
-
-
 class Dit(nn.Module):
     """Something before, blocks in sequence, something after. `skip` names blocks that a step cache leaves out."""
 
     def __init__(self, count: int = 8) -> None:
         super().__init__()
         self.before = nn.Linear(WIDTH, WIDTH)
-        self.transformer_blocks = nn.ModuleList(Block() for _ in range(count))
+        self.transformer_blocks = nn.ModuleList(
+            Layer(WIDTH, WIDTH, norm=False, activation=nn.functional.gelu) for _ in range(count)
+        )
         self.after = nn.Linear(WIDTH, WIDTH)
         self.skip: frozenset[int] = frozenset()
 
@@ -47,11 +41,6 @@ class Dit(nn.Module):
             if index not in self.skip:
                 x = block(x)
         return self.after(x)
-
-
-def build(make: Callable[[], nn.Module] = Dit) -> Any:
-    torch.manual_seed(0)
-    return make()
 
 
 def stats_of(model: nn.Module) -> headrace.Stats:
@@ -65,8 +54,8 @@ def forward(model: nn.Module, device: torch.device, x: torch.Tensor = INPUTS[0])
 
 @pytest.mark.parametrize("reserved", [0, 1, 2, 3, 7])
 def test_inference_is_exact_and_the_peak_is_that_of_the_original(device: torch.device, reserved: int):
-    expected = [forward(build(), torch.device("cpu"), x) for x in INPUTS]
-    model = build()
+    expected = [forward(seeded(Dit), torch.device("cpu"), x) for x in INPUTS]
+    model = seeded(Dit)
     assert enable_offload(model, model.transformer_blocks, min_reserved_blocks_count=reserved) is None
     model.to(device)
     for x, output in zip(INPUTS, expected, strict=True):
@@ -80,7 +69,7 @@ def test_inference_is_exact_and_the_peak_is_that_of_the_original(device: torch.d
 
 
 def test_two_blocks_stay_unless_the_caller_says_otherwise(device: torch.device):
-    model, by_default = build(), build()
+    model, by_default = seeded(Dit), seeded(Dit)
     enable_offload(model, model.transformer_blocks, 2)
     enable_offload(by_default, by_default.transformer_blocks)
     assert stats_of(by_default).device_budget_bytes == stats_of(model).device_budget_bytes
@@ -89,10 +78,11 @@ def test_two_blocks_stay_unless_the_caller_says_otherwise(device: torch.device):
 # There, backward failed.
 @pytest.mark.parametrize("reserved", [0, 2])
 def test_training_is_exact(device: torch.device, reserved: int):
-    plain = run_steps(build(), list(INPUTS))
-    model = build()
+    plain = run_steps(seeded(Dit), list(INPUTS))
+    model = seeded(Dit)
     enable_offload(model, model.transformer_blocks, reserved)
-    run_steps(model, list(INPUTS.to(device))).assert_equal(plain)
+    assert_same(run_steps(model, list(INPUTS.to(device))), plain)
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
     stats = stats_of(model)
     assert stats.onload_bytes > 0
     assert stats.device_peak_bytes <= stats.device_budget_bytes
@@ -121,12 +111,12 @@ def test_errors_have_the_types_of_the_original(change: dict[str, Any], error: ty
 
 
 def test_a_second_call_that_fails_leaves_the_first_as_it_was(device: torch.device):
-    expected = forward(build(), torch.device("cpu"))
-    model = build()
+    expected = forward(seeded(Dit), torch.device("cpu"))
+    model = seeded(Dit)
     enable_offload(model, model.transformer_blocks, 3)
     with pytest.raises(ValueError, match="not a part of the model"):
         enable_offload(model, nn.ModuleList([nn.Linear(1, 1)] * 3))
-    reserved = build()
+    reserved = seeded(Dit)
     enable_offload(reserved, reserved.transformer_blocks, 3)
     assert stats_of(model).device_budget_bytes == stats_of(reserved).device_budget_bytes
     assert torch.equal(forward(model, device), expected)
@@ -142,7 +132,7 @@ def test_a_block_that_is_no_module_is_refused():
 
 # There, state_dict() had every block twice, once by another name.
 def test_the_model_keeps_its_names_and_its_attributes(device: torch.device):
-    model, plain = build(), build()
+    model, plain = seeded(Dit), seeded(Dit)
     attributes = set(vars(model))
     enable_offload(model, model.transformer_blocks)
     forward(model, device)
@@ -166,8 +156,8 @@ def test_two_lists_of_blocks_travel(device: torch.device):
                 x = x + block(x)
             return x
 
-    expected = forward(build(DoubleStream), torch.device("cpu"))
-    model = build(DoubleStream)
+    expected = forward(seeded(DoubleStream), torch.device("cpu"))
+    model = seeded(DoubleStream)
     enable_offload(model, model.transformer_blocks, 1)
     enable_offload(model, model.single_blocks, 2)
     for _ in range(3):
@@ -191,8 +181,8 @@ def test_weights_shared_between_blocks_are_exact(device: torch.device, sharing: 
             blocks[3].up.weight, blocks[3].down.weight = nn.Parameter(both[0]), nn.Parameter(both[1])
         return model
 
-    expected = forward(build(shared), torch.device("cpu"))
-    model = build(shared)
+    expected = forward(seeded(shared), torch.device("cpu"))
+    model = seeded(shared)
     enable_offload(model, model.transformer_blocks)
     for _ in range(3):
         assert torch.equal(forward(model, device), expected)
@@ -200,7 +190,7 @@ def test_weights_shared_between_blocks_are_exact(device: torch.device, sharing: 
 
 # There, a block that was skipped was an error when it came back, as with step caches.
 def test_blocks_may_be_skipped_and_come_back(device: torch.device):
-    model, plain = build(), build()
+    model, plain = seeded(Dit), seeded(Dit)
     enable_offload(model, model.transformer_blocks, 1)
     for skip in (set(), {3}, {2, 3, 7}, set(range(8)), {0}, set()):
         model.skip = plain.skip = frozenset(skip)
@@ -209,7 +199,7 @@ def test_blocks_may_be_skipped_and_come_back(device: torch.device):
 
 # There, weights that were merged after enabling were lost.
 def test_merged_weights_are_seen(device: torch.device):
-    model, plain = build(), build()
+    model, plain = seeded(Dit), seeded(Dit)
     enable_offload(model, model.transformer_blocks, 1)
     forward(model, device)
     for each in (model, plain):
@@ -222,9 +212,9 @@ def test_merged_weights_are_seen(device: torch.device):
 
 # There, offloading could not be undone.
 def test_offloading_can_be_disabled_and_enabled_again(device: torch.device):
-    model = build()
+    model = seeded(Dit)
     before = copy.deepcopy(model.state_dict())
-    expected = forward(build(), torch.device("cpu"))
+    expected = forward(seeded(Dit), torch.device("cpu"))
     for reserved in (0, 3):
         enable_offload(model, model.transformer_blocks, reserved)
         assert torch.equal(forward(model, device), expected)
@@ -239,39 +229,29 @@ def test_offloading_can_be_disabled_and_enabled_again(device: torch.device):
 
 
 def test_enabling_again_changes_the_count(device: torch.device):
-    model = build()
+    model = seeded(Dit)
     enable_offload(model, model.transformer_blocks, 3)
     with_three = stats_of(model).device_budget_bytes
     enable_offload(model, model.transformer_blocks, 1)
     assert stats_of(model).device_budget_bytes == with_three - 4 * BLOCK_BYTES
-    assert torch.equal(forward(model, device), forward(build(), torch.device("cpu")))
+    assert torch.equal(forward(model, device), forward(seeded(Dit), torch.device("cpu")))
 
 
 @pytest.mark.parametrize("width", [30, 75, 100])
 def test_one_block_of_any_size_has_room(device: torch.device, width: int):
     """Tensors lie at multiples of 256 bytes where they are not small, which counts for as much as it takes."""
 
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    model, x = Chain(), torch.ones(2, width)
+    model, x = Stack(nn.Linear(width, width) for _ in range(4)), torch.ones(2, width)
     expected = copy.deepcopy(model).to(device)(x.to(device))
-    enable_offload(model, model.blocks, 0)
+    enable_offload(model, model.layers, 0)
     assert torch.equal(model(x.to(device)), expected)
     disable_offload(model)
 
 
 # There, the only remedy for contention was to run at another time.
 def test_the_link_is_left_to_others_between_denoising_steps(device: torch.device):
-    expected = forward(build(), torch.device("cpu"))
-    model = build()
+    expected = forward(seeded(Dit), torch.device("cpu"))
+    model = seeded(Dit)
     enable_offload(model, model.transformer_blocks, 2)
     handle = handle_of(model)
     forward(model, device)

@@ -12,7 +12,8 @@ from headrace.compat import CPUOffloadConfig, get_cpu_offload_context
 from headrace.compat.megatron import apply
 from headrace.runtime.autograd import top_hooks
 from tests.activations.interrupts import Calls
-from tests.activations.models import SAVED_BYTES, Stack, assert_same, results, rows, step
+from tests.activations.models import SAVED_BYTES, Stack, results, rows, step
+from tests.support.compare import assert_same
 
 pytestmark = pytest.mark.core(device="emu")
 

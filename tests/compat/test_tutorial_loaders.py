@@ -25,6 +25,7 @@ from headrace.compat.tutorial import (
 )
 from headrace.compat.tutorial import unified as unified_module
 from headrace.compat.tutorial.compression import CompressionTrial, try_compression
+from tests.support.models import linears
 
 pytestmark = pytest.mark.core(device="emu")
 
@@ -37,7 +38,7 @@ def weights(count: int, dtype: torch.dtype = torch.float32, scale: float = 0.2) 
 
 
 def stack(count: int = 4) -> nn.Sequential:
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
+    model = linears(count, WIDTH)
     for layer, weight in zip(model, weights(count), strict=True):
         layer.weight.data.copy_(weight)
         layer.bias.data.fill_(0.5)
@@ -187,7 +188,7 @@ def test_packed_layers_are_offloaded_in_place(device: torch.device, tmp_path: Pa
     plain = stack()
     pack_layers_sequentially(plain, tmp_path / "layers.safetensors")
     with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        model = linears(4, WIDTH)
     headrace.offload(model, device=device, checkpoint=tmp_path / "layers.safetensors")
     with torch.no_grad():
         assert torch.equal(model(torch.ones(1, WIDTH)).cpu(), plain(torch.ones(1, WIDTH)))
@@ -264,7 +265,7 @@ def test_compression_is_used_where_it_pays(
     """Fewer bytes from the drive, and the same ones for compute; none are packed where break-even says no."""
     trial = CompressionTrial(pays, 1.5, 1e9, 1e9, 1e8)
     monkeypatch.setattr(unified_module, "try_compression", lambda tensor, directory: trial)
-    model = nn.Sequential(*(nn.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(3)))
+    model = linears(3, 256, bias=False, dtype=torch.bfloat16)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     size = model[0].weight.nbytes
     config = OffloadSystemConfig(

@@ -10,6 +10,7 @@ from torch import nn
 
 import headrace
 from headrace.compat.tutorial import CPUOffloadOptimizer, OffloadConfig
+from tests.support.loops import random_batches, steps
 
 pytestmark = pytest.mark.core(device="emu")
 
@@ -19,12 +20,8 @@ def small(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24), nn.Linear(24, 4)).to(dtype)
 
 
-def train(model: nn.Module, optimizer: Any, device: torch.device, steps: int = 5, dtype: Any = torch.float32) -> None:
-    for step in range(steps):
-        x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step)).to(device, dtype)
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
+def train(model: nn.Module, optimizer: Any, device: torch.device, count: int = 5, dtype: Any = torch.float32) -> None:
+    steps(model, optimizer, [batch.to(dtype) for batch in random_batches(count, 8, 24, device=device)])
     optimizer.synchronize()
 
 
@@ -148,10 +145,10 @@ def test_weights_that_were_loaded_later_count(device: torch.device) -> None:
     """The tutorial overwrites them with masters made before."""
     model = small(torch.bfloat16).to(device)
     optimizer = CPUOffloadOptimizer(model, lr=0.0, weight_decay=0.0)
-    train(model, optimizer, device, steps=1, dtype=torch.bfloat16)
+    train(model, optimizer, device, count=1, dtype=torch.bfloat16)
     loaded = {name: torch.full_like(value, 0.25) for name, value in model.state_dict().items()}
     model.load_state_dict(loaded)
-    train(model, optimizer, device, steps=1, dtype=torch.bfloat16)
+    train(model, optimizer, device, count=1, dtype=torch.bfloat16)
     assert all(torch.equal(value, loaded[name].cpu()) for name, value in state(model).items())
 
 
@@ -159,9 +156,9 @@ def test_checkpoints_and_schedules(device: torch.device) -> None:
     """The tutorial's is no torch.optim.Optimizer: no schedule takes it, and its state cannot be saved."""
     models = small().to(device), small().to(device)
     straight = CPUOffloadOptimizer(models[0], lr=1e-2)
-    train(models[0], straight, device, steps=3)
+    train(models[0], straight, device, count=3)
     first = CPUOffloadOptimizer(models[1], lr=1e-2)
-    train(models[1], first, device, steps=3)
+    train(models[1], first, device, count=3)
     saved = io.BytesIO()
     torch.save(first.state_dict(), saved)
     saved.seek(0)
@@ -170,7 +167,7 @@ def test_checkpoints_and_schedules(device: torch.device) -> None:
     assert again.step_count == 3
     for model, optimizer in zip(models, (straight, again), strict=True):
         torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        train(model, optimizer, device, steps=2)
+        train(model, optimizer, device, count=2)
     assert all(torch.equal(value, state(models[0])[name]) for name, value in state(models[1]).items())
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from headrace.compat.tutorial import (
     DoubleBufferedLoader,
@@ -16,6 +15,7 @@ from headrace.compat.tutorial import (
     TripleBufferedLoader,
     UnifiedOffloadManager,
 )
+from tests.support.models import linears
 
 WIDTH, ROWS, LAYERS = 256, 4096, 16
 LAYER_BYTES = WIDTH * WIDTH * 4
@@ -71,7 +71,7 @@ def triple(x: Any) -> None:
 
 
 def overlapped(x: Any) -> None:
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    model = linears(LAYERS, WIDTH, bias=False)
     for parameter in model.parameters():
         parameter.data = parameter.data.pin_memory()
     offloader = OverlappedOffloader(model, "emu")
@@ -80,7 +80,7 @@ def overlapped(x: Any) -> None:
 
 
 def managed(x: Any) -> None:
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    model = linears(LAYERS, WIDTH, bias=False)
     config = OffloadSystemConfig(3 * LAYER_BYTES, 1 << 30, offload_parameters=True, prefetch_count=1)
     manager = UnifiedOffloadManager(model, config)
     for name in manager.tiers.names:

@@ -19,6 +19,7 @@ from headrace.compat.tutorial import (
     UnifiedOffloadManager,
 )
 from headrace.memory.ledger import Tier
+from tests.support.models import linears
 
 pytestmark = pytest.mark.core(device="emu")
 
@@ -29,7 +30,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 def layers(count: int = 6) -> nn.Sequential:
     generator = torch.Generator().manual_seed(3)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
+    model = linears(count, WIDTH, bias=False)
     for parameter in model.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 16)
     return model

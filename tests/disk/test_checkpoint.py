@@ -21,6 +21,7 @@ from headrace.memory.disk import Checkpoint
 from headrace.memory.disk.extent import PIECE_BYTES
 from headrace.memory.disk.safetensors_header import DTYPES
 from headrace.memory.ledger import Ledger, Tier
+from tests.support.compare import same
 
 WRITABLE = list(DTYPES.values())
 READABLE = [dtype for dtype in WRITABLE if dtype not in (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)]
@@ -43,21 +44,14 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torc
     return raw.to(torch.uint8).view(dtype).view(shape)
 
 
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    def raw(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.contiguous().flatten().view(torch.uint8)
-
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(raw(a), raw(b))
-
-
 def check_equal(path: Path, expected: dict[str, torch.Tensor]) -> None:
     with opened(path) as checkpoint:
         assert checkpoint.records.keys() == expected.keys()
         destinations = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
         checkpoint.read(destinations).synchronize()
         for name, tensor in expected.items():
-            assert same_bytes(destinations[name], tensor), name
-            assert same_bytes(checkpoint.tensor(name), tensor), name
+            assert same(destinations[name], tensor), name
+            assert same(checkpoint.tensor(name), tensor), name
 
 
 @settings(max_examples=60, deadline=None)
@@ -99,7 +93,7 @@ def test_large_tensors_and_many_small_ones(tmp_path: Path) -> None:
     with opened(tmp_path) as checkpoint:
         two = {name: torch.empty_like(tensors[name]) for name in ("norm.7", "z")}
         checkpoint.read(two).synchronize()
-        assert all(same_bytes(two[name], tensors[name]) for name in two)
+        assert all(same(two[name], tensors[name]) for name in two)
 
 
 def test_the_bytes_of_one_place_go_to_any_memory(tmp_path: Path) -> None:
@@ -314,7 +308,7 @@ def test_a_changed_byte_is_refused_or_read_as_the_library_does(
         assert found is None or any(tensor.dtype not in READABLE for tensor in found.values())
     elif found is not None:
         assert found.keys() == expected.keys()
-        assert all(same_bytes(found[name], expected[name]) for name in found)
+        assert all(same(found[name], expected[name]) for name in found)
 
 
 def test_a_shard_that_changes_while_it_is_used(tmp_path: Path) -> None:

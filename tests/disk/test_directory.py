@@ -10,7 +10,7 @@ from headrace.errors import DiskError, StateError
 from headrace.memory.disk import DiskStore
 from headrace.memory.disk.directory import StoreDirectory
 from headrace.memory.ledger import Ledger
-from tests.nursery import Child, Nursery
+from tests.support.nursery import Child, Nursery
 
 HOLD = """
 import os, signal, sys, torch

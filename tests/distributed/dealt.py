@@ -25,11 +25,9 @@ import headrace
 from headrace import RankError, StateError, optim
 from headrace.optim.reduced import Reduced
 from headrace.runtime.ranks import Ranks
-from tests.distributed.programs import LIMIT, _mesh, ranks, run, same, sharded
+from tests.distributed.programs import LIMIT, _mesh, same, sharded
 from tests.distributed.programs import Model as Sharded
 from tests.optim.references import ReferenceLion
-
-__all__ = ["ranks", "run"]
 
 STEPS = 4
 

@@ -24,7 +24,8 @@ from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.device_sums import DeviceSums
 from headrace.weights.movement.gathering import Gathers
 from headrace.weights.movement.node_gradients import Round
-from tests.distributed.meshed import Model, batch, cpu_mesh, expert_of, offloaded, same_gradients, same_weights
+from tests.distributed.meshed import Model, batch, cpu_mesh, expert_of, offloaded, same_gradients
+from tests.support.compare import assert_same_weights
 
 
 def sharded(model: nn.Module) -> nn.Module:
@@ -82,7 +83,7 @@ def steps_are_those_of_fsdp(kind: dict[str, Any], device: str, settings: dict[st
             model(batch(rank, number)).backward()
             mine.step()
             mine.zero_grad()
-        same_weights(model, single)
+        assert_same_weights(model, single)
 
 
 def bytes_over_the_link(device: str) -> None:
@@ -233,7 +234,7 @@ def reads_from_disk(directory: str, device: str, trains_all: bool) -> None:
         stats, store = handle.stats(), handle._shelf.store
         read = read_bytes() - before
         if world == 2:
-            same_weights(model, single)
+            assert_same_weights(model, single)
         assert store is not None
         assert stats.demand_onloads == 0
         loads, part = sum(map(bool, gathered)), sum(gathered) / world
@@ -358,7 +359,7 @@ def ranks_that_go_their_own_ways(device: str) -> None:
             for optimizer in (mine, theirs):
                 optimizer.step()
                 optimizer.zero_grad()
-        same_weights(model, single)
+        assert_same_weights(model, single)
         assert handle.stats().demand_onloads == 0
 
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import headrace
 from headrace import Offloaded, RankError, StateError, optim
+from tests.support.compare import assert_same_weights
 
 WIDTH, LAYERS = 64, 6
 LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
@@ -153,7 +154,7 @@ def steps_are_those_of_one_process(
             assert mine.last_grad_norm == theirs.last_grad_norm
             mine.zero_grad()
             theirs.zero_grad()
-        same_weights(model, single)
+        assert_same_weights(model, single)
         held = torch.tensor([mine.held_bytes()])
         if not kind.get("experts"):  # which have state when they were used
             largest = max(parameter.numel() for parameter in model.parameters())
@@ -162,7 +163,7 @@ def steps_are_those_of_one_process(
         assert int(held) == theirs.held_bytes()
         assert handle.stats().steps == 5
         if name == "AdamW" and dtype == "float32" and not settings:
-            same_weights(model, stock(kind))
+            assert_same_weights(model, stock(kind))
 
 
 def what_hooks_and_closures_write_counts() -> None:
@@ -191,7 +192,7 @@ def what_hooks_and_closures_write_counts() -> None:
             for optimizer in (mine, theirs):
                 optimizer.step()
                 optimizer.zero_grad()
-        same_weights(model, single)
+        assert_same_weights(model, single)
 
 
 def what_layers_write_counts() -> None:
@@ -210,7 +211,7 @@ def what_layers_write_counts() -> None:
                 one(batch(0, number)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            same_weights(model, single)
+            assert_same_weights(model, single)
         model(batch(rank, 5)).square().mean().backward()
         with pytest.raises(StateError, match="block '0' were written"):
             model(batch(rank, 6))
@@ -286,11 +287,6 @@ def stock(kind: dict[str, Any]) -> nn.Module:
         optimizer.step()
         optimizer.zero_grad()
     return model
-
-
-def same_weights(model: nn.Module, other: nn.Module) -> None:
-    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(one, two), name
 
 
 def saved(directory: str, steps: int) -> None:

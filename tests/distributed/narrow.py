@@ -14,11 +14,11 @@ from tests.distributed.meshed import (
     expert_of,
     offloaded,
     same_gradients,
-    same_weights,
     same_weights_as,
     train_by,
 )
 from tests.distributed.on_disk import on_disk, whole
+from tests.support.compare import assert_same_weights
 
 
 def steps_are_those_of_one_process(
@@ -68,7 +68,7 @@ def steps_are_those_of_one_process(
             theirs.zero_grad()
             if number == 0:
                 first_bytes = handle.stats().onload_bytes
-        same_weights(model, single)
+        assert_same_weights(model, single)
         assert all(parameter.dtype == home for parameter in model.parameters())
         stats = handle.stats()
         if way == "own" and not kind:
@@ -133,4 +133,4 @@ def goes_on(directory: str) -> None:
                 ((world if one == 0 else 0) * single(batch(0, number)) / world).backward()
             theirs.step()
             theirs.zero_grad()
-        same_weights(model, single)
+        assert_same_weights(model, single)

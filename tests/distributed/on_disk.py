@@ -19,11 +19,11 @@ from tests.distributed.meshed import (
     expert_of,
     offloaded,
     same_gradients,
-    same_weights,
     same_weights_as,
     steps_until_a_rank_is_gone,
     train_by,
 )
+from tests.support.compare import assert_same_weights
 
 WIDE, LAYER_BYTES = 512, 4 * 512 * 513
 STAGING_BYTES = 900 * 2**10  # for each rank: less than a layer beside what fetches pass through
@@ -80,7 +80,7 @@ def steps_are_those_of_one_process(
             assert mine.last_grad_norm == theirs.last_grad_norm
             mine.zero_grad()
             theirs.zero_grad()
-        same_weights(model, single)
+        assert_same_weights(model, single)
         stats = handle.stats()
         assert stats.fetch_bytes > 0
         assert whole(stats.host_peak_bytes) <= host_bytes * world
@@ -109,7 +109,7 @@ def activations_rest_there(directory: str, device: str, onload: str) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         if world == 2:
-            same_weights(model, single)
+            assert_same_weights(model, single)
         assert handle.activations is not None
         stats, own = handle.activations.stats(), handle._shelf.private_store("activations")
         assert own is not None
@@ -170,7 +170,7 @@ def what_users_do(directory: str) -> None:
             loss = model(batch(rank, number))
             assert torch.equal(loss, plain(batch(rank, number)))
             loss.backward()
-        same_weights(model, plain)
+        assert_same_weights(model, plain)
         clipped = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         assert clipped > 0
         model.zero_grad()
@@ -182,7 +182,7 @@ def what_users_do(directory: str) -> None:
                 for number in range(2):
                     assert torch.equal(model(batch(rank, number)), plain(batch(rank, number)))
         assert torch.equal(model(batch(rank, 1)), plain(batch(rank, 1)))
-        same_weights(model, plain)
+        assert_same_weights(model, plain)
         child = os.fork()
         if child == 0:
             os._exit(looked_at(model, plain))
@@ -208,7 +208,7 @@ def what_users_do(directory: str) -> None:
 
 def looked_at(model: nn.Module, plain: nn.Module) -> int:
     """In a process that was forked: homes can be read, passes and steps are refused."""
-    same_weights(model, plain)
+    assert_same_weights(model, plain)
     with pytest.raises(StateError, match="forked"):
         model(batch(0, 0))
     with pytest.raises(StateError, match="forked"):
@@ -270,7 +270,7 @@ def frozen_weights_stay_in_their_checkpoint(directory: str) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             model.state_dict()  # a look is no write
-        same_weights(model, single)
+        assert_same_weights(model, single)
         stats = handle.stats()
         assert stats.fetch_bytes > 0
         assert 0 < whole(stats.disk_bytes) < 3 * 2**14 + 4 * 2**14  # of what is trained, and its gradients

@@ -1,10 +1,6 @@
 """What the ranks of these tests run: each function is one program, which raises where something is wrong."""
 
 import copy
-import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +20,6 @@ from headrace import LayoutError, StateError, optim
 from headrace.compat import HybridDeviceOptimizer
 
 STEPS, LIMIT = 5, 0.05
-
-
-@contextmanager
-def ranks(file: Path, world_size: int, rank: int) -> Iterator[None]:
-    """One rank of a group that meets at `file`."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = distributed.FileStore(str(file), world_size)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    yield
-    distributed.barrier()
-    distributed.destroy_process_group()
 
 
 class Model(nn.Module):
@@ -304,11 +288,3 @@ def eight_bits() -> None:
     assert not torch.equal(model.weight.to_local(), before)  # type: ignore[operator, union-attr]
     with pytest.raises(LayoutError, match=r"'exp_avg_8bit' has the shape .* use another state_dtype"):
         optimizer.state_dict()
-
-
-def run(program: Callable[..., None], *arguments: Any) -> None:
-    """`program` on this rank, which the process was started as."""
-    file, world_size, rank = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    with ranks(file, world_size, rank):
-        program(*arguments)
-    print("done")

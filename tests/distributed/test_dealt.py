@@ -4,26 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.nursery import Nursery
+from tests.support.nursery import Nursery, run_ranks
 
 pytestmark = pytest.mark.core(world_size=2)
-
-
-def run(nursery: Nursery, directory: Path, world_size: int, call: str) -> None:
-    """Every rank runs that call of tests/distributed/dealt.py."""
-    code = f"import torch\nfrom pathlib import Path\nfrom tests.distributed import dealt as p\np.run({call})"
-    file = directory / f"store-{len(list(directory.iterdir()))}"
-    ranks = [nursery.start(code, file, world_size, rank) for rank in range(world_size)]
-    for one in ranks:
-        assert one.read_rest() == "done\n", "\n".join(other.errors for other in ranks)
-        assert one.wait() == 0, one.errors
 
 
 @pytest.mark.core(name=["AdamW", "Adafactor"])
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Lion", "Adafactor"])
 def test_replicas_step_as_the_stock_optimizer(nursery: Nursery, tmp_path: Path, name: str, world_size: int) -> None:
-    run(nursery, tmp_path, world_size, f"p.steps_are_those_of_stock, {name!r}")
+    run_ranks(nursery, tmp_path, world_size, f"dealt.steps_are_those_of_stock, {name!r}")
 
 
 @pytest.mark.core(settings="{'max_grad_norm': 0.01}")
@@ -45,23 +35,23 @@ def test_replicas_step_as_one_process(
     for number in (0, 1):
         (tmp_path / f"disk-{number}").mkdir()
     place = repr(str(tmp_path / "disk")) if disk else None
-    run(nursery, tmp_path, 2, f"p.as_in_one_process, {name!r}, torch.{dtype}, {settings}, {place}, 4")
+    run_ranks(nursery, tmp_path, 2, f"dealt.as_in_one_process, {name!r}, torch.{dtype}, {settings}, {place}, 4")
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_gradients_are_at_their_owners(nursery: Nursery, tmp_path: Path, name: str, world_size: int) -> None:
-    run(nursery, tmp_path, world_size, f"p.gradients_are_at_their_owners, {name!r}")
+    run_ranks(nursery, tmp_path, world_size, f"dealt.gradients_are_at_their_owners, {name!r}")
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_gradients_leave_together(nursery: Nursery, tmp_path: Path, world_size: int) -> None:
-    run(nursery, tmp_path, world_size, "p.neighbours_leave_together")
+    run_ranks(nursery, tmp_path, world_size, "dealt.neighbours_leave_together")
 
 
 @pytest.mark.parametrize("program", ["more_ranks_than_parameters", "large_tensors"])
 def test_four_ranks(nursery: Nursery, tmp_path: Path, program: str) -> None:
-    run(nursery, tmp_path, 4, f"p.{program}")
+    run_ranks(nursery, tmp_path, 4, f"dealt.{program}")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +75,7 @@ def test_four_ranks(nursery: Nursery, tmp_path: Path, program: str) -> None:
     ],
 )
 def test_two_ranks(nursery: Nursery, tmp_path: Path, program: str) -> None:
-    run(nursery, tmp_path, 2, f"p.{program}")
+    run_ranks(nursery, tmp_path, 2, f"dealt.{program}")
 
 
 @pytest.mark.parametrize("program", ["a_rank_stays_away", "a_backward_raises"])
@@ -101,9 +91,9 @@ def test_a_rank_that_takes_no_step(nursery: Nursery, tmp_path: Path, program: st
 @pytest.mark.parametrize(("name", "dtype"), [("AdamW", "float32"), ("AdamW", "bfloat16"), ("Adafactor", "float32")])
 def test_consolidated_states(nursery: Nursery, tmp_path: Path, name: str, dtype: str) -> None:
     path = f"Path({str(tmp_path)!r})"
-    run(nursery, tmp_path, 2, f"p.consolidated, {path}, {name!r}, torch.{dtype}")
+    run_ranks(nursery, tmp_path, 2, f"dealt.consolidated, {path}, {name!r}, torch.{dtype}")
     for world_size in (1, 3):
-        run(nursery, tmp_path, world_size, f"p.continued, {path} / 'saved.pt', {name!r}, torch.{dtype}")
+        run_ranks(nursery, tmp_path, world_size, f"dealt.continued, {path} / 'saved.pt', {name!r}, torch.{dtype}")
 
 
 @pytest.mark.core(disk=True)
@@ -111,7 +101,7 @@ def test_consolidated_states(nursery: Nursery, tmp_path: Path, name: str, dtype:
 def test_checkpoints(nursery: Nursery, tmp_path: Path, name: str, disk: bool) -> None:
     for rank in range(2):
         (tmp_path / f"disk-{rank}").mkdir()
-    run(nursery, tmp_path, 2, f"p.saved_by_headrace, Path({str(tmp_path)!r}), {name!r}, {disk}")
+    run_ranks(nursery, tmp_path, 2, f"dealt.saved_by_headrace, Path({str(tmp_path)!r}), {name!r}, {disk}")
 
 
 @pytest.mark.core(dtype="bfloat16")
@@ -119,9 +109,9 @@ def test_checkpoints(nursery: Nursery, tmp_path: Path, name: str, disk: bool) ->
 def test_distributed_checkpoints(nursery: Nursery, tmp_path: Path, name: str, dtype: str) -> None:
     """Saved by two ranks, resumed by these, by one and by three, with and without a mesh."""
     path = f"Path({str(tmp_path)!r})"
-    run(nursery, tmp_path, 2, f"p.saved_by_dcp, {path}, {name!r}, torch.{dtype}")
+    run_ranks(nursery, tmp_path, 2, f"dealt.saved_by_dcp, {path}, {name!r}, torch.{dtype}")
     for world_size in (1, 3):
-        run(nursery, tmp_path, world_size, f"p.resumed_by_dcp, {path}, {name!r}, torch.{dtype}")
+        run_ranks(nursery, tmp_path, world_size, f"dealt.resumed_by_dcp, {path}, {name!r}, torch.{dtype}")
 
 
 @pytest.mark.core(offload=True)
@@ -132,8 +122,8 @@ def test_matrices_step_as_whole_ones(
     nursery: Nursery, tmp_path: Path, name: str, world_size: int, offload: bool
 ) -> None:
     settings = "{'max_grad_norm': 0.01}" if offload else "{}"
-    call = f"p.matrices_step_as_whole_ones, {name!r}, ({world_size},), {offload}, torch.float32, {settings}, None"
-    run(nursery, tmp_path, world_size, call)
+    call = f"dealt.matrices_step_as_whole_ones, {name!r}, ({world_size},), {offload}, torch.float32, {settings}, None"
+    run_ranks(nursery, tmp_path, world_size, call)
 
 
 @pytest.mark.core(name="Muon")
@@ -141,29 +131,29 @@ def test_matrices_step_as_whole_ones(
 def test_narrow_matrices(nursery: Nursery, tmp_path: Path, name: str) -> None:
     """On four ranks in two replicas; with masters; and on disk."""
     for part in ("(2, 2), False, torch.float32, {}, None", "(4,), True, torch.bfloat16, {}, None"):
-        run(nursery, tmp_path, 4, f"p.matrices_step_as_whole_ones, {name!r}, {part}")
+        run_ranks(nursery, tmp_path, 4, f"dealt.matrices_step_as_whole_ones, {name!r}, {part}")
     places = [tmp_path / f"disk-{number}-{rank}" for number in (0, 1) for rank in (0, 1)]
     for place in places:
         place.mkdir()
     disk = str(tmp_path / "disk")
     part = f"(2,), False, torch.bfloat16, {{}}, {disk!r}"
-    run(nursery, tmp_path, 2, f"p.matrices_step_as_whole_ones, {name!r}, {part}")
+    run_ranks(nursery, tmp_path, 2, f"dealt.matrices_step_as_whole_ones, {name!r}, {part}")
 
 
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
 def test_tensor_parallel_matrices(nursery: Nursery, tmp_path: Path, name: str) -> None:
-    run(nursery, tmp_path, 2, f"p.tensor_parallel_matrices, {name!r}")
+    run_ranks(nursery, tmp_path, 2, f"dealt.tensor_parallel_matrices, {name!r}")
 
 
 @pytest.mark.core(name="Muon")
 @pytest.mark.parametrize(("name", "dtype"), [("Muon", "float32"), ("Adafactor", "bfloat16")])
 def test_checkpoints_of_matrices(nursery: Nursery, tmp_path: Path, name: str, dtype: str) -> None:
     path = f"Path({str(tmp_path)!r})"
-    run(nursery, tmp_path, 2, f"p.matrices_saved, {path}, {name!r}, torch.{dtype}")
+    run_ranks(nursery, tmp_path, 2, f"dealt.matrices_saved, {path}, {name!r}, torch.{dtype}")
     for world_size in (1, 3):
-        run(nursery, tmp_path, world_size, f"p.matrices_resumed, {path}, {name!r}, torch.{dtype}")
+        run_ranks(nursery, tmp_path, world_size, f"dealt.matrices_resumed, {path}, {name!r}, torch.{dtype}")
 
 
 @pytest.mark.parametrize("program", ["matrices_that_cannot_be", "written_between"])
 def test_matrices_between_steps(nursery: Nursery, tmp_path: Path, program: str) -> None:
-    run(nursery, tmp_path, 2, f"p.{program}")
+    run_ranks(nursery, tmp_path, 2, f"dealt.{program}")

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_gather import started as gathered
-from tests.distributed.test_mesh import started
+from tests.distributed.test_gather import GATHER
 from tests.distributed.test_mesh_disk import left_in
-from tests.nursery import Nursery
+from tests.support.nursery import Nursery, start_ranks
 
 pytestmark = pytest.mark.core(seed=0)
 
@@ -39,10 +38,10 @@ def test_a_rank_is_killed(nursery: Nursery, tmp_path: Path, way: str, seed: int)
     chance = random.Random(f"{way} {seed}")
     world_size = chance.choice([2, 3])
     if way == "disk":
-        ranks = started(nursery, tmp_path, world_size, f"d.trains_until_a_rank_is_gone, {str(tmp_path)!r}")
+        ranks = start_ranks(nursery, tmp_path, world_size, f"on_disk.trains_until_a_rank_is_gone, {str(tmp_path)!r}")
     else:
-        start = {"own": started, "gather": gathered}[way]
-        ranks = start(nursery, tmp_path, world_size, "m.trains_until_a_rank_is_gone")
+        setup = GATHER if way == "gather" else ""
+        ranks = start_ranks(nursery, tmp_path, world_size, "meshed.trains_until_a_rank_is_gone", setup)
     for one in ranks:
         assert one.read_line() == "trains\n", one.errors
     time.sleep(chance.uniform(0, 0.15))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.nursery import Nursery
+from tests.support.nursery import Nursery, run_ranks, start_ranks
 
 pytestmark = pytest.mark.core(world_size=2, device="cpu")
 
@@ -19,24 +19,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def started(nursery: Nursery, directory: Path, world_size: int, call: str, module: str = "meshed") -> list[Any]:
-    """Every rank runs that call of tests/distributed/meshed.py (`m`), or of another module there; `d` is on_disk.py."""
-    code = f"import torch\nfrom tests.distributed import {module} as m, on_disk as d, programs as p\np.run({call})"
-    file = directory / f"store-{len(list(directory.iterdir()))}"
-    return [nursery.start(code, file, world_size, rank) for rank in range(world_size)]
-
-
-def run(nursery: Nursery, directory: Path, world_size: int, call: str) -> None:
-    ranks = started(nursery, directory, world_size, call)
-    said = [one.read_rest() for one in ranks]
-    ended = [one.wait() for one in ranks]
-    assert (said, ended) == (["done\n"] * world_size, [0] * world_size), "\n".join(one.errors for one in ranks)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("world_size", "device"), [(2, "cpu"), (4, "cpu"), (2, "emu")])
 def test_gradients(nursery: Nursery, tmp_path: Path, kind: str, world_size: int, device: str) -> None:
-    run(nursery, tmp_path, world_size, f"m.gradients_are_those_of_one_process, {KINDS[kind]!r}, {device!r}")
+    run_ranks(nursery, tmp_path, world_size, f"meshed.gradients_are_those_of_one_process, {KINDS[kind]!r}, {device!r}")
 
 
 @pytest.mark.core(kind=["full", "tied", "experts"])
@@ -70,7 +56,7 @@ def test_steps(
     dtype: str,
 ) -> None:
     arguments = f"{KINDS[kind]!r}, {device!r}, {name!r}, {settings!r}, {dtype!r}"
-    run(nursery, tmp_path, world_size, f"m.steps_are_those_of_one_process, {arguments}")
+    run_ranks(nursery, tmp_path, world_size, f"meshed.steps_are_those_of_one_process, {arguments}")
 
 
 @pytest.mark.core(world_size=3)
@@ -78,25 +64,25 @@ def test_steps(
 def test_a_run_goes_on_elsewhere(nursery: Nursery, tmp_path: Path, world_size: int) -> None:
     """Saved by four ranks; on as many as there are then, on two, on one, and without headrace."""
     (tmp_path / "saved").mkdir()
-    run(nursery, tmp_path, 4, f"m.saved, {str(tmp_path / 'saved')!r}, 3")
+    run_ranks(nursery, tmp_path, 4, f"meshed.saved, {str(tmp_path / 'saved')!r}, 3")
     for kind in ("headrace", "state_dict", *(["stock"] if world_size == 1 else [])):
-        run(nursery, tmp_path, world_size, f"m.resumed, {str(tmp_path / 'saved')!r}, {kind!r}, 3")
+        run_ranks(nursery, tmp_path, world_size, f"meshed.resumed, {str(tmp_path / 'saved')!r}, {kind!r}, 3")
 
 
 @pytest.mark.core(world_size=4)
 @pytest.mark.parametrize(("world_size", "nodes"), [(2, 2), (4, 2)])
 def test_nodes(nursery: Nursery, tmp_path: Path, world_size: int, nodes: int) -> None:
-    run(nursery, tmp_path, world_size, f"m.nodes_add_their_averages, {nodes}")
+    run_ranks(nursery, tmp_path, world_size, f"meshed.nodes_add_their_averages, {nodes}")
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_accumulation(nursery: Nursery, tmp_path: Path, world_size: int) -> None:
-    run(nursery, tmp_path, world_size, "m.accumulation")
+    run_ranks(nursery, tmp_path, world_size, "meshed.accumulation")
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_one_copy_for_a_node(nursery: Nursery, tmp_path: Path, world_size: int) -> None:
-    run(nursery, tmp_path, world_size, "m.one_copy_for_a_node")
+    run_ranks(nursery, tmp_path, world_size, "meshed.one_copy_for_a_node")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +100,7 @@ def test_one_copy_for_a_node(nursery: Nursery, tmp_path: Path, world_size: int) 
     ],
 )
 def test_what_users_do(nursery: Nursery, tmp_path: Path, program: str) -> None:
-    run(nursery, tmp_path, 2, f"m.{program}")
+    run_ranks(nursery, tmp_path, 2, f"meshed.{program}")
 
 
 @pytest.mark.core(how=["dies", "raises in forward"])
@@ -123,7 +109,7 @@ def test_what_users_do(nursery: Nursery, tmp_path: Path, program: str) -> None:
     "how", ["dies", "raises in forward", "raises in backward", "cleans up first", "ends early", "goes on"]
 )
 def test_a_rank_fails(nursery: Nursery, tmp_path: Path, how: str, world_size: int) -> None:
-    *others, last = started(nursery, tmp_path, world_size, f"m.a_rank_fails, {how!r}")
+    *others, last = start_ranks(nursery, tmp_path, world_size, f"meshed.a_rank_fails, {how!r}")
     for one in others:
         assert one.read_rest() == "done\n", one.errors
         assert one.wait() == 0, one.errors
@@ -133,4 +119,4 @@ def test_a_rank_fails(nursery: Nursery, tmp_path: Path, how: str, world_size: in
 @pytest.mark.parametrize("settings", [{}, {"onload": "gather"}, {"disk": True, "host_memory": "200KiB"}])
 def test_descriptors_are_given_back(nursery: Nursery, tmp_path: Path, settings: dict[str, Any]) -> None:
     settings = settings | ({"disk": str(tmp_path / "weights")} if "disk" in settings else {})
-    run(nursery, tmp_path, 2, f"m.descriptors_are_given_back, {settings!r}")
+    run_ranks(nursery, tmp_path, 2, f"meshed.descriptors_are_given_back, {settings!r}")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_mesh import KINDS, run, started
-from tests.nursery import Nursery
+from tests.distributed.test_mesh import KINDS
+from tests.support.nursery import Nursery, run_ranks, start_ranks
 
 pytestmark = pytest.mark.core(world_size=2, device="cpu")
 
@@ -45,13 +45,13 @@ def test_steps(
     host_bytes: int,
 ) -> None:
     arguments = f"{str(tmp_path)!r}, {KINDS[kind]!r}, {device!r}, {settings!r}, {dtype!r}, {host_bytes}"
-    run(nursery, tmp_path, world_size, f"d.steps_are_those_of_one_process, {arguments}")
+    run_ranks(nursery, tmp_path, world_size, f"on_disk.steps_are_those_of_one_process, {arguments}")
     assert left_in(tmp_path) == []
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_one_copy_for_a_node(nursery: Nursery, tmp_path: Path, world_size: int) -> None:
-    run(nursery, tmp_path, world_size, f"d.one_copy_for_a_node, {str(tmp_path)!r}")
+    run_ranks(nursery, tmp_path, world_size, f"on_disk.one_copy_for_a_node, {str(tmp_path)!r}")
 
 
 @pytest.mark.core(onload="own")
@@ -60,21 +60,22 @@ def test_one_copy_for_a_node(nursery: Nursery, tmp_path: Path, world_size: int) 
     [(2, "cpu", "own"), (2, "cpu", "gather"), (4, "cpu", "own"), (2, "emu", "gather")],
 )
 def test_activations(nursery: Nursery, tmp_path: Path, world_size: int, device: str, onload: str) -> None:
-    run(nursery, tmp_path, world_size, f"d.activations_rest_there, {str(tmp_path)!r}, {device!r}, {onload!r}")
+    call = f"on_disk.activations_rest_there, {str(tmp_path)!r}, {device!r}, {onload!r}"
+    run_ranks(nursery, tmp_path, world_size, call)
     assert left_in(tmp_path) == []
 
 
 @pytest.mark.parametrize("program", ["what_users_do", "frozen_weights_stay_in_their_checkpoint", "refusals"])
 def test_programs(nursery: Nursery, tmp_path: Path, program: str) -> None:
-    run(nursery, tmp_path, 2, f"d.{program}, {str(tmp_path)!r}")
+    run_ranks(nursery, tmp_path, 2, f"on_disk.{program}, {str(tmp_path)!r}")
     assert left_in(tmp_path) == []
 
 
 def test_a_run_goes_on_elsewhere(nursery: Nursery, tmp_path: Path) -> None:
     """Saved by two ranks, whose weights and state are on disk; on as many, on four, on one, and in memory."""
-    run(nursery, tmp_path, 2, f"d.saved, {str(tmp_path)!r}")
+    run_ranks(nursery, tmp_path, 2, f"on_disk.saved, {str(tmp_path)!r}")
     for world_size, tier in ((2, "disk"), (4, "disk"), (1, "disk"), (2, "host")):
-        run(nursery, tmp_path, world_size, f"d.resumed, {str(tmp_path)!r}, {tier!r}")
+        run_ranks(nursery, tmp_path, world_size, f"on_disk.resumed, {str(tmp_path)!r}, {tier!r}")
 
 
 @pytest.mark.core(killed=0)
@@ -82,7 +83,7 @@ def test_a_run_goes_on_elsewhere(nursery: Nursery, tmp_path: Path) -> None:
 def test_a_rank_is_killed(nursery: Nursery, tmp_path: Path, killed: int) -> None:
     """Nothing is left in the directories but locks that nobody holds, and the next run has them."""
     for _ in range(2):
-        ranks = started(nursery, tmp_path, 2, f"d.trains_until_a_rank_is_gone, {str(tmp_path)!r}")
+        ranks = start_ranks(nursery, tmp_path, 2, f"on_disk.trains_until_a_rank_is_gone, {str(tmp_path)!r}")
         for one in ranks:
             assert one.read_line() == "trains\n", one.errors
         os.kill(ranks[killed].pid, signal.SIGKILL)

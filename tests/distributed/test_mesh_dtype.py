@@ -5,16 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_mesh import KINDS, started
-from tests.nursery import Nursery
+from tests.distributed.test_mesh import KINDS
+from tests.support.nursery import Nursery, run_ranks
 
 pytestmark = pytest.mark.core(world_size=2, device="cpu")
-
-
-def run(nursery: Nursery, directory: Path, world_size: int, call: str) -> None:
-    for one in started(nursery, directory, world_size, call, module="narrow"):
-        assert one.read_rest() == "done\n", one.errors
-        assert one.wait() == 0, one.errors
 
 
 @pytest.mark.core(dtypes=("float32", "bfloat16"))
@@ -48,17 +42,17 @@ def test_steps(
     way: str,
 ) -> None:
     arguments = f"{str(tmp_path)!r}, {KINDS[kind]!r}, {device!r}, {dtypes!r}, {settings!r}, {way!r}"
-    run(nursery, tmp_path, world_size, f"m.steps_are_those_of_one_process, {arguments}")
+    run_ranks(nursery, tmp_path, world_size, f"narrow.steps_are_those_of_one_process, {arguments}")
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_one_copy_for_a_node(nursery: Nursery, tmp_path: Path, world_size: int) -> None:
-    run(nursery, tmp_path, world_size, "m.one_copy_for_a_node")
+    run_ranks(nursery, tmp_path, world_size, "narrow.one_copy_for_a_node")
 
 
 def test_a_budget_is_for_both(nursery: Nursery, tmp_path: Path) -> None:
-    run(nursery, tmp_path, 2, "m.a_budget_is_for_both")
+    run_ranks(nursery, tmp_path, 2, "narrow.a_budget_is_for_both")
 
 
 def test_a_run_goes_on(nursery: Nursery, tmp_path: Path) -> None:
-    run(nursery, tmp_path, 2, f"m.goes_on, {str(tmp_path)!r}")
+    run_ranks(nursery, tmp_path, 2, f"narrow.goes_on, {str(tmp_path)!r}")

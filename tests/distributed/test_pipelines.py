@@ -4,20 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_mesh import started
-from tests.nursery import Nursery
+from tests.support.nursery import Nursery, run_ranks
 
 
-def run(nursery: Nursery, directory: Path, call: str) -> None:
-    """Both ranks run that call of tests/distributed/pipelined.py."""
-    for one in started(nursery, directory, 2, call, "pipelined"):
-        assert one.read_rest() == "done\n", one.errors
-        assert one.wait() == 0, one.errors
-
-
-# Of the weights of a stage, how many times all of them are loaded in a step of four micro-batches, at most: each is
-# there twice, in forward and backward.
-@pytest.mark.core(schedule=["1F1B", "Interleaved1F1B"], device="cpu")
 @pytest.mark.parametrize(
     ("schedule", "device", "most_loads", "recomputes"),
     [
@@ -31,13 +20,14 @@ def run(nursery: Nursery, directory: Path, call: str) -> None:
 def test_pipelines(
     nursery: Nursery, tmp_path: Path, schedule: str, device: str, most_loads: float, recomputes: bool
 ) -> None:
-    run(nursery, tmp_path, f"m.trains_as_without, {schedule!r}, {device!r}, {most_loads}, {recomputes}")
+    call = f"pipelined.trains_as_without, {schedule!r}, {device!r}, {most_loads}, {recomputes}"
+    run_ranks(nursery, tmp_path, 2, call)
 
 
 def test_a_split_backward_is_refused(nursery: Nursery, tmp_path: Path) -> None:
-    run(nursery, tmp_path, "m.a_split_backward_is_refused")
+    run_ranks(nursery, tmp_path, 2, "pipelined.a_split_backward_is_refused")
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_tensor_parallel(nursery: Nursery, tmp_path: Path, recomputes: bool) -> None:
-    run(nursery, tmp_path, f"m.tensor_parallel, {recomputes}")
+    run_ranks(nursery, tmp_path, 2, f"pipelined.tensor_parallel, {recomputes}")

@@ -5,19 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.nursery import Nursery
+from tests.support.nursery import Nursery, run_ranks
 
 pytestmark = pytest.mark.core(world_size=2)
-
-
-def run(nursery: Nursery, directory: Path, world_size: int, call: str) -> None:
-    """Every rank runs that call of tests/distributed/programs.py."""
-    code = f"import torch\nfrom pathlib import Path\nfrom tests.distributed import programs as p\np.run({call})"
-    file = directory / f"store-{len(list(directory.iterdir()))}"
-    ranks = [nursery.start(code, file, world_size, rank) for rank in range(world_size)]
-    for one in ranks:
-        assert one.read_rest() == "done\n", one.errors
-        assert one.wait() == 0, one.errors
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["plain", "offload_policy"])
@@ -25,27 +15,27 @@ def run(nursery: Nursery, directory: Path, world_size: int, call: str) -> None:
 def test_steps_are_those_of_the_stock_optimizer(
     nursery: Nursery, tmp_path: Path, world_size: int, offload: bool
 ) -> None:
-    run(nursery, tmp_path, world_size, f"p.optimizer_equals_stock, ({world_size},), {offload}, {{}}, 1")
+    run_ranks(nursery, tmp_path, world_size, f"programs.optimizer_equals_stock, ({world_size},), {offload}, {{}}, 1")
 
 
 @pytest.mark.core(shape=(2, 2))
 @pytest.mark.parametrize("shape", [(2, 2), (1, 2)])
 def test_replicated_shards(nursery: Nursery, tmp_path: Path, shape: tuple[int, int]) -> None:
-    run(nursery, tmp_path, shape[0] * shape[1], f"p.optimizer_equals_stock, {shape}, False, {{}}, 1")
+    run_ranks(nursery, tmp_path, shape[0] * shape[1], f"programs.optimizer_equals_stock, {shape}, False, {{}}, 1")
 
 
 def test_accumulation_without_synchronisation(nursery: Nursery, tmp_path: Path) -> None:
-    run(nursery, tmp_path, 2, "p.optimizer_equals_stock, (2,), False, {}, 3")
+    run_ranks(nursery, tmp_path, 2, "programs.optimizer_equals_stock, (2,), False, {}, 3")
 
 
 def test_state_on_disk(nursery: Nursery, tmp_path: Path) -> None:
     settings = {"tier": "disk", "disk": str(tmp_path / "disk")}
     (tmp_path / "disk").mkdir()
-    run(nursery, tmp_path, 2, f"p.optimizer_equals_stock, (2,), True, {settings}, 1")
+    run_ranks(nursery, tmp_path, 2, f"programs.optimizer_equals_stock, (2,), True, {settings}, 1")
 
 
 def test_state_is_sharded_as_the_stock_one(nursery: Nursery, tmp_path: Path) -> None:
-    run(nursery, tmp_path, 2, "p.state_is_sharded")
+    run_ranks(nursery, tmp_path, 2, "programs.state_is_sharded")
 
 
 @pytest.mark.parametrize(
@@ -61,21 +51,21 @@ def test_checkpoints(nursery: Nursery, tmp_path: Path, dtype: str, settings: dic
     """Saved by four ranks, resumed by these, by two, and by the stock optimizer."""
     given = "{" + ", ".join(f"{k!r}: {v if 'torch' in v else repr(v)}" for k, v in settings.items()) + "}"
     saved = tmp_path / "saved"
-    run(nursery, tmp_path, 4, f"p.saved_and_resumed, Path({str(saved)!r}), (4,), torch.{dtype}, {given}")
-    run(nursery, tmp_path, 2, f"p.resumed_elsewhere, Path({str(saved)!r}), torch.{dtype}, {given}")
+    run_ranks(nursery, tmp_path, 4, f"programs.saved_and_resumed, Path({str(saved)!r}), (4,), torch.{dtype}, {given}")
+    run_ranks(nursery, tmp_path, 2, f"programs.resumed_elsewhere, Path({str(saved)!r}), torch.{dtype}, {given}")
 
 
 def test_tensor_parallel(nursery: Nursery, tmp_path: Path) -> None:
-    run(nursery, tmp_path, 2, "p.tensor_parallel")
+    run_ranks(nursery, tmp_path, 2, "programs.tensor_parallel")
 
 
 @pytest.mark.parametrize(
     "program", ["writes_are_noticed", "agreement", "states_that_lie_otherwise", "refusals", "eight_bits"]
 )
 def test_what_is_noticed_and_what_cannot_be(nursery: Nursery, tmp_path: Path, program: str) -> None:
-    run(nursery, tmp_path, 2, f"p.{program}")
+    run_ranks(nursery, tmp_path, 2, f"programs.{program}")
 
 
 @pytest.mark.parametrize("how", ["ddp", "fully_shard"])
 def test_activations(nursery: Nursery, tmp_path: Path, how: str) -> None:
-    run(nursery, tmp_path, 2, f"p.activations, {how!r}")
+    run_ranks(nursery, tmp_path, 2, f"programs.activations, {how!r}")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.examples.conftest import EXAMPLES, run_example
-from tests.matrix.compare import same
+from tests.support.compare import same
 
 # What transformers, TRL, PEFT and Lightning say of each other.
 pytestmark = [

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from headrace.runtime import lanes as lanes_module
-from tests.matrix.compare import Allocations, Outcome, adamw, infer, to_device, train
 from tests.matrix.models import Case
+from tests.support.compare import Outcome
+from tests.support.held import Allocations
+from tests.support.loops import adamw, infer, train
 
 EMULATED = os.environ.get("HEADRACE_TEST_ACCELERATOR") == "emu"  # see conftest.py
 STEPS = 3
@@ -51,7 +53,7 @@ class Runs:
         self.case = case
         self.device = device
         self._kind = checkpointing, training
-        self.batches = [to_device(batch, device) for batch in case.batches(STEPS)]
+        self.batches = case.on(device, STEPS)
 
     @property
     def trains(self) -> bool:
@@ -60,17 +62,13 @@ class Runs:
     def build(self) -> nn.Module:
         return self.case.build(*self._kind)
 
-    def forward(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        output = model(batch[0])
-        return output, self.case.loss(output, batch[1])
-
     def run(self, model: nn.Module, *, on_host: bool, allocations: Allocations | None = None) -> Outcome:
         """The steps; `on_host`: the parameters are host tensors already."""
         after = allocations.forward_done if allocations is not None else lambda step: None
         if not self.trains:
-            return infer(model, self.batches, self.forward, after)
+            return infer(model, self.batches, self.case.forward, after)
         make: Callable[[Any], Any] = adamw if on_host else HostAdamW
-        return train(model, self.batches, self.forward, make, after)
+        return train(model, self.batches, self.case.forward, make, after)
 
     def plain(self) -> tuple[nn.Module, Outcome]:
         """The model with all weights on the device, and what it gave."""

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import headrace
-from tests.activations.models import Stack, assert_same, rows, step
+from tests.activations.models import Stack, rows, step
 from tests.gpu.runs import Runs
-from tests.matrix.compare import weight_bytes
 from tests.matrix.models import CASES, CHECKPOINTING, Case
+from tests.support.compare import assert_same
+from tests.support.held import weight_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +25,7 @@ def test_kind_with_weights(case: Case, checkpointing: str, accelerator: torch.de
     model = runs.build()
     budget_bytes = int(weight_bytes(model) * case.share) + sum(buffer.nbytes for buffer in model.buffers())
     with headrace.offload(model, device=accelerator, device_memory=budget_bytes, activations=SETTINGS) as handle:
-        runs.run(model, on_host=True).assert_equals(plain)
+        assert_same(runs.run(model, on_host=True), plain)
         assert handle.activations is not None
         assert handle.activations.stats().onload_bytes > 0
 

@@ -16,8 +16,9 @@ from headrace.runtime.lanes import Lane
 from headrace.weights.movement.gradients import Gradients
 from headrace.weights.movement.residency import Residency
 from tests.gpu.runs import EMULATED, LANES, Runs, hold_up
-from tests.matrix.compare import Outcome, weight_bytes
 from tests.matrix.models import CASES, Case
+from tests.support.compare import Outcome, assert_same
+from tests.support.held import weight_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +43,7 @@ def test_a_slow_lane_changes_nothing(
     runs = Runs(case, accelerator, training=training)
     _, plain = runs.plain()
     hold_up(monkeypatch, lane)
-    offloaded(runs).assert_equals(plain)
+    assert_same(offloaded(runs), plain)
 
 
 @pytest.mark.parametrize("lane", LANES)
@@ -54,7 +55,7 @@ def test_a_slow_lane_changes_nothing_in_accumulated_gradients(
 
     def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         for batch in runs.batches[:2]:
-            runs.forward(model, batch)[1].backward()
+            runs.case.forward(model, batch)[1].backward()
         return {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}
 
     plain = gradients(runs.build().to(accelerator))
@@ -112,7 +113,7 @@ def test_the_delay_shows_a_wait_that_is_missing(
     take_out(monkeypatch)
     hold_up(monkeypatch, lane)
     with pytest.raises(AssertionError, match=r"differs|output"):
-        offloaded(runs).assert_equals(plain)
+        assert_same(offloaded(runs), plain)
     torch.accelerator.synchronize()
     if EMULATED:
         from emulator import emu

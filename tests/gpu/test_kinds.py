@@ -6,15 +6,10 @@ from torch import nn
 
 import headrace
 from tests.gpu.runs import Runs
-from tests.matrix.compare import (
-    Allocations,
-    largest_block_bytes,
-    peak_activation_bytes,
-    rounding_bytes,
-    to_device,
-    weight_bytes,
-)
 from tests.matrix.models import CASES, CHECKPOINTING, Case
+from tests.support.compare import assert_same, assert_same_gradients
+from tests.support.held import Allocations, peak_activation_bytes, weight_bytes
+from tests.support.offloaded import largest_block_bytes, rounding_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -34,7 +29,7 @@ def test_kind(case: Case, checkpointing: str, training: str, accelerator: torch.
     runs = Runs(case, accelerator, checkpointing=checkpointing, training=training)
     plain_model, plain = runs.plain()
     with torch.set_grad_enabled(runs.trains):
-        activation_bytes = peak_activation_bytes(plain_model, runs.batches[0], runs.forward, accelerator)
+        activation_bytes = peak_activation_bytes(plain_model, runs.batches[0], runs.case.forward, accelerator)
     del plain_model
 
     model = runs.build()
@@ -42,7 +37,7 @@ def test_kind(case: Case, checkpointing: str, training: str, accelerator: torch.
     allocations = Allocations(accelerator)
     with headrace.offload(model, device=accelerator, device_memory=budget_bytes) as handle:
         offloaded = runs.run(model, on_host=True, allocations=allocations)
-        offloaded.assert_equals(plain)
+        assert_same(offloaded, plain)
         stats = handle.stats()
         assert stats.onload_bytes > weight_bytes(model)
         assert 0 < stats.device_peak_bytes <= budget_bytes
@@ -65,7 +60,7 @@ def test_bfloat16_in_the_least_memory_that_is_allowed(accelerator: torch.device)
         headrace.offload(model, device=accelerator, device_memory=1, blocks=[model.layers])
     least = str(refused.value).split("at least ")[1].split(",")[0]
     with headrace.offload(model, device=accelerator, device_memory=least) as handle:
-        runs.run(model, on_host=True).assert_equals(plain)
+        assert_same(runs.run(model, on_host=True), plain)
         assert handle.stats().device_peak_bytes <= weight_bytes(model) // 2
 
 
@@ -73,7 +68,7 @@ def test_bfloat16_in_the_least_memory_that_is_allowed(accelerator: torch.device)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_micro_batches_together(case: Case, accelerator: torch.device) -> None:
     """Gradients are those of the plain loop, and weights cross the link as for one micro-batch."""
-    batches = [to_device(batch, accelerator) for batch in case.batches(4)]
+    batches = case.on(accelerator, 4)
     plain, model = case.build().to(accelerator), case.build()
     losses = []
     for inputs, wanted in batches:
@@ -89,7 +84,5 @@ def test_micro_batches_together(case: Case, accelerator: torch.device) -> None:
         stats = handle.stats()
         assert stats.micro_batches_together == 4
         assert stats.onload_bytes <= 2 * weight_bytes(model) + 4 * stats.row_bytes
-        assert all(torch.equal(one, other) for one, other in zip(ours, losses, strict=True))
-        for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert parameter.grad is not None, name
-            assert torch.equal(parameter.grad, other.grad.cpu()), name
+        assert_same(ours, losses)
+        assert_same_gradients(model, plain)

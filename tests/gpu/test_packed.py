@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from torch import nn
 
 import headrace
 from headrace.memory.packed import Packed, pack, unpack_on_device, unpacks_by_kernel
 from headrace.weights.movement import packed_loads, planner
 from tests.gpu.runs import EMULATED
+from tests.support.models import linears
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +42,7 @@ def test_passes_are_the_plain_runs(accelerator: torch.device, monkeypatch: pytes
     if EMULATED:
         monkeypatch.setattr(packed_loads, "unpacks_by_kernel", lambda _: True)
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(LAYERS)))
+    model = linears(LAYERS, WIDTH, bias=False, dtype=torch.bfloat16)
     model.requires_grad_(False)
     inputs = torch.randn(64, WIDTH, device=accelerator).bfloat16()
     with torch.no_grad():

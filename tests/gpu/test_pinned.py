@@ -56,6 +56,6 @@ def test_weights_and_gradients_rest_in_page_locked_memory(accelerator: torch.dev
     runs = Runs(CASES[0], accelerator)
     model: Any = runs.build()
     with headrace.offload(model, device=accelerator, device_memory=1 << 20) as handle:
-        runs.forward(model, runs.batches[0])[1].backward()
+        runs.case.forward(model, runs.batches[0])[1].backward()
         assert all(parameter.is_pinned() and parameter.grad.is_pinned() for parameter in model.parameters())
         assert handle.stats().host_bytes >= 2 * sum(parameter.nbytes for parameter in model.parameters())

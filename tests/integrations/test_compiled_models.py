@@ -12,7 +12,8 @@ from torch import nn
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import headrace
-from tests.matrix.compare import weight_bytes
+from tests.support.compare import assert_same_gradients, assert_same_weights
+from tests.support.held import weight_bytes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),  # Dynamo's own
@@ -129,8 +130,7 @@ def test_blocks_are_compiled(ask: Ask, says: str, activations: bool) -> None:
             found = train(model, lambda: ask(model, graphs))
         assert len([one for one in told if "offloaded model" in str(one.message)]) == 1
         assert torch.equal(found, loss)
-        for home, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(home.grad, other.grad)
+        assert_same_gradients(model, plain)
         assert (graphs.count > 0) == (says == BLOCKS)
         stats = handle.stats()
         assert stats.device_peak_bytes <= stats.device_budget_bytes
@@ -146,8 +146,7 @@ def test_layers_by_hand() -> None:
             layer.compile(backend=graphs)
         assert torch.equal(train(model, lambda: model), loss)
     assert 0 < graphs.count <= 3 * 2  # of three layers
-    for home, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(home.grad, other.grad)
+    assert_same_gradients(model, plain)
 
 
 @pytest.mark.extended
@@ -208,8 +207,7 @@ def test_trainer_compiles(tmp_path: Path) -> None:
         with pytest.warns(RuntimeWarning, match=BLOCKS):
             train(model)
         assert handle.stats().onload_bytes > weight_bytes(model)
-        for home, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(home, other)
+        assert_same_weights(model, plain)
 
 
 @pytest.mark.extended

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import headrace
-from tests.matrix.compare import weight_bytes
+from tests.support.compare import assert_same
+from tests.support.held import weight_bytes
 
 
 def model() -> nn.Module:
@@ -52,7 +53,7 @@ def test_fabric_in_bfloat16(name: str) -> None:
         options = {} if name == "torch" else {"overlap": "forward"}
         ours = optimizer(offloaded.parameters(), **options)
         found = fit(lightning.Fabric(accelerator="cpu", precision="bf16-true"), offloaded, ours)
-        assert all(map(torch.equal, found, expected))
+        assert_same(found, expected)
         assert handle.stats().onload_bytes > 0
         for (key, home), other in zip(offloaded.named_parameters(), plain.parameters(), strict=True):
             assert home.dtype == torch.bfloat16
@@ -100,7 +101,7 @@ def test_a_spawned_process_gets_a_plain_model_and_that_is_said() -> None:
         finally:
             set_spawning_popen(None)
     assert len(told) == 1
-    assert all(map(torch.equal, copied.parameters(), offloaded.parameters()))
+    assert_same(copied.parameters(), offloaded.parameters())
 
 
 def test_meta_parameters_say_what_to_pass(tmp_path: Path) -> None:

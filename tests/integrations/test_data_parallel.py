@@ -10,11 +10,11 @@ from unittest import mock
 import lightning
 import pytest
 import torch
-from torch import nn
 
 import headrace
 from tests.integrations.test_lightning import Learner, fit
-from tests.nursery import Nursery
+from tests.support.models import linears
+from tests.support.nursery import Nursery
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*num_workers.*", "ignore:.*LeafSpec.*", "ignore:.*val_dataloader.*")
 
@@ -75,7 +75,7 @@ def own_environment() -> Iterator[None]:
 
 @pytest.mark.usefixtures("own_environment")
 def test_fabric() -> None:
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+    model = linears(6, 16)
     headrace.offload(model, device="cpu", device_memory=3000)
     fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy="ddp")
     fabric.launch()

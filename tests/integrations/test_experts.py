@@ -21,7 +21,9 @@ from headrace.runtime.autograd import without_overrides
 from headrace.weights.model.experts import slice_parts
 from headrace.weights.passes import picks
 from headrace.weights.passes.by_number import standing_in
-from tests.matrix.compare import same, weight_bytes
+from tests.support.compare import assert_same, assert_same_weights, on_cpu, same
+from tests.support.held import weight_bytes
+from tests.support.loops import adamw, steps, trained_parameters
 
 SIZES = {
     "vocab_size": 64,
@@ -153,7 +155,7 @@ def test_generation_has_the_bits_of_a_plain_run(name: str, implementation: str) 
         limit = budget(model, slots)
         with headrace.offload(model, device="cpu", device_memory=limit) as handle:
             for sampled, plain in wanted.items():
-                assert all(map(same, answer(model, PROMPT, sampled=sampled), plain))
+                assert_same(answer(model, PROMPT, sampled=sampled), plain)
             stats = handle.stats()
             assert 0 < stats.expert_loads <= stats.expert_uses
             assert stats.expert_bytes == stats.expert_loads * expert_bytes(model)
@@ -173,7 +175,7 @@ def test_on_an_accelerator(compute_device: torch.device, name: str, implementati
     for slots in slot_counts(model):
         limit = budget(model, slots)
         with headrace.offload(model, device=compute_device, device_memory=limit) as handle:
-            assert all(map(same, answer(model, prompt, tokens=6), wanted))
+            assert_same(answer(model, prompt, tokens=6), wanted)
             assert handle.stats().expert_bytes == handle.stats().expert_loads * expert_bytes(model) > 0
             assert handle.stats().device_peak_bytes <= limit
 
@@ -266,7 +268,7 @@ def test_from_disk(compute_device: torch.device, tmp_path: Path, name: str, tier
     with headrace.offload(model, **options) as handle:
         on_disk = [block for block in handle._blocks() if block.experts is not None and block.is_fetched]
         assert on_disk
-        assert all(map(same, answer(model, prompt, tokens=8), wanted))
+        assert_same(answer(model, prompt, tokens=8), wanted)
         handle.reset_stats()
         calls = 4
         answer(model, PROMPT[:1, :1].to(compute_device), tokens=calls)
@@ -324,7 +326,7 @@ def test_adapters_on_attention(compute_device: torch.device, implementation: str
     wanted = train(plain, ids, checkpointed=False)
     limit = budget(model, 10)
     with headrace.offload(model, device=compute_device, device_memory=limit) as handle:
-        assert all(map(same, train(model, ids, checkpointed=False), wanted))
+        assert_same(train(model, ids, checkpointed=False), wanted)
         stats = handle.stats()
         assert stats.expert_bytes == stats.expert_loads * expert_bytes(model) > 0
         assert stats.device_peak_bytes <= limit
@@ -350,7 +352,7 @@ def test_an_exception_within_a_call(compute_device: torch.device) -> None:
             del experts.__dict__["act_fn"]
             assert experts.num_experts == 8
             assert type(experts.gate_up_proj) is type(experts.down_proj) is type(model.lm_head.weight)
-            assert all(map(same, answer(model, PROMPT.to(compute_device), tokens=3), wanted))
+            assert_same(answer(model, PROMPT.to(compute_device), tokens=3), wanted)
         assert handle.stats().device_peak_bytes <= budget(model, 6)
 
 
@@ -377,10 +379,9 @@ def test_training_takes_whole_blocks(compute_device: torch.device) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             assert handle.stats().device_peak_bytes <= limit
-        for home, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert same(home.detach(), other.detach().cpu())
+        assert_same_weights(model, plain)
         wanted = answer(plain, ids, tokens=4)
-        assert all(map(same, answer(model, ids, tokens=4), wanted))
+        assert_same(answer(model, ids, tokens=4), wanted)
 
 
 @use_experts_implementation(has_gate=False, is_concatenated=False)
@@ -465,7 +466,7 @@ def test_modules_that_do_something_else(compute_device: torch.device, how: str, 
         for tokens in (6, 1, 6, 2):
             assert same(model(hidden[:tokens], index[:tokens]).cpu(), plain(hidden[:tokens], index[:tokens]).cpu())
             kept = [expert.clone() for expert in plain.experts.kept]
-            assert all(map(same, [one.cpu() for one in model.experts.kept], [one.cpu() for one in kept]))
+            assert_same([one.cpu() for one in model.experts.kept], [one.cpu() for one in kept])
         assert handle.stats().device_peak_bytes <= limit
 
 
@@ -482,18 +483,15 @@ def test_parts_of_an_expert_do_not_overlap() -> None:
 def train(model: Any, ids: torch.Tensor, *, checkpointed: bool) -> list[torch.Tensor]:
     """Losses of three steps of what is trained, and the gradients of the last one."""
     model.train()
+    model.zero_grad()
     if checkpointed:
         model.activation_checkpointing_enable()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.01)
-    losses = []
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = model(ids.roll(step), labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach().cpu())
-    return [*losses, *(parameter.grad.cpu() for parameter in trained)]
+    trained = trained_parameters(model)
+    batches = [ids.roll(step) for step in range(3)]
+    losses = steps(
+        model, adamw(trained), batches, lambda model, batch: model(batch, labels=ids).loss, keep_gradients=True
+    )
+    return [*losses, *on_cpu(parameter.grad for parameter in trained)]
 
 
 @pytest.mark.core(name="GptOss", implementation="grouped_mm", checkpointed=True)
@@ -524,8 +522,7 @@ def test_gradients_beside_frozen_experts(
             assert stats.expert_loads > 0 or slots < 8
             assert stats.device_peak_bytes <= limit
         with torch.no_grad():
-            for trained, other in zip(offloaded.parameters(), plain.parameters(), strict=True):
-                assert same(trained.detach(), other.detach().cpu())
+            assert_same_weights(offloaded, plain)
 
 
 @pytest.mark.core(slots=5)
@@ -540,7 +537,7 @@ def test_a_checkpoint_computes_again_with_experts_in_the_slots_of_forward(slots:
     wanted = train(plain, PROMPT[:1, :2], checkpointed=True)
     with headrace.offload(model, device="cpu", device_memory=budget(model, slots)) as handle:
         torch.manual_seed(5)
-        assert all(map(same, train(model, PROMPT[:1, :2], checkpointed=True), wanted))
+        assert_same(train(model, PROMPT[:1, :2], checkpointed=True), wanted)
         assert handle.stats().expert_loads > 0
 
 
@@ -589,7 +586,7 @@ def test_bfloat16(compute_device: torch.device, tmp_path: Path, implementation: 
     limit = budget(plain, 9)
     with headrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
         for _ in range(2):
-            assert all(map(same, answer(model, ids, tokens=5), answer(plain, ids, tokens=5)))
+            assert_same(answer(model, ids, tokens=5), answer(plain, ids, tokens=5))
         stats = handle.stats()
         assert stats.expert_bytes == stats.expert_loads * expert_bytes(plain) > 0
         assert stats.device_peak_bytes <= limit
@@ -625,7 +622,7 @@ def test_adapters_on_experts(
         limit = budget(model_of("Qwen3Moe"), slots) + 2 * trained
         limit = min(limit, weight_bytes(model) - 1)
         with headrace.offload(offloaded, device=compute_device, device_memory=limit) as handle:
-            assert all(map(same, train(offloaded, ids, checkpointed=checkpointed), wanted)), slots
+            assert_same(train(offloaded, ids, checkpointed=checkpointed), wanted, f"{slots} slots")
             stats = handle.stats()
             assert stats.expert_uses == uses < 3 * len(experts_in(model)) * 8 * (2 if checkpointed else 1)
             assert stats.expert_bytes == stats.expert_loads * expert_bytes(model) > 0
@@ -672,4 +669,4 @@ def test_an_interrupt_amid_giving_weights_back(
             assert type(module.gate_up_proj) is type(module.down_proj) is type(model.lm_head.weight)
         with pytest.raises(ValueError, match="not in list"):
             begun[0].__exit__(None, None, None)  # it was ended already
-        assert all(map(same, answer(model, PROMPT.to(compute_device), tokens=3), wanted))
+        assert_same(answer(model, PROMPT.to(compute_device), tokens=3), wanted)

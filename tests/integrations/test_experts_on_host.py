@@ -25,7 +25,8 @@ from tests.integrations.test_experts import (
     experts_in,
     train,
 )
-from tests.matrix.compare import same, weight_bytes
+from tests.support.compare import assert_same, same
+from tests.support.held import weight_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 LAYERS, EXPERTS = 3, 32
@@ -187,7 +188,7 @@ def test_what_is_read_is_what_neither_has(
         ours = kind(14, host_slots(handle))
         assert host_slots(handle) == kind.own_slots
         for turn in range(3):
-            assert all(map(same, answer(model, prompt, tokens=24, sampled=True), wanted))
+            assert_same(answer(model, prompt, tokens=24, sampled=True), wanted)
             for layer, experts in routing:
                 ours.call(layer, experts)
             stats = handle.stats()
@@ -237,7 +238,7 @@ def test_training_beside_frozen_experts(compute_device: torch.device, tmp_path: 
     model, options = on_disk(model, "disk", tmp_path)
     with headrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
         assert host_slots(handle) > 0
-        assert all(map(same, train(model, PROMPT.to(compute_device), checkpointed=False), wanted))
+        assert_same(train(model, PROMPT.to(compute_device), checkpointed=False), wanted)
         stats = handle.stats()
         assert found_on_host(handle) > 0
         assert stats.expert_loads > stats.expert_host_loads
@@ -265,7 +266,7 @@ def test_a_limit_on_copies(compute_device: torch.device, tmp_path: Path) -> None
         for rate in (None, "64MiB", None):
             handle.limit_copies(rate)
             before = found_on_host(handle)
-            assert all(map(same, answer(model, prompt, tokens=4), answer(plain, prompt, tokens=4)))
+            assert_same(answer(model, prompt, tokens=4), answer(plain, prompt, tokens=4))
             assert found_on_host(handle) > before
 
 
@@ -275,13 +276,13 @@ def test_what_needs_host_memory_gets_it(compute_device: torch.device, tmp_path: 
     one_bytes, prompt = expert_bytes(model), PROMPT.to(compute_device)
     model, options = on_disk(model, "disk", tmp_path)
     with headrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
-        assert all(map(same, answer(model, prompt, tokens=4), answer(plain, prompt, tokens=4)))
+        assert_same(answer(model, prompt, tokens=4), answer(plain, prompt, tokens=4))
         held_bytes = handle.stats().host_bytes
         assert handle._shelf.make_room(options["host_memory"] - held_bytes + one_bytes)
         assert handle.stats().host_bytes == held_bytes - EXPERTS * one_bytes
         assert host_slots(handle) == 0
         before = handle.stats()
-        assert all(map(same, answer(model, prompt, tokens=4), answer(plain, prompt, tokens=4)))
+        assert_same(answer(model, prompt, tokens=4), answer(plain, prompt, tokens=4))
         assert handle.stats().expert_host_loads == before.expert_host_loads
         assert handle.stats().expert_loads > before.expert_loads
 
@@ -310,7 +311,7 @@ def test_calls_that_use_all_read_no_more_than_with_whole_layers_on_the_host(
     with headrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
         for turn in range(5):
             if turn == 3:  # what tokens bring is theirs, until others pass through
-                assert all(map(same, answer(model, prompt.to(compute_device), tokens=4), one))
+                assert_same(answer(model, prompt.to(compute_device), tokens=4), one)
                 used.clear()
                 for own, other in zip(experts_in(model), experts_in(plain), strict=True):
                     own.down_proj.data.mul_(0.5)
@@ -374,9 +375,9 @@ def test_experts_that_are_kept_keep_their_values(tmp_path: Path, monkeypatch: py
         assert host_slots(handle) == EXPERTS
         with monkeypatch.context() as patch:
             patch.setattr(nn.functional, "linear", keeping)
-            assert all(map(same, answer(model, PROMPT, tokens=2), answer(plain, PROMPT, tokens=2)))
+            assert_same(answer(model, PROMPT, tokens=2), answer(plain, PROMPT, tokens=2))
         assert kept
-        assert all(map(same, answer(model, PROMPT, tokens=8), answer(plain, PROMPT, tokens=8)))
+        assert_same(answer(model, PROMPT, tokens=8), answer(plain, PROMPT, tokens=8))
         assert all(same(weight, values) for weight, values in kept)
         assert host_slots(handle) == 0
         held_bytes = handle.stats().host_bytes

@@ -15,7 +15,10 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from tests.matrix.compare import Outcome, assert_exact, to_device, train, weight_bytes
+from tests.support.compare import Outcome
+from tests.support.held import weight_bytes
+from tests.support.loops import to_device, train
+from tests.support.offloaded import assert_exact
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # by PEFT, of transformers
 

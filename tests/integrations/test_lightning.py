@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import headrace
 from headrace.optim import AdamW
+from tests.support.compare import assert_same
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*num_workers.*", "ignore:.*LeafSpec.*", "ignore:.*val_dataloader.*"),
@@ -85,24 +86,6 @@ def checkpointing(directory: Path, learner: Learner, epochs: int, resume_from: P
     return Path(saved.best_model_path)
 
 
-def assert_alike(one: Any, other: Any, where: str = "checkpoint") -> None:
-    """Everything in them, tensors bit for bit."""
-    assert type(one) is type(other) or isinstance(one, torch.Tensor), where
-    if isinstance(one, torch.Tensor):
-        assert one.device.type == other.device.type == "cpu", where
-        assert torch.equal(one, other), where
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            assert_alike(one[key], other[key], f"{where}[{key!r}]")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), where
-        for index, pair in enumerate(zip(one, other, strict=True)):
-            assert_alike(*pair, f"{where}[{index}]")
-    else:
-        assert one == other, where
-
-
 def test_checkpoints_of_model_checkpoint_are_those_of_a_plain_run(tmp_path: Path) -> None:
     """Either run goes on from the other's, and ends with the same bits."""
     where = {"device": "cpu", "device_memory": 3 * 65 * 64 * 4}
@@ -116,7 +99,8 @@ def test_checkpoints_of_model_checkpoint_are_those_of_a_plain_run(tmp_path: Path
     contents = [torch.load(path, weights_only=False) for path in (of_plain, of_offloaded)]
     for content in contents:
         content.pop("callbacks")  # the paths of checkpoints
-    assert_alike(*contents)
+    of_plain_run, of_offloaded_run = contents
+    assert_same(of_offloaded_run, of_plain_run)
     checkpointing(tmp_path / "without", runs["without"], 4, of_offloaded)
     for name, checkpoint in (("on", of_offloaded), ("from plain", of_plain)):
         with headrace.offload(runs[name].model, **where):
@@ -155,4 +139,4 @@ def test_checkpoints_of_fabric_are_those_of_a_plain_run(tmp_path: Path) -> None:
             assert handle.stats().onload_bytes > 0
     assert losses == expected
     for one, other in (("plain.ckpt", "4.ckpt"), ("plain-2.ckpt", "2.ckpt")):
-        assert_alike(*(torch.load(tmp_path / name, weights_only=False) for name in (one, other)))
+        assert_same(*(torch.load(tmp_path / name, weights_only=False) for name in (one, other)))

@@ -12,8 +12,9 @@ from diffusers.hooks import FirstBlockCacheConfig, apply_group_offloading
 from torch import nn
 
 import headrace
-from tests.matrix.compare import weight_bytes
 from tests.matrix.test_diffusers import flux, flux_inputs, unet, unet_inputs
+from tests.support.compare import assert_same
+from tests.support.held import weight_bytes
 
 Act = Callable[[Any, torch.device], object]
 MOVES = "headrace moves weights by itself.*call remove"
@@ -64,7 +65,7 @@ def test_what_replaces_weights(act: Act, compute_device: torch.device, tmp_path:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with pytest.raises(headrace.StateError, match=MOVES):
         act(model, compute_device)
-    assert all(map(torch.equal, model.parameters(), before))
+    assert_same(model.parameters(), before)
     loaded_bytes = handle.stats().onload_bytes
     assert torch.equal(outputs(model, compute_device), expected)
     assert handle.stats().onload_bytes > loaded_bytes
@@ -85,7 +86,7 @@ def test_group_offloading(kind: str, compute_device: torch.device) -> None:
         with pytest.raises(headrace.StateError, match="group offloading"):
             outputs(model, compute_device)
     handle.remove()
-    assert all(map(torch.equal, model.parameters(), before))
+    assert_same(model.parameters(), before)
 
 
 def test_model_offloading_of_a_pipeline_goes_together(compute_device: torch.device) -> None:
@@ -128,7 +129,7 @@ def test_caches_of_diffusers_go_together(when: str, compute_device: torch.device
     with headrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2) as handle:
         if when == "after":
             model.enable_cache(FirstBlockCacheConfig(threshold=0.5))
-        assert all(map(torch.equal, steps(model, compute_device), expected))
+        assert_same(steps(model, compute_device), expected)
         assert handle.stats().onload_bytes > weight_bytes(model) // 2
         assert handle.stats().device_peak_bytes <= handle.stats().device_budget_bytes
 

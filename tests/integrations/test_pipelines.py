@@ -12,8 +12,8 @@ from peft import LoraConfig
 from transformers import CLIPTextConfig, CLIPTextModel
 
 import headrace
-from tests.matrix.compare import weight_bytes
 from tests.matrix.test_diffusers import flux, flux_inputs, unet, unet_inputs
+from tests.support.held import weight_bytes
 
 
 def pipeline() -> diffusers.StableDiffusionPipeline:

@@ -8,7 +8,8 @@ import torch
 from transformers import BartConfig, BartForConditionalGeneration, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 import headrace
-from tests.matrix.compare import weight_bytes
+from tests.support.compare import assert_same
+from tests.support.held import weight_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*generation.*", "ignore:.*generate.*")
 
@@ -70,5 +71,5 @@ def test_predict_with_generate(tmp_path: Path) -> None:
         assert handle.stats().device_peak_bytes <= handle.stats().device_budget_bytes
     assert found == loss
     assert len(seen) == len(generated) == 2
-    assert all(map(torch.equal, seen, generated))
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert_same(seen, generated)
+    assert_same(model.parameters(), plain.parameters())

@@ -12,7 +12,8 @@ from torch import nn
 import headrace
 from tests.integrations import test_experts as alone
 from tests.integrations.test_experts import ARCHITECTURES, IMPLEMENTATIONS, budget, expert_bytes, experts_in
-from tests.matrix.compare import same, weight_bytes
+from tests.support.compare import assert_same, same
+from tests.support.held import weight_bytes
 
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 FEW = torch.tensor([[5, 9]])  # of 16 experts, tokens go to half at the most
@@ -91,7 +92,7 @@ def check(
         found = train(model, steps, backward=backward)
         stats = handle.stats()
     assert len(found) == len(wanted)
-    assert all(map(same, found, wanted))
+    assert_same(found, wanted)
     assert stats.expert_bytes == stats.expert_loads * expert_bytes(model)
     assert stats.device_peak_bytes <= limit
     layers = [sum(p.nbytes for p in layer.parameters()) for layer in model.model.layers]
@@ -334,7 +335,7 @@ def test_grad_scaler(build: Any) -> None:
 
     wanted = scaled(plain)
     with headrace.offload(model, device="cpu", device_memory=budget(model, 20)) as handle:
-        assert all(map(same, scaled(model), wanted))
+        assert_same(scaled(model), wanted)
         assert handle.stats().expert_loads > 0
 
 
@@ -350,7 +351,7 @@ def test_micro_batches_together(compute_device: torch.device, build: Any, implem
         def together(one: Any, step: list[torch.Tensor]) -> None:
             handle.forward_backward(step, lambda ids: one(ids, labels=ids).loss)
 
-        assert all(map(same, train(model, steps, backward=together), wanted))
+        assert_same(train(model, steps, backward=together), wanted)
         assert handle.stats().micro_batches_together > 0
         assert handle.stats().expert_loads > 0
 
@@ -411,4 +412,4 @@ def test_an_exception_in_backward_leaves_no_gradients(compute_device: torch.devi
             model(ids, labels=ids).loss.backward()
         embedded.remove()
         assert all(parameter.grad is None for parameter in model.parameters())
-        assert all(map(same, train(model, steps), wanted))
+        assert_same(train(model, steps), wanted)

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import headrace
 from headrace.integrations.transformers import HeadraceCallback, micro_batches_together, optimizer_cls_and_kwargs
-from tests.matrix.compare import Outcome
 from tests.optim.test_overlap import Held
+from tests.support.compare import Outcome, assert_same
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 ROWS = [{"input_ids": list(range(n, n + 8)), "labels": list(range(n, n + 8))} for n in range(16)]
@@ -106,9 +106,9 @@ def test_checkpoints_beside_the_trainers_own(tmp_path: Path) -> None:
     optimizer = other.create_optimizer()
     extra = headrace.load(newest, again, optimizer)
     assert extra["trainer_state"]["global_step"] == extra["scheduler"]["last_epoch"] == 4
-    assert all(map(torch.equal, again.parameters(), model.parameters()))
+    assert_same(again.parameters(), model.parameters())
     whole = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
-    assert all(map(torch.equal, again.parameters(), whole.parameters()))
+    assert_same(again.parameters(), whole.parameters())
     mine, saved = (one.state_dict()["state"] for one in (optimizer, trainer.optimizer))
     assert len(mine) == len(list(model.parameters()))
     assert all(torch.equal(mine[number]["exp_avg"], saved[number]["exp_avg"]) for number in saved)
@@ -139,7 +139,7 @@ def test_an_optimizer_by_its_name_computes_the_same(name: str, tmp_path: Path) -
     if name == "sgd":  # PyTorch's default for it is not fused, and may differ in a weight's last bit
         torch.testing.assert_close(list(model.parameters()), list(plain.parameters()))
     else:
-        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+        assert_same(model.parameters(), plain.parameters())
 
 
 def test_settings_of_optimizers(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_the_trainers_own_checkpoints(way: str, trainer_device: torch.device, tm
         if way == "best":
             assert trainer.state.best_global_step < 4
     for outcome in found[1:]:
-        outcome.assert_equals(found[0])
+        assert_same(outcome, found[0])
 
 
 # Micro-batches together ----------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_micro_batches_together_equal_the_trainers_loop(changes: dict[str, Any],
         stats = handle.stats()
         handle.remove()
     (plain, own, calls_of_loop), (model, ours, calls_of_ours) = trained
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert_same(model.parameters(), plain.parameters())
     assert logged(ours) == logged(own)
     assert len(logged(own)) > 4
     assert calls_of_ours == calls_of_loop

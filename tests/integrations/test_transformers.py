@@ -24,6 +24,7 @@ import headrace
 from headrace.cli.main import main
 from headrace.errors import CheckpointError
 from headrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer
+from tests.support.compare import assert_same_weights
 
 IDS = {"vocab_size": VOCABULARY_SIZE, "bos_token_id": None, "eos_token_id": END_ID, "pad_token_id": PAD_ID}
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
@@ -74,8 +75,7 @@ def test_it_writes_what_the_plain_model_writes(directory: Path, compute_device: 
         assert stats.disk_bytes == stats.spill_bytes == 0  # weights are read where the checkpoint has them
         assert stats.fetch_bytes > sum(parameter.nbytes for parameter in model.parameters())
         assert not any(parameter.requires_grad for parameter in model.parameters())
-        for (name, home), weight in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert torch.equal(home, weight.cpu()), name
+        assert_same_weights(model, plain)
     assert {file: file.read_bytes() for file in directory.iterdir()} == files
 
 
@@ -94,8 +94,7 @@ def test_it_trains(directory: Path) -> None:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         torch.optim.SGD(plain.parameters(), lr=0.1).step()
         model(input_ids=batch, labels=batch)
-        for home, weight in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(home, weight)
+        assert_same_weights(model, plain)
     assert {file: file.read_bytes() for file in directory.glob("*.safetensors")} == files
 
 

@@ -13,7 +13,8 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, Re
 import headrace
 from headrace.integrations.transformers import micro_batches_together
 from headrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer
-from tests.matrix.compare import Outcome, weight_bytes
+from tests.support.compare import Outcome, assert_same
+from tests.support.held import weight_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of each other's deprecated names
 
@@ -105,7 +106,7 @@ def grpo(run: Run) -> Outcome:
 def test_trainer(script: Callable[[Run], Outcome], trainer_device: torch.device, tmp_path: Path) -> None:
     plain = script(Run(trainer_device, tmp_path, offloads=False))
     run = Run(trainer_device, tmp_path, offloads=True)
-    script(run).assert_equals(plain)
+    assert_same(script(run), plain)
     assert len(run.handles) == 1 if script in (precomputed, rewarded) else 2
     for handle in run.handles:
         stats = handle.stats()
@@ -131,7 +132,7 @@ def test_micro_batches_together(script: Callable[[Run], Outcome], trainer_device
     """DPO's trainer takes hooks of the model off for its reference, and puts the same on again."""
     plain = script(Run(trainer_device, tmp_path, offloads=False))
     run = Run(trainer_device, tmp_path, offloads=True, together=True)
-    script(run).assert_equals(plain)
+    assert_same(script(run), plain)
     stats = run.handles[0].stats()
     assert (stats.micro_batches_together, stats.micro_batches_in_turn) == (3 * 2, 0)
     for handle in run.handles:

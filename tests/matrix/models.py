@@ -2,33 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+
+from tests.support import models
+from tests.support.loops import to_device
+from tests.support.models import Checkpointed
 
 CHECKPOINTING = ("none", "reentrant", "non-reentrant")
 VOCABULARY = 48
 WIDTH = 32
-
-
-class Checkpointed(nn.Module):
-    """A model that may run its layers under activation checkpointing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.checkpointing = "none"
-
-    def run(self, layer: nn.Module, x: Tensor, *others: Any) -> Any:
-        """`layer(x, *others)`, checkpointed as the model is set."""
-        if self.checkpointing == "none":
-            return layer(x, *others)
-        reentrant = self.checkpointing == "reentrant"
-        if reentrant and not x.requires_grad:
-            x = x.detach().requires_grad_()  # what enable_input_require_grads() of transformers is for
-        return checkpoint(layer, x, *others, use_reentrant=reentrant)
 
 
 class Attention(nn.Module):
@@ -97,26 +82,14 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class Decoder(Checkpointed):
+class Decoder(models.Decoder):
     """A language model: dense, with experts, or with its head tied to its embedding."""
 
     def __init__(self, *, layers: int = 6, experts: int = 0, tied: bool = False) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(
-            DecoderLayer(WIDTH, MixtureOfExperts(WIDTH, 32, experts) if experts else GatedMLP(WIDTH, 64))
-            for _ in range(layers)
-        )
-        self.norm = nn.RMSNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        if tied:
-            self.head.weight = self.embedding.weight
+        def layer(width: int) -> DecoderLayer:
+            return DecoderLayer(width, MixtureOfExperts(width, 32, experts) if experts else GatedMLP(width, 64))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = self.run(layer, x)
-        return self.head(self.norm(x))
+        super().__init__(layers, WIDTH, VOCABULARY, layer=layer, norm=nn.RMSNorm, tied=tied)
 
 
 class EncoderDecoder(Checkpointed):
@@ -277,6 +250,15 @@ class Case:
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss
     share: float = 0.4
 
+    def on(self, device: torch.device, count: int = 3) -> list[Batch]:
+        """So many batches, on the device."""
+        return to_device(self.batches(count), device)  # type: ignore[no-any-return]
+
+    def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Output and loss."""
+        output = model(batch[0])
+        return output, self.loss(output, batch[1])
+
     def build(self, checkpointing: str = "none", training: str = "full") -> Checkpointed:
         """The same weights every time."""
         torch.manual_seed(0)
@@ -296,3 +278,5 @@ CASES = [
     Case("tied", lambda: Decoder(tied=True)),
     Case("multihead", MultiheadEncoder),
 ]
+
+DENSE = CASES[0]

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import headrace
-from tests.matrix.compare import assert_same_tensors, on_cpu, weight_bytes
-from tests.matrix.models import CASES, Decoder
+from tests.matrix.models import DENSE, Decoder
+from tests.support.compare import assert_same, on_cpu
+from tests.support.held import weight_bytes
 
-DENSE = CASES[0]
 ENOUGH = 200_000
 Offload = Callable[[Any], Any]
 
@@ -28,7 +28,7 @@ def refused(offload: Offload, error: type[Exception], *words: str, model: Any = 
         offload(model)
     assert [id(p) for p in model.parameters()] == identities
     assert [type(module) for module in model.modules()] == classes
-    assert_same_tensors({str(index): on_cpu(p) for index, p in enumerate(plain)}, before, "weights")
+    assert_same({str(index): on_cpu(p) for index, p in enumerate(plain)}, before, "weights")
 
 
 def with_settings(device: torch.device, **settings: Any) -> Offload:

@@ -8,27 +8,14 @@ import torch
 from torch import Tensor, nn
 
 import headrace
-from tests.matrix.compare import (
-    adamw,
-    assert_exact,
-    assert_moves_as_planned,
-    assert_same_tensors,
-    assert_streamed,
-    offload,
-    on_cpu,
-    to_device,
-    train,
-    weight_bytes,
-)
-from tests.matrix.models import CASES, Batch, Decoder
+from tests.matrix.models import CASES, Decoder
+from tests.support.compare import assert_same, on_cpu
+from tests.support.held import weight_bytes
+from tests.support.loops import adamw, train
+from tests.support.offloaded import assert_exact, assert_moves_as_planned, assert_streamed, offload
 
 DENSE, EXPERTS = CASES[0], CASES[2]
 Settings = Callable[[Any], dict[str, Any]]
-
-
-def forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    output = model(batch[0])
-    return output, DENSE.loss(output, batch[1])
 
 
 CUTS: dict[str, Settings] = {
@@ -47,17 +34,17 @@ CUTS: dict[str, Settings] = {
 @pytest.mark.parametrize("cut", CUTS)
 def test_cuts(cut: str, compute_device: torch.device) -> None:
     """Every way to name blocks; what a list does not name is cut by size."""
-    batches = to_device(DENSE.batches(3), compute_device)
-    plain = train(DENSE.build().to(compute_device), batches, forward)
+    batches = DENSE.on(compute_device)
+    plain = train(DENSE.build().to(compute_device), batches, DENSE.forward)
     model = DENSE.build()
     handle = offload(model, compute_device, 0.5, **CUTS[cut](model))
-    train(model, batches, forward).assert_equals(plain)
+    assert_same(train(model, batches, DENSE.forward), plain)
     assert_streamed(handle, model)
     optimizer = adamw(model.parameters())
 
     def cycle() -> None:
         optimizer.zero_grad()
-        forward(model, batches[0])[1].backward()
+        DENSE.forward(model, batches[0])[1].backward()
         optimizer.step()
 
     assert_moves_as_planned(handle, model, cycle)
@@ -65,10 +52,10 @@ def test_cuts(cut: str, compute_device: torch.device) -> None:
 
 def test_experts_as_blocks(compute_device: torch.device) -> None:
     """Which experts are called changes with every batch: what nobody expected comes on demand."""
-    batches = to_device(EXPERTS.batches(5), compute_device)
+    batches = EXPERTS.on(compute_device, 5)
     handle, _ = assert_exact(
         EXPERTS.build,
-        lambda model: train(model, batches, forward),
+        lambda model: train(model, batches, DENSE.forward),
         compute_device,
         0.3,
         blocks=["layers.*.mlp.experts.*"],
@@ -78,15 +65,15 @@ def test_experts_as_blocks(compute_device: torch.device) -> None:
 
 def test_smallest_budget_there_is(compute_device: torch.device) -> None:
     """Room for one block at a time and nothing else: every block comes when it is needed."""
-    batches = to_device(DENSE.batches(3), compute_device)
+    batches = DENSE.on(compute_device)
     model = DENSE.build()
     largest = max(weight_bytes(layer) for layer in model.layers)
     small = sum(p.nbytes for p in model.norm.parameters())
-    plain = train(DENSE.build().to(compute_device), batches, forward)
+    plain = train(DENSE.build().to(compute_device), batches, DENSE.forward)
     handle = headrace.offload(
         model, device=compute_device, device_memory=largest + small + 2_000, blocks=[model.layers]
     )
-    train(model, batches, forward).assert_equals(plain)
+    assert_same(train(model, batches, DENSE.forward), plain)
     stats = handle.stats()
     assert largest <= stats.device_peak_bytes <= stats.device_budget_bytes
 
@@ -100,7 +87,7 @@ def test_two_offloaded_models_in_turn(compute_device: torch.device) -> None:
 
     def steps(teacher: nn.Module, student: nn.Module) -> dict[str, Tensor]:
         optimizer = adamw(student.parameters())
-        for inputs, _ in to_device(DENSE.batches(4), compute_device):
+        for inputs, _ in DENSE.on(compute_device, 4):
             with torch.no_grad():
                 wanted = teacher(inputs).softmax(-1)
             (student(inputs).log_softmax(-1) * wanted).sum().neg().backward()
@@ -111,6 +98,6 @@ def test_two_offloaded_models_in_turn(compute_device: torch.device) -> None:
     expected = steps(*make().to(compute_device))
     teacher, student = make()
     handles = [offload(model, compute_device, 0.45) for model in (teacher, student)]
-    assert_same_tensors(steps(teacher, student), expected, "the student")
+    assert_same(steps(teacher, student), expected, "the student")
     for handle, model in zip(handles, (teacher, student), strict=True):
         assert_streamed(handle, model)

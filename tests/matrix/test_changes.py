@@ -9,26 +9,18 @@ import torch
 from torch import Tensor, nn
 
 import headrace
-from tests.matrix.compare import Outcome, adamw, assert_exact, assert_streamed, offload, on_cpu, to_device, train
-from tests.matrix.models import CASES, WIDTH, Batch, Decoder, DecoderLayer, GatedMLP
-
-DENSE = CASES[0]
-
-
-def forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    output = model(batch[0])
-    return output, DENSE.loss(output, batch[1])
-
-
-def batches(device: torch.device) -> list[Batch]:
-    return to_device(DENSE.batches(3), device)
+from tests.matrix.models import DENSE, WIDTH, Decoder, DecoderLayer, GatedMLP
+from tests.support.compare import Outcome, assert_same, on_cpu
+from tests.support.loops import adamw, train
+from tests.support.models import linears
+from tests.support.offloaded import assert_exact, assert_streamed, offload
 
 
 def settled(device: torch.device, share: float = 0.4) -> tuple[Any, headrace.Offloaded]:
     """An offloaded model that follows a plan."""
     model = DENSE.build()
     handle = offload(model, device, share)
-    train(model, batches(device), forward)
+    train(model, DENSE.on(device), DENSE.forward)
     return model, handle
 
 
@@ -37,7 +29,7 @@ def assert_still_exact(model: nn.Module, handle: headrace.Offloaded, device: tor
     plain = DENSE.build()
     plain.load_state_dict({name: on_cpu(tensor) for name, tensor in model.state_dict().items()})
     model.zero_grad()
-    train(model, batches(device), forward).assert_equals(train(plain.to(device), batches(device), forward))
+    assert_same(train(model, DENSE.on(device), DENSE.forward), train(plain.to(device), DENSE.on(device), DENSE.forward))
     assert_streamed(handle, model)
 
 
@@ -49,8 +41,8 @@ def test_requires_grad_toggled(compute_device: torch.device) -> None:
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(not freeze(name))
             optimizer = adamw([p for p in model.parameters() if p.requires_grad])
-            for batch in batches(compute_device)[:2]:
-                output, loss = forward(model, batch)
+            for batch in DENSE.on(compute_device)[:2]:
+                output, loss = DENSE.forward(model, batch)
                 loss.backward()
                 outcome.outputs.append(on_cpu(output))
                 outcome.read_gradients(model)
@@ -78,15 +70,15 @@ def test_hooks_on_parameters(compute_device: torch.device) -> None:
                 optimizer.zero_grad()
 
             hooks.append(parameter.register_post_accumulate_grad_hook(step))
-        for batch in batches(compute_device):
-            output, loss = forward(model, batch)
+        for batch in DENSE.on(compute_device):
+            output, loss = DENSE.forward(model, batch)
             loss.backward()
             outcome.outputs.append(on_cpu(output))
         assert sorted(seen) == sorted(3 * [name for name, _ in model.named_parameters()])
         assert all(parameter.grad is None for parameter in model.parameters())
         for hook in hooks:
             hook.remove()
-        forward(model, batches(compute_device)[0])[1].backward()
+        DENSE.forward(model, DENSE.on(compute_device)[0])[1].backward()
         outcome.read_gradients(model)
         return outcome.read(model)
 
@@ -116,7 +108,7 @@ def test_hooks_on_modules(compute_device: torch.device) -> None:
             layer.register_forward_pre_hook(pre)
             layer.register_forward_hook(post)
             layer.register_full_backward_hook(backward)
-        trained = train(model, batches(compute_device), forward)
+        trained = train(model, DENSE.on(compute_device), DENSE.forward)
         trained.outputs += outcome.outputs
         counts.append(fired)
         return trained
@@ -140,13 +132,13 @@ def test_replaced_and_added_modules(compute_device: torch.device) -> None:
         return Growing()
 
     def script(model: Any) -> Outcome:
-        first = train(model, batches(compute_device), forward)
+        first = train(model, DENSE.on(compute_device), DENSE.forward)
         torch.manual_seed(7)
         home = next(model.parameters()).device
         model.layers[2] = DecoderLayer(WIDTH, GatedMLP(WIDTH, 64)).to(home)
         model.head.weight = nn.Parameter(torch.randn_like(on_cpu(model.head.weight)).to(home) * 0.1)
         model.extra = nn.Linear(model.head.out_features, model.head.out_features).to(home)
-        second = train(model, batches(compute_device), forward)
+        second = train(model, DENSE.on(compute_device), DENSE.forward)
         second.outputs += first.outputs
         return second
 
@@ -190,7 +182,7 @@ def test_the_first_forward_of_an_added_module_is_without_gradients(
 
 
 def test_a_module_of_torchscript_that_comes_later_is_refused(compute_device: torch.device) -> None:
-    model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    model: Any = linears(4, 8)
     x = torch.ones(2, 8, device=compute_device)
     with headrace.offload(model, device=compute_device):
         expected, plain = model(x), model[1]
@@ -205,11 +197,11 @@ def test_tied_after_offloading(compute_device: torch.device) -> None:
     """The head gets the embedding's weight, and two layers each other's: each is still the parameter that it was."""
 
     def script(model: Any) -> Outcome:
-        first = train(model, batches(compute_device), forward)
+        first = train(model, DENSE.on(compute_device), DENSE.forward)
         model.head.weight = model.embedding.weight
         one, other = model.layers[1].mlp, model.layers[2].mlp
         one.up.weight, other.up.weight = other.up.weight, one.up.weight
-        second = train(model, batches(compute_device), forward)
+        second = train(model, DENSE.on(compute_device), DENSE.forward)
         second.outputs += first.outputs
         return second
 
@@ -233,12 +225,12 @@ def test_gradient_of_a_gradient(compute_device: torch.device) -> None:
             outcome.outputs.append(on_cpu(loss))
             outcome.read_gradients(model)
             model.zero_grad()
-        train(model, batches(compute_device), forward)
+        train(model, DENSE.on(compute_device), DENSE.forward)
         return outcome
 
     _, model = assert_exact(DENSE.build, script, compute_device)
     with pytest.raises(headrace.StateError, match=r"create_graph=True.*torch\.autograd\.grad"):
-        forward(model, batches(compute_device)[0])[1].backward(create_graph=True)
+        DENSE.forward(model, DENSE.on(compute_device)[0])[1].backward(create_graph=True)
 
 
 # refused -------------------------------------------------------------------------------------------------------------
@@ -271,8 +263,8 @@ def test_weight_changed_before_backward(
     if not is_settled:
         handle.remove()
         handle = offload(model, compute_device)
-    forward(model, batches(compute_device)[1])[1].backward()
-    loss = forward(model, batches(compute_device)[0])[1]
+    DENSE.forward(model, DENSE.on(compute_device)[1])[1].backward()
+    loss = DENSE.forward(model, DENSE.on(compute_device)[0])[1]
     change(model)
     with pytest.raises(headrace.WeightChangedError, match=r"parameter '.*weight' was modified in place.*version"):
         loss.backward()
@@ -296,7 +288,7 @@ def test_saved_tensor_changed_in_place(compute_device: torch.device) -> None:
     layer.forward = SelfHarm.forward.__get__(layer)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            forward(model, batches(compute_device)[0])[1].backward()
+            DENSE.forward(model, DENSE.on(compute_device)[0])[1].backward()
     del layer.forward
     assert type(layer) is own
     assert_still_exact(model, handle, compute_device)
@@ -320,7 +312,7 @@ def test_weight_changed_by_the_model_after_its_use(compute_device: torch.device)
         layer: Any = harmed.layers[2]
         layer.forward = WeightHarm.forward.__get__(layer)
         with pytest.raises(error, match=r"modified .*in.?place"):
-            forward(harmed, batches(compute_device)[0])[1].backward()
+            DENSE.forward(harmed, DENSE.on(compute_device)[0])[1].backward()
         del layer.forward
     assert_still_exact(model, handle, compute_device)
 
@@ -330,7 +322,7 @@ def test_changed_shape(compute_device: torch.device) -> None:
     kept = model.layers[4].mlp.up.weight.data
     model.layers[4].mlp.up.weight.data = torch.zeros(3, 5)
     with pytest.raises(headrace.LayoutError, match=r"layers\.4\.mlp\.up\.weight.*\(64, 32\).*\(3, 5\).*remove\(\)"):
-        forward(model, batches(compute_device)[0])
+        DENSE.forward(model, DENSE.on(compute_device)[0])
     model.layers[4].mlp.up.weight.data = kept
     assert_still_exact(model, handle, compute_device)
 
@@ -340,7 +332,7 @@ def test_replaced_by_another_shape(compute_device: torch.device) -> None:
     kept = model.layers[4].mlp.up.weight
     model.layers[4].mlp.up.weight = nn.Parameter(torch.zeros(3, 5))
     with pytest.raises(headrace.LayoutError, match=r"layers\.4\.mlp\.up\.weight.*remove\(\)"):
-        forward(model, batches(compute_device)[0])
+        DENSE.forward(model, DENSE.on(compute_device)[0])
     model.layers[4].mlp.up.weight = kept
     assert_still_exact(model, handle, compute_device)
 
@@ -349,5 +341,5 @@ def test_gradients_by_parameter_are_refused_by_pytorch(compute_device: torch.dev
     """`torch.autograd.grad` with respect to homes: they are not in the graph."""
     model, handle = settled(compute_device)
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
-        torch.autograd.grad(forward(model, batches(compute_device)[0])[1], list(model.parameters()))
+        torch.autograd.grad(DENSE.forward(model, DENSE.on(compute_device)[0])[1], list(model.parameters()))
     assert_still_exact(model, handle, compute_device)

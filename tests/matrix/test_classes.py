@@ -12,7 +12,10 @@ from torch import Tensor, nn
 import headrace
 from headrace.weights.passes.managed import Managed
 from headrace.weights.passes.site import Site
-from tests.matrix.compare import assert_exact, infer, weight_bytes
+from tests.support.compare import assert_same
+from tests.support.held import weight_bytes
+from tests.support.loops import infer
+from tests.support.offloaded import assert_exact
 
 WIDTH = 16
 
@@ -255,7 +258,7 @@ def test_own_ways_of_copying_are_kept(compute_device: torch.device) -> None:
         copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model)
     assert [one[0].copies for one in copies] == [1, -1, 0]
     for one in copies:
-        assert all(torch.equal(p, e) for p, e in zip(one.parameters(), expected, strict=True))
+        assert_same(one.parameters(), expected)
     for one in copies[:2]:
         assert not any("_compiled_call_impl" in vars(module) for module in one.modules())
         assert all(type(parameter) is nn.Parameter for parameter in one.parameters())

@@ -8,7 +8,8 @@ import torch
 from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 from torch import Tensor
 
-from tests.matrix.compare import adamw, assert_exact, assert_moves_as_planned, to_device, train
+from tests.support.loops import adamw, to_device, train
+from tests.support.offloaded import assert_exact, assert_moves_as_planned
 
 
 def unet() -> Any:

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.matrix.compare import Outcome, assert_exact, infer, offload, on_cpu, train
+from tests.support.compare import Outcome, on_cpu
+from tests.support.loops import infer, train
+from tests.support.offloaded import assert_exact, offload
 
 WIDTH = 16
 

@@ -9,14 +9,15 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 import headrace
+from tests.support.compare import assert_same
+from tests.support.models import linears, seeded
 
 Log = list[tuple[str, Any]]
 Watch = Callable[[Sequence[nn.Parameter], Log], list[Any]]  # gives nodes to keep, and hooks to remove
 
 
 def build() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
+    return seeded(linears, 5, 16)
 
 
 def all_of_them(parameters: Sequence[nn.Parameter], log: Log) -> list[Any]:
@@ -107,7 +108,7 @@ def test_hooks_fire_as_in_a_plain_run(compute_device: torch.device, watch: Watch
         assert 0 < stats.device_peak_bytes <= 4000
     remove(kept)
     assert len(ours) == len(plain)
-    assert all(map(torch.equal, ours, plain))
+    assert_same(ours, plain)
     assert [what for what, _ in logs[1]] == [what for what, _ in logs[0]]
     for (_, value), (_, expected) in zip(plainly(logs[1]), plainly(logs[0]), strict=True):
         assert all(map(torch.equal, value, expected)) if isinstance(value, list) else torch.equal(value, expected)
@@ -183,7 +184,7 @@ def test_a_loss_term_on_parameters_adds_to_their_gradients(
 
     def make() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+        return linears(4, 256)
 
     plain = penalised(make().to(compute_device), compute_device, zeroes=zeroes, first=first)
     model = make()
@@ -234,7 +235,7 @@ def test_the_dtype_of_gradients_ends_with_the_handle() -> None:
 
 def test_room_for_gradients_beside_others_is_asked_for_before_backward(compute_device: torch.device) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    model = linears(8, 64)
     with headrace.offload(model, device=compute_device, device_memory=40000, host_memory=400000):
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: None)

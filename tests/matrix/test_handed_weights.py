@@ -9,7 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import headrace
-from tests.matrix.compare import Outcome, assert_exact, on_cpu, train, weight_bytes
+from tests.support.compare import Outcome, assert_same, on_cpu
+from tests.support.held import weight_bytes
+from tests.support.loops import random_batches, train
+from tests.support.offloaded import assert_exact
 
 WIDTH = 16
 
@@ -87,13 +90,8 @@ def by_address(model: Handing, x: Tensor) -> Tensor:
     return x * weight.detach().sum()
 
 
-def squared(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
-    output = model(batch)
-    return output, output.square().mean()
-
-
 def batches(device: torch.device, count: int = 5) -> list[Tensor]:
-    return [torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed)).to(device) for seed in range(count)]
+    return random_batches(count, 3, WIDTH, device=device)
 
 
 @pytest.mark.parametrize("use", [fused, saving, saving_several, kept_in_a_list, by_address])
@@ -102,7 +100,7 @@ def test_training(use: Callable[[Handing, Tensor], Tensor], compute_device: torc
         torch.manual_seed(0)
         return Handing(use)
 
-    handle, _ = assert_exact(make, lambda model: train(model, batches(compute_device), squared), compute_device, 0.45)
+    handle, _ = assert_exact(make, lambda model: train(model, batches(compute_device)), compute_device, 0.45)
     stats = handle.stats()
     assert stats.device_peak_bytes <= stats.device_budget_bytes
     assert stats.onload_bytes > 5 * weight_bytes(make())  # the weights came, in each step
@@ -134,7 +132,7 @@ def test_what_is_handed_over_has_been_updated(overlap: str) -> None:
         outcomes.append(outcome.read(model))
         if handle is not None:
             handle.remove()
-    outcomes[1].assert_equals(outcomes[0])
+    assert_same(outcomes[1], outcomes[0])
 
 
 class Returning(nn.Module):

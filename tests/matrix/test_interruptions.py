@@ -8,21 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.matrix.compare import (
-    Allocations,
-    Outcome,
-    adamw,
-    assert_streamed,
-    is_counted,
-    offload,
-    rounding_bytes,
-    same,
-    to_device,
-    train,
-)
-from tests.matrix.models import CASES, Batch, Decoder
-
-DENSE = CASES[0]
+from tests.matrix.models import DENSE, Decoder
+from tests.support.compare import Outcome, assert_same, same
+from tests.support.held import Allocations, is_counted
+from tests.support.loops import adamw, train
+from tests.support.offloaded import assert_streamed, offload, rounding_bytes
 
 
 class StopError(Exception):
@@ -62,11 +52,6 @@ class Fragile(Decoder):
         return None
 
 
-def forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    output = model(batch[0])
-    return output, DENSE.loss(output, batch[1])
-
-
 def build(checkpointing: str) -> Fragile:
     torch.manual_seed(0)
     model = Fragile()
@@ -99,36 +84,36 @@ def test_next_step_is_complete(
     settled: bool,
     compute_device: torch.device,
 ) -> None:
-    batches = to_device(DENSE.batches(3), compute_device)
+    batches = DENSE.on(compute_device)
     plain_model = build(checkpointing).to(compute_device)
-    before = [train(plain_model, batches, forward) for _ in range(2 * settled)]
-    plain = train(plain_model, batches, forward)
+    before = [train(plain_model, batches, DENSE.forward) for _ in range(2 * settled)]
+    plain = train(plain_model, batches, DENSE.forward)
 
     model = build(checkpointing)
     handle = offload(model, compute_device)
     for expected in before:
-        train(model, batches, forward).assert_equals(expected)
+        assert_same(train(model, batches, DENSE.forward), expected)
     model.breaks_at, model.error = where, error
     with pytest.raises(error):
-        forward(model, batches[0])[1].backward()
+        DENSE.forward(model, batches[0])[1].backward()
     model.breaks_at = None
     assert_homes_are_bound(model)
     model.zero_grad()
-    train(model, batches, forward).assert_equals(plain)
+    assert_same(train(model, batches, DENSE.forward), plain)
     assert_streamed(handle, model)
 
 
 def test_an_interrupted_pass_leaves_no_bytes_behind(compute_device: torch.device) -> None:
-    batches = to_device(DENSE.batches(3), compute_device)
+    batches = DENSE.on(compute_device)
     model = build("none")
     allocations = Allocations(compute_device)
     handle = offload(model, compute_device)
-    train(model, batches, forward)
+    train(model, batches, DENSE.forward)
     limit = handle.stats().device_budget_bytes + rounding_bytes(handle, model)
     for where in [("forward", 4), ("backward", 4), ("backward", 1)] * 2:
         model.breaks_at = where
         with pytest.raises(StopError):
-            forward(model, batches[0])[1].backward()
+            DENSE.forward(model, batches[0])[1].backward()
         model.breaks_at = None
         model.zero_grad()
         gc.collect()
@@ -145,19 +130,19 @@ def test_an_interrupted_pass_leaves_no_bytes_behind(compute_device: torch.device
 
 def test_a_failed_backward_adds_a_gradient_whole_or_not_at_all(compute_device: torch.device) -> None:
     """As in a plain model, where those that came before the error have been added."""
-    batches = to_device(DENSE.batches(2), compute_device)
+    batches = DENSE.on(compute_device, 2)
     plain = build("none").to(compute_device)
     expected = Outcome()
     for batch in batches:
-        forward(plain, batch)[1].backward()
+        DENSE.forward(plain, batch)[1].backward()
         expected.read_gradients(plain)
 
     model = build("none")
     offload(model, compute_device)
-    forward(model, batches[0])[1].backward()
+    DENSE.forward(model, batches[0])[1].backward()
     model.breaks_at = ("backward", 2)
     with pytest.raises(StopError):
-        forward(model, batches[1])[1].backward()
+        DENSE.forward(model, batches[1])[1].backward()
     model.breaks_at = None
     assert_homes_are_bound(model)
     for name, parameter in model.named_parameters():
@@ -170,21 +155,21 @@ def test_a_failed_backward_adds_a_gradient_whole_or_not_at_all(compute_device: t
 
 def test_errors_in_hooks_and_losses(compute_device: torch.device) -> None:
     """An error between forward and backward, and one in a hook on a parameter."""
-    batches = to_device(DENSE.batches(3), compute_device)
-    plain = train(build("none").to(compute_device), batches, forward)
+    batches = DENSE.on(compute_device)
+    plain = train(build("none").to(compute_device), batches, DENSE.forward)
     model = build("none")
     handle = offload(model, compute_device)
 
     def fail(*_: Any) -> None:
         raise StopError("in a hook")
 
-    forward(model, batches[0])  # and the loop raises here
+    DENSE.forward(model, batches[0])  # and the loop raises here
     hook: Any = model.head.weight.register_hook(fail)
     with pytest.raises(StopError):
-        forward(model, batches[0])[1].backward()
+        DENSE.forward(model, batches[0])[1].backward()
     hook.remove()
     model.zero_grad()
-    train(model, batches, forward).assert_equals(plain)
+    assert_same(train(model, batches, DENSE.forward), plain)
     assert_streamed(handle, model)
 
 
@@ -205,8 +190,8 @@ def test_out_of_memory_is_survived(compute_device: torch.device) -> None:
         return  # nothing limits it
     from emulator import emu
 
-    batches = to_device(DENSE.batches(3), compute_device)
-    plain = train(build("none").to(compute_device), batches, forward)
+    batches = DENSE.on(compute_device)
+    plain = train(build("none").to(compute_device), batches, DENSE.forward)
     model = build("none")
     handle = offload(model, compute_device)
     optimizer = adamw(model.parameters())
@@ -216,5 +201,5 @@ def test_out_of_memory_is_survived(compute_device: torch.device) -> None:
             model(large).sum().backward()
         gc.collect()
     optimizer.zero_grad()
-    train(model, batches, forward).assert_equals(plain)
+    assert_same(train(model, batches, DENSE.forward), plain)
     assert_streamed(handle, model)

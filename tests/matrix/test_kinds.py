@@ -1,27 +1,15 @@
 """Is every kind of model exact and within its budget, with every checkpointing and however much of it is trained?"""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import headrace
-from tests.matrix.compare import (
-    Allocations,
-    Outcome,
-    adamw,
-    assert_moves_as_planned,
-    infer,
-    is_counted,
-    largest_block_bytes,
-    peak_activation_bytes,
-    rounding_bytes,
-    to_device,
-    train,
-    weight_bytes,
-)
 from tests.matrix.models import CASES, CHECKPOINTING, Case
+from tests.support.compare import Outcome, assert_same
+from tests.support.held import Allocations, is_counted, peak_activation_bytes, weight_bytes
+from tests.support.loops import adamw, infer, train
+from tests.support.offloaded import assert_moves_as_planned, largest_block_bytes, rounding_bytes
 
 STEPS = 3
 
@@ -31,21 +19,17 @@ STEPS = 3
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("training", ["full", "adapters", "inference"])
 def test_kind(case: Case, checkpointing: str, training: str, compute_device: torch.device) -> None:
-    batches = [to_device(batch, compute_device) for batch in case.batches(STEPS)]
-
-    def forward(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        output = model(batch[0])
-        return output, case.loss(output, batch[1])
+    batches = case.on(compute_device, STEPS)
 
     def run(model: nn.Module, allocations: Allocations) -> Outcome:
         runner = infer if training == "inference" else train
-        return runner(model, batches, forward, after_forward=allocations.forward_done)
+        return runner(model, batches, case.forward, after_forward=allocations.forward_done)
 
     plain_model = case.build(checkpointing, training).to(compute_device)
     plain_allocations = Allocations(compute_device)
     plain = run(plain_model, plain_allocations)
     with torch.set_grad_enabled(training != "inference"):
-        activations = peak_activation_bytes(plain_model, batches[0], forward, compute_device)
+        activations = peak_activation_bytes(plain_model, batches[0], case.forward, compute_device)
     del plain_model
 
     model = case.build(checkpointing, training)
@@ -53,7 +37,7 @@ def test_kind(case: Case, checkpointing: str, training: str, compute_device: tor
     allocations = Allocations(compute_device)
     handle = headrace.offload(model, device=compute_device, device_memory=budget)
     offloaded = run(model, allocations)
-    offloaded.assert_equals(plain)
+    assert_same(offloaded, plain)
 
     stats = handle.stats()
     assert 0 < stats.device_peak_bytes <= stats.device_budget_bytes == budget
@@ -74,10 +58,10 @@ def test_kind(case: Case, checkpointing: str, training: str, compute_device: tor
     def cycle() -> None:
         if optimizer is None:
             with torch.no_grad():
-                forward(model, batches[0])
+                case.forward(model, batches[0])
             return
         optimizer.zero_grad()
-        forward(model, batches[0])[1].backward()
+        case.forward(model, batches[0])[1].backward()
         optimizer.step()
 
     assert_moves_as_planned(handle, model, cycle)

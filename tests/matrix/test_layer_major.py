@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import headrace
-from tests.matrix.compare import Outcome, adamw, budget_bytes, on_cpu, settle, to_device
 from tests.matrix.models import CASES, CHECKPOINTING, Case
 from tests.matrix.test_transformers import ARCHITECTURES, Inputs, batches_of, built, forward
+from tests.support.compare import Outcome, assert_same, on_cpu
+from tests.support.loops import adamw, to_device
+from tests.support.offloaded import budget_bytes, settle
 
 COUNT = 4
 STEPS = 3
@@ -73,7 +75,7 @@ def assert_equal(
     plain = train(make().to(device), steps, loss)
     model = make()
     handle = headrace.offload(model, device=device, device_memory=budget_bytes(model, share), **options)
-    train(model, steps, loss, handle).assert_equals(plain)
+    assert_same(train(model, steps, loss, handle), plain)
     stats = handle.stats()
     assert 0 < stats.device_peak_bytes <= stats.device_budget_bytes
     return handle, model
@@ -144,7 +146,7 @@ def of_case(case: Case) -> Loss:
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("training", ["full", "adapters"])
 def test_kind(case: Case, checkpointing: str, training: str, compute_device: torch.device) -> None:
-    batches = [to_device(batch, compute_device) for batch in case.batches(COUNT * STEPS)]
+    batches = case.on(compute_device, COUNT * STEPS)
     steps = [batches[COUNT * step : COUNT * (step + 1)] for step in range(STEPS)]
     if case.name == "unet" and checkpointing != "none":  # BatchNorm's statistics are written once more
         with warnings.catch_warnings(), pytest.warns(RuntimeWarning, match="modules write buffers"):
@@ -187,7 +189,7 @@ def test_transformers(
 @pytest.mark.parametrize("name", ["dense", "encoder_decoder", "experts"])
 def test_what_autograd_saves_waits_on_the_host(name: str, checkpointing: str, compute_device: torch.device) -> None:
     case = next(case for case in CASES if case.name == name)
-    batches = [to_device(batch, compute_device) for batch in case.batches(COUNT * 5)]
+    batches = case.on(compute_device, COUNT * 5)
     steps = [batches[COUNT * step : COUNT * (step + 1)] for step in range(5)]
     handle, _ = assert_equal(
         lambda: case.build(checkpointing), steps, of_case(case), compute_device, 0.6, activations={"min_bytes": 1024}

@@ -9,18 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import headrace
-from tests.matrix.compare import (
-    Outcome,
-    assert_exact,
-    assert_streamed,
-    offload,
-    on_cpu,
-    same,
-    to_device,
-    train,
-    weight_bytes,
-)
 from tests.matrix.models import CASES, WIDTH, Decoder, UNet
+from tests.support.compare import Outcome, assert_same, on_cpu, same
+from tests.support.held import weight_bytes
+from tests.support.loops import train
+from tests.support.offloaded import assert_exact, assert_streamed, offload
 
 UNET = CASES[3]
 
@@ -79,14 +72,10 @@ def test_channels_last(checkpointing: str, compute_device: torch.device) -> None
         return UNET.build(checkpointing).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
     def script(model: nn.Module) -> Outcome:
-        batches = to_device(UNET.batches(3), compute_device)
+        batches = UNET.on(compute_device)
         batches = [(x.contiguous(memory_format=torch.channels_last), y) for x, y in batches]
 
-        def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            output = model(batch[0])
-            return output, UNET.loss(output, batch[1])
-
-        outcome = train(model, batches, forward)
+        outcome = train(model, batches, UNET.forward)
         formats.append([parameter.stride() for parameter in model.parameters()])
         return outcome
 
@@ -178,12 +167,8 @@ def test_weights_tied_across_blocks(checkpointing: str, compute_device: torch.de
         model.checkpointing = checkpointing
         return model
 
-    def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        output = model(batch[0])
-        return output, dense.loss(output, batch[1])
-
-    batches = to_device(dense.batches(3), compute_device)
-    _, model = assert_exact(make, lambda model: train(model, batches, forward), compute_device, 0.5)
+    batches = dense.on(compute_device)
+    _, model = assert_exact(make, lambda model: train(model, batches, dense.forward), compute_device, 0.5)
     assert isinstance(model, Tied)
     assert model.head.weight is model.embedding.weight
     layers: Any = model.layers
@@ -193,14 +178,10 @@ def test_weights_tied_across_blocks(checkpointing: str, compute_device: torch.de
 def test_batch_norm_statistics(compute_device: torch.device) -> None:
     """They change on the device, and are right on the host and in state_dict, also in its names and order."""
 
-    def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        output = model(batch[0])
-        return output, UNET.loss(output, batch[1])
-
-    batches = to_device(UNET.batches(3), compute_device)
+    batches = UNET.on(compute_device)
 
     def script(model: Any) -> Outcome:
-        outcome = train(model, batches, forward)
+        outcome = train(model, batches, UNET.forward)
         model.eval()
         with torch.no_grad():
             outcome.outputs.append(on_cpu(model(batches[0][0])))
@@ -229,7 +210,7 @@ def test_sparse_embedding_gradients(compute_device: torch.device) -> None:
     dense = CASES[0]
 
     def script(model: Any) -> Outcome:
-        batches = to_device(dense.batches(3), compute_device)
+        batches = dense.on(compute_device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
         outcome = Outcome()
         for batch in batches:
@@ -256,7 +237,7 @@ def test_a_model_of_one_block(compute_device: torch.device) -> None:
     plain = train(make().to(compute_device), vectors(compute_device), mean_square)
     model = make()
     handle = offload(model, compute_device, 1.5)
-    train(model, vectors(compute_device), mean_square).assert_equals(plain)
+    assert_same(train(model, vectors(compute_device), mean_square), plain)
     stats = handle.stats()
     assert weight_bytes(model) <= stats.device_peak_bytes <= stats.device_budget_bytes
     assert stats.onload_bytes >= 3 * weight_bytes(model)

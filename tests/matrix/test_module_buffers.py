@@ -14,7 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import headrace
 from headrace.memory.ledger import Tier
-from tests.matrix.compare import Outcome, assert_exact, on_cpu, weight_bytes
+from tests.support.compare import Outcome, assert_same, on_cpu
+from tests.support.held import weight_bytes
+from tests.support.loops import random_batches
+from tests.support.models import linears
+from tests.support.offloaded import assert_exact
 
 WIDTH = 24
 
@@ -44,7 +48,7 @@ def make() -> nn.Module:
 
 
 def batches(device: torch.device, count: int = 4) -> list[Tensor]:
-    return [torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(seed)).to(device) for seed in range(count)]
+    return random_batches(count, 5, WIDTH, device=device)
 
 
 def script(model: nn.Module, device: torch.device, act: Any = lambda model, step: None) -> Outcome:
@@ -153,12 +157,12 @@ def test_weights_that_are_remade_after_offload(applied: str, compute_device: tor
 
     def layers() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
+        return linears(5, WIDTH)
 
     plain = run(layers().to(compute_device))
     model = layers()
     with headrace.offload(model, device=compute_device, device_memory=weight_bytes(model) * 2 // 3) as handle:
-        run(model).assert_equals(plain)
+        assert_same(run(model), plain)
         assert handle.stats().device_peak_bytes <= handle.stats().device_budget_bytes
 
 
@@ -228,11 +232,11 @@ def test_buffers_of_modules_that_went_are_let_go_of(compute_device: torch.device
         assert all(type(buffer) is Tensor and not vars(buffer) for buffer in (*old.buffers(), kept))
     plain: Any = make().to(compute_device)
     plain(written[0])
-    assert all(map(torch.equal, old.buffers(), (on_cpu(buffer) for buffer in plain[1].buffers())))
+    assert_same(old.buffers(), (on_cpu(buffer) for buffer in plain[1].buffers()))
     assert torch.equal(kept, torch.zeros(WIDTH))
     with headrace.offload(old, device=compute_device):
         assert torch.equal(on_cpu(old(written[1])), on_cpu(plain[1](written[1])))
-    assert all(map(torch.equal, old.buffers(), (on_cpu(buffer) for buffer in plain[1].buffers())))
+    assert_same(old.buffers(), (on_cpu(buffer) for buffer in plain[1].buffers()))
 
 
 def test_a_look_that_is_interrupted(compute_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +309,7 @@ def test_buffers_of_every_kind_are_there_and_are_let_go_of(compute_device: torch
 
     expected, model = run(build(), torch.device("cpu")), build()
     handle = headrace.offload(model, device=compute_device, device_memory=2 * weight_bytes(model) // 3 + 8192)
-    assert all(map(torch.equal, run(model, compute_device), expected))
+    assert_same(run(model, compute_device), expected)
     handle.remove()
     assert {type(buffer) for buffer in model.buffers()} == {Tensor}
     assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.matrix.compare import Outcome, Script, assert_exact, offload, on_cpu, same, to_device, train
-from tests.matrix.models import CASES, Batch
+from tests.matrix.models import DENSE
+from tests.support.compare import Outcome, on_cpu, same
+from tests.support.loops import train
+from tests.support.offloaded import Script, assert_exact, offload
 
-DENSE = CASES[0]
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -29,15 +30,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "asgd": lambda parameters: torch.optim.ASGD(parameters, lr=1e-2),
     "rprop": lambda parameters: torch.optim.Rprop(parameters, lr=1e-3),
 }
-
-
-def forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    output = model(batch[0])
-    return output, DENSE.loss(output, batch[1])
-
-
-def batches(device: torch.device, count: int = 3) -> list[Batch]:
-    return to_device(DENSE.batches(count), device)
 
 
 class OnHost:
@@ -69,8 +61,8 @@ def stepping(device: torch.device, make: Optimizer, act: Act) -> Script:
         host = OnHost(parameters) if parameters[0].device.type != "cpu" else None
         optimizer = make(parameters if host is None else host.parameters)
         outcome = Outcome()
-        for batch in batches(device):
-            output, loss = forward(model, batch)
+        for batch in DENSE.on(device):
+            output, loss = DENSE.forward(model, batch)
             outcome.outputs += [on_cpu(output), on_cpu(loss)]
             loss.backward()
             if host is None:
@@ -123,8 +115,8 @@ def test_parameter_groups_and_two_optimizers(compute_device: torch.device) -> No
             torch.optim.SGD(parameters[20:], lr=0.1, foreach=False),
         ]
         outcome = Outcome()
-        for index, batch in enumerate(batches(compute_device)):
-            output, loss = forward(model, batch)
+        for index, batch in enumerate(DENSE.on(compute_device)):
+            output, loss = DENSE.forward(model, batch)
             outcome.outputs += [on_cpu(output)]
             loss.backward()
             outcome.read_gradients(model)
@@ -142,8 +134,8 @@ def test_gradient_scaler_skips_a_step_with_infinities(compute_device: torch.devi
         scaler = torch.amp.GradScaler(compute_device.type, init_scale=2.0**10)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
         outcome = Outcome()
-        for index, batch in enumerate(batches(compute_device)):
-            output, loss = forward(model, batch)
+        for index, batch in enumerate(DENSE.on(compute_device)):
+            output, loss = DENSE.forward(model, batch)
             if index == 1:
                 loss = loss * float("inf")
             outcome.outputs.append(on_cpu(output))
@@ -166,8 +158,8 @@ def test_accumulation(set_to_none: bool, compute_device: torch.device) -> None:
     def script(model: nn.Module) -> Outcome:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
         outcome = Outcome()
-        for index, batch in enumerate(batches(compute_device, 9)):
-            output, loss = forward(model, batch)
+        for index, batch in enumerate(DENSE.on(compute_device, 9)):
+            output, loss = DENSE.forward(model, batch)
             outcome.outputs.append(on_cpu(output))
             (loss / 3).backward()
             outcome.read_gradients(model)
@@ -187,17 +179,17 @@ def test_accumulation_in_float32(compute_device: torch.device) -> None:
 
     expected: dict[str, Tensor] = {}
     plain = make().to(compute_device)
-    for batch in batches(compute_device):
+    for batch in DENSE.on(compute_device):
         plain.zero_grad()
-        forward(plain, batch)[1].backward()
+        DENSE.forward(plain, batch)[1].backward()
         for name, parameter in plain.named_parameters():
             assert parameter.grad is not None
             gradient = on_cpu(parameter.grad).float()
             expected[name] = expected[name] + gradient if name in expected else gradient
 
     def script(model: nn.Module) -> Outcome:
-        for batch in batches(compute_device):
-            forward(model, batch)[1].backward()
+        for batch in DENSE.on(compute_device):
+            DENSE.forward(model, batch)[1].backward()
         return Outcome()
 
     _, model = assert_exact(make, script, compute_device, grad_dtype=torch.float32)
@@ -210,8 +202,8 @@ def test_evaluation_inside_training(compute_device: torch.device) -> None:
     def script(model: nn.Module) -> Outcome:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
         outcome = Outcome()
-        for index, batch in enumerate(batches(compute_device, 6)):
-            output, loss = forward(model, batch)
+        for index, batch in enumerate(DENSE.on(compute_device, 6)):
+            output, loss = DENSE.forward(model, batch)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -219,7 +211,7 @@ def test_evaluation_inside_training(compute_device: torch.device) -> None:
             if index % 2:
                 model.eval()
                 with torch.no_grad() if index % 4 == 1 else torch.inference_mode():
-                    outcome.outputs.append(on_cpu(forward(model, batch)[0]))
+                    outcome.outputs.append(on_cpu(DENSE.forward(model, batch)[0]))
                 model.train()
         return outcome.read(model)
 
@@ -230,7 +222,7 @@ def test_optimizer_that_was_made_before_offloading(compute_device: torch.device)
     model = DENSE.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     offload(model, compute_device)
-    plain = train(DENSE.build().to(compute_device), batches(compute_device), forward)
-    assert train(model, batches(compute_device), forward, lambda _: optimizer).parameters.keys()
+    plain = train(DENSE.build().to(compute_device), DENSE.on(compute_device), DENSE.forward)
+    assert train(model, DENSE.on(compute_device), DENSE.forward, lambda _: optimizer).parameters.keys()
     for name, parameter in model.named_parameters():
         assert same(on_cpu(parameter), plain.parameters[name]), name

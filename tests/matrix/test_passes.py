@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import headrace
-from tests.matrix.compare import Outcome, Script, assert_exact, offload, on_cpu, same, to_device
-from tests.matrix.models import CASES, WIDTH, Batch, Checkpointed, Decoder, DecoderLayer, GatedMLP
-
-DENSE = CASES[0]
+from tests.matrix.models import DENSE, WIDTH, Batch, Decoder, DecoderLayer, GatedMLP
+from tests.support.compare import Outcome, assert_same, on_cpu, same
+from tests.support.models import Checkpointed, linears
+from tests.support.offloaded import Script, assert_exact, offload
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -25,7 +25,7 @@ def repeated(device: torch.device, cycle: Callable[[nn.Module, list[Batch], int]
     """A script that repeats a cycle of forwards and backwards, steps after each and keeps gradients and results."""
 
     def script(model: nn.Module) -> Outcome:
-        batches = to_device(DENSE.batches(4), device)
+        batches = DENSE.on(device, 4)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
         outcome = Outcome()
         for index in range(times):
@@ -221,7 +221,7 @@ def test_layers_in_any_order(walk: str, compute_device: torch.device) -> None:
         plain = repeated(compute_device, one_pass)(make().to(compute_device))
         model = make()
         handle = offload(model, compute_device)
-        repeated(compute_device, one_pass)(model).assert_equals(plain)
+        assert_same(repeated(compute_device, one_pass)(model), plain)
         assert 0 < handle.stats().device_peak_bytes <= handle.stats().device_budget_bytes
     else:
         assert_exact(make, repeated(compute_device, one_pass), compute_device)
@@ -332,7 +332,7 @@ def test_functional_calls(compute_device: torch.device) -> None:
 def test_function_transforms(transform: str) -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(5)))
+        return linears(5, 8, nn.Tanh)
 
     def script(model: nn.Module) -> Outcome:
         outcome = Outcome()

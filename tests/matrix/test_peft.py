@@ -8,17 +8,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from tests.matrix.compare import (
-    Outcome,
-    assert_same_tensors,
-    assert_streamed,
-    offload,
-    on_cpu,
-    to_device,
-    train,
-    weight_bytes,
-)
 from tests.matrix.test_transformers import built, llama, text_inputs
+from tests.support.compare import Outcome, assert_same, on_cpu
+from tests.support.held import weight_bytes
+from tests.support.loops import to_device, train
+from tests.support.offloaded import assert_streamed, offload
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
@@ -61,7 +55,7 @@ def test_training(make: Callable[[torch.device], tuple[Any, Any]], compute_devic
     plain = train(adapted(built(llama)).to(compute_device), batches(compute_device), forward)
     model, handle = make(compute_device)
     offloaded = train(model, batches(compute_device), forward)
-    offloaded.assert_equals(plain)
+    assert_same(offloaded, plain)
     assert_streamed(handle, model)
     adapters = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     assert 0 < adapters < weight_bytes(model) / 4
@@ -96,7 +90,7 @@ def test_merging(make: Callable[[torch.device], tuple[Any, Any]], compute_device
     on_host = merge(plain().to("cpu"), torch.device("cpu"))
     model, handle = make(compute_device)
     offloaded = merge(model.eval(), compute_device)
-    assert_same_tensors(offloaded.state, on_host.state, "merged weights")
+    assert_same(offloaded.state, on_host.state, "merged weights")
     # The same weights give the same outputs as on the plain model.
     merged = plain().merge_and_unload().to(compute_device)
     with torch.no_grad():

@@ -7,31 +7,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.matrix.compare import (
-    Outcome,
-    adamw,
-    assert_exact,
-    assert_same_tensors,
-    offload,
-    on_cpu,
-    same,
-    to_device,
-    train,
-    weight_bytes,
-)
-from tests.matrix.models import CASES, CHECKPOINTING, Batch
+from tests.matrix.models import CHECKPOINTING, DENSE, Batch
+from tests.support.compare import Outcome, assert_same, on_cpu, same
+from tests.support.held import weight_bytes
+from tests.support.loops import adamw, train
+from tests.support.offloaded import assert_exact, offload
 
-DENSE = CASES[0]
 BFLOAT16 = torch.bfloat16
 
 
 def forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     output = model(batch[0])
     return output, DENSE.loss(output.float(), batch[1])
-
-
-def batches(device: torch.device) -> list[Batch]:
-    return to_device(DENSE.batches(3), device)
 
 
 @pytest.mark.core(checkpointing="non-reentrant")
@@ -44,12 +31,12 @@ def test_autocast(checkpointing: str, compute_device: torch.device) -> None:
             return forward(model, batch)
 
     def script(model: nn.Module) -> Outcome:
-        outcome = train(model, batches(compute_device), under_autocast)
+        outcome = train(model, DENSE.on(compute_device), under_autocast)
         with torch.no_grad(), torch.autocast(compute_device.type, BFLOAT16, cache_enabled=False):
-            outcome.outputs.append(on_cpu(forward(model, batches(compute_device)[0])[0]))
+            outcome.outputs.append(on_cpu(forward(model, DENSE.on(compute_device)[0])[0]))
             for parameter in model.parameters():
                 parameter.mul_(0.5)
-            outcome.outputs.append(on_cpu(forward(model, batches(compute_device)[0])[0]))
+            outcome.outputs.append(on_cpu(forward(model, DENSE.on(compute_device)[0])[0]))
             assert outcome.outputs[-1].dtype == BFLOAT16
         return outcome.read(model)
 
@@ -60,7 +47,7 @@ def test_autocast_does_not_keep_casts_of_old_weights(compute_device: torch.devic
     """One long autocast region with its cache on, and a change of weights within: the new ones count."""
     model = DENSE.build()
     offload(model, compute_device)
-    batch = batches(compute_device)[0]
+    batch = DENSE.on(compute_device)[0]
     with torch.no_grad(), torch.autocast(compute_device.type, BFLOAT16):
         before = on_cpu(model(batch[0]))
         for parameter in model.parameters():
@@ -79,7 +66,7 @@ def mixed_precision(model: nn.Module, device: torch.device, autocast: bool) -> O
     """What `param_dtype` means, by hand: a bfloat16 copy computes, its gradients go to the float32 weights."""
     outcome = Outcome()
     optimizer = adamw(model.parameters())
-    for step, batch in enumerate(batches(device)):
+    for step, batch in enumerate(DENSE.on(device)):
         torch.manual_seed(step)
         narrow = copy.deepcopy(model).to(BFLOAT16).to(device)
         with torch.autocast(device.type, BFLOAT16, enabled=autocast):
@@ -105,7 +92,7 @@ def test_param_dtype(autocast: bool, compute_device: torch.device) -> None:
 
     model = DENSE.build()
     handle = offload(model, compute_device, 0.2, param_dtype=BFLOAT16)  # of bytes in float32
-    train(model, batches(compute_device), narrow_forward).assert_equals(expected)
+    assert_same(train(model, DENSE.on(compute_device), narrow_forward), expected)
     stats = handle.stats()
     assert 0 < stats.device_peak_bytes <= stats.device_budget_bytes
     assert stats.offload_bytes == 3 * weight_bytes(model) // 2
@@ -116,7 +103,7 @@ def test_param_dtype_accumulates_in_the_homes_dtype(compute_device: torch.device
     """Two micro-batches: bfloat16 gradients are summed up in float32."""
     expected: dict[str, Tensor] = {}
     narrow = DENSE.build().to(BFLOAT16).to(compute_device)
-    for batch in batches(compute_device)[:2]:
+    for batch in DENSE.on(compute_device)[:2]:
         narrow.zero_grad()
         forward(narrow, batch)[1].backward()
         for name, parameter in narrow.named_parameters():
@@ -124,9 +111,9 @@ def test_param_dtype_accumulates_in_the_homes_dtype(compute_device: torch.device
             expected[name] = expected.get(name, 0) + on_cpu(parameter.grad).float()
     model = DENSE.build()
     offload(model, compute_device, 0.2, param_dtype=BFLOAT16)
-    for batch in batches(compute_device)[:2]:
+    for batch in DENSE.on(compute_device)[:2]:
         forward(model, batch)[1].backward()
-    assert_same_tensors({name: p.grad for name, p in model.named_parameters()}, expected, "gradients")
+    assert_same({name: p.grad for name, p in model.named_parameters()}, expected, "gradients")
 
 
 @pytest.mark.extended
@@ -146,9 +133,9 @@ def test_compiled_blocks(backend: str, compute_device: torch.device) -> None:
         if not hasattr(model, "is_compiled"):
             compiled(model)
         torch._dynamo.utils.counters.clear()
-        outcome = train(model, batches(compute_device), forward)
+        outcome = train(model, DENSE.on(compute_device), forward)
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        train(model, batches(compute_device), forward)
+        train(model, DENSE.on(compute_device), forward)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
         counts.append(graphs)
         return outcome

@@ -13,32 +13,14 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 import headrace
-from tests.matrix.compare import (
-    Allocations,
-    Outcome,
-    assert_exact,
-    assert_same_tensors,
-    assert_streamed,
-    is_counted,
-    offload,
-    on_cpu,
-    same,
-    to_device,
-    train,
-)
-from tests.matrix.models import CASES, Batch, Decoder
+from tests.matrix.models import CASES, DENSE, Decoder
 from tests.matrix.test_transformers import built, llama, text_inputs
+from tests.support.compare import Outcome, assert_same, on_cpu, same
+from tests.support.held import Allocations, is_counted
+from tests.support.loops import to_device, train
+from tests.support.offloaded import assert_exact, assert_streamed, offload
 
-DENSE, UNET = CASES[0], CASES[3]
-
-
-def forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    output = model(batch[0])
-    return output, DENSE.loss(output, batch[1])
-
-
-def batches(device: torch.device) -> list[Batch]:
-    return to_device(DENSE.batches(3), device)
+UNET = CASES[3]
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -57,7 +39,7 @@ def test_state_dict_at_any_time(case: Any, compute_device: torch.device) -> None
         def look() -> None:
             outcome.outputs += state_of(model).values()
 
-        for inputs, wanted in to_device(case.batches(3), compute_device):
+        for inputs, wanted in case.on(compute_device):
             look()
             loss = case.loss(model(inputs), wanted)
             look()
@@ -82,11 +64,11 @@ def test_load_state_dict(assign: bool, compute_device: torch.device) -> None:
     other = state_of(Decoder())
 
     def script(model: nn.Module) -> Outcome:
-        first = train(model, batches(compute_device)[:1], forward)
+        first = train(model, DENSE.on(compute_device)[:1], DENSE.forward)
         plain = next(model.parameters()).device.type != "cpu"
         state = {name: tensor.to(compute_device) if plain else tensor.clone() for name, tensor in other.items()}
         model.load_state_dict(state, assign=assign)
-        second = train(model, batches(compute_device), forward)
+        second = train(model, DENSE.on(compute_device), DENSE.forward)
         second.outputs += first.outputs
         return second
 
@@ -104,7 +86,7 @@ def test_save_pretrained_and_from_pretrained(tmp_path: Path, compute_device: tor
     train(model, inputs, lm_forward)
     model.save_pretrained(tmp_path)
     loaded: Any = LlamaForCausalLM.from_pretrained(tmp_path)
-    assert_same_tensors(state_of(loaded), state_of(model), "saved weights")
+    assert_same(state_of(loaded), state_of(model), "saved weights")
     again = offload(loaded, compute_device, 0.5)
     with torch.no_grad():
         assert torch.equal(loaded(**inputs[0]).logits.cpu(), model(**inputs[0]).logits.cpu())
@@ -118,12 +100,12 @@ def test_torch_save(compute_device: torch.device) -> None:
     plain = io.BytesIO()
     torch.save(model.state_dict(), plain)
     offload(model, compute_device)
-    train(model, batches(compute_device), forward)
+    train(model, DENSE.on(compute_device), DENSE.forward)
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     assert file.tell() < 1.1 * plain.tell()
     file.seek(0)
-    assert_same_tensors(torch.load(file, weights_only=True), state_of(model), "checkpoint")
+    assert_same(torch.load(file, weights_only=True), state_of(model), "checkpoint")
 
 
 # copies --------------------------------------------------------------------------------------------------------------
@@ -131,13 +113,13 @@ def test_torch_save(compute_device: torch.device) -> None:
 def test_copies_are_plain_models(how: str, compute_device: torch.device) -> None:
     model = DENSE.build()
     handle = offload(model, compute_device)
-    train(model, batches(compute_device), forward)
+    train(model, DENSE.on(compute_device), DENSE.forward)
     copied: Any = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
     assert type(copied) is Decoder
     assert all(type(parameter) is nn.Parameter for parameter in copied.parameters())
-    assert_same_tensors(state_of(copied), state_of(model), how)
-    plain = train(copied.to(compute_device), batches(compute_device), forward)
-    train(model, batches(compute_device), forward).assert_equals(plain)  # and the model is still offloaded
+    assert_same(state_of(copied), state_of(model), how)
+    plain = train(copied.to(compute_device), DENSE.on(compute_device), DENSE.forward)
+    assert_same(train(model, DENSE.on(compute_device), DENSE.forward), plain)  # and the model is still offloaded
     assert_streamed(handle, model)
 
 
@@ -161,10 +143,10 @@ def test_moves_are_harmless(compute_device: torch.device) -> None:
 
     def script(model: nn.Module) -> Outcome:
         offloaded = "_headrace_handle" in model.__dict__
-        first = train(model, batches(compute_device)[:1], forward)
+        first = train(model, DENSE.on(compute_device)[:1], DENSE.forward)
         if offloaded:
             move(model)
-        second = train(model, batches(compute_device), forward)
+        second = train(model, DENSE.on(compute_device), DENSE.forward)
         second.outputs += first.outputs
         return second
 
@@ -180,8 +162,8 @@ def test_changes_of_a_parts_dtype_are_refused(change: str, compute_device: torch
     part = next(child for child in model.children() if any(True for _ in child.parameters()))
     with pytest.raises(headrace.StateError, match=r"a part of an offloaded model cannot change .* convert the whole"):
         getattr(part, change)()
-    assert_same_tensors(state_of(model), before, "weights")
-    train(model, batches(compute_device), forward)
+    assert_same(state_of(model), before, "weights")
+    train(model, DENSE.on(compute_device), DENSE.forward)
     assert_streamed(handle, model)
 
 
@@ -217,8 +199,8 @@ def test_averages_swapped_in_through_data(compute_device: torch.device) -> None:
         outcome = Outcome()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
         average = [parameter.detach().clone() for parameter in model.parameters()]
-        for step, batch in enumerate(batches(compute_device)):
-            output, loss = forward(model, batch)
+        for step, batch in enumerate(DENSE.on(compute_device)):
+            output, loss = DENSE.forward(model, batch)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -235,11 +217,11 @@ def test_averages_swapped_in_through_data(compute_device: torch.device) -> None:
                     with torch.no_grad():
                         parameter.copy_(mean)
             with torch.no_grad():
-                outcome.outputs.append(on_cpu(forward(model, batch)[0]))
+                outcome.outputs.append(on_cpu(DENSE.forward(model, batch)[0]))
             for parameter, value in zip(model.parameters(), kept, strict=True):
                 parameter.data.copy_(value)
             with torch.no_grad():
-                outcome.outputs.append(on_cpu(forward(model, batch)[0]))
+                outcome.outputs.append(on_cpu(DENSE.forward(model, batch)[0]))
         return outcome.read(model)
 
     assert_exact(DENSE.build, script, compute_device)
@@ -249,7 +231,7 @@ def test_refresh_sees_what_nobody_could_notice(compute_device: torch.device) -> 
     """A write through a tensor that was taken from `p.data` long ago."""
     plain, model = DENSE.build().to(compute_device), DENSE.build()
     handle = offload(model, compute_device)
-    batch = batches(compute_device)[0]
+    batch = DENSE.on(compute_device)[0]
     kept = model.head.weight.data
     with torch.no_grad():
         assert same(on_cpu(model(batch[0])), on_cpu(plain(batch[0])))
@@ -262,30 +244,30 @@ def test_refresh_sees_what_nobody_could_notice(compute_device: torch.device) -> 
 # removal -------------------------------------------------------------------------------------------------------------
 def test_remove_and_offload_again(compute_device: torch.device) -> None:
     plain_model = DENSE.build().to(compute_device)
-    plain = [train(plain_model, batches(compute_device), forward) for _ in range(2)]
+    plain = [train(plain_model, DENSE.on(compute_device), DENSE.forward) for _ in range(2)]
     model = DENSE.build()
     identities = [id(parameter) for parameter in model.parameters()]
     classes = [type(module) for module in model.modules()]
     with offload(model, compute_device):
-        train(model, batches(compute_device), forward).assert_equals(plain[0])
+        assert_same(train(model, DENSE.on(compute_device), DENSE.forward), plain[0])
     assert [id(parameter) for parameter in model.parameters()] == identities
     assert [type(module) for module in model.modules()] == classes
     assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in model.parameters())
-    assert_same_tensors(state_of(model), plain[0].state, "after removal")
-    model(batches(torch.device("cpu"))[0][0]).sum().backward()  # an ordinary CPU model
+    assert_same(state_of(model), plain[0].state, "after removal")
+    model(DENSE.on(torch.device("cpu"))[0][0]).sum().backward()  # an ordinary CPU model
     model.zero_grad()
     handle = offload(model, compute_device)
-    train(model, batches(compute_device), forward).assert_equals(plain[1])
+    assert_same(train(model, DENSE.on(compute_device), DENSE.forward), plain[1])
     handle.remove()
     handle.remove()
 
 
 def test_removal_lets_go_of_device_memory(compute_device: torch.device) -> None:
-    moved = batches(compute_device)
+    moved = DENSE.on(compute_device)
     allocations = Allocations(compute_device)
     model = DENSE.build()
     handle = offload(model, compute_device)
-    train(model, moved, forward)
+    train(model, moved, DENSE.forward)
     handle.remove()
     assert handle.stats().host_bytes >= 0
     if is_counted(compute_device):

@@ -6,36 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import headrace
-from tests.matrix.compare import (
-    Allocations,
-    Outcome,
-    is_counted,
-    on_cpu,
-    peak_activation_bytes,
-    rounding_bytes,
-    train,
-    weight_bytes,
-)
+from tests.support.compare import Outcome, assert_same, on_cpu
+from tests.support.held import Allocations, is_counted, peak_activation_bytes, weight_bytes
+from tests.support.loops import train
+from tests.support.models import Toy, seeded
+from tests.support.offloaded import rounding_bytes
 
 LAYERS = 10
-
-
-class Toy(nn.Module):
-    """Ten square layers with a residual connection and a norm without weights."""
-
-    def __init__(self, width: int, *, recompute: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(LAYERS))
-        self.recompute = recompute
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            normed = F.layer_norm(x, x.shape[-1:])
-            x = x + (checkpoint(layer, normed, use_reentrant=False) if self.recompute else layer(normed))
-        return x
 
 
 def forward(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,8 +23,7 @@ def forward(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def build(width: int, recompute: bool) -> Toy:
-    torch.manual_seed(0)
-    return Toy(width, recompute=recompute)
+    return seeded(Toy, width, LAYERS, recompute=recompute)
 
 
 def assert_few_blocks(width: int, rows: int, steps: int, recompute: bool, blocks: int, device: torch.device) -> None:
@@ -66,7 +44,7 @@ def assert_few_blocks(width: int, rows: int, steps: int, recompute: bool, blocks
     allocations = Allocations(device)
     handle = headrace.offload(model, device=device, device_memory=blocks * block_bytes)
     offloaded = run(model)
-    offloaded.assert_equals(plain)
+    assert_same(offloaded, plain)
     stats = handle.stats()
     assert 2 * block_bytes <= stats.device_peak_bytes <= stats.device_budget_bytes == blocks * block_bytes
     assert stats.device_gradient_peak_bytes <= 2 * block_bytes

@@ -9,16 +9,10 @@ import transformers
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from tests.matrix.compare import (
-    Outcome,
-    adamw,
-    assert_exact,
-    assert_moves_as_planned,
-    on_cpu,
-    to_device,
-    train,
-)
 from tests.matrix.models import CHECKPOINTING
+from tests.support.compare import Outcome, on_cpu
+from tests.support.loops import adamw, to_device, train
+from tests.support.offloaded import assert_exact, assert_moves_as_planned
 
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 SIZES = {

@@ -11,6 +11,7 @@ from torch import nn
 from torch.func import functional_call
 
 import headrace
+from tests.support.models import linears
 
 X = torch.ones(2, 32)
 Transform = Callable[[nn.Module], Any]
@@ -18,7 +19,7 @@ Transform = Callable[[nn.Module], Any]
 
 def stack() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)))
+    return linears(6, 32, nn.Tanh)
 
 
 def offloaded() -> tuple[nn.Sequential, headrace.Offloaded]:

@@ -9,20 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import headrace
-from tests.matrix.compare import Outcome, on_cpu, weight_bytes
+from tests.support.compare import Outcome, assert_same, on_cpu
+from tests.support.held import weight_bytes
+from tests.support.models import TanhLayer
 
 WIDTH = 16
-
-
-class Layer(nn.Module):
-    """With a module inside, which may be called alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.up(x))
 
 
 class Writing(nn.Module):
@@ -30,7 +21,7 @@ class Writing(nn.Module):
 
     def __init__(self, act: Callable[["Writing", Tensor], Tensor]) -> None:
         super().__init__()
-        self.layers: Any = nn.ModuleList(Layer() for _ in range(5))
+        self.layers: Any = nn.ModuleList(TanhLayer(WIDTH) for _ in range(5))
         self.kept: list[Any] = []  # homes, from before the pass
         self.aliases: list[Tensor] = []  # tensors over the same memory
         self.act = act
@@ -68,11 +59,11 @@ def by_a_tensor_to_the_home(model: Writing) -> None:
 
 
 def in_place_to_the_attribute(model: Writing) -> None:
-    model.layers[3].up.weight.mul_(1.5)
+    model.layers[3].linear.weight.mul_(1.5)
 
 
 def by_data_of_the_attribute(model: Writing) -> None:
-    model.layers[3].up.weight.data.mul_(1.5)
+    model.layers[3].linear.weight.data.mul_(1.5)
 
 
 def by_an_optimizer(model: Writing) -> None:
@@ -80,14 +71,14 @@ def by_an_optimizer(model: Writing) -> None:
 
 
 def to_attribute_and_home(model: Writing) -> None:
-    model.layers[3].up.weight.mul_(1.5)
+    model.layers[3].linear.weight.mul_(1.5)
     model.kept[3].data.mul_(2)
-    model.layers[3].up.weight.add_(model.layers[2].up.weight)
+    model.layers[3].linear.weight.add_(model.layers[2].linear.weight)
     model.kept[3].mul_(0.5)
 
 
 def to_several_of_a_layer(model: Writing) -> None:
-    model.layers[3].up.bias.add_(1)
+    model.layers[3].linear.bias.add_(1)
     model.kept[3].data.mul_(2)
 
 
@@ -96,11 +87,11 @@ def with_a_functional(model: Writing, x: Tensor) -> Tensor:
 
 
 def with_the_attribute(model: Writing, x: Tensor) -> Tensor:
-    return F.linear(x, model.layers[3].up.weight, model.layers[3].up.bias)
+    return F.linear(x, model.layers[3].linear.weight, model.layers[3].linear.bias)
 
 
 def with_a_module_inside(model: Writing, x: Tensor) -> Tensor:
-    return model.layers[3].up(x)
+    return model.layers[3].linear(x)
 
 
 def in_the_layer_alone(_model: Writing, x: Tensor) -> Tensor:
@@ -141,7 +132,7 @@ def test_a_write_is_seen(use: Act, place: str, gradients: bool, compute_device: 
         expected = outcome_of(act, None, compute_device, gradients=gradients)
         ours = outcome_of(act, PLACES[place], compute_device, gradients=gradients)
         try:
-            ours.assert_equals(expected)
+            assert_same(ours, expected)
         except AssertionError as error:
             raise AssertionError(f"{write.__name__}: {error}") from error
 
@@ -158,7 +149,7 @@ def test_a_write_through_an_alias_is_seen_when_the_layer_is_called(
         return use(model, x)
 
     expected = outcome_of(act, None, compute_device, gradients=gradients, alias=alias)
-    outcome_of(act, PLACES[place], compute_device, gradients=gradients, alias=alias).assert_equals(expected)
+    assert_same(outcome_of(act, PLACES[place], compute_device, gradients=gradients, alias=alias), expected)
 
 
 def outcome_of(
@@ -174,7 +165,7 @@ def outcome_of(
         options = dict(place)
         memory_bytes = int(weight_bytes(model) * options.pop("share", 100))
         headrace.offload(model, device=device, device_memory=memory_bytes, **options)
-    model.kept = [layer.up.weight for layer in model.layers]
+    model.kept = [layer.linear.weight for layer in model.layers]
     with torch.no_grad():
         model.aliases = [alias(weight) for weight in model.kept]
     model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

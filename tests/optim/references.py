@@ -36,12 +36,6 @@ def give_gradients(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]
         other.grad = one.grad.detach().to("cpu", copy=True).to(other.dtype)
 
 
-def assert_equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> None:
-    for index, (one, other) in enumerate(zip(first, second, strict=True)):
-        difference = (one.detach().cpu() != other.detach().cpu()).sum().item()
-        assert torch.equal(one.detach().cpu(), other.detach().cpu()), f"tensor {index}: {difference} elements differ"
-
-
 def ties_up(exact: torch.Tensor) -> torch.Tensor:
     """float32 to bfloat16, ties rounded up in the bits."""
     return ((exact.detach().view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)

@@ -10,7 +10,8 @@ from torch import nn
 
 import headrace.optim
 from headrace.optim import AdamW
-from tests.optim.references import RULES, assert_equal, copies, give_gradients, parameters
+from tests.optim.references import RULES, copies, give_gradients, parameters
+from tests.support.compare import assert_same
 
 SMALL = ((5, 3), (7, 9))
 
@@ -47,7 +48,7 @@ def test_resuming_in_the_middle_changes_nothing(name: str, dtype: torch.dtype, o
         give_gradients(ours, theirs, step)
         optimizer.step()
         other.step()
-    assert_equal(ours, theirs)
+    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("to_stock", [True, False])
@@ -68,7 +69,7 @@ def test_stock_adamw_and_back(to_stock: bool) -> None:
         give_gradients(ours, theirs, step)
         first.step()
         second.step()
-    assert_equal(ours, theirs)
+    assert_same(ours, theirs)
 
 
 def test_moments_of_narrow_weights_stay_float32() -> None:
@@ -147,12 +148,12 @@ def test_distributed_checkpoint_state_dicts(dtype: torch.dtype) -> None:
     second.load_state_dict(first.state_dict())
     before = copies(list(second.parameters()))
     set_optimizer_state_dict(second, other, copy.deepcopy(get_optimizer_state_dict(first, optimizer)))
-    assert_equal(list(second.parameters()), before)
+    assert_same(list(second.parameters()), before)
     for step in range(2, 4):
         give_gradients(list(first.parameters()), list(second.parameters()), step)
         optimizer.step()
         other.step()
-    assert_equal(list(first.parameters()), list(second.parameters()))
+    assert_same(list(first.parameters()), list(second.parameters()))
 
 
 def test_accelerate_prepares_it() -> None:
@@ -164,7 +165,7 @@ def test_accelerate_prepares_it() -> None:
         give_gradients(ours, theirs, step)
         optimizer.step()
         reference.step()
-    assert_equal(ours, theirs)
+    assert_same(ours, theirs)
 
 
 def test_every_rule_is_covered_by_the_reference_table() -> None:

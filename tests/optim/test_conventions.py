@@ -11,7 +11,8 @@ from torch import nn
 
 import headrace.optim
 from headrace.optim import AdamW, kernel, threads
-from tests.optim.references import assert_equal, copies, give_gradients, parameters, ties_up
+from tests.optim.references import copies, give_gradients, parameters, ties_up
+from tests.support.compare import assert_same
 
 SMALL = ((5, 3), (7,))
 
@@ -37,7 +38,7 @@ def test_groups_with_their_own_settings_and_live_edits() -> None:
             each.param_groups[1]["lr"] = 0.01 * (step + 1)
             each.param_groups[0]["weight_decay"] = 0.1 * step
             each.step()
-    assert_equal(ours, theirs)
+    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("lr", [1e-2, torch.tensor(1e-2)])
@@ -52,7 +53,7 @@ def test_schedulers(lr: Any) -> None:
         reference.step()
         for scheduler in schedulers:
             scheduler.step()
-    assert_equal(ours, theirs)
+    assert_same(ours, theirs)
 
 
 def test_closure_runs_once_and_its_result_is_returned() -> None:
@@ -97,7 +98,7 @@ def test_frozen_and_tied_parameters() -> None:
             stepper.zero_grad()
             each(torch.full((2, 4), 0.1 * step + 0.1)).square().sum().backward()
             stepper.step()
-    assert_equal(list(model.parameters()), list(reference.parameters()))
+    assert_same(list(model.parameters()), list(reference.parameters()))
 
 
 def test_add_param_group_and_hooks() -> None:
@@ -132,8 +133,8 @@ def test_clipping_equals_clip_grad_norm(dtype: torch.dtype, norm: float) -> None
         optimizer.step()
         reference.step()
         assert optimizer.last_grad_norm == total.item()
-        assert_equal([parameter.grad for parameter in ours if parameter.grad is not None], kept)
-    assert_equal(ours, theirs)
+        assert_same([parameter.grad for parameter in ours if parameter.grad is not None], kept)
+    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -148,7 +149,7 @@ def test_a_step_with_infinite_gradients_changes_nothing(bad: float, limit: float
     ours[1].grad[3] = bad  # type: ignore[index]
     optimizer.step()
     assert optimizer.skipped_steps == 1
-    assert_equal(ours, before[0])
+    assert_same(ours, before[0])
     for key, entries in optimizer.state_dict()["state"].items():
         for name, value in entries.items():
             assert torch.equal(value, before[1]["state"][key][name]), name
@@ -167,7 +168,7 @@ def test_grad_scaler_skips_and_unscales() -> None:
         scaler.scale(torch.ones(()))
         scaler.step(optimizer)
         scaler.update(8.0)
-    assert_equal(ours, theirs)
+    assert_same(ours, theirs)
 
 
 def test_layouts_other_than_contiguous() -> None:
@@ -189,7 +190,7 @@ def test_layouts_other_than_contiguous() -> None:
             optimizer.step()
             reference.step()
         assert not ours[2].is_contiguous()
-        assert_equal(ours, [ties_up(weight) if dtype == torch.bfloat16 else weight for weight in theirs])
+        assert_same(ours, [ties_up(weight) if dtype == torch.bfloat16 else weight for weight in theirs])
 
 
 @pytest.mark.parametrize("form", ["split", "full"])
@@ -219,7 +220,7 @@ def test_weights_loaded_later_refresh_the_master(form: str, how: str) -> None:
     give_gradients(list(model.parameters()), exact, 1)
     optimizer.step()
     reference.step()
-    assert_equal(list(model.parameters()), [ties_up(w) if form == "split" else w.detach().bfloat16() for w in exact])
+    assert_same(list(model.parameters()), [ties_up(w) if form == "split" else w.detach().bfloat16() for w in exact])
 
 
 @pytest.mark.parametrize("form", ["split", "full"])
@@ -236,7 +237,7 @@ def test_weights_that_went_and_came_back_keep_the_master(form: str) -> None:
             for parameter, value in zip(ours, own, strict=True):
                 parameter.zero_()
                 parameter.copy_(value)
-    assert_equal(ours, [ties_up(w) if form == "split" else w.detach().bfloat16() for w in exact])
+    assert_same(ours, [ties_up(w) if form == "split" else w.detach().bfloat16() for w in exact])
 
 
 BAD = [
@@ -299,7 +300,7 @@ def test_copies_and_pickles_go_on_alike() -> None:
         give_gradients(ours, theirs, 1)
         optimizer.step()
         other.step()
-        assert_equal(ours, theirs)
+        assert_same(ours, theirs)
 
 
 def _saved(optimizer: Any) -> io.BytesIO:

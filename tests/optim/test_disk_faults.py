@@ -20,8 +20,10 @@ from headrace.errors import DiskError, StateError
 from headrace.memory.disk import DiskStore
 from headrace.optim import AdamW, disk_state, matrices
 from tests.disk.test_faults import spill_file
-from tests.nursery import Nursery
-from tests.optim.references import assert_equal, copies, give_gradients, parameters
+from tests.optim.references import copies, give_gradients, parameters
+from tests.support.compare import assert_same
+from tests.support.models import linears
+from tests.support.nursery import Nursery
 
 SHAPES = ((64, 64), (130, 70), (64, 64), (37, 13), (96, 64))
 FAULTS = {"read": "_read_piece", "write": "_write_piece"}
@@ -86,7 +88,7 @@ def test_no_step_goes_on_from_a_broken_one(
         restore(optimizer, ours, weights, saved)
         optimizer.step()
     reference.step()
-    assert_equal(ours, theirs)
+    assert_same(ours, theirs)
 
 
 def restore(optimizer: Any, weights: list[nn.Parameter], saved_weights: list[torch.Tensor], saved: Any) -> None:
@@ -112,7 +114,7 @@ def test_updates_beside_passes(
     overlap: str, kind: str, pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever waits is told that the drive failed; when weights and state are loaded, all is as it would be."""
-    ours, theirs = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).bfloat16() for _ in range(2))
+    ours, theirs = (linears(6, 64).bfloat16() for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
 
     def train(model: nn.Module, optimizer: AdamW, steps: range) -> None:
@@ -139,7 +141,7 @@ def test_updates_beside_passes(
         optimizer.zero_grad()
         train(ours, optimizer, range(4, 8))
         train(theirs, reference, range(4, 8))
-    assert_equal(list(ours.parameters()), list(theirs.parameters()))
+    assert_same(list(ours.parameters()), list(theirs.parameters()))
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -171,7 +173,7 @@ def test_a_byte_of_state_that_changed_on_disk_is_named(last: bool, tmp_path: Pat
     restore(optimizer, ours, weights, saved)
     optimizer.step()
     reference.step()
-    assert_equal(ours, theirs)
+    assert_same(ours, theirs)
 
 
 KILLED = """
@@ -201,6 +203,6 @@ def test_a_killed_process_leaves_nothing_that_harms_the_next(nursery: Nursery, t
         give_gradients(ours, theirs, step)
         optimizer.step()
         reference.step()
-    assert_equal(ours, theirs)
+    assert_same(ours, theirs)
     left = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
     assert left < 4096, [str(path) for path in tmp_path.rglob("*")]  # files have no names: the system frees them

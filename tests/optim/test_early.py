@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from headrace.errors import StateError
 from headrace.optim import Adafactor, AdamW
 from headrace.runtime.autograd import without_overrides
-from tests.optim.references import assert_equal
 from tests.optim.test_overlap import SETTINGS, BrokenError, batch, decoder, offloaded, raw, slow, train
-from tests.weights.models import loss_of, weight_bytes
+from tests.support.compare import assert_same
+from tests.support.held import weight_bytes
+from tests.support.loops import loss_of
 
 
 class InBackward:
@@ -53,7 +54,7 @@ def test_backward_equals_none(
                 optimizer.zero_grad(set_to_none=to_none)
             assert handle.stats().onload_bytes > weight_bytes(model)
         trained.append([*model.parameters(), *(value for s in optimizer.state.values() for value in s.values())])
-    assert_equal(*trained)
+    assert_same(*trained)
     assert in_backward.count == len(list(model.parameters())) * 7  # all, from the fourth step on
     assert emu_device.take_reports() == []
 
@@ -71,7 +72,7 @@ def test_with_a_schedule_and_checkpoints(emu_device: ModuleType, monkeypatch: py
         with offloaded(model):
             train(model, AdamW(model.parameters(), overlap=overlap, **SETTINGS), 8)
         trained.append(list(model.parameters()))
-    assert_equal(*trained)
+    assert_same(*trained)
     assert in_backward.count
 
 
@@ -92,7 +93,7 @@ def test_parameters_that_get_gradients_only_now_and_then(
                 optimizer.zero_grad()
             model.layers = layers
         trained.append(list(model.parameters()))
-    assert_equal(*trained)
+    assert_same(*trained)
     assert in_backward.count
 
 
@@ -144,9 +145,9 @@ def test_refused_before_anything_is_updated_wrongly(emu_device: ModuleType, loop
                 before = raw(model)
                 with pytest.raises(StateError, match=f"{reason}.*nothing was updated.*forward"):
                     one_step(model, optimizer, 1)
-                assert_equal(raw(model), before)
+                assert_same(raw(model), before)
         trained.append(list(model.parameters()) if overlap == "none" else before)
-    assert_equal(*trained)
+    assert_same(*trained)
 
 
 @pytest.mark.emu("random:0")
@@ -213,7 +214,7 @@ def test_a_state_loaded_after_a_backward_begins_anew(emu_device: ModuleType, mon
             optimizer.zero_grad()
             train(model, optimizer, 5)
             train(expected, reference, 5)
-            assert_equal(list(model.parameters()), list(expected.parameters()))
+            assert_same(list(model.parameters()), list(expected.parameters()))
             weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
             loss_of(model, batch(5)).backward()
 
@@ -292,7 +293,7 @@ def test_a_loss_term_on_parameters_is_in_their_update(emu_device: ModuleType, mo
                 optimizer.step()
                 optimizer.zero_grad()
         trained.append(list(model.parameters()))
-    assert_equal(*trained)
+    assert_same(*trained)
     assert 0 < in_backward.count < len(list(model.parameters())) * 5
 
 
@@ -315,7 +316,7 @@ def test_hooks_that_take_gradients(emu_device: ModuleType, watches: bool, monkey
         with offloaded(model):
             train(model, AdamW(model.parameters(), overlap=overlap, **SETTINGS), 8)
         trained.append(list(model.parameters()))
-    assert_equal(*trained)
+    assert_same(*trained)
     assert in_backward.count
 
 
@@ -351,4 +352,4 @@ def test_a_dropped_optimizer_updates_nothing(emu_device: ModuleType) -> None:
             trained.append(list(model.parameters()))
     finally:
         gc.enable()
-    assert_equal(*trained)
+    assert_same(*trained)

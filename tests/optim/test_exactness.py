@@ -10,16 +10,8 @@ import torch
 
 import headrace.optim
 from headrace.optim import kernel, threads, update
-from tests.optim.references import (
-    MATRICES,
-    RULES,
-    SHAPES,
-    assert_equal,
-    copies,
-    give_gradients,
-    parameters,
-    ties_up,
-)
+from tests.optim.references import MATRICES, RULES, SHAPES, copies, give_gradients, parameters, ties_up
+from tests.support.compare import assert_same
 
 STEPS = 100
 
@@ -58,7 +50,7 @@ def test_float32_equals_torch(name: str, path: str) -> None:
         give_gradients(ours, theirs, step)
         optimizer.step()
         reference.step()
-    assert_equal(ours, theirs)
+    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
@@ -70,7 +62,7 @@ def test_float64_equals_torch(name: str) -> None:
         give_gradients(ours, theirs, step)
         optimizer.step()
         reference.step()
-    assert_equal(ours, theirs)
+    assert_same(ours, theirs)
 
 
 @pytest.mark.core(dtypes=(torch.float32,))
@@ -94,7 +86,7 @@ def test_clipping_equals_torch(name: str, dtypes: tuple[torch.dtype, ...], path:
         reference.step()
         assert norm > 1
         assert optimizer.last_grad_norm == float(norm)
-    assert_equal(ours, theirs)
+    assert_same(ours, theirs)
 
 
 @pytest.mark.core(form=["split", "full"])
@@ -110,7 +102,7 @@ def test_narrow_weights_equal_cast_step_cast(name: str, form: str, path: str) ->
         give_gradients(ours, exact, step)
         optimizer.step()
         reference.step()
-    assert_equal(ours, [ties_up(weight) if form == "split" else weight.detach().to(dtype) for weight in exact])
+    assert_same(ours, [ties_up(weight) if form == "split" else weight.detach().to(dtype) for weight in exact])
 
 
 @pytest.mark.parametrize("form", ["split", "full"])
@@ -144,7 +136,7 @@ def test_parameters_over_the_same_memory(name: str, path: str) -> None:
             one.grad = other.grad = torch.sin(torch.arange(one.numel()) * (index + 1.0) + step)
         optimizer.step()
         reference.step()
-        assert_equal(ours, theirs)
+        assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 5])
@@ -158,7 +150,7 @@ def test_thread_count_changes_nothing(number: int, dtype: torch.dtype, path: str
             optimizer.step()
         with threads.limited_to(1):
             other.step()
-    assert_equal(ours, theirs)
+    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
@@ -195,7 +187,7 @@ def test_kernel_equals_its_replacement(state_dtype: torch.dtype, dtype: torch.dt
         assert item.second is not None
         kept = [] if item.master is None else [item.master]
         results.append([item.weight, item.first, item.second, torch.tensor(item.checksum), *kept])
-    assert_equal(*results)
+    assert_same(*results)
 
 
 def test_bfloat16_state_rounds_without_bias() -> None:
@@ -234,4 +226,4 @@ def test_the_default_device_is_of_no_concern(name: str, path: str) -> None:
         with torch.device("meta"):
             optimizers[0].step()
         optimizers[1].step()
-    assert_equal(ours, theirs)
+    assert_same(ours, theirs)

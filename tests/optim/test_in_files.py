@@ -18,9 +18,10 @@ from headrace.memory.disk import DiskStore
 from headrace.optim import disk_state, elements, update
 from headrace.optim.in_files import Grains
 from tests.disk.test_faults import spill_file
-from tests.optim.references import assert_equal
 from tests.optim.test_disk_faults import fail_after
-from tests.weights.models import Decoder, loss_of
+from tests.support.compare import assert_same
+from tests.support.loops import loss_of
+from tests.support.models import Decoder, large_decoder
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 
@@ -61,8 +62,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def models(dtype: torch.dtype) -> tuple[Decoder, Decoder]:
-    torch.manual_seed(0)
-    plain = Decoder(layers=6, width=64, vocabulary=128).to(dtype)
+    plain = large_decoder().to(dtype)
     return plain, copy.deepcopy(plain)
 
 
@@ -94,7 +94,7 @@ def test_steps_are_exact_and_seen(
         train(model, ours)  # blocks may move to disk in it, and leave what was kept before
         kept = [parameter.data for parameter in model.parameters()]
         for number in range(4):
-            assert_equal(kept, list(plain.parameters()))  # pages that show the weights of before
+            assert_same(kept, list(plain.parameters()))  # pages that show the weights of before
             train(plain, theirs)
             counted.clear()
             handle.reset_stats()
@@ -105,8 +105,8 @@ def test_steps_are_exact_and_seen(
             assert counted["bytes"] >= resting
             assert handle.stats().spill_bytes >= sum(block.nbytes for block in fetched(handle))
             assert bool(counted["hand-overs"]) is (number in (0, 3))  # after `p.data`
-            assert_equal(kept, list(plain.parameters()))
-            assert_equal(list(model.parameters()), list(plain.parameters()))
+            assert_same(kept, list(plain.parameters()))
+            assert_same(list(model.parameters()), list(plain.parameters()))
             assert torch.equal(loss_of(model, TOKENS), loss_of(plain, TOKENS))
             if number == 2:
                 for one in (plain, model):
@@ -132,7 +132,7 @@ def test_who_else_trains_a_part_of_a_block_keeps_it_in_memory(tmp_path: Path, co
                     optimizer.zero_grad()
         with_flat = {id(p) for block in fetched(handle) for p in (s.home for s in block.slots) if p.dim() == 1}
         assert len(with_flat) > 6
-        assert_equal(list(model.parameters()), list(plain.parameters()))
+        assert_same(list(model.parameters()), list(plain.parameters()))
         alone = [block for block in fetched(handle) if not any(s.home.dim() == 1 for s in block.slots)]
         assert counted["parameters"] == 3 * sum(len(block.slots) for block in alone)
 
@@ -142,8 +142,7 @@ def test_parameters_over_the_same_memory(tier: str, tmp_path: Path, counted: Cou
     """They are updated one after the other."""
 
     def over_one_memory() -> Decoder:
-        torch.manual_seed(0)
-        model = Decoder(layers=6, width=64, vocabulary=128)
+        model = large_decoder()
         for layer in model.layers:
             first = next(one for one in layer.parameters() if one.dim() == 2)
             layer.register_parameter("other", nn.Parameter(first.data))
@@ -158,7 +157,7 @@ def test_parameters_over_the_same_memory(tier: str, tmp_path: Path, counted: Cou
         for _ in range(3):
             train(plain, theirs)
             train(model, ours)
-        assert_equal(list(model.parameters()), list(plain.parameters()))
+        assert_same(list(model.parameters()), list(plain.parameters()))
         assert counted["parameters"] == 3 * sum(len(block.slots) for block in fetched(handle)) > 0
 
 
@@ -269,7 +268,7 @@ def test_a_drive_that_fails_in_a_step(
             with pytest.raises((DiskError, StateError)) as raised:
                 ours.step()
         if isinstance(raised.value, DiskError):
-            assert_equal(list(model.parameters()), list(plain.parameters()))
+            assert_same(list(model.parameters()), list(plain.parameters()))
             ours.step()  # the drive is back
             train(plain, theirs)
         else:
@@ -279,5 +278,5 @@ def test_a_drive_that_fails_in_a_step(
             ours.load_state_dict(state)
         train(plain, theirs, 2)
         train(model, ours, 2)
-        assert_equal(list(model.parameters()), list(plain.parameters()))
+        assert_same(list(model.parameters()), list(plain.parameters()))
         assert torch.equal(loss_of(model, TOKENS), loss_of(plain, TOKENS))

@@ -16,8 +16,10 @@ import headrace
 from headrace.optim import AdamW, norms
 from headrace.optim.devices import Member
 from headrace.runtime.autograd import without_overrides
-from tests.optim.references import assert_equal
-from tests.weights.models import Decoder, loss_of, weight_bytes
+from tests.support.compare import assert_same
+from tests.support.held import weight_bytes
+from tests.support.loops import loss_of
+from tests.support.models import Decoder
 
 TOKENS = torch.arange(16).reshape(2, 8) % 32
 SETTINGS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
@@ -80,7 +82,7 @@ def test_forward_equals_none(
             train(model, optimizer, 12, clip=clip)
             assert handle.stats().onload_bytes > weight_bytes(model)
         trained.append([*model.parameters(), *(value for s in optimizer.state.values() for value in s.values())])
-    assert_equal(*trained)
+    assert_same(*trained)
     assert len(begun) >= 12 * 7  # every block of every step, on a thread of its own
     assert emu_device.take_reports() == []
 
@@ -93,7 +95,7 @@ def test_accumulated_micro_batches(emu_device: ModuleType, monkeypatch: pytest.M
         with offloaded(model):
             train(model, AdamW(model.parameters(), overlap=overlap, **SETTINGS), 4, micro_batches=3, clip=1.0)
         trained.append(list(model.parameters()))
-    assert_equal(*trained)
+    assert_same(*trained)
 
 
 class Held:
@@ -186,7 +188,7 @@ def test_whoever_looks_waits(emu_device: ModuleType, look: str, monkeypatch: pyt
                 held_back = Held(monkeypatch)
             optimizer.step()
             if held_back is not None:
-                assert_equal(raw(model), before)
+                assert_same(raw(model), before)
                 held_back.release_soon()
             seen.append(LOOKS[look](model, optimizer, handle))
     assert held_back is not None
@@ -262,7 +264,7 @@ def test_a_failed_update_reaches_the_user_and_can_be_made_up_for(
             optimizer.zero_grad()
             train(model, optimizer, 2)
         trained.append(list(model.parameters()))
-    assert_equal(*trained)
+    assert_same(*trained)
 
 
 def test_two_optimizers_on_one_model(emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +285,7 @@ def test_two_optimizers_on_one_model(emu_device: ModuleType, monkeypatch: pytest
                     optimizer.step()
                     optimizer.zero_grad()
         trained.append(list(model.parameters()))
-    assert_equal(*trained)
+    assert_same(*trained)
 
 
 def test_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +297,7 @@ def test_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         with headrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2):
             train(model, AdamW(model.parameters(), overlap=overlap, **SETTINGS), 6, clip=0.5)
         trained.append(list(model.parameters()))
-    assert_equal(*trained)
+    assert_same(*trained)
 
 
 def test_weights_written_between_steps_refresh_the_master(emu_device: ModuleType) -> None:
@@ -308,7 +310,7 @@ def test_weights_written_between_steps_refresh_the_master(emu_device: ModuleType
             model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
             train(model, optimizer, 2)
         trained.append(list(model.parameters()))
-    assert_equal(*trained)
+    assert_same(*trained)
 
 
 @pytest.mark.parametrize("overlap", ["none", "forward"])
@@ -342,7 +344,7 @@ def test_norms_taken_while_gradients_come(
                 optimizer.step()
                 optimizer.zero_grad()
         trained.append(list(model.parameters()))
-    assert_equal(*trained)
+    assert_same(*trained)
     assert len(taken) > 4 * len(trained[0])
 
 
@@ -366,7 +368,7 @@ def test_norms_after_a_grad_scaler(emu_device: ModuleType, overlap: str) -> None
                 scaler.update()
                 optimizer.zero_grad()
         trained.append(list(model.parameters()))
-    assert_equal(*trained)
+    assert_same(*trained)
 
 
 @pytest.mark.emu("threads")
@@ -389,4 +391,4 @@ def test_settings_in_tensors_are_those_of_their_step(emu_device: ModuleType) -> 
                 rate.mul_(0.9)
                 gate.set()
         trained.append(list(model.parameters()))
-    assert_equal(*trained)
+    assert_same(*trained)

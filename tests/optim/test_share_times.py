@@ -11,6 +11,7 @@ from torch import nn
 
 from headrace.formulas import fraction_step_seconds
 from headrace.optim import AdamW
+from tests.support.models import linears
 
 WIDTH, TOKENS, LAYERS = 256, 1024, 8
 FLOPS_PER_SECOND = 2e11
@@ -22,7 +23,7 @@ UPDATE = BESIDE_MS / PUBLISHED_MS[0.0] - 1
 
 
 def stack() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    return linears(LAYERS, WIDTH, bias=False)
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from torch import nn
 import headrace
 from headrace.optim import AdamW
 from headrace.optim.devices import Member
-from tests.optim.references import assert_equal
 from tests.optim.test_overlap import SETTINGS, TOKENS, Held, batch, decoder, held, offloaded, train
-from tests.weights.models import loss_of
+from tests.support.compare import assert_same
+from tests.support.loops import loss_of
 
 Take = Callable[[list[nn.Parameter]], Callable[[], object]]
 
@@ -98,7 +98,7 @@ def test_gradients_that_are_written_after_the_step(
             loss_of(model, TOKENS).backward()
             step_and_then(optimizer, WAYS[way](held(optimizer)), monkeypatch)
         trained.append(list(model.parameters()))
-    assert_equal(*trained)
+    assert_same(*trained)
 
 
 @pytest.mark.emu("random:0")
@@ -118,8 +118,8 @@ def test_gradients_kept_from_an_earlier_step(emu_device: ModuleType, way: str, m
                 loss_of(model, batch(step)).backward()
             step_and_then(optimizer, write, monkeypatch)
         trained.append(list(model.parameters()))
-    assert_equal(trained[0], trained[1])
-    assert_equal(trained[0], trained[2])
+    assert_same(trained[0], trained[1])
+    assert_same(trained[0], trained[2])
 
 
 def test_only_shared_gradients_are_waited_for(emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_a_backward_that_needs_no_weight_waits_for_updates_that_read_gradients(
             loss.backward(retain_graph=True)
             step_and_then(optimizer, loss.backward, monkeypatch)  # which adds to the gradients
         trained.append([*model.parameters(), *gradients(list(model.parameters()))])
-    assert_equal(*trained)
+    assert_same(*trained)
 
 
 LIMIT = 0.05  # of the norm
@@ -213,7 +213,7 @@ def test_norms_of_gradients_that_are_written_without_a_trace(emu_device: ModuleT
                     array *= 3
                 clipped_step(optimizer, inside)
         trained.append(list(model.parameters()))
-    assert_equal(*trained)
+    assert_same(*trained)
 
 
 class Branches(nn.Module):
@@ -243,7 +243,7 @@ def test_norms_after_a_backward_unlike_those_before() -> None:
                     model(x, False).square().sum().backward()
                 clipped_step(optimizer, inside)
         trained.append(list(model.parameters()))
-    assert_equal(*trained)
+    assert_same(*trained)
 
 
 @pytest.mark.parametrize("overlap", ["forward", "backward"])

@@ -10,6 +10,7 @@ from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_
 
 import headrace.optim
 from headrace.optim import eight_bit, matrices
+from tests.support.compare import assert_same
 
 INFOS = {info.optim_cls.__name__: info for info in optim_db}
 UNSUPPORTED = {"foreach", "fused", "capturable", "differentiable"}
@@ -58,7 +59,7 @@ def test_values_equal_the_stock_optimizer(name: str, settings: dict[str, Any], o
     reference = INFOS[name].optim_cls(others, **deepcopy(settings), **fused)
     train(weights, optimizer, 7)
     train(others, reference, 7)
-    assert all(torch.equal(weight, other) for weight, other in zip(weights, others, strict=True))
+    assert_same(weights, others)
 
 
 @pytest.mark.parametrize(("name", "settings"), inputs())
@@ -73,7 +74,7 @@ def test_state_dict_round_trip(name: str, settings: dict[str, Any], options: dic
     assert str(other.state_dict()) == str(optimizer.state_dict())
     train(weights, optimizer, 3)
     train(others, other, 3)
-    assert all(torch.equal(weight, twin) for weight, twin in zip(weights, others, strict=True))
+    assert_same(weights, others)
 
 
 @pytest.mark.extended

@@ -1,26 +1,21 @@
-"""Of which models are weights packed in these tests, and how are results compared? Stacks of layers, bit for bit."""
+"""Of which models are weights packed in these tests? Stacks of layers."""
 
 import torch
 from torch import nn
 
+from tests.support.models import Adapted, linears
 
-class Adapted(nn.Module):
+
+def adapted_layer(width: int) -> Adapted:
     """A frozen layer, and what is trained beside it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(width, width, dtype=torch.bfloat16).requires_grad_(False)
-        self.down = nn.Linear(width, 2, bias=False, dtype=torch.bfloat16)
-        self.up = nn.Linear(2, width, bias=False, dtype=torch.bfloat16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.base(x) + self.up(self.down(x)))
+    base = nn.Linear(width, width, dtype=torch.bfloat16)
+    return Adapted(base, width, rank=2, activation=torch.tanh, dtype=torch.bfloat16)
 
 
 def frozen(width: int, layers: int, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
     """With unusual values in each layer, and in one column of all outputs."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(width, width, dtype=dtype) for _ in range(layers)))
+    model = linears(layers, width, dtype=dtype)
     with torch.no_grad():
         for layer in model:
             layer.weight.normal_(0, 0.03)
@@ -31,7 +26,3 @@ def frozen(width: int, layers: int, dtype: torch.dtype = torch.bfloat16) -> nn.S
 
 def inputs(width: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(3, width, generator=torch.Generator().manual_seed(1)).to(dtype)
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().view(torch.uint8)

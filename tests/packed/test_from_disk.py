@@ -14,7 +14,9 @@ from headrace.memory.disk import DiskStore
 from headrace.memory.disk.file import DirectFile
 from headrace.weights.rest import fetching
 from tests.packed import models
-from tests.packed.models import Adapted, bits
+from tests.packed.models import adapted_layer
+from tests.support.compare import assert_same, assert_same_models, assert_same_weights, on_cpu
+from tests.support.models import linears
 
 WIDTH = 1024
 LAYERS = 8
@@ -37,7 +39,7 @@ def passes(model: nn.Module, handle: headrace.Offloaded, want: torch.Tensor, cou
     for _ in range(count):
         handle.reset_stats()
         with torch.no_grad():
-            assert torch.equal(bits(model(inputs(want.dtype))), bits(want))
+            assert_same(on_cpu(model(inputs(want.dtype))), want)
         handle.synchronize()
     return handle.stats()
 
@@ -61,9 +63,7 @@ def test_three_quarters_of_the_bytes_are_read(compute_device: torch.device, tmp_
             assert stats.device_peak_bytes <= BUDGETS["device_memory"]
             assert stats.host_peak_bytes <= BUDGETS["host_memory"]
             assert all(layer.weight.shape == (WIDTH, WIDTH) for layer in model)
-            assert all(
-                torch.equal(bits(a), bits(b)) for a, b in zip(model.parameters(), frozen().parameters(), strict=True)
-            )
+            assert_same_weights(model, frozen())
 
 
 @pytest.mark.extended
@@ -90,7 +90,7 @@ def test_weights_of_a_checkpoint(compute_device: torch.device, tmp_path: Path) -
         want = model(inputs())
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     with torch.device("meta"):
-        other = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(LAYERS)))
+        other = linears(LAYERS, WIDTH, dtype=torch.bfloat16)
     other.requires_grad_(False)
     settings = {"checkpoint": tmp_path / "model.safetensors", "disk": tmp_path / "spill", **BUDGETS}
     with headrace.offload(other, device=compute_device, **settings) as handle:
@@ -105,7 +105,7 @@ def test_a_checkpoint_without_a_directory_is_read_as_it_is(tmp_path: Path) -> No
         want = model(inputs())
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     with torch.device("meta"):
-        other = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(LAYERS)))
+        other = linears(LAYERS, WIDTH, dtype=torch.bfloat16)
     other.requires_grad_(False)
     with headrace.offload(other, device="cpu", checkpoint=tmp_path / "model.safetensors", **BUDGETS) as handle:
         assert passes(other, handle, want).packed_bytes == 0
@@ -168,22 +168,22 @@ def test_what_the_model_writes_is_what_computes(compute_device: torch.device, tm
         for layer in (*model, *plain):
             layer.drifts = True
         with torch.no_grad():
-            assert torch.equal(bits(model(inputs())), bits(want))
+            assert_same(on_cpu(model(inputs())), want)
             plain(inputs())
             for layer in (*model, *plain):
                 layer.drifts = False
             want = plain(inputs())
         assert passes(model, handle, want, 1).packed_bytes == 0
         assert passes(model, handle, want).packed_bytes > 0
-        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+        assert_same_weights(model, plain)
 
 
 @pytest.mark.extended
 def test_adapters_on_frozen_weights(compute_device: torch.device, tmp_path: Path) -> None:
     """Frozen layers come packed in forward and backward; what is trained never is."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Adapted(WIDTH) for _ in range(LAYERS)))
-    plain = nn.Sequential(*(Adapted(WIDTH) for _ in range(LAYERS)))
+    model = nn.Sequential(*(adapted_layer(WIDTH) for _ in range(LAYERS)))
+    plain = nn.Sequential(*(adapted_layer(WIDTH) for _ in range(LAYERS)))
     plain.load_state_dict(model.state_dict())
     x = torch.randn(3, WIDTH, dtype=torch.bfloat16)
     bases = [layer.base for layer in model]
@@ -196,9 +196,7 @@ def test_adapters_on_frozen_weights(compute_device: torch.device, tmp_path: Path
             for net, optimizer in ((model, one), (plain, other)):
                 net(x).float().square().sum().backward()
                 optimizer.step()
-            pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
-            assert all(torch.equal(a, b) for a, b in pairs)
-            assert all(torch.equal(a.grad, b.grad) for a, b in pairs if b.grad is not None)
+            assert_same_models(model, plain, some_missing=True)
             one.zero_grad()
             other.zero_grad()
         assert handle.stats().packed_bytes > 0
@@ -296,7 +294,7 @@ def test_what_could_not_be_written_is_not_read(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(DirectFile, "write", fails)
     for _ in range(PASSES):
         with torch.no_grad():
-            assert torch.equal(bits(model(inputs())), bits(want))
+            assert_same(on_cpu(model(inputs())), want)
     assert handle.stats().packed_bytes == 0
     with pytest.raises(DiskError, match="packed"):
         handle.synchronize()

@@ -21,7 +21,8 @@ from headrace.runtime.threads import OneThread
 from headrace.weights.movement import packed_loads, planner
 from headrace.weights.movement.packed_loads import PackedLoads
 from tests.packed import models
-from tests.packed.models import Adapted, bits
+from tests.packed.models import adapted_layer
+from tests.support.compare import assert_same, assert_same_weights, on_cpu
 
 WIDTH = 2048
 LAYERS = 6
@@ -53,7 +54,7 @@ def passes(model: nn.Module, handle: headrace.Offloaded, want: torch.Tensor, cou
     for _ in range(count):
         handle.reset_stats()
         with torch.no_grad():
-            assert torch.equal(bits(model(inputs())), bits(want))
+            assert_same(on_cpu(model(inputs())), want)
         handle.synchronize()
         wait_for_packing(handle)
     return handle.stats()
@@ -88,9 +89,7 @@ def test_three_quarters_of_the_bytes_cross(device: torch.device) -> None:
                 assert 3.7 * LAYER_BYTES < stats.host_bytes - LAYERS * LAYER_BYTES < 4.6 * LAYER_BYTES
                 assert " of it packed" in handle.report().to_text()
         assert handle.stats().host_bytes == LAYERS * whole_pages(LAYER_BYTES)  # of the weights that the user has still
-        assert all(
-            torch.equal(bits(a), bits(b)) for a, b in zip(model.parameters(), frozen().parameters(), strict=True)
-        )
+        assert_same_weights(model, frozen())
 
 
 def test_where_the_cpu_computes_nothing_crosses() -> None:
@@ -155,7 +154,7 @@ def test_nothing_is_packed_while_its_memory_is_kept(device: torch.device) -> Non
                 plain[1].weight.mul_(0.5 ** (step + 1))
                 want = plain(inputs())
                 handle.refresh()
-                assert torch.equal(bits(model(inputs())), bits(want))
+                assert_same(on_cpu(model(inputs())), want)
             assert handle.stats().onload_packed_bytes == 0
         assert kept[0].numel()
 
@@ -183,7 +182,7 @@ def test_words_that_do_not_pack_cross_as_they_are(device: torch.device) -> None:
 
 def adapted() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Adapted(WIDTH) for _ in range(LAYERS)))
+    return nn.Sequential(*(adapted_layer(WIDTH) for _ in range(LAYERS)))
 
 
 @pytest.mark.extended
@@ -201,8 +200,7 @@ def test_frozen_weights_with_trained_adapters_in_blocks_of_their_own(device: tor
         stats = handle.stats()
         assert stats.onload_packed_bytes > 0
         assert stats.device_peak_bytes <= BUDGET
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(bits(a), bits(b))
+    assert_same_weights(model, plain)
 
 
 @pytest.mark.extended
@@ -232,8 +230,8 @@ def test_packed_weights_give_way_to_what_needs_host_memory(device: torch.device)
             one[2].requires_grad_(True)
             one[3].requires_grad_(True)
             one(inputs()[:1]).nan_to_num().square().mean().backward()
-        assert torch.equal(bits(model[2].weight.grad), bits(plain[2].weight.grad))
-        assert torch.equal(bits(model[3].weight.grad), bits(plain[3].weight.grad))
+        assert_same(model[2].weight.grad, plain[2].weight.grad)
+        assert_same(model[3].weight.grad, plain[3].weight.grad)
         stats = passes(model, handle, want, 3)
         assert stats.host_peak_bytes <= held + LAYER_BYTES
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.support.models import Adapted
+
 WIDTH = 128
 LAYERS = 8
 
@@ -24,23 +26,15 @@ class Kind:
     def model(self) -> nn.Sequential:
         """Frozen, with adapters: LAYERS times a quantised layer of WIDTH."""
         torch.manual_seed(0)
-        return nn.Sequential(*(Adapted(self) for _ in range(LAYERS)))
+        return nn.Sequential(*(self.adapted() for _ in range(LAYERS)))
+
+    def adapted(self) -> Adapted:
+        """A quantised layer with a LoRA adapter beside it."""
+        base = self.wrap(nn.Linear(WIDTH, WIDTH).to(self.dtype))
+        return Adapted(base, WIDTH, rank=4, activation=nn.functional.gelu, dtype=self.dtype)
 
     def batch(self, device: torch.device) -> Tensor:
         return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).to(self.dtype).to(device)
-
-
-class Adapted(nn.Module):
-    """A quantised layer with a LoRA adapter beside it."""
-
-    def __init__(self, kind: Kind) -> None:
-        super().__init__()
-        self.base = kind.wrap(nn.Linear(WIDTH, WIDTH).to(kind.dtype)).requires_grad_(False)
-        self.down = nn.Linear(WIDTH, 4, bias=False, dtype=kind.dtype)
-        self.up = nn.Linear(4, WIDTH, bias=False, dtype=kind.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.gelu(self.base(x) + self.up(self.down(x)))
 
 
 def torchao(make_config: Callable[[Any], Any]) -> Callable[[nn.Linear], nn.Module]:

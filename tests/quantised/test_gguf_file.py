@@ -17,6 +17,9 @@ from diffusers.quantizers.gguf.utils import GGUFParameter
 from torch import Tensor
 
 import headrace
+from tests.support.compare import assert_same
+from tests.support.held import weight_bytes
+from tests.support.loops import fine_tune
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")]
 
@@ -185,49 +188,35 @@ def sample(output: Any) -> Tensor:
     return torch.stack(output.sample) if isinstance(output.sample, list) else output.sample
 
 
-def bytes_of(model: Any) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
-
-
 def trained(kind: Kind, model: Any, device: torch.device) -> list[Tensor]:
-    """Losses of five steps, and the adapters after them."""
-    adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(adapters, lr=1e-3, foreach=False)
-    losses = []
-    for _ in range(5):
-        loss = sample(model(**kind.inputs(device))).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach().cpu())
-    return losses + [adapter.detach().cpu() for adapter in adapters]
+    batches = [kind.inputs(device)] * 5
+    return fine_tune(model, batches, lambda model, batch: sample(model(**batch)).square().mean(), lr=1e-3)
 
 
 def test_it_computes_from_packed_weights(kind: Kind, directory: Path, compute_device: torch.device) -> None:
     model = kind.load(directory)
     packed = [weight for weight in model.parameters() if isinstance(weight, GGUFParameter)]
-    assert sum(weight.nbytes for weight in packed) > 0.5 * bytes_of(model), "the loader unpacked the file"
+    assert sum(weight.nbytes for weight in packed) > 0.5 * weight_bytes(model), "the loader unpacked the file"
     with torch.no_grad():
         wanted = sample(kind.load(directory).to(compute_device)(**kind.inputs(compute_device))).cpu()
-        budget_bytes = bytes_of(model) // 2
+        budget_bytes = weight_bytes(model) // 2
         with headrace.offload(model, device=compute_device, device_memory=budget_bytes) as handle:
             for _ in range(2):
                 assert torch.equal(sample(model(**kind.inputs(compute_device))).cpu(), wanted)
             stats = handle.stats()
             assert stats.device_peak_bytes <= budget_bytes
-            assert budget_bytes < stats.onload_bytes < 2.2 * bytes_of(model), "packed weights travel"
+            assert budget_bytes < stats.onload_bytes < 2.2 * weight_bytes(model), "packed weights travel"
 
 
 @pytest.mark.extended
 def test_an_adapter_on_it_trains(kind: Kind, directory: Path, compute_device: torch.device) -> None:
     wanted = trained(kind, kind.load(directory, adapter=True).to(compute_device), compute_device)
     model = kind.load(directory, adapter=True)
-    budget_bytes = bytes_of(model) // 2
+    budget_bytes = weight_bytes(model) // 2
     with headrace.offload(model, device=compute_device, device_memory=budget_bytes) as handle:
         got = trained(kind, model, compute_device)
-        assert len(got) == len(wanted)
-        assert all(map(torch.equal, got, wanted))
+        assert_same(got, wanted)
         stats = handle.stats()
         assert stats.device_peak_bytes <= budget_bytes
-        assert bytes_of(model) < stats.onload_bytes < 10.5 * bytes_of(model), "packed weights travel"
-    assert all(map(torch.equal, wanted[5:], [p.detach() for p in model.parameters() if p.requires_grad]))
+        assert weight_bytes(model) < stats.onload_bytes < 10.5 * weight_bytes(model), "packed weights travel"
+    assert_same(wanted[5:], [p.detach() for p in model.parameters() if p.requires_grad])

@@ -10,6 +10,8 @@ from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
 from torch import Tensor, nn
 
 import headrace
+from tests.support.compare import assert_same
+from tests.support.loops import fine_tune
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")]
 
@@ -59,16 +61,8 @@ def inputs(device: torch.device) -> dict[str, Any]:
 
 
 def trained(model: Any, device: torch.device) -> list[Tensor]:
-    adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(adapters, lr=1e-3, foreach=False)
-    losses = []
-    for _ in range(5):
-        loss = model(**inputs(device)).sample.square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach().cpu())
-    return losses + [adapter.detach().cpu() for adapter in adapters]
+    batches = [inputs(device)] * 5
+    return fine_tune(model, batches, lambda model, batch: model(**batch).sample.square().mean(), lr=1e-3)
 
 
 def test_it_computes_what_it_computes_on_the_device(compute_device: torch.device) -> None:
@@ -89,6 +83,6 @@ def test_an_adapter_on_it_trains(compute_device: torch.device) -> None:
     packed_bytes = sum(parameter.nbytes for parameter in model.parameters())
     wanted = trained(transformer(adapter=True).to(compute_device), compute_device)
     with headrace.offload(model, device=compute_device, device_memory=packed_bytes // 2) as handle:
-        assert all(map(torch.equal, trained(model, compute_device), wanted))
+        assert_same(trained(model, compute_device), wanted)
         assert handle.stats().device_peak_bytes <= packed_bytes // 2
         assert handle.stats().onload_bytes > packed_bytes

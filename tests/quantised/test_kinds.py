@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import headrace
 from tests.quantised.kinds import KINDS, LAYERS, WIDTH
+from tests.support.compare import assert_same
+from tests.support.loops import fine_tune
 
 STEPS = 5
 RESIDENT_BYTES = 48 << 10  # adapters and biases, at most
@@ -23,17 +25,7 @@ emulated = pytest.mark.parametrize("name", [name for name, kind in KINDS.items()
 
 
 def trained(model: nn.Module, batch: Tensor) -> list[Tensor]:
-    """Losses, and the adapters after some steps."""
-    adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(adapters, lr=1e-2, foreach=False)
-    losses = []
-    for _ in range(STEPS):
-        loss = model(batch).float().square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach().cpu())
-    return losses + [adapter.detach().cpu() for adapter in adapters]
+    return fine_tune(model, [batch] * STEPS, lambda model, batch: model(batch).float().square().sum())
 
 
 def inferred(model: nn.Module, batch: Tensor) -> list[Tensor]:
@@ -55,14 +47,14 @@ def check_inference(name: str, device: torch.device, disk: Path | None = None) -
     plain = inferred(kind.model(), kind.batch(CPU))
     model = kind.model()
     with offload(name, model, device, disk) as handle:
-        assert all(map(torch.equal, inferred(model, kind.batch(CPU)), plain))
+        assert_same(inferred(model, kind.batch(CPU)), plain)
         stats = handle.stats()
         assert stats.device_peak_bytes <= stats.device_budget_bytes
         packed_bytes = QUANTISED * kind.bits / 8 + RESIDENT_BYTES
         assert QUANTISED * 3 / 8 < stats.onload_bytes <= 3 * packed_bytes
         if disk is not None:
             assert stats.fetch_bytes > 0
-    assert all(map(torch.equal, inferred(model, kind.batch(CPU)), plain)), "remove() gives the model back"
+    assert_same(inferred(model, kind.batch(CPU)), plain, "remove() gives the model back")
 
 
 def check_training(name: str, device: torch.device, disk: Path | None = None) -> None:
@@ -70,7 +62,7 @@ def check_training(name: str, device: torch.device, disk: Path | None = None) ->
     plain = trained(kind.model(), kind.batch(CPU))
     model = kind.model()
     with offload(name, model, device, disk) as handle:
-        assert all(map(torch.equal, trained(model, kind.batch(CPU)), plain))
+        assert_same(trained(model, kind.batch(CPU)), plain)
         stats = handle.stats()
         assert stats.device_peak_bytes <= stats.device_budget_bytes
         assert stats.onload_bytes > QUANTISED * 3 / 8

@@ -13,6 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import headrace
 from tests.quantised.kinds import KINDS, WIDTH, PackedLinear
+from tests.support.models import linears
 
 CPU = torch.device("cpu")
 
@@ -430,7 +431,7 @@ def test_two_models_cannot_have_the_same() -> None:
 def test_quantising_an_offloaded_model_is_refused_clearly() -> None:
     import torchao.quantization
 
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    model = linears(4, WIDTH)
 
     def quantise_and_run() -> None:
         torchao.quantization.quantize_(model, torchao.quantization.Int8WeightOnlyConfig())

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, TorchAoConfig
 
 import headrace
+from tests.support.compare import assert_same, on_cpu
+from tests.support.loops import adamw, causal_loss, steps, trained_parameters
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")]
 
@@ -64,22 +66,15 @@ def with_adapters(model: Any) -> Any:
     )
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, foreach=False)
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return adamw(trained_parameters(model), lr=1e-3)
 
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: int = 5) -> list[Tensor]:
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, count: int = 5) -> list[Tensor]:
     """Losses of some steps, and the adapters after them."""
-    adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = optimizer or adamw(model)
-    losses = []
-    for _ in range(steps):
-        loss = model(tokens(), labels=tokens()).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses + [adapter.detach().clone() for adapter in adapters]
+    optimizer = optimizer or optimizer_of(model)
+    losses = steps(model, optimizer, [tokens()] * count, causal_loss)
+    return [*losses, *on_cpu(trained_parameters(model))]
 
 
 def packed_bytes(directory: Path) -> int:
@@ -120,7 +115,7 @@ def test_adapters_train_on_a_quantised_directory(directory: Path, tier: str, tmp
     with handle:
         got = trained(with_adapters(model))
         assert len(got) == len(wanted)
-        assert all(map(torch.equal, got, wanted))
+        assert_same(got, wanted)
         stats = handle.stats()
         assert stats.device_peak_bytes <= BUDGET_BYTES
         assert stats.onload_bytes > 5 * 0.5 * LINEAR_WEIGHTS
@@ -134,19 +129,19 @@ def test_a_run_goes_on_from_its_checkpoint(directory: Path, tmp_path: Path) -> N
     def begin() -> tuple[Any, torch.optim.Optimizer, headrace.Offloaded]:
         base, handle = headrace.from_pretrained(directory, device="cpu", device_memory=BUDGET_BYTES, trainable=False)
         model = with_adapters(base)
-        return model, adamw(model), handle
+        return model, optimizer_of(model), handle
 
     wanted = trained(with_adapters(plain(directory)))
     model, optimizer, handle = begin()
     with handle:
-        trained(model, optimizer, steps=2)
+        trained(model, optimizer, count=2)
         headrace.save(tmp_path / "step-2", model, optimizer)
     assert packed_bytes(tmp_path / "step-2") < packed_bytes(directory) / 4
     model, optimizer, handle = begin()
     with handle:
         headrace.load(tmp_path / "step-2", model, optimizer)
-        got = trained(model, optimizer, steps=3)
-        assert all(map(torch.equal, got, wanted[2:]))
+        got = trained(model, optimizer, count=3)
+        assert_same(got, wanted[2:])
         assert handle.stats().device_peak_bytes <= BUDGET_BYTES
 
 

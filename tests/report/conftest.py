@@ -9,17 +9,12 @@ from torch import nn
 
 import headrace
 from headrace.report import Report
+from tests.support.models import Stack
 
 
-class Decoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = torch.relu(layer(hidden))
-        return hidden
+def stack() -> Stack:
+    """Six layers of 257 KiB."""
+    return Stack((nn.Linear(256, 256) for _ in range(6)), between=torch.relu)
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +39,7 @@ def report(emu_device, slow_link, made) -> Report:
     """A run on the emulated accelerator over a link that is too slow, so that compute waits."""
     if "slow link" not in made:
         torch.manual_seed(0)
-        model = Decoder()
+        model = stack()
         with headrace.offload(model, device="emu", device_memory="900KiB", blocks=[model.layers]) as handle:
             for _ in range(4):
                 model(torch.randn(64, 256)).sum().backward()
@@ -56,7 +51,7 @@ def report(emu_device, slow_link, made) -> Report:
 def disk_report(tmp_path) -> Iterator[Report]:
     """A run on the CPU, half of whose weights, and the gradients of these, rest on disk."""
     torch.manual_seed(0)
-    model = Decoder()
+    model = stack()
     budgets = {"device_memory": "900KiB", "host_memory": "1MiB", "disk": tmp_path / "disk"}
     with (
         warnings.catch_warnings(action="ignore"),  # where the directory refuses direct I/O

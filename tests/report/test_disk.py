@@ -8,7 +8,7 @@ import torch
 
 import headrace
 from headrace.report import Report, RunRecord, Span
-from tests.report.conftest import Decoder
+from tests.report.conftest import stack
 
 BLOCK = 256 * 256 * 4 + 256 * 4
 
@@ -39,7 +39,7 @@ def test_reads_and_writes_are_lanes(disk_report: Report, tmp_path) -> None:
 @pytest.mark.emu("threads", throttle=True, h2d_bytes_per_second=1e8)
 def test_blocks_are_read_before_they_are_copied(compute_device: torch.device, tmp_path) -> None:
     """One clock for the drive and for what compute waits for, whichever device computes."""
-    model = Decoder().requires_grad_(False)
+    model = stack().requires_grad_(False)
     budgets = {"device_memory": "900KiB", "host_memory": "1MiB", "disk": tmp_path / "disk"}
     with (
         warnings.catch_warnings(action="ignore"),

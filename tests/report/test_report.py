@@ -11,7 +11,7 @@ from headrace.cli.main import main
 from headrace.cli.report import tables
 from headrace.report import Report, RunRecord, Span
 from headrace.runtime.lanes import Lanes
-from tests.report.conftest import Decoder
+from tests.report.conftest import stack
 
 BLOCK = 256 * 256 * 4 + 256 * 4
 LAYERS = 6
@@ -93,7 +93,7 @@ def test_the_same_run_takes_the_same_virtual_time(emu_device, slow_link, monkeyp
         monkeypatch.setattr(Lanes, "run", paused_run)
         emu_device.reset(**settings)
         torch.manual_seed(0)
-        model = Decoder()
+        model = stack()
         with headrace.offload(model, device="emu", device_memory="900KiB", blocks=[model.layers]) as handle:
             for _ in range(4):
                 model(torch.randn(64, 256)).sum().backward()
@@ -117,7 +117,7 @@ def test_what_is_no_run_is_refused(tmp_path, capsys) -> None:
 
 def test_a_run_on_the_cpu_and_the_profiler_share_a_trace(tmp_path) -> None:
     """The profiler's events of the visits lie within our visits' spans: one clock for both."""
-    model = Decoder()
+    model = stack()
     with headrace.offload(model, device="cpu", device_memory="900KiB", blocks=[model.layers]) as handle:
         for _ in range(3):
             model(torch.randn(64, 256)).sum().backward()

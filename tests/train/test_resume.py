@@ -20,6 +20,7 @@ from headrace.train.config import TrainConfig
 from headrace.train.progress import Progress
 from headrace.train.run import Run
 from headrace.train.trainer import train
+from tests.support.compare import assert_same
 
 Settings = Callable[..., TrainConfig]
 
@@ -55,7 +56,8 @@ def final(output: Path) -> dict[str, Any]:
         tensors |= {f"{path.relative_to(output)} {name}": tensor for name, tensor in load_file(path).items()}
     for path in (*checkpoint.glob("optimizer*.pt"), checkpoint / "extra.pt"):
         tensors |= leaves(torch.load(path), path.name)
-    return tensors
+    assert len(tensors) > 10
+    return dict(sorted(tensors.items()))
 
 
 def leaves(tree: Any, name: str) -> dict[str, Any]:
@@ -64,14 +66,6 @@ def leaves(tree: Any, name: str) -> dict[str, Any]:
     if isinstance(tree, list | tuple):
         return leaves(dict(enumerate(tree)), name)
     return {name: tree}
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    assert len(expected) > 10
-    for name, value in expected.items():
-        same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
-        assert same, name
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

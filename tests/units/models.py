@@ -5,43 +5,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.support import models
 
-class Layer(nn.Module):
+
+class Layer(models.Layer):
     """Two linear layers, and a parameter of its own beside them."""
 
     def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, width)
-        self.down = nn.Linear(width, width)
-        self.scale = nn.Parameter(torch.ones(width))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + self.down(torch.relu(self.up(hidden))) * self.scale
+        super().__init__(width, width, norm=False, scaled=True)
 
 
-class Decoder(nn.Module):
+class Decoder(models.Decoder):
     """An embedding, a positional table of its own, layers, and a head, perhaps tied."""
 
     def __init__(self, *, layers: int = 4, width: int = 16, vocabulary: int = 64, tied: bool = False) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.positions = nn.Parameter(torch.zeros(8, width))
-        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        if tied:
-            self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(tokens) + self.positions
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.head(self.norm(hidden))
-
-
-def tokens() -> torch.Tensor:
-    """A batch for a Decoder: shape (2, 8)."""
-    return torch.arange(16).reshape(2, 8)
+        super().__init__(layers, width, vocabulary, layer=Layer, positions=8, norm=nn.LayerNorm, tied=tied)
 
 
 class Snapshot:

@@ -28,6 +28,10 @@ import tqdm  # noqa: F401
 import xxhash  # noqa: F401
 from torch import nn
 
+from tests.support.compare import assert_same
+from tests.support.loops import random_batches, steps
+from tests.support.models import linears, seeded
+
 PACKAGE = str(Path(__file__).parent.parent.parent / "headrace") + os.sep
 LINUX_ONLY = {
     "os": ["sched_getaffinity", "sched_setaffinity", "posix_fallocate", "posix_fadvise", "O_DIRECT", "O_TMPFILE"],
@@ -101,25 +105,10 @@ def _hide_files(system: str) -> None:
     builtins.open = io.open = open_file
 
 
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
-
-
-def train(trained: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    losses = []
-    for step in range(3):
-        loss = trained(torch.randn(8, 64, generator=torch.Generator().manual_seed(step))).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def main(system: str, directory: Path) -> None:
-    plain = model()
-    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
+    plain = seeded(linears, 6, 64, nn.GELU)
+    batches = random_batches(3, 8, 64)
+    expected = steps(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), batches)
     take_away(system)
     warnings.simplefilter("error")
 
@@ -127,35 +116,41 @@ def main(system: str, directory: Path) -> None:
     from headrace.cli.main import main as command
 
     for activations in (False, {"min_bytes": 0, "all_leave": True}):
-        trained = model()
+        trained = seeded(linears, 6, 64, nn.GELU)
         with headrace.offload(trained, device="cpu", device_memory="40KiB", activations=activations) as handle:
             optimizer = headrace.optim.AdamW(trained.parameters(), lr=1e-2)
-            assert train(trained, optimizer) == expected
+            assert_same(steps(trained, optimizer, batches), expected)
             assert handle.stats().onload_bytes > 0
-            assert all(map(torch.equal, trained.parameters(), plain.parameters()))
+            assert_same(trained.parameters(), plain.parameters())
             headrace.save(directory / "step-3", trained, optimizer)
             handle.report()
-    again = model()
+    again = seeded(linears, 6, 64, nn.GELU)
     headrace.load(directory / "step-3", again, headrace.optim.AdamW(again.parameters(), lr=1e-2))
-    assert all(map(torch.equal, again.parameters(), plain.parameters()))
+    assert_same(again.parameters(), plain.parameters())
     assert headrace.checkpoint.newest(directory) == directory / "step-3"
     assert command(["doctor", "--device", "cpu", "--disk", str(directory)]) in (0, 1)
 
     if system == "windows":
         with pytest.raises(headrace.DiskError, match="files cannot be read as memory on win32"):
-            headrace.offload(model(), device="cpu", device_memory="40KiB", host_memory="128KiB", disk=directory / "d")
+            headrace.offload(
+                seeded(linears, 6, 64, nn.GELU),
+                device="cpu",
+                device_memory="40KiB",
+                host_memory="128KiB",
+                disk=directory / "d",
+            )
         return
-    trained = model()
+    trained = seeded(linears, 6, 64, nn.GELU)
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
         with headrace.offload(
             trained, device="cpu", device_memory="40KiB", host_memory="128KiB", disk=directory / "disk"
         ) as handle:
             optimizer = headrace.optim.AdamW(trained.parameters(), lr=1e-2)
-            assert train(trained, optimizer) == expected
+            assert_same(steps(trained, optimizer, batches), expected)
             assert handle.stats().disk_bytes > 0
             assert handle.stats().fetch_bytes > 0
-            assert all(map(torch.equal, trained.parameters(), plain.parameters()))
+            assert_same(trained.parameters(), plain.parameters())
     (note,) = (str(each.message) for each in notes)
     assert "darwin has no direct I/O: reads and writes go through the page cache" in note
 

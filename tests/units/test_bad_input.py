@@ -12,7 +12,9 @@ from torch import nn
 import headrace
 from headrace.config import parse_bytes
 from headrace.weights.passes import attachment
-from tests.units.models import Decoder, Snapshot, tokens
+from tests.support.compare import assert_same_gradients
+from tests.support.models import some_tokens
+from tests.units.models import Decoder, Snapshot
 
 LARGEST_BYTES, KEPT_BYTES = 4096, 768  # of the Decoder: its embedding; its positions and the scales of its layers
 
@@ -43,7 +45,7 @@ def refused(
 
 def works(model: nn.Module, device: torch.device, **settings: Any) -> None:
     with headrace.offload(model, device=device, **settings):
-        model(tokens()).sum().backward()
+        model(some_tokens()).sum().backward()
 
 
 # budgets ------------------------------------------------------------------------------------------------------------
@@ -122,7 +124,7 @@ def test_a_host_budget_below_the_weights(compute_device: torch.device, share: fl
     )  # fmt: skip
     advised = message.split("at least ")[1].split(",")[0]
     with headrace.offload(model, device=compute_device, host_memory=advised), torch.no_grad():
-        model(tokens())
+        model(some_tokens())
 
 
 @pytest.mark.emu("lazy", allocator="exact", device_memory=1 << 20)
@@ -194,7 +196,7 @@ def test_a_model_that_is_offloaded_already(compute_device: torch.device, model: 
         for part, name in ((model, "the model"), (model.layers[1], "the model"), (nn.Sequential(model), "module '0'")):
             with pytest.raises(headrace.StateError, match=rf"{name} is offloaded already; .*remove\(\)"):
                 headrace.offload(part, device=compute_device)
-        model(tokens()).sum().backward()  # and the handle that there is goes on
+        model(some_tokens()).sum().backward()  # and the handle that there is goes on
     before = Snapshot(model)
     works(model, compute_device)
     assert all(type(module).__name__ == type(module).__qualname__ for module in model.modules())
@@ -275,23 +277,23 @@ def test_an_error_half_way_is_undone(compute_device: torch.device, model: Decode
 def test_a_shape_that_changes_later(compute_device: torch.device, model: Decoder) -> None:
     weight, kept = model.layers[1].up.weight, model.layers[1].up.weight.detach().clone()
     with headrace.offload(model, device=compute_device):
-        model(tokens()).sum().backward()
+        model(some_tokens()).sum().backward()
         weight.data = torch.zeros(16, 20)
         with pytest.raises(
             headrace.LayoutError,
             match=r"'layers.1.up.weight' was offloaded with shape \(16, 16\) and now has shape \(16, 20\); call remove",
         ):
-            model(tokens())
+            model(some_tokens())
         weight.data = kept.clone()
         model.zero_grad()
-        model(tokens()).sum().backward()  # set right, the model goes on
+        model(some_tokens()).sum().backward()  # set right, the model goes on
         assert weight.grad is not None
     assert torch.equal(weight, kept)
 
 
 def test_a_weight_that_changes_between_forward_and_backward(compute_device: torch.device, model: Decoder) -> None:
     with headrace.offload(model, device=compute_device, device_memory="8KiB"):
-        loss = model(tokens()).sum()
+        loss = model(some_tokens()).sum()
         with torch.no_grad():
             model.layers[1].down.weight.mul_(2)
         with pytest.raises(
@@ -300,9 +302,8 @@ def test_a_weight_that_changes_between_forward_and_backward(compute_device: torc
         ):
             loss.backward()
         model.zero_grad()
-        model(tokens()).sum().backward()
+        model(some_tokens()).sum().backward()
         expected = Decoder()
         expected.load_state_dict(model.state_dict())
-        expected.to(compute_device)(tokens().to(compute_device)).sum().backward()
-        for ours, plain in zip(model.parameters(), expected.parameters(), strict=True):
-            assert torch.equal(ours.grad, plain.grad.cpu())
+        expected.to(compute_device)(some_tokens().to(compute_device)).sum().backward()
+        assert_same_gradients(model, expected)

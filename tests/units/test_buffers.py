@@ -8,7 +8,7 @@ import torch
 
 from headrace.memory.buffers import DeviceBuffers
 from headrace.memory.ledger import Ledger, Tier
-from tests.nursery import Nursery
+from tests.support.nursery import Nursery
 
 CPU = torch.device("cpu")
 BUDGET_BYTES = 8192

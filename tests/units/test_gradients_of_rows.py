@@ -10,7 +10,7 @@ from headrace.memory.disk import Request
 from headrace.memory.ledger import Ledger
 from headrace.weights.movement.gradient_memory import Additions, Staging
 from headrace.weights.movement.staged import Rest, Staged, add_up, rest_of, sum_of_rows
-from tests.matrix.compare import same
+from tests.support.compare import same
 
 ROWS, WIDTH = 5, 3
 VALUES = torch.tensor([-0.0, 0.0, 1.5, -1.5])

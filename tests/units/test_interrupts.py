@@ -13,7 +13,9 @@ from headrace.weights.movement.residency import Residency
 from headrace.weights.passes.backward import Backward
 from headrace.weights.passes.call import Call
 from headrace.weights.passes.engine import Engine
-from tests.units.models import Decoder, tokens
+from tests.support.compare import assert_same_gradients
+from tests.support.models import some_tokens
+from tests.units.models import Decoder
 
 BUDGET_BYTES = 9 << 10  # a fifth of the Decoder: blocks come and go all the time
 
@@ -68,7 +70,7 @@ def test_the_next_step_is_right(
     model, plain = Decoder(), Decoder()
     plain.load_state_dict(model.state_dict())
     plain.to(compute_device)
-    batch = tokens().to(compute_device)
+    batch = some_tokens().to(compute_device)
     with headrace.offload(model, device=compute_device, device_memory=BUDGET_BYTES) as handle:
         step(model, batch).backward()
         model.zero_grad()
@@ -85,8 +87,7 @@ def test_the_next_step_is_right(
             assert torch.equal(loss, expected)
             loss.backward()
             expected.backward()
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours.grad, theirs.grad.cpu())
+        assert_same_gradients(model, plain)
         handle.reset_stats()
         steps(model, batch)
         assert handle.stats().device_peak_bytes <= BUDGET_BYTES
@@ -99,7 +100,7 @@ def test_the_next_step_is_right(
 def test_another_thread_may_call_the_model_next(
     compute_device: torch.device, owner: Any, name: str, after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, batch = Decoder(), tokens().to(compute_device)
+    model, batch = Decoder(), some_tokens().to(compute_device)
     with headrace.offload(model, device=compute_device, device_memory=BUDGET_BYTES), torch.no_grad():
         expected = model(batch)
         with monkeypatch.context() as patch:

@@ -14,16 +14,13 @@ from headrace.memory.arena import ALIGNMENT_BYTES, KERNEL_ALIGNMENT_BYTES, align
 from headrace.weights.model.inventory import take_inventory
 from headrace.weights.model.layout import lay_out, travel_dtype
 from headrace.weights.model.slot import Layout
+from tests.support.compare import same
 
 SETTINGS = settings(derandomize=True, max_examples=40, deadline=None)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.complex64)
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 members = st.tuples(shapes, st.sampled_from(DTYPES), st.randoms(use_true_random=False))
-
-
-def bits(tensor: torch.Tensor) -> list[int]:
-    return tensor.detach().contiguous().flatten().view(torch.uint8).tolist()
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype, random: Any = None) -> nn.Parameter:
@@ -65,7 +62,7 @@ def test_parameters_of_any_kind_lie_apart_and_come_back(drawn: list[Any]) -> Non
     assert not ends or ends[-1][1] == nbytes
     block = filled(parameters, layouts, nbytes)
     for one, layout in zip(parameters, layouts, strict=True):
-        assert bits(layout.view(block)) == bits(one)
+        assert same(layout.view(block), one)
 
 
 @SETTINGS
@@ -101,9 +98,9 @@ def test_shared_storages_keep_their_distances(drawn: list[tuple[int, int]], dtyp
     assert lone.offset >= layouts[0].region[1] or lone.offset + lone.nbytes <= layouts[0].region[0]
     block = filled([*parameters, between], [*layouts, lone], nbytes)
     for one, layout in zip(parameters, layouts, strict=True):
-        assert bits(layout.view(block)) == bits(one)
+        assert same(layout.view(block), one)
         region = block[slice(*layout.region)]
-        assert bits(layout.view(region, first_byte=layout.region[0])) == bits(one)
+        assert same(layout.view(region, first_byte=layout.region[0]), one)
 
 
 def test_memory_of_several_elements_is_made_dense() -> None:

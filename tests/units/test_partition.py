@@ -8,6 +8,7 @@ from torch import nn
 
 from headrace.weights.model.inventory import take_inventory
 from headrace.weights.model.partition import Partition, partition
+from tests.support.models import linears
 from tests.units.models import Decoder, Layer
 
 PLENTY_BYTES = 1 << 30
@@ -70,7 +71,7 @@ class Writing(nn.Sequential):
     """Eight layers of four matrices, of 16 KiB each."""
 
     def __init__(self) -> None:
-        super().__init__(*(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))) for _ in range(8)))
+        super().__init__(*(linears(4, 64, bias=False) for _ in range(8)))
 
     def generate(self) -> None:
         """As models of transformers have it."""
@@ -112,7 +113,7 @@ def test_lists_and_sequences_of_layers_are_alike(wrap: Any) -> None:
 
 
 def test_a_model_that_is_a_sequence() -> None:
-    assert names(cut(nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))))) == ["0", "1", "2"]
+    assert names(cut(linears(3, 16))) == ["0", "1", "2"]
 
 
 def test_the_outermost_lists_count() -> None:

@@ -17,6 +17,9 @@ from headrace.memory.ledger import Ledger, Tier
 from headrace.runtime import device as device_module
 from headrace.runtime import page_locks
 from headrace.runtime.probe import link_rates
+from tests.support.compare import assert_same
+from tests.support.loops import random_batches, steps
+from tests.support.models import linears, seeded
 
 MIB = 1 << 20
 WIDTH, LAYERS = 256, 6
@@ -38,20 +41,11 @@ def limit_locks(emu: ModuleType, nbytes: int) -> None:
 
 
 def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)))
+    return seeded(linears, LAYERS, WIDTH, nn.GELU)
 
 
 def train(trained: nn.Module, device: torch.device, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    losses = []
-    for step in range(3):
-        inputs = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)).to(device)
-        loss = trained(inputs).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach().cpu())
-    return losses
+    return steps(trained, optimizer, random_batches(3, 8, WIDTH, device=device))
 
 
 def plain_run(device: torch.device) -> tuple[list[torch.Tensor], nn.Module]:
@@ -79,8 +73,8 @@ def test_a_run_goes_on_exactly_with_one_warning(
         with headrace.offload(trained, device=emu0(), device_memory="600KiB", **settings) as handle:
             losses = train(trained, emu0(), headrace.optim.AdamW(trained.parameters(), lr=1e-2))
             stats, printed = handle.stats(), str(handle.report())
-    assert all(map(torch.equal, losses, expected))
-    assert all(map(torch.equal, trained.parameters(), plain.parameters()))
+    assert_same(losses, expected)
+    assert_same(trained.parameters(), plain.parameters())
     assert [each.category for each in caught] == [RuntimeWarning]
     assert 0 < stats.host_locked_bytes <= locked_bytes or locked_bytes == stats.host_locked_bytes == 0
     assert stats.host_refused_bytes > 0
@@ -98,10 +92,10 @@ def test_blocks_on_disk_go_on_exactly(emu_device: ModuleType, tmp_path: Path) ->
     losses = train(trained, emu0(), headrace.optim.AdamW(trained.parameters(), lr=1e-2))
     assert handle.stats().disk_bytes > 0
     assert handle.stats().host_refused_bytes > 0
-    assert all(map(torch.equal, trained.parameters(), plain.parameters()))
+    assert_same(trained.parameters(), plain.parameters())
     handle.remove()
     assert len(caught) == 1
-    assert all(map(torch.equal, losses, expected))
+    assert_same(losses, expected)
 
 
 @pytest.mark.emu("lazy")
@@ -115,7 +109,7 @@ def test_activations_alone_go_on_exactly(emu_device: ModuleType, locked_bytes: i
         with headrace.offload_activations(trained, min_bytes=0, all_leave=True) as handle:
             losses = train(trained, emu0(), torch.optim.SGD(trained.parameters(), lr=1e-2))
             stats = handle.stats()
-    assert all(map(torch.equal, losses, expected))
+    assert_same(losses, expected)
     assert stats.host_bytes > 0
     assert stats.host_locked_bytes == (stats.host_bytes if locked_bytes else 0)
     assert ["(activations)" in str(each.message) for each in caught] == ([] if locked_bytes else [True])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headrace.planning import search
-from tests.weights.models import Decoder
+from tests.support.models import Decoder, seeded, some_tokens
 
 
 @pytest.fixture(autouse=True)
@@ -15,10 +15,9 @@ def _short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def decoder() -> Decoder:
-    torch.manual_seed(0)
-    return Decoder()
+    return seeded(Decoder)
 
 
 @pytest.fixture
 def tokens() -> torch.Tensor:
-    return torch.arange(16).reshape(2, 8) % 32
+    return some_tokens()

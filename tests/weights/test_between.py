@@ -12,15 +12,14 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import headrace
-from tests.weights.models import Decoder, loss_of, weight_bytes
+from tests.support.compare import assert_same, assert_same_gradients, gradients_of, on_cpu
+from tests.support.held import weight_bytes
+from tests.support.loops import loss_of
+from tests.support.models import Decoder, linears
 
 
 def budget_bytes(model: nn.Module) -> int:
     return weight_bytes(model) // 2
-
-
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters()]
 
 
 def test_remove_within_a_pass_is_refused(decoder: Decoder, tokens: torch.Tensor, compute_device: torch.device) -> None:
@@ -33,7 +32,7 @@ def test_remove_within_a_pass_is_refused(decoder: Decoder, tokens: torch.Tensor,
     loss_of(decoder, tokens).backward()
     handle.remove()
     loss_of(plain, tokens).backward()
-    assert all(map(torch.equal, gradients(decoder), gradients(plain)))
+    assert_same_gradients(decoder, plain)
 
 
 def test_a_backward_after_remove_is_refused(
@@ -70,12 +69,12 @@ def test_refresh_before_backward(decoder: Decoder, tokens: torch.Tensor, compute
         if handle is not None:
             handle.refresh()
         loss.backward()
-        return gradients(model)
+        return on_cpu(gradients_of(model))
 
     expected = run(copy.deepcopy(decoder).to(compute_device), None)
     with headrace.offload(decoder, device=compute_device, device_memory=budget_bytes(decoder)) as handle:
         found = run(decoder, handle)
-    assert all(torch.equal(a, b.cpu()) for a, b in zip(found, expected, strict=True))
+    assert_same(found, expected)
 
 
 def test_a_forward_and_backward_within_a_hook_of_backward(compute_device: torch.device) -> None:
@@ -98,12 +97,12 @@ def test_a_forward_and_backward_within_a_hook_of_backward(compute_device: torch.
         last = loss.detach().requires_grad_()
         last.register_hook(again)
         last.backward()
-        return gradients(model)
+        return on_cpu(gradients_of(model))
 
     results = []
-    for offloads in (False, True):
+    for offloads in (True, False):
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)))
+        model = linears(6, 16, nn.Tanh)
         if offloads:
             handle = headrace.offload(model, device=compute_device, device_memory=budget_bytes(model))
             results.append(run(model))
@@ -111,7 +110,8 @@ def test_a_forward_and_backward_within_a_hook_of_backward(compute_device: torch.
             assert handle.stats().onload_bytes > weight_bytes(model)
         else:
             results.append(run(model.to(compute_device)))
-    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*results, strict=True))
+    offloaded, plain = on_cpu(results)
+    assert_same(offloaded, plain)
 
 
 def test_models_are_offloaded_in_inference_mode(
@@ -165,7 +165,7 @@ def test_layers_that_are_compiled_after_offload(
             for model in (plain, decoder):
                 model.zero_grad()
                 loss_of(model, tokens).backward()
-        assert all(torch.equal(a, b.cpu()) for a, b in zip(gradients(decoder), gradients(plain), strict=True))
+        assert_same_gradients(decoder, plain)
         assert handle.stats().device_peak_bytes <= handle.stats().device_budget_bytes
         assert handle.stats().onload_bytes > 3 * weight_bytes(decoder)
     torch.compiler.reset()
@@ -244,7 +244,7 @@ def test_a_parameter_that_gets_other_data_before_backward(
             weight.data = before
             loss.backward()
             loss_of(plain, tokens).backward()
-            assert all(map(torch.equal, gradients(decoder), gradients(plain)))
+            assert_same_gradients(decoder, plain)
         else:
             with pytest.raises(headrace.WeightChangedError, match=r"was given other data \(p.data = t\) after forward"):
                 loss.backward()
@@ -252,6 +252,6 @@ def test_a_parameter_that_gets_other_data_before_backward(
             for model in (decoder, plain):
                 model.zero_grad()
                 loss_of(model, tokens).backward()
-            assert all(map(torch.equal, gradients(decoder), gradients(plain)))
+            assert_same_gradients(decoder, plain)
     assert handle.stats().fetch_bytes > 0 or tier == "host"
     handle.remove()

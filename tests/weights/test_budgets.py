@@ -9,27 +9,8 @@ from torch import nn
 import headrace
 from headrace.config import parse_bytes
 from headrace.errors import BudgetError
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(32, 64)
-        self.down = nn.Linear(64, 32)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + self.down(torch.relu(self.up(hidden)))
-
-
-class Normed(Layer):
-    """Has a leaf that is small beside the others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(32)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.norm(hidden))
+from tests.support.compare import assert_same
+from tests.support.models import Layer
 
 
 class Own(nn.Module):
@@ -45,7 +26,7 @@ class Own(nn.Module):
 
 
 def tied_to_one() -> nn.Sequential:
-    model = nn.Sequential(*(Layer() for _ in range(4)))
+    model = nn.Sequential(*(Layer(32, norm=False) for _ in range(4)))
     model[3].up.weight = model[0].up.weight
     return model
 
@@ -82,7 +63,7 @@ def test_blocks_that_share_weights_have_room_together(compute_device: torch.devi
         model, device_memory=parse_bytes(needed[1].replace(" ", ""), name="needed"), **settings
     ) as handle:
         expected = run(plain.to(compute_device))
-        assert all(map(torch.equal, run(model), expected))
+        assert_same(run(model), expected)
         stats = handle.stats()
         assert largest_bytes < stats.device_peak_bytes <= stats.device_budget_bytes
         assert stats.onload_bytes > sum(p.nbytes for p in model.parameters())
@@ -91,7 +72,7 @@ def test_blocks_that_share_weights_have_room_together(compute_device: torch.devi
 def test_what_comes_later_and_has_no_room_is_refused_whole(compute_device: torch.device):
     """What comes later stays on the device: the model goes on once it is gone."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer() for _ in range(6)))
+    model = nn.Sequential(*(Layer(32, norm=False) for _ in range(6)))
     hidden = torch.randn(4, 32)
     budget_bytes = 2 * sum(p.nbytes for p in model[0].parameters())
     with headrace.offload(model, device=compute_device, device_memory=budget_bytes) as handle:
@@ -113,7 +94,7 @@ def test_what_comes_later_and_has_no_room_is_refused_whole(compute_device: torch
 
 def test_the_minimum_that_an_error_names_is_enough(compute_device: torch.device):
     """Small weights stay where the budget is larger: the advised minimum counts those that stay with it."""
-    model = nn.Sequential(nn.Embedding(64, 32), *(Normed() for _ in range(4)))
+    model = nn.Sequential(nn.Embedding(64, 32), *(Layer(32) for _ in range(4)))
     for budget_bytes in (0, 1024, 8000):
         with pytest.raises(BudgetError, match="raise it to at least") as refused:
             headrace.offload(model, device=compute_device, device_memory=budget_bytes)

@@ -12,7 +12,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import headrace
-from tests.matrix.compare import same, weight_bytes
+from tests.support import loops
+from tests.support.compare import Outcome, assert_same, assert_same_gradients
+from tests.support.held import weight_bytes
+from tests.support.loops import random_batches
 
 EXPERTS, FEATURES, HIDDEN, LAYERS, ROUTED = 8, 16, 32, 3, 2  # no gaps between weights in a block
 
@@ -100,7 +103,7 @@ def test_forwards_have_the_bits_of_a_plain_run(compute_device: torch.device, way
     limit = budget(model, slots)
     with headrace.offload(model, device=compute_device, device_memory=limit) as handle:
         for _ in range(2):
-            assert all(map(same, forwards(model, compute_device), wanted))
+            assert_same(forwards(model, compute_device), wanted)
         stats = handle.stats()
         assert 0 < stats.expert_loads <= stats.expert_uses
         assert stats.expert_bytes == stats.expert_loads * one_bytes(model)
@@ -142,26 +145,8 @@ def test_what_crosses_the_link_is_what_is_called_and_not_there(way: str, slots: 
         assert stats.onload_bytes == stats.expert_bytes == stats.expert_loads * one_bytes(model)
 
 
-def train(model: nn.Module, device: torch.device, *, steps: int = 3) -> list[torch.Tensor | None]:
-    torch.manual_seed(2)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.01)
-    found: list[torch.Tensor | None] = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(torch.randn(3, FEATURES).to(device)).square().mean()
-        loss.backward()
-        found += [None if parameter.grad is None else parameter.grad.cpu() for parameter in trained]
-        optimizer.step()
-        found.append(loss.detach().cpu())
-    return [*found, *(parameter.detach().cpu() for parameter in model.parameters())]
-
-
-def equal(found: list[torch.Tensor | None], wanted: list[torch.Tensor | None]) -> bool:
-    return all(
-        one is other is None or (one is not None and other is not None and same(one, other))
-        for one, other in zip(found, wanted, strict=True)
-    )
+def train(model: nn.Module, device: torch.device) -> Outcome:
+    return loops.train(model, random_batches(3, 3, FEATURES, device=device))
 
 
 @pytest.mark.core(slots=2)
@@ -173,7 +158,7 @@ def test_full_training(compute_device: torch.device, way: str, checkpointed: boo
     wanted = train(copy.deepcopy(model).to(compute_device), compute_device)
     limit = budget(model, slots)
     with headrace.offload(model, device=compute_device, device_memory=limit) as handle:
-        assert equal(train(model, compute_device), wanted)
+        assert_same(train(model, compute_device), wanted)
         stats = handle.stats()
         assert stats.expert_bytes > 0
         assert stats.device_peak_bytes - stats.device_gradient_peak_bytes <= limit
@@ -192,7 +177,7 @@ def test_adapters_on_experts(compute_device: torch.device, way: str, slots: int)
     limit = budget(model_of(way), slots) + 4 * 2**12 + 2**15
     limit = min(limit, weight_bytes(model) - 2**12)
     with headrace.offload(model, device=compute_device, device_memory=limit) as handle:
-        assert equal(train(model, compute_device), wanted)
+        assert_same(train(model, compute_device), wanted)
         stats = handle.stats()
         assert stats.expert_bytes == stats.expert_loads * frozen > 0
         assert stats.device_peak_bytes <= limit
@@ -227,7 +212,7 @@ def test_from_disk(compute_device: torch.device, tmp_path: Path, way: str, train
     with headrace.offload(model, device=compute_device, device_memory=budget(model, 4), **options) as handle:
         on_disk = [block for block in handle._blocks() if block.called is not None and block.is_fetched]
         assert on_disk
-        assert equal(run(model, compute_device), wanted)
+        assert_same(run(model, compute_device), wanted)
         assert handle.stats().fetch_bytes > 0
         assert handle.stats().expert_bytes == handle.stats().expert_loads * one_bytes(model)
 
@@ -238,7 +223,7 @@ def test_a_list_of_another_name_is_told_of(compute_device: torch.device) -> None
     for layer in model.layers:
         assert headrace.experts(layer.get_submodule("branches")) is layer.get_submodule("branches")
     with headrace.offload(model, device=compute_device, device_memory=budget(model, 4)) as handle:
-        assert all(map(same, forwards(model, compute_device), forwards(plain, compute_device)))
+        assert_same(forwards(model, compute_device), forwards(plain, compute_device))
         assert handle.stats().expert_loads > 0
     with pytest.raises(ValueError, match="two or more of one class, and no argument"):
         headrace.experts(nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]))
@@ -260,7 +245,7 @@ def test_an_idle_expert_that_uses_its_values_comes(compute_device: torch.device)
         layer.experts = nn.ModuleList(Tied() for _ in range(EXPERTS))
     wanted = forwards(copy.deepcopy(model).to(compute_device), compute_device)
     with headrace.offload(model, device=compute_device, device_memory=budget(model, 3)) as handle:
-        assert all(map(same, forwards(model, compute_device), wanted))
+        assert_same(forwards(model, compute_device), wanted)
         assert handle.stats().onloads > 0
 
 
@@ -279,6 +264,4 @@ def test_micro_batches_together() -> None:
         (plain(batch).square().mean() / 3).backward()
     with headrace.offload(model, device="cpu", device_memory=budget(model, 4)) as handle:
         handle.forward_backward(batches, lambda batch: model(batch).square().mean() / 3)
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert (one.grad is None) == (other.grad is None)
-            assert one.grad is None or same(one.grad, other.grad)
+        assert_same_gradients(model, plain, some_missing=True)

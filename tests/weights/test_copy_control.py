@@ -14,14 +14,16 @@ import torch
 import headrace
 from headrace.runtime import pace
 from headrace.runtime.lanes import Lane, Transfer
-from tests.weights.models import Decoder, loss_of, weight_bytes
+from tests.support.compare import Outcome, assert_same
+from tests.support.held import weight_bytes
+from tests.support.loops import loss_of, steps
+from tests.support.models import Decoder, seeded, some_tokens
 
 WIDTH = 64
 
 
 def decoder() -> Decoder:
-    torch.manual_seed(0)
-    return Decoder(layers=6, width=WIDTH)
+    return seeded(Decoder, layers=6, width=WIDTH)
 
 
 def offloaded(model: Decoder, device: torch.device, **settings: Any) -> headrace.Offloaded:
@@ -29,22 +31,10 @@ def offloaded(model: Decoder, device: torch.device, **settings: Any) -> headrace
     return headrace.offload(model, device=device, **{"device_memory": budget, "blocks": ["layers.*"], **settings})
 
 
-def train(model: Decoder, steps: int, around: Callable[[], Any] = contextlib.nullcontext) -> list[torch.Tensor]:
+def train(model: Decoder, count: int, around: Callable[[], Any] = contextlib.nullcontext) -> Outcome:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    tokens = torch.arange(16).reshape(2, 8) % 32
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, tokens)
-        loss.backward()
-        with around():
-            optimizer.step()
-        losses.append(loss.detach().cpu())
-    return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
-
-
-def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
-    return all(torch.equal(one.cpu(), other) for one, other in zip(ours, theirs, strict=True))
+    losses = steps(model, optimizer, [some_tokens()] * count, loss_of, around_step=around, keep_gradients=True)
+    return Outcome(losses).read(model)
 
 
 def onloaded(handle: headrace.Offloaded) -> int:
@@ -66,7 +56,7 @@ def test_between_passes_nothing_is_copied(compute_device: torch.device):
             assert onloaded(handle) == before
         ahead.append(onloaded(handle) - before)
 
-    assert same(train(model, 6, paused), expected)
+    assert_same(train(model, 6, paused), expected)
     assert ahead[-1] > 0  # what was put off goes when the pause is over
     handle.remove()
 
@@ -113,7 +103,7 @@ def test_a_pause_that_begins_and_ends_within_a_pass(compute_device: torch.device
 
     model.layers[1].register_forward_pre_hook(begin)
     model.layers[3].register_forward_hook(end)
-    assert same(train(model, 5), expected)
+    assert_same(train(model, 5), expected)
     assert not pauses
     assert handle.stats().demand_onloads < handle.stats().onloads
     handle.remove()
@@ -149,7 +139,7 @@ def test_no_window_carries_more_than_the_limit(
 
     monkeypatch.setattr(handle._lanes, "copy", recorded)
     handle.limit_copies(int(bytes_per_second), window_seconds=window)
-    assert same(train(model, 3), expected)
+    assert_same(train(model, 3), expected)
     handle.synchronize()
     moves = [
         (emu_device.event_seconds(each.begun), emu_device.event_seconds(each.done), each.nbytes) for each in transfers
@@ -173,7 +163,7 @@ def test_training_under_a_limit_is_exact(compute_device: torch.device):
     model = decoder()
     with offloaded(model, compute_device) as handle:
         handle.limit_copies("50MB", window_seconds=0.01)
-        assert same(train(model, 4), expected)
+        assert_same(train(model, 4), expected)
 
 
 def test_blocks_from_disk_are_limited_too(compute_device: torch.device, tmp_path: Path):
@@ -183,7 +173,7 @@ def test_blocks_from_disk_are_limited_too(compute_device: torch.device, tmp_path
     settings = {"host_memory": 2 * weights, "disk": tmp_path}
     with offloaded(model, compute_device, **settings) as handle:
         handle.limit_copies("50MB", window_seconds=0.01)
-        assert same(train(model, 3), expected)
+        assert_same(train(model, 3), expected)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import headrace
 from headrace.compat.diffsynth import OffloadTrainingManager
-from tests.nursery import Nursery
+from tests.support.compare import assert_same
+from tests.support.loops import steps
+from tests.support.models import linears
+from tests.support.nursery import Nursery
 
 REFUSAL = r"(?s)each rank would train a model of its own.*headrace.offload\(model, mesh=mesh\)"
 WRAPPED = r"(?s)DistributedDataParallel, which would never see gradients.*headrace.offload\(model, mesh=mesh\)"
@@ -29,7 +32,7 @@ def _one_process() -> Iterator[None]:
 
 def stack() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)))
+    return linears(6, 16, nn.Tanh)
 
 
 def offload(model: nn.Module) -> headrace.Offloaded:
@@ -41,11 +44,8 @@ def check_trains(model: nn.Module) -> None:
     plain = stack()
     for one in (model, plain):
         optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
-        for _ in range(3):
-            one(X).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+        steps(one, optimizer, [X] * 3)
+    assert_same(model.parameters(), plain.parameters())
 
 
 class Other(nn.Module):

@@ -8,13 +8,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.nursery import Nursery
-from tests.weights.test_disk_tier import build
+from tests.support.models import large_decoder
+from tests.support.nursery import Nursery
 
 TRAINING = """
 import sys, torch, headrace
 from headrace.planning import search
-from tests.weights.models import Decoder, loss_of
+from tests.support.loops import loss_of
+from tests.support.models import Decoder
 search._TRIALS = 20
 path, disk, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 with torch.device("meta"):
@@ -37,7 +38,7 @@ assert handle.stats().spill_bytes > 0
 @pytest.mark.parametrize(("how", "lines"), [("SIGKILL", 3), ("SIGTERM", 2), ("SIGINT", 1)])
 def test_a_training_that_is_killed_leaves_nothing(how: str, lines: int, nursery: Nursery, tmp_path: Path) -> None:
     checkpoint, disk = tmp_path / "model.safetensors", tmp_path / "disk"
-    save_file({name: tensor.contiguous() for name, tensor in build().state_dict().items()}, checkpoint)
+    save_file({name: tensor.contiguous() for name, tensor in large_decoder().state_dict().items()}, checkpoint)
     before = checkpoint.read_bytes()
     process = nursery.start(TRAINING, checkpoint, disk, 1_000_000)
     seen = [process.read_line() for _ in range(lines)]

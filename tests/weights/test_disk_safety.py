@@ -16,8 +16,11 @@ from headrace.memory.disk import Checkpoint
 from headrace.memory.disk.mapping import Mapping
 from headrace.memory.ledger import Ledger
 from tests.disk.test_faults import spill_file
-from tests.weights.models import Decoder, loss_of, weight_bytes
-from tests.weights.test_disk_tier import assert_equal, build, offload, train
+from tests.support.compare import assert_same
+from tests.support.held import weight_bytes
+from tests.support.loops import loss_of
+from tests.support.models import Decoder, large_decoder
+from tests.weights.test_disk_tier import offload, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 
@@ -55,18 +58,18 @@ def test_adapters_that_come_later_find_room(
             optimizer.zero_grad()
         return [loss.detach().cpu() for loss in losses] + [p.detach().cpu().clone() for p in model.parameters()]
 
-    plain = build().requires_grad_(False)
+    plain = large_decoder().requires_grad_(False)
     adapt(plain)
     plain.to(compute_device)
     tokens = tokens.to(compute_device)
     expected = train_adapters(plain)
-    model = build().requires_grad_(False)
+    model = large_decoder().requires_grad_(False)
     with headrace.offload(
         model, device=compute_device, device_memory=weight_bytes(model), host_memory=host_memory, disk=tmp_path
     ) as handle:
         loss_of(model, tokens)
         adapt(model)
-        assert_equal(train_adapters(model), expected)
+        assert_same(train_adapters(model), expected)
         stats = handle.stats()
         assert stats.host_peak_bytes <= handle._budgets.host_bytes
         assert stats.disk_bytes > 0
@@ -75,7 +78,7 @@ def test_adapters_that_come_later_find_room(
 
 def test_no_room_for_adapters_names_what_to_raise(tokens: torch.Tensor, tmp_path: Path):
     """Every parameter's memory is in a user's hands: no block can move."""
-    model = build().requires_grad_(False)
+    model = large_decoder().requires_grad_(False)
     nbytes = 483328  # of all blocks, in whole pages
     with headrace.offload(
         model, device="cpu", device_memory=2 * weight_bytes(model), host_memory=nbytes, disk=tmp_path
@@ -96,8 +99,8 @@ def test_a_model_goes_on_when_the_disk_has_room_again(tokens: torch.Tensor, tmp_
     def refuse(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    plain = train(build(), tokens, steps=3)
-    model = build()
+    plain = train(large_decoder(), tokens, count=3)
+    model = large_decoder()
     with offload(model, torch.device("cpu"), tmp_path) as handle:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
         losses = []
@@ -114,15 +117,9 @@ def test_a_model_goes_on_when_the_disk_has_room_again(tokens: torch.Tensor, tmp_
             losses.append(loss_of(model, (tokens + step) % 128))
             losses[-1].backward()
             optimizer.step()
-        assert_equal([loss.detach() for loss in losses], plain[:3])
-        assert_equal([p.detach() for p in model.parameters()], _last(plain, model))
+        assert_same([loss.detach() for loss in losses], plain.outputs)
+        assert_same(dict(model.named_parameters()), plain.parameters)
         assert handle.stats().fetch_bytes > 0
-
-
-def _last(plain: list[torch.Tensor], model: nn.Module) -> list[torch.Tensor]:
-    """The parameters among what `train` returns."""
-    count = len(list(model.parameters()))
-    return plain[3 + count : 3 + 2 * count]
 
 
 def test_a_weight_that_changed_on_disk_is_named(tokens: torch.Tensor, tmp_path: Path):
@@ -130,7 +127,7 @@ def test_a_weight_that_changed_on_disk_is_named(tokens: torch.Tensor, tmp_path: 
         for _ in range(passes):
             loss_of(model, tokens)
 
-    model = build().requires_grad_(False)
+    model = large_decoder().requires_grad_(False)
     with offload(model, torch.device("cpu"), tmp_path) as handle:
         run(1)
         handle.synchronize()
@@ -173,7 +170,7 @@ def test_writes_to_memory_of_a_checkpoint_before_offload_are_kept(
     compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, host_memory: str
 ):
     path = tmp_path / "model.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in build().state_dict().items()}, path)
+    save_file({name: tensor.contiguous() for name, tensor in large_decoder().state_dict().items()}, path)
     before = path.read_bytes()
 
     def write(model: nn.Module) -> None:
@@ -182,7 +179,7 @@ def test_writes_to_memory_of_a_checkpoint_before_offload_are_kept(
             model.get_parameter("head.weight").data.mul_(2)  # which leaves no trace in the version
             model.get_parameter("layers.5.down.weight").data[3, 4] = 7.0
 
-    plain = build().requires_grad_(False).to(compute_device)
+    plain = large_decoder().requires_grad_(False).to(compute_device)
     write(plain)
     checkpoint = Checkpoint(path, Ledger())
     with torch.device("meta"):
@@ -215,8 +212,8 @@ def test_activations_that_find_no_room_beside_weights_stay(
     def batch() -> torch.Tensor:
         return tokens.repeat(64, 4)
 
-    plain = train(build().to(compute_device), batch().to(compute_device))
-    model = build()
+    plain = train(large_decoder().to(compute_device), batch().to(compute_device))
+    model = large_decoder()
     host_bytes = 3 * weight_bytes(model)
     with headrace.offload(
         model,
@@ -226,7 +223,7 @@ def test_activations_that_find_no_room_beside_weights_stay(
         disk=tmp_path,
         activations={"min_bytes": 4096, "tier": tier},
     ) as handle:
-        assert_equal(train(model, batch()), plain)
+        assert_same(train(model, batch()), plain)
         stats = handle.stats()
         assert handle.activations is not None
         assert handle.activations.stats().offload_bytes > 0

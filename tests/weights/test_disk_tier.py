@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import headrace
 from headrace.memory.arena import Arena
@@ -19,17 +18,15 @@ from headrace.memory.ledger import Ledger, Tier
 from headrace.runtime.lanes import open_lanes
 from headrace.weights.meter import Meter
 from headrace.weights.rest.placement import DiskGradients, Placement, Shelf
-from tests.nursery import Nursery
-from tests.weights.models import Decoder, loss_of, weight_bytes
+from tests.support.compare import Outcome, assert_same, assert_same_gradients, assert_same_models
+from tests.support.held import weight_bytes
+from tests.support.loops import adamw, loss_of, steps
+from tests.support.models import Decoder, large_decoder
+from tests.support.nursery import Nursery
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 
 HOST = "256KiB"  # a third of the weights
-
-
-def build() -> Decoder:
-    torch.manual_seed(0)
-    return Decoder(layers=6, width=64, vocabulary=128)
 
 
 def offload(model: nn.Module, device: torch.device, disk: Path, **options: Any) -> headrace.Offloaded:
@@ -38,28 +35,14 @@ def offload(model: nn.Module, device: torch.device, disk: Path, **options: Any) 
 
 
 def train(
-    model: nn.Module, tokens: torch.Tensor, *, steps: int = 5, micro_batches: int = 1, clips: bool = False
-) -> list[torch.Tensor]:
+    model: nn.Module, tokens: torch.Tensor, *, count: int = 5, micro_batches: int = 1, clips: bool = False
+) -> Outcome:
     """Losses, gradients of the last step, parameters and optimizer state."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-    values: list[torch.Tensor] = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        for batch in range(micro_batches):
-            loss = loss_of(model, (tokens + step + batch) % 128)
-            loss.backward()
-            values.append(loss.detach().cpu())
-        if clips:
-            values.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False).cpu())
-        optimizer.step()
-    values += [p.grad.cpu() for p in model.parameters() if p.grad is not None]
-    values += [p.detach().cpu().clone() for p in model.parameters()]
-    return values + [value.cpu() for state in optimizer.state.values() for value in state.values()]
-
-
-def assert_equal(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
-    assert len(ours) == len(plain)
-    assert all(map(torch.equal, ours, plain))
+    optimizer = adamw(model.parameters())
+    batches = [(tokens + step + batch) % 128 for step in range(count) for batch in range(micro_batches)]
+    how: dict[str, Any] = {"micro_batches": micro_batches, "clip": 0.1 if clips else None}
+    losses = steps(model, optimizer, batches, loss_of, keep_gradients=True, **how)
+    return Outcome(losses).read_gradients(model).read(model, optimizer)
 
 
 def assert_streamed(handle: headrace.Offloaded, model: nn.Module) -> None:
@@ -76,10 +59,10 @@ def test_training_is_exact(
     compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, micro_batches: int, clips: bool
 ):
     how: dict[str, Any] = {"micro_batches": micro_batches, "clips": clips}
-    plain = train(build().to(compute_device), tokens.to(compute_device), **how)
-    model = build()
+    plain = train(large_decoder().to(compute_device), tokens.to(compute_device), **how)
+    model = large_decoder()
     with offload(model, compute_device, tmp_path) as handle:
-        assert_equal(train(model, tokens, **how), plain)
+        assert_same(train(model, tokens, **how), plain)
         assert_streamed(handle, model)
         assert handle.stats().spill_bytes > 5 * weight_bytes(model)  # weights of five steps, and gradients
 
@@ -99,11 +82,10 @@ def test_gradients_beside_those_of_a_hook_go_to_disk_where_the_host_is_full(
             loss_of(model, (tokens + batch) % 128).backward()
         return [None if p.grad is None else p.grad.cpu() for p in model.parameters()]
 
-    plain, model = run(build().to(compute_device), tokens.to(compute_device)), build()
+    plain, model = run(large_decoder().to(compute_device), tokens.to(compute_device)), large_decoder()
     with offload(model, compute_device, tmp_path) as handle:
         ours = run(model, tokens)
-        for gradient, expected in zip(ours, plain, strict=True):
-            assert torch.equal(gradient, expected)
+        assert_same(ours, plain)
         assert handle.stats().host_peak_bytes <= 256 << 10
 
 
@@ -111,28 +93,19 @@ def test_gradients_beside_those_of_a_hook_go_to_disk_where_the_host_is_full(
 def test_gradient_checkpointing_is_exact(
     compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, reentrant: bool
 ):
-    class Checkpointed(Decoder):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            hidden = self.embedding(tokens)
-            for layer in self.layers:
-                hidden = checkpoint(layer, hidden, use_reentrant=reentrant)
-            return self.head(hidden)
-
-    def make() -> Checkpointed:
-        torch.manual_seed(0)
-        return Checkpointed(layers=6, width=64, vocabulary=128)
-
-    plain = train(make().to(compute_device), tokens.to(compute_device))
-    model = make()
+    checkpointing = "reentrant" if reentrant else "non-reentrant"
+    plain = large_decoder(checkpointing=checkpointing).to(compute_device)
+    expected = train(plain, tokens.to(compute_device))
+    model = large_decoder(checkpointing=checkpointing)
     with offload(model, compute_device, tmp_path) as handle:
-        assert_equal(train(model, tokens), plain)
+        assert_same(train(model, tokens), expected)
         assert_streamed(handle, model)
 
 
 def test_inference_is_exact_and_reads_what_the_plan_says(
     compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path
 ):
-    plain = build()
+    plain = large_decoder()
     model = copy.deepcopy(plain).requires_grad_(False)
     with offload(model, compute_device, tmp_path) as handle, torch.no_grad():
         for _ in range(4):
@@ -154,12 +127,12 @@ def test_inference_is_exact_and_reads_what_the_plan_says(
 def test_weights_that_travel_in_another_dtype(
     compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, param_dtype: torch.dtype
 ):
-    model, other = build(), build()
+    model, other = large_decoder(), large_decoder()
     in_ram = headrace.offload(other, device=compute_device, device_memory=weight_bytes(model), param_dtype=param_dtype)
     expected = train(other, tokens)
     in_ram.remove()
     with offload(model, compute_device, tmp_path, param_dtype=param_dtype, device_memory=weight_bytes(model)) as handle:
-        assert_equal(train(model, tokens), expected)
+        assert_same(train(model, tokens), expected)
         assert handle.stats().fetch_bytes > 0
 
 
@@ -183,7 +156,7 @@ def test_writes_are_seen(
     tmp_path: Path,
     write: Callable[[nn.Parameter, torch.Tensor], None],
 ):
-    plain, model = build().requires_grad_(False), build().requires_grad_(False)
+    plain, model = large_decoder().requires_grad_(False), large_decoder().requires_grad_(False)
     with offload(model, compute_device, tmp_path), torch.no_grad():
         for number in range(4):
             for each in (plain, model):
@@ -192,16 +165,16 @@ def test_writes_are_seen(
             plain.to(compute_device)
             assert torch.equal(model(tokens).cpu(), plain(tokens.to(compute_device)).cpu())
             plain.to("cpu")
-            assert all(map(torch.equal, model.parameters(), plain.parameters()))
+            assert_same(model.parameters(), plain.parameters())
 
 
 def test_copies_of_the_model_are_whole(compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path):
-    plain, model = build(), build()
+    plain, model = large_decoder(), large_decoder()
     handle = offload(model, compute_device, tmp_path)
     loss_of(model, tokens).backward()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert all(map(torch.equal, copied.parameters(), plain.parameters()))
+        assert_same(copied.parameters(), plain.parameters())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -209,15 +182,15 @@ def test_copies_of_the_model_are_whole(compute_device: torch.device, tokens: tor
     assert torch.equal(model(tokens).cpu(), plain.to(compute_device)(tokens.to(compute_device)).cpu())
     handle.remove()
     assert list(tmp_path.iterdir()) == []
-    assert all(map(torch.equal, model.parameters(), plain.to("cpu").parameters()))
+    assert_same(model.parameters(), plain.to("cpu").parameters())
     assert torch.equal(model(tokens), plain(tokens))  # an ordinary model, over files that have no name any more
 
 
 def test_a_read_that_fails_reaches_the_caller_and_the_next_pass_is_right(
     compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    plain, model = build(), build()
-    expected = train(plain.to(compute_device), tokens.to(compute_device), steps=3)
+    plain, model = large_decoder(), large_decoder()
+    expected = train(plain.to(compute_device), tokens.to(compute_device), count=3)
     read_piece = DiskStore._read_piece
     for number in (0, 3, 7, 12):
         calls = 0
@@ -229,15 +202,15 @@ def test_a_read_that_fails_reaches_the_caller_and_the_next_pass_is_right(
                 raise headrace.DiskError(5, f"{extent.name!r}: 4096 bytes at offset 0 could not be read")
             read_piece(self, extent, *args)
 
-        model = build()
+        model = large_decoder()
         with offload(model, compute_device, tmp_path):
             with monkeypatch.context() as patch:
                 patch.setattr(DiskStore, "_read_piece", fail_once)
                 with pytest.raises(headrace.DiskError, match="could not be read"):
-                    train(model, tokens * 0, steps=3)
-            model.load_state_dict(build().state_dict())
+                    train(model, tokens * 0, count=3)
+            model.load_state_dict(large_decoder().state_dict())
             model.zero_grad()
-            assert_equal(train(model, tokens, steps=3), expected)
+            assert_same(train(model, tokens, count=3), expected)
 
 
 def test_a_model_whose_disk_fails_can_be_let_go_of(
@@ -246,7 +219,7 @@ def test_a_model_whose_disk_fails_can_be_let_go_of(
     def fail(_store: DiskStore, extent: Any, *_args: Any) -> None:
         raise headrace.DiskError(5, f"{extent.name!r}: 4096 bytes at offset 0 could not be read")
 
-    model, plain = build(), build()
+    model, plain = large_decoder(), large_decoder()
     handle = offload(model, compute_device, tmp_path)
     with torch.no_grad():
         for _ in range(2):
@@ -256,7 +229,7 @@ def test_a_model_whose_disk_fails_can_be_let_go_of(
             with pytest.raises(headrace.DiskError, match="could not be read"):
                 model(tokens)
     handle.remove()
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert_same(model.parameters(), plain.parameters())
     assert torch.equal(model(tokens), plain(tokens))
 
 
@@ -265,7 +238,7 @@ import sys, torch
 import emulator.emu
 import headrace
 from headrace.planning import search
-from tests.weights.models import Decoder
+from tests.support.models import Decoder
 search._TRIALS = 20
 model = Decoder(layers=6, width=64, vocabulary=128)
 budgets = {"device_memory": "140KiB", "host_memory": "256KiB", "disk": sys.argv[2]}
@@ -306,7 +279,7 @@ def test_an_adapter_is_not_taken_for_a_weight_of_the_checkpoint(
 
 
 def test_gradients_that_are_kept_take_a_bounded_part_of_the_disk(tokens: torch.Tensor, tmp_path: Path):
-    model = build()
+    model = large_decoder()
     with offload(model, torch.device("cpu"), tmp_path) as handle:
         kept: list[Any] = []
         sizes = []
@@ -320,8 +293,8 @@ def test_gradients_that_are_kept_take_a_bounded_part_of_the_disk(tokens: torch.T
 
 
 def test_an_interrupted_pass_leaves_the_model_whole(compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path):
-    expected = train(build().to(compute_device), tokens.to(compute_device), steps=3)
-    model = build()
+    expected = train(large_decoder().to(compute_device), tokens.to(compute_device), count=3)
+    model = large_decoder()
     with offload(model, compute_device, tmp_path):
         for index in (0, 3, 5):
             for _ in range(2):
@@ -334,7 +307,7 @@ def test_an_interrupted_pass_leaves_the_model_whole(compute_device: torch.device
                     loss_of(model, tokens).backward()
                 hook.remove()
         model.zero_grad()
-        assert_equal(train(model, tokens, steps=3), expected)
+        assert_same(train(model, tokens, count=3), expected)
 
 
 def _interrupt(*_: Any) -> None:
@@ -342,18 +315,18 @@ def _interrupt(*_: Any) -> None:
 
 
 def test_removing_while_blocks_are_on_their_way(compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path):
-    plain, model = build(), build()
+    plain, model = large_decoder(), large_decoder()
     for _ in range(3):
         handle = offload(model, compute_device, tmp_path)
         with torch.no_grad():
             for _ in range(3):
                 model(tokens)
         handle.remove()
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert_same(model.parameters(), plain.parameters())
 
 
 def test_a_disk_that_is_not_needed_is_not_used(tokens: torch.Tensor, tmp_path: Path):
-    model = build()
+    model = large_decoder()
     with headrace.offload(model, device="cpu", host_memory="64MiB", disk=tmp_path / "none") as handle:
         model(tokens)
         assert handle.stats().disk_bytes == 0
@@ -361,7 +334,7 @@ def test_a_disk_that_is_not_needed_is_not_used(tokens: torch.Tensor, tmp_path: P
 
 
 def test_too_little_host_memory(tmp_path: Path):
-    model = build()
+    model = large_decoder()
     with pytest.raises(headrace.BudgetError, match=r"host_memory allows 16 KiB.*or pass a directory"):
         headrace.offload(model, device="cpu", host_memory="16KiB")
     with pytest.raises(headrace.BudgetError, match=r"host_memory leaves .* raise it by"):
@@ -370,7 +343,7 @@ def test_too_little_host_memory(tmp_path: Path):
     with pytest.raises(ValueError, match="is a file"):
         headrace.offload(model, device="cpu", host_memory=HOST, disk=tmp_path / "file")
     with offload(model, torch.device("cpu"), tmp_path), pytest.raises(headrace.StateError, match="another disk store"):
-        offload(build(), torch.device("cpu"), tmp_path)
+        offload(large_decoder(), torch.device("cpu"), tmp_path)
 
 
 class Empty(nn.Module):
@@ -399,10 +372,7 @@ def test_parameters_of_no_bytes_are_trained_with_the_others(compute_device: torc
             for _ in range(2):  # set, then added to
                 each(inputs.to(compute_device)).sum().backward()
         assert handle.stats().spill_bytes > weight_bytes(model)  # gradients rest on disk
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert ours.grad is not None
-            assert theirs.grad is not None
-            assert torch.equal(ours.grad, theirs.grad.cpu())
+        assert_same_gradients(model, plain)
 
 
 def test_gradients_with_less_room_than_whole_pages_rest_on_disk(tmp_path: Path):
@@ -422,7 +392,7 @@ def test_what_a_user_keeps_stays_in_host_memory(
     compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, kept: str | None
 ):
     """Gradients of weights that were frozen want room: other blocks move to disk, and what is kept is written to."""
-    plain, model = build().requires_grad_(False).to(compute_device), build().requires_grad_(False)
+    plain, model = large_decoder().requires_grad_(False).to(compute_device), large_decoder().requires_grad_(False)
     tokens, nbytes = tokens.to(compute_device), weight_bytes(model)
     handle = headrace.offload(
         model, device=compute_device, device_memory=nbytes // 3, host_memory=nbytes + (64 << 10), disk=tmp_path
@@ -441,10 +411,7 @@ def test_what_a_user_keeps_stays_in_host_memory(
         tensor.mul_(0.5)
         plain.get_parameter(name).data.mul_(0.5)
     handle.refresh()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours, theirs.cpu())
-        assert (ours.grad is None) == (theirs.grad is None)
-        assert ours.grad is None or torch.equal(ours.grad, theirs.grad.cpu())
+    assert_same_models(model, plain, some_missing=True)
     assert torch.equal(loss_of(model, tokens).cpu(), loss_of(plain, tokens).cpu())
 
 
@@ -456,9 +423,11 @@ def on_meta() -> Decoder:
 
 @pytest.fixture
 def checkpoint_file(tmp_path: Path) -> Path:
-    """The weights of `build()`, each tensor at an odd multiple of eight bytes."""
+    """The weights of `large_decoder()`, each tensor at an odd multiple of eight bytes."""
     path = tmp_path / "model.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in build().state_dict().items()}, path, {"padding": "x" * 5})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in large_decoder().state_dict().items()}, path, {"padding": "x" * 5}
+    )
     return path
 
 
@@ -466,7 +435,7 @@ def checkpoint_file(tmp_path: Path) -> Path:
 def test_inference_reads_a_checkpoint_in_place(
     compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, checkpoint_file: Path, host_memory: str
 ):
-    plain, model, before = build(), on_meta(), checkpoint_file.read_bytes()
+    plain, model, before = large_decoder(), on_meta(), checkpoint_file.read_bytes()
     handle = headrace.offload(
         model,
         device=compute_device,
@@ -482,7 +451,7 @@ def test_inference_reads_a_checkpoint_in_place(
     assert stats.disk_bytes == stats.spill_bytes == 0
     assert stats.host_peak_bytes <= headrace.config.parse_bytes(host_memory)
     assert 0 < stats.device_peak_bytes <= stats.device_budget_bytes
-    assert all(map(torch.equal, model.state_dict().values(), plain.to("cpu").state_dict().values()))
+    assert_same(model.state_dict().values(), plain.to("cpu").state_dict().values())
     handle.remove()
     assert torch.equal(model(tokens), plain(tokens))
     assert checkpoint_file.read_bytes() == before
@@ -491,7 +460,7 @@ def test_inference_reads_a_checkpoint_in_place(
 def test_trained_weights_leave_the_checkpoint(
     compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, checkpoint_file: Path
 ):
-    plain = train(build().to(compute_device), tokens.to(compute_device))
+    plain = train(large_decoder().to(compute_device), tokens.to(compute_device))
     model, before = on_meta(), checkpoint_file.read_bytes()
     with headrace.offload(
         model,
@@ -503,7 +472,7 @@ def test_trained_weights_leave_the_checkpoint(
     ) as handle:
         loss_of(model, tokens)
         assert handle.stats().spill_bytes == 0
-        assert_equal(train(model, tokens), plain)
+        assert_same(train(model, tokens), plain)
         assert_streamed(handle, model)
     assert checkpoint_file.read_bytes() == before
 
@@ -516,7 +485,7 @@ def test_writes_to_weights_of_a_checkpoint_are_seen(
     checkpoint_file: Path,
     write: Callable[[nn.Parameter, torch.Tensor], None],
 ):
-    plain, model = build().requires_grad_(False), on_meta().requires_grad_(False)
+    plain, model = large_decoder().requires_grad_(False), on_meta().requires_grad_(False)
     with (
         offload(model, compute_device, tmp_path / "spill", checkpoint=checkpoint_file, device_memory="200KiB"),
         torch.no_grad(),
@@ -526,7 +495,7 @@ def test_writes_to_weights_of_a_checkpoint_are_seen(
                 for parameter in each.layers[1:3].parameters():
                     write(parameter, parameter.detach() * (1.5 - number / 4))
             assert torch.equal(model(tokens).cpu(), plain.to(compute_device)(tokens.to(compute_device)).cpu())
-            assert all(map(torch.equal, model.parameters(), plain.to("cpu").parameters()))
+            assert_same(model.parameters(), plain.to("cpu").parameters())
 
 
 def test_a_checkpoint_that_changes_without_a_disk(tokens: torch.Tensor, checkpoint_file: Path):
@@ -545,7 +514,7 @@ def test_a_checkpoint_that_changes_without_a_disk(tokens: torch.Tensor, checkpoi
 
 
 def test_checkpoints_that_do_not_fit_the_model(tmp_path: Path, checkpoint_file: Path):
-    full = build()
+    full = large_decoder()
     with pytest.raises(ValueError, match="no parameter of the model is on the meta device"):
         headrace.offload(full, device="cpu", checkpoint=checkpoint_file)
     with torch.device("meta"):

@@ -18,7 +18,9 @@ from headrace.memory.disk.checksums import Checksums
 from headrace.memory.disk.file import DirectFile
 from headrace.memory.disk.mapping import Mapping
 from headrace.weights.movement.block import Block, Presence
-from tests.weights.models import weight_bytes
+from tests.support.compare import assert_same
+from tests.support.held import weight_bytes
+from tests.support.models import linears, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 
@@ -26,8 +28,7 @@ WIDTH, LAYERS = 64, 8
 
 
 def build() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
+    return seeded(linears, LAYERS, WIDTH, nn.Tanh)
 
 
 def offload(model: nn.Module, device: torch.device, disk: Path) -> headrace.Offloaded:
@@ -117,8 +118,8 @@ def test_after_a_step(compute_device: torch.device, tmp_path: Path, held: Held, 
     plain, model = build().to(compute_device), build()
     expected = train(plain)
     with offload(model, compute_device, tmp_path) as handle:
-        assert all(map(torch.equal, train(model, held), expected))
-        assert all(map(torch.equal, model.parameters(), plain.cpu().parameters()))
+        assert_same(train(model, held), expected)
+        assert_same(model.parameters(), plain.cpu().parameters())
         assert handle.stats().fetch_bytes > weight_bytes(model)
 
 
@@ -167,14 +168,10 @@ def test_between_forward_and_backward(
         residency.onload(block)
         return block
 
-    def make() -> Layers:
-        torch.manual_seed(0)
-        return Layers(calls)
-
-    plain, model = make().to(compute_device), make()
+    plain, model = seeded(Layers, calls).to(compute_device), seeded(Layers, calls)
     expected = train(plain)
     held = Held(monkeypatch, DirectFile, "read", before=True)
     with offload(model, compute_device, tmp_path) as handle:
-        assert all(map(torch.equal, train(model, handle), expected))
-        assert all(map(torch.equal, model.parameters(), plain.cpu().parameters()))
+        assert_same(train(model, handle), expected)
+        assert_same(model.parameters(), plain.cpu().parameters())
         assert handle.stats().fetch_bytes > weight_bytes(model)

@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 import headrace
-from tests.weights.models import Decoder, loss_of, weight_bytes
+from tests.support.compare import assert_same, assert_same_gradients
+from tests.support.held import weight_bytes
+from tests.support.loops import loss_of
+from tests.support.models import Decoder
 
 AMPLE = "64MiB"
 Visits = list[str]
@@ -39,11 +42,6 @@ def counted(handle: headrace.Offloaded, monkeypatch: pytest.MonkeyPatch) -> Visi
     return names
 
 
-def equal_gradients(ours: nn.Module, theirs: nn.Module) -> bool:
-    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-    return all(torch.equal(p.grad.cpu(), q.grad.cpu()) for p, q in pairs)
-
-
 def test_nothing_is_visited(decoder, plain, tokens, compute_device, monkeypatch) -> None:
     on_device = tokens.to(compute_device)
     with headrace.offload(decoder, device=compute_device, device_memory=AMPLE) as handle, torch.no_grad():
@@ -68,7 +66,7 @@ def test_training_and_evaluation_take_turns(decoder, plain, tokens, compute_devi
             for model, optimizer in zip((decoder, plain), optimizers, strict=True):
                 loss_of(model, tokens.to(compute_device)).backward()
                 optimizer.step()
-            assert equal_gradients(decoder, plain)
+            assert_same_gradients(decoder, plain)
             for _ in range(4):
                 visits.clear()
                 with torch.no_grad():
@@ -102,7 +100,7 @@ def test_gradients_inside(decoder, plain, tokens, compute_device, how) -> None:
             assert raised == [decoder, plain]
         else:
             assert raised == []
-            assert equal_gradients(decoder, plain)
+            assert_same_gradients(decoder, plain)
 
 
 def test_two_backwards_within_a_forward_leave_homes(decoder, plain, tokens, compute_device) -> None:
@@ -121,9 +119,7 @@ def test_two_backwards_within_a_forward_leave_homes(decoder, plain, tokens, comp
         with torch.no_grad():
             assert torch.equal(decoder(tokens), plain(tokens.to(compute_device)))
         assert [id(parameter) for parameter in decoder.parameters()] == homes
-        for ours, theirs in zip(decoder.parameters(), plain.parameters(), strict=True):
-            assert (ours.grad is None) == (theirs.grad is None)
-            assert ours.grad is None or torch.equal(ours.grad.cpu(), theirs.grad.cpu())
+        assert_same_gradients(decoder, plain, some_missing=True)
 
 
 @pytest.mark.parametrize("how", ["in place", "data"])
@@ -203,7 +199,7 @@ def test_a_forward_that_is_broken_off(decoder, plain, tokens, compute_device, br
         assert [id(parameter) for parameter in decoder.parameters()] == homes
         for model in (decoder, plain):
             loss_of(model, tokens.to(compute_device)).backward()
-        assert equal_gradients(decoder, plain)
+        assert_same_gradients(decoder, plain)
 
 
 def test_an_interrupt_in_a_backward_within_a_forward_is_told(decoder, tokens, monkeypatch) -> None:
@@ -280,8 +276,10 @@ def test_gradients_switched_on_inside_see_weights_that_changed_before_backward(
         return [output.detach().cpu(), model.kept[0].grad.cpu(), weight.grad.cpu()]
 
     ours, theirs = both(Inside, act, blocks_that_fit, compute_device, run)
-    assert (ours == []) == (theirs == []) == (change == "in place")
-    assert all(torch.equal(got, wanted) for got, wanted in zip(ours, theirs, strict=True))
+    if change == "in place":
+        assert ours == theirs == []
+    else:
+        assert_same(ours, theirs)
 
 
 def zero_grad(model: Inside) -> None:
@@ -339,7 +337,7 @@ def test_parameters_within_a_forward_are_the_users_own(on_parameters, blocks_tha
 
     ours, theirs = both(Inside, act, blocks_that_fit, compute_device, run)
     assert len(ours) == len(theirs)
-    assert all(torch.equal(got, wanted) for got, wanted in zip(ours, theirs, strict=True))
+    assert_same(ours, theirs)
 
 
 def both(kind: Any, act: Any, blocks_that_fit: int, device: torch.device, run: Callable[[Any], Any]) -> tuple[Any, Any]:

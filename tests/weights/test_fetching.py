@@ -18,7 +18,9 @@ from torch import nn
 import headrace
 from headrace.memory.disk import DiskStore
 from headrace.memory.ledger import Tier
-from tests.weights.models import Decoder, loss_of
+from tests.support.compare import assert_same_gradients
+from tests.support.loops import loss_of
+from tests.support.models import Decoder, large_decoder
 from tests.weights.test_lifetime import is_gone
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
@@ -26,11 +28,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # whe
 # A layer of 66 KiB, of which the device holds one; the ring holds 64 KiB, a quarter of the host budget.
 BUDGETS: dict[str, Any] = {"device_memory": "80KiB", "host_memory": "256KiB"}
 RING_BYTES = 64 << 10
-
-
-def build() -> Decoder:
-    torch.manual_seed(0)
-    return Decoder(layers=6, width=64, vocabulary=128)
 
 
 def offload(model: Decoder, device: torch.device, disk: Path) -> headrace.Offloaded:
@@ -52,8 +49,8 @@ def test_blocks_larger_than_the_ring_are_read_ahead(
     compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, trains: bool
 ):
     """The device has no room for a second one, so the ring is full of the next one while one computes."""
-    plain = build().requires_grad_(trains).to(compute_device)
-    model = build().requires_grad_(trains)
+    plain = large_decoder().requires_grad_(trains).to(compute_device)
+    model = large_decoder().requires_grad_(trains)
     handle = offload(model, compute_device, tmp_path)
     meter, passes = handle._meter, 2
     for number in range(5):
@@ -64,10 +61,7 @@ def test_blocks_larger_than_the_ring_are_read_ahead(
         if trains:
             expected.backward()
             found.backward()
-            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-                assert ours.grad is not None
-                assert theirs.grad is not None
-                assert torch.equal(ours.grad, theirs.grad.cpu())
+            assert_same_gradients(model, plain)
     handle.synchronize()
     stats, layers = handle.stats(), layers_on_disk(handle)
     assert 0 < stats.device_peak_bytes <= stats.device_budget_bytes
@@ -85,7 +79,7 @@ def test_the_next_block_is_read_while_one_computes(
     compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Each layer ends only when the most of the next one on disk was read: without that, never."""
-    model = build().requires_grad_(False)
+    model = large_decoder().requires_grad_(False)
     handle = offload(model, compute_device, tmp_path)
     names = [layer.name for layer in layers_on_disk(handle)]
     read, more = Counter[str](), threading.Condition()
@@ -123,7 +117,7 @@ def test_blocks_that_were_fetched_ahead_keep_nobody_waiting(
     compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, touch: str, large: bool
 ):
     """Guesses of the plan are under way when a pass ends; whoever needs homes then goes first."""
-    plain = build() if large else Decoder(layers=60, width=32)
+    plain = large_decoder() if large else Decoder(layers=60, width=32)
     model = copy.deepcopy(plain.requires_grad_(False))
     budgets = BUDGETS if large else {"device_memory": "48KiB", "host_memory": "640KiB"}
     handle = headrace.offload(model, device=compute_device, disk=tmp_path, blocks=[model.layers], **budgets)
@@ -186,7 +180,7 @@ def _interrupt(*_: Any) -> None:
 
 def test_guesses_of_frozen_blocks_outlive_a_step(compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path):
     """An optimizer that writes other blocks waits for their reads; what it withdrew is fetched ahead again."""
-    model = build()
+    model = large_decoder()
     for layer in model.layers:
         layer.requires_grad_(False)
     handle = offload(model, compute_device, tmp_path)
@@ -202,7 +196,7 @@ def test_guesses_of_frozen_blocks_outlive_a_step(compute_device: torch.device, t
 
 def test_nothing_is_guessed_while_a_fetch_is_promised(compute_device: torch.device, tmp_path: Path):
     """It may need all chunks of the ring when another thread asks for it."""
-    model = build().requires_grad_(False)
+    model = large_decoder().requires_grad_(False)
     with offload(model, compute_device, tmp_path) as handle:
         fetching, (one, other, *_) = handle._fetching, layers_on_disk(handle)
         assert fetching is not None
@@ -239,9 +233,9 @@ def test_ctrl_c_at_any_line_of_a_fetch_leaves_nobody_waiting(
     compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, trains: bool
 ):
     """It is raised at one line after the other of `weights/rest/fetching.py`, in the thread that computes."""
-    plain = build().requires_grad_(trains).to(compute_device)
+    plain = large_decoder().requires_grad_(trains).to(compute_device)
     expected = loss_of(plain, tokens.to(compute_device)).detach()
-    model = build().requires_grad_(trains)
+    model = large_decoder().requires_grad_(trains)
     handle = offload(model, compute_device, tmp_path)
 
     def a_pass() -> torch.Tensor:
@@ -268,10 +262,7 @@ def test_ctrl_c_at_any_line_of_a_fetch_leaves_nobody_waiting(
     assert torch.equal(a_pass(), expected)
     if trains:
         loss_of(plain, tokens.to(compute_device)).backward()
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert ours.grad is not None
-            assert theirs.grad is not None
-            assert torch.equal(ours.grad, theirs.grad.cpu())
+        assert_same_gradients(model, plain)
     assert handle._fetching is not None
     handle.synchronize()
     handle.remove()

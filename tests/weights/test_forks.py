@@ -11,7 +11,9 @@ import sys, torch, headrace
 device, disk = sys.argv[1:]
 if device == "emu":
     import emulator.emu
-from tests.weights.models import Decoder, loss_of, weight_bytes
+from tests.support.held import weight_bytes
+from tests.support.loops import loss_of
+from tests.support.models import Decoder
 
 class Data(torch.utils.data.Dataset):
     def __init__(self, model):
@@ -50,7 +52,9 @@ import os, sys, torch, headrace
 device, disk = sys.argv[1:]
 if device == "emu":
     import emulator.emu
-from tests.weights.models import Decoder, loss_of, weight_bytes
+from tests.support.held import weight_bytes
+from tests.support.loops import loss_of
+from tests.support.models import Decoder
 
 model = Decoder(layers=6, width=64, vocabulary=128)
 rest = {"host_memory": "256KiB", "disk": disk} if disk else {}

@@ -17,37 +17,21 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import headrace
+from tests.support.compare import assert_same, assert_same_gradients, assert_same_weights
+from tests.support.loops import random_batches
+from tests.support.models import Layer, Stack, seeded
 
 WIDTH = 16
 COUNT = 3
 
 
-class Layer(nn.Module):
+class Model(Stack):
     def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
-
-
-class Model(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(dropout) for _ in range(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        super().__init__(Layer(WIDTH, 4 * WIDTH, activation=F.gelu, dropout=dropout) for _ in range(5))
 
 
 def built(kind: Callable[[], nn.Module] = Model) -> Any:
-    torch.manual_seed(0)
-    return kind()
+    return seeded(kind)
 
 
 def offloaded(model: Any, **options: Any) -> headrace.Offloaded:
@@ -57,8 +41,7 @@ def offloaded(model: Any, **options: Any) -> headrace.Offloaded:
 
 
 def batches(count: int = COUNT) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(2, 4, WIDTH, generator=generator) for _ in range(count)]
+    return random_batches(count, 2, 4, WIDTH)
 
 
 def in_turn(model: nn.Module, loss: Callable[[Tensor], Tensor], of: list[Tensor]) -> list[Tensor]:
@@ -68,16 +51,6 @@ def in_turn(model: nn.Module, loss: Callable[[Tensor], Tensor], of: list[Tensor]
         one.backward()
         losses.append(one.detach())
     return losses
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-
-
-def assert_same(model: nn.Module, plain: nn.Module) -> None:
-    for (name, gradient), wanted in zip(gradients(model).items(), gradients(plain).values(), strict=True):
-        assert (gradient is None) == (wanted is None), name
-        assert gradient is None or torch.equal(gradient, wanted), name  # type: ignore[arg-type]
 
 
 def assert_equals_the_loop(
@@ -95,8 +68,8 @@ def assert_equals_the_loop(
         with warnings.catch_warnings(action="error"):
             losses = handle.forward_backward(batches(count), lambda batch: loss(model, batch))
         wanted = in_turn(plain, lambda batch: loss(plain, batch), batches(count))
-        assert all(torch.equal(one, other) for one, other in zip(losses, wanted, strict=True))
-        assert_same(model, plain)
+        assert_same(losses, wanted)
+        assert_same_gradients(model, plain, some_missing=True)
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
@@ -134,8 +107,8 @@ def test_some_go_together_and_then_the_next(together: int, rounds: int) -> None:
     plain, trained = built(), built()
     handle = offloaded(trained)
     losses = handle.forward_backward(batches(6), lambda batch: square(trained, batch), together=together)
-    assert all(map(torch.equal, losses, in_turn(plain, lambda batch: square(plain, batch), batches(6))))
-    assert_same(trained, plain)
+    assert_same(losses, in_turn(plain, lambda batch: square(plain, batch), batches(6)))
+    assert_same_gradients(trained, plain, some_missing=True)
     for _ in range(4):
         handle.forward_backward(batches(6), lambda batch: square(trained, batch), together=together)
     handle.reset_stats()
@@ -169,7 +142,7 @@ class Cross(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Layer(), *(nn.Bilinear(WIDTH, WIDTH, WIDTH) for _ in range(4))])
+        self.layers = nn.ModuleList([Layer(WIDTH), *(nn.Bilinear(WIDTH, WIDTH, WIDTH) for _ in range(4))])
 
     def forward(self, x: Tensor) -> Tensor:
         memory = x = self.layers[0](x)
@@ -201,7 +174,7 @@ def test_leaves_of_the_users_own() -> None:
     with warnings.catch_warnings(action="error"):
         handle.forward_backward(batches(), lambda batch: square(model, batch))
     in_turn(plain, lambda batch: square(plain, batch), batches())
-    assert_same(model, plain)
+    assert_same_gradients(model, plain, some_missing=True)
     for prompt, wanted in zip(model.prompts, plain.prompts, strict=True):
         assert prompt.grad is not None
         assert torch.equal(prompt.grad, wanted.grad)
@@ -245,7 +218,7 @@ def test_weights_that_travel_in_another_dtype() -> None:
     for _ in range(2):  # then added to what is there
         handle.forward_backward(few, lambda batch: square(model, batch))
         in_turn(other, lambda batch: square(other, batch), few)
-        assert_same(model, other)
+        assert_same_gradients(model, other, some_missing=True)
     # Sums leave in the dtype of the homes, of twice the bytes, instead of three gradients.
     assert 2 * reference.stats().offload_bytes == COUNT * handle.stats().offload_bytes
 
@@ -261,7 +234,7 @@ def test_autocast_and_other_states_of_the_thread_go_along() -> None:
         losses = handle.forward_backward(batches(), lambda batch: square(model, batch))
         wanted = in_turn(plain, lambda batch: square(plain, batch), batches())
     assert losses[0].dtype == wanted[0].dtype
-    assert_same(model, plain)
+    assert_same_gradients(model, plain, some_missing=True)
     assert packed
 
 
@@ -273,13 +246,12 @@ def test_updates_beside_the_next_forward() -> None:
     for _ in range(4):
         losses = handle.forward_backward(batches(), lambda batch: square(model, batch))
         wanted = in_turn(plain, lambda batch: square(plain, batch), batches())
-        assert all(torch.equal(one, other) for one, other in zip(losses, wanted, strict=True))
+        assert_same(losses, wanted)
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_same_weights(model, plain)
 
 
 # random numbers -------------------------------------------------------------------------------------------------------
@@ -370,8 +342,8 @@ def test_others_go_in_the_loop_and_say_so(kind: type[Model]) -> None:
     with pytest.warns(RuntimeWarning, match="one after the other"):
         losses = handle.forward_backward(batches(), loss)
     wanted = in_turn(plain, lambda batch: square(plain, batch), batches())
-    assert all(torch.equal(one, other) for one, other in zip(losses, wanted, strict=True))
-    assert_same(model, plain)
+    assert_same(losses, wanted)
+    assert_same_gradients(model, plain, some_missing=True)
     assert handle.stats().micro_batches_in_turn == COUNT
     assert f"{COUNT} one after the other" in str(handle.report())
     called.clear()
@@ -429,7 +401,7 @@ def test_hooks_of_parameters_see_the_gradient_of_each_micro_batch() -> None:
         handle.forward_backward(batches(), lambda batch: square(model, batch))
     in_turn(plain, lambda batch: square(plain, batch), batches())
     assert seen == {0: COUNT, 1: COUNT}
-    assert_same(model, plain)
+    assert_same_gradients(model, plain, some_missing=True)
 
 
 def test_buffers_are_as_the_loop_leaves_them_after_falling_back() -> None:
@@ -455,7 +427,7 @@ def works_still(handle: headrace.Offloaded, model: Any) -> None:
     model.zero_grad()
     handle.forward_backward(batches(), lambda batch: square(model, batch))
     in_turn(plain, lambda batch: square(plain, batch), batches())
-    assert_same(model, plain)
+    assert_same_gradients(model, plain, some_missing=True)
     assert not [thread for thread in threading.enumerate() if thread.name == "headrace-micro-batch"]
 
 
@@ -623,7 +595,7 @@ class Filling(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(self.Part() for _ in range(5))
+        self.layers = nn.ModuleList(self.Part(WIDTH) for _ in range(5))
 
     def forward(self, x: Tensor) -> Tensor:
         kept: list[Tensor] = []
@@ -661,8 +633,8 @@ def test_what_would_be_shared_goes_in_the_loop(
     torch.manual_seed(2)
     with pytest.warns(RuntimeWarning, match="one after the other"):
         losses = handle.forward_backward(batches(), lambda batch: loss(model, batch))
-    assert all(torch.equal(one, other) for one, other in zip(losses, wanted, strict=True))
-    assert_same(model, reference)
+    assert_same(losses, wanted)
+    assert_same_gradients(model, reference, some_missing=True)
     looped.remove()
 
 
@@ -727,9 +699,9 @@ def test_buffers_that_forwards_write(
                 losses = handle.forward_backward(batches(), lambda batch: loss(model, batch))
             assert [str(one.message).partition("buffer '")[2] != "" for one in warned] == [True] * (not together)
             wanted = in_turn(reference, lambda batch: loss(reference, batch), batches())
-            assert all(torch.equal(one, other) for one, other in zip(losses, wanted, strict=True))
-            assert_same(model, reference)
-            assert all(torch.equal(*both) for both in zip(model.buffers(), reference.buffers(), strict=True))
+            assert_same(losses, wanted)
+            assert_same_gradients(model, reference, some_missing=True)
+            assert_same(dict(model.named_buffers()), dict(reference.named_buffers()))
             assert handle.stats().micro_batches_together == (COUNT * (step + 1) if together else 0)
 
 
@@ -745,8 +717,8 @@ def test_a_mode_of_the_users_own_goes_along() -> None:
         losses = handle.forward_backward(batches(), lambda batch: square(model, batch))
         wanted = in_turn(plain, lambda batch: square(plain, batch), batches())
     assert handle.stats().micro_batches_together == COUNT
-    assert all(torch.equal(one, other) for one, other in zip(losses, wanted, strict=True))
-    assert_same(model, plain)
+    assert_same(losses, wanted)
+    assert_same_gradients(model, plain, some_missing=True)
 
 
 @pytest.mark.parametrize("fails", [False, True])

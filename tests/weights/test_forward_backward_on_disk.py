@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import headrace
-from tests.weights.models import Decoder, loss_of, weight_bytes
+from tests.support.compare import assert_same
+from tests.support.held import weight_bytes
+from tests.support.loops import loss_of
+from tests.support.models import large_decoder
 
 COUNT = 4
 HOST = "256KiB"  # a third of the weights
@@ -18,19 +20,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:the filesystem of disk="),  # where it refuses direct I/O
     pytest.mark.filterwarnings("error:micro-batches go through"),  # which would make these tests say nothing
 ]
-
-
-class Checkpointed(Decoder):
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embedding(tokens)
-        for layer in self.layers:
-            hidden = checkpoint(layer, hidden, use_reentrant=False)
-        return self.head(hidden)
-
-
-def build(kind: type[Decoder] = Decoder) -> Decoder:
-    torch.manual_seed(0)
-    return kind(layers=6, width=64, vocabulary=128)
 
 
 def on_disk(model: nn.Module, device: torch.device, disk: Path) -> headrace.Offloaded:
@@ -79,35 +68,35 @@ def together(handle: headrace.Offloaded, model: nn.Module, of: list[Tensor]) -> 
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-@pytest.mark.parametrize("kind", [Decoder, Checkpointed])
+@pytest.mark.parametrize("checkpointing", ["none", "non-reentrant"])
 def test_equals_the_loop(
-    kind: type[Decoder], tier: str, compute_device: torch.device, tokens: Tensor, tmp_path: Path
+    checkpointing: str, tier: str, compute_device: torch.device, tokens: Tensor, tmp_path: Path
 ) -> None:
     """Weights, gradients and (in `tier`) the optimizer's state rest on disk."""
-    steps, expected = range(4), build(kind)
+    steps, expected = range(4), large_decoder(checkpointing=checkpointing)
     with on_disk(expected, compute_device, tmp_path / "loop"):
         optimizer = adamw(expected, tier, tmp_path / "loop")
         loop = train(expected, optimizer, lambda of: in_turn(expected, of), tokens, steps)
-    model = build(kind)
+    model = large_decoder(checkpointing=checkpointing)
     with on_disk(model, compute_device, tmp_path) as handle:
         ours = train(model, adamw(model, tier, tmp_path), lambda of: together(handle, model, of), tokens, steps)
         stats = handle.stats()
     assert len(ours) == len(loop) == COUNT * len(steps) + 2 * len(list(model.parameters()))
-    assert all(map(torch.equal, ours, loop))
+    assert_same(ours, loop)
     assert stats.micro_batches_together == COUNT * len(steps)
     assert stats.fetch_bytes > weight_bytes(model)
     assert 0 < stats.device_peak_bytes <= stats.device_budget_bytes
     assert stats.host_peak_bytes <= 256 << 10
 
 
-@pytest.mark.parametrize("kind", [Decoder, Checkpointed])
+@pytest.mark.parametrize("checkpointing", ["none", "non-reentrant"])
 @pytest.mark.parametrize("trains", ["all", "few"])
 def test_bytes_from_disk_are_those_of_one_micro_batch(
-    kind: type[Decoder], trains: str, compute_device: torch.device, tokens: Tensor, tmp_path: Path
+    checkpointing: str, trains: str, compute_device: torch.device, tokens: Tensor, tmp_path: Path
 ) -> None:
     def moved(count: int) -> tuple[int, int]:
         """Bytes read from disk and written there in a cycle, once the plan is settled."""
-        model = build(kind)
+        model = large_decoder(checkpointing=checkpointing)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trains == "all" or "norm" in name or "embedding" in name)
         with on_disk(model, compute_device, tmp_path / f"{count}") as handle:

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import headrace
-from tests.weights.models import loss_of, weight_bytes
+from tests.support.compare import assert_same_models
+from tests.support.held import weight_bytes
+from tests.support.loops import loss_of
 
 
 @pytest.mark.emu("lazy", "random:0", "threads")
@@ -22,6 +24,4 @@ def test_gradients_are_unscaled_by_the_scale(emu_device, decoder, tokens):
                 scaler.step(optimizer)
                 scaler.update()
         torch.accelerator.synchronize()
-        for ours, theirs in zip(decoder.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours.grad, theirs.grad.cpu())
-            assert torch.equal(ours.detach(), theirs.detach().cpu())
+        assert_same_models(decoder, plain)

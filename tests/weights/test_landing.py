@@ -17,6 +17,8 @@ from headrace.memory.ledger import Ledger
 from headrace.runtime.lanes import Copy
 from headrace.weights.rest.pieces import Piece
 from headrace.weights.rest.tiers import _scattered
+from tests.support.compare import assert_same
+from tests.support.models import Stack
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 
@@ -70,15 +72,8 @@ def test_a_read_fills_its_parts_and_no_other_byte(seed: int) -> None:
     assert torch.equal(buffer, expected)
 
 
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(600, 600, bias=number % 2 == 0) for number in range(12))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden).tanh()
-        return hidden
+def layers() -> Stack:
+    return Stack((nn.Linear(600, 600, bias=number % 2 == 0) for number in range(12)), between=torch.tanh)
 
 
 def test_weights_of_a_checkpoint_and_of_the_disk_tier_are_not_copied(
@@ -86,10 +81,10 @@ def test_weights_of_a_checkpoint_and_of_the_disk_tier_are_not_copied(
 ) -> None:
     """But for the edges of tensors; both ways after the first passes, which learn what comes next."""
     torch.manual_seed(0)
-    plain = Layers()
+    plain = layers()
     save_file(plain.state_dict(), tmp_path / "model.safetensors", {"padding": "x" * 5})
     with torch.device("meta"):
-        model = Layers()
+        model = layers()
     copied: Counter[str] = Counter()
     copies = Piece.copies
 
@@ -122,13 +117,13 @@ def test_weights_of_a_checkpoint_and_of_the_disk_tier_are_not_copied(
                     one(batch).square().mean().backward()
                     optimizer.step()
                     optimizer.zero_grad()
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert_same(model.parameters(), plain.parameters())
 
 
 def test_a_limited_link_copies(tmp_path: Path) -> None:
     """What goes at a given pace does so from memory."""
     torch.manual_seed(0)
-    plain = Layers()
+    plain = layers()
     model = copy.deepcopy(plain).requires_grad_(False)
     batch = torch.randn(4, 600)
     with headrace.offload(

@@ -13,7 +13,10 @@ import headrace
 from headrace import live
 from headrace.memory import locking
 from headrace.memory.ledger import Tier
-from tests.weights.models import Decoder, loss_of, weight_bytes
+from tests.support.compare import assert_same_gradients
+from tests.support.held import weight_bytes
+from tests.support.loops import loss_of
+from tests.support.models import Decoder
 
 
 def is_gone(reference: weakref.ref[Any]) -> bool:
@@ -202,5 +205,4 @@ def test_a_backward_that_is_let_go_of_on_a_thread_of_ours_waits_for_nobody(compu
         model.layers[0].register_forward_hook(lambda _module, _inputs, output: output.register_hook(let_go) and None)
         loss_of(model, tokens).backward()
         assert told == [True]
-        for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(parameter.grad.cpu(), other.grad.cpu())
+        assert_same_gradients(model, plain)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import headrace
-from tests.weights.models import loss_of, weight_bytes
+from tests.support.held import weight_bytes
+from tests.support.loops import loss_of
 
 
 @pytest.fixture

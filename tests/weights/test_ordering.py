@@ -19,7 +19,10 @@ from headrace.runtime.lanes import Lane, Lanes
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.gradients import Gradients
 from headrace.weights.movement.residency import Residency
-from tests.weights.models import loss_of, weight_bytes
+from tests.support.compare import assert_same, on_cpu
+from tests.support.held import weight_bytes
+from tests.support.loops import loss_of
+from tests.support.models import linears
 
 pytestmark = pytest.mark.emu("random:0", "random:1")
 
@@ -220,7 +223,7 @@ def test_edge_9_a_pass_ends_when_what_it_used_was_read(emu_device, decoder, toke
 def test_edge_9_counts_loads_that_were_consumed_in_another_order(emu_device, gradients, blocks_that_fit):
     """The load that is consumed last was submitted before the pass; others, submitted in it, are behind it."""
     torch.manual_seed(0)
-    model, hidden = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5))), torch.randn(4, 16)
+    model, hidden = linears(5, 16), torch.randn(4, 16)
     plain, parameters = copy.deepcopy(model), list(model.parameters())
     outputs, expected = [], []
     fits_bytes = blocks_that_fit * weight_bytes(model[0])
@@ -234,13 +237,13 @@ def test_edge_9_counts_loads_that_were_consumed_in_another_order(emu_device, gra
                 outputs.append(model(hidden).detach())
                 expected.append(plain(hidden).detach())
         assert handle.stats().onload_bytes > weight_bytes(model)
-        assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(outputs, expected, strict=True))
+        assert_same(on_cpu(outputs), expected)
 
 
 @pytest.mark.emu("lazy")
 def test_edge_9_holds_at_the_end_of_a_backward_without_gradients_of_parameters(emu_device):
     torch.manual_seed(0)
-    model, hidden = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5))).requires_grad_(False), torch.randn(4, 16)
+    model, hidden = linears(5, 16).requires_grad_(False), torch.randn(4, 16)
     plain, parameters = copy.deepcopy(model), list(model.parameters())
     gradients, expected = [], []
     with headrace.offload(model, device="emu", device_memory=2 * weight_bytes(model[0]), blocks=list(model)):
@@ -251,4 +254,4 @@ def test_edge_9_holds_at_the_end_of_a_backward_without_gradients_of_parameters(e
                 found.append(given.grad)
             for parameter in (*parameters, *plain.parameters()):
                 parameter.mul_(1.1)
-        assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(gradients, expected, strict=True))
+        assert_same(on_cpu(gradients), expected)

@@ -10,7 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import headrace
-from tests.matrix.compare import same, weight_bytes
+from tests.support.compare import Outcome, assert_same, same
+from tests.support.held import weight_bytes
+from tests.support.loops import adamw, random_batches, steps, trained_parameters
 
 EXPERTS, FEATURES, HIDDEN = 8, 16, 24
 
@@ -115,7 +117,7 @@ def test_forwards_have_the_bits_of_a_plain_run(compute_device: torch.device, way
     limit = budget(model, slots)
     with headrace.offload(model, device=compute_device, device_memory=limit) as handle:
         for _ in range(2):
-            assert all(map(same, forwards(model, compute_device), wanted))
+            assert_same(forwards(model, compute_device), wanted)
         stats = handle.stats()
         assert stats.expert_bytes == stats.expert_loads * one_bytes() > 0
         assert stats.device_peak_bytes <= limit
@@ -138,18 +140,9 @@ def test_what_crosses_the_link_are_the_chosen_experts(way: str) -> None:
         )
 
 
-def train(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
-    torch.manual_seed(2)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.01)
-    losses = []
-    for _ in range(3):
-        loss = model(torch.randn(4, FEATURES).to(device)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach().cpu())
-    return [*losses, *(parameter.detach().cpu() for parameter in model.parameters())]
+def train(model: nn.Module, device: torch.device) -> Outcome:
+    losses = steps(model, adamw(trained_parameters(model)), random_batches(3, 4, FEATURES, device=device))
+    return Outcome(losses).read(model)
 
 
 @pytest.mark.core(compute_device="emu")
@@ -162,7 +155,7 @@ def test_training(compute_device: torch.device, way: str, frozen: bool) -> None:
     wanted = train(copy.deepcopy(model).to(compute_device), compute_device)
     limit = budget(model, 9)
     with headrace.offload(model, device=compute_device, device_memory=limit) as handle:
-        assert all(map(same, train(model, compute_device), wanted))
+        assert_same(train(model, compute_device), wanted)
         assert handle.stats().expert_loads > 0
         assert handle.stats().expert_bytes == handle.stats().expert_loads * one_bytes()
         assert handle.stats().device_peak_bytes <= limit
@@ -201,7 +194,7 @@ def test_from_disk(compute_device: torch.device, tmp_path: Path, way: str) -> No
         model, device=compute_device, device_memory=budget(model, 5), host_memory=host, disk=tmp_path
     ) as handle:
         assert any(block.experts is not None and block.is_fetched for block in handle._blocks())
-        assert all(map(same, forwards(model, compute_device), wanted))
+        assert_same(forwards(model, compute_device), wanted)
         assert handle.stats().expert_bytes == handle.stats().expert_loads * one_bytes() > 0
 
 
@@ -212,7 +205,7 @@ def test_other_uses_bring_all_experts_and_run_once(compute_device: torch.device)
     model[1].experts.register_forward_hook(lambda *_: calls.append(1))
     limit = budget(model, 9)
     with headrace.offload(model, device=compute_device, device_memory=limit) as handle:
-        assert all(map(same, forwards(model, compute_device), wanted))
+        assert_same(forwards(model, compute_device), wanted)
         assert len(calls) == len(wanted)
         assert handle.stats().device_peak_bytes <= limit
 
@@ -226,13 +219,11 @@ def test_what_is_written_to_experts_is_kept(compute_device: torch.device, tmp_pa
     limit = budget(model, 9)
     options: dict[str, Any] = {"host_memory": weight_bytes(model) * 2 // 3, "disk": tmp_path} if disk else {}
     with headrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
-        assert all(map(same, forwards(model, compute_device), wanted))
+        assert_same(forwards(model, compute_device), wanted)
         assert handle.stats().expert_loads > 0
         assert handle.stats().device_peak_bytes <= limit
         with torch.no_grad():
-            assert all(
-                same(one, other.cpu()) for one, other in zip(model.parameters(), plain.parameters(), strict=True)
-            )
+            assert_same(model.parameters(), plain.parameters())
 
 
 @pytest.mark.parametrize("slots", [8, 12])
@@ -243,9 +234,9 @@ def test_experts_that_are_kept_beyond_a_call_are_copies(compute_device: torch.de
     limit = budget(model, slots)
     with headrace.offload(model, device=compute_device, device_memory=limit) as handle:
         for _ in range(2):
-            assert all(map(same, forwards(model, compute_device), wanted))
+            assert_same(forwards(model, compute_device), wanted)
             for layer, other in zip(model, plain, strict=True):
-                assert all(map(same, layer.experts.kept, other.experts.kept))
+                assert_same(layer.experts.kept, other.experts.kept)
         assert 0 < handle.stats().expert_loads < handle.stats().expert_uses
         assert handle.stats().device_peak_bytes <= limit
 

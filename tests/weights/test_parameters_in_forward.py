@@ -11,6 +11,8 @@ from torch import nn
 from torch.func import functional_call
 
 import headrace
+from tests.support.compare import assert_same
+from tests.support.models import linears
 
 
 class Product(torch.autograd.Function):
@@ -144,18 +146,18 @@ def test_as_without_us(compute_device: torch.device, name: str, blocks_on_device
         assert handle.stats().device_peak_bytes <= budget + 4 * 512  # gradients of two blocks
         moved = handle.stats().onload_bytes
     assert moved >= 3 * sum(parameter.nbytes for parameter in model.parameters())  # updated weights come again
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(seen, expected, strict=True))
+    assert_same(seen, expected)
 
 
 def in_front(device: torch.device) -> nn.Sequential:
     """A tensor of the user's own, as an attribute of the instance, has the place of a weight."""
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    model = linears(4, 8)
     vars(model[1])["weight"] = torch.full((8, 8), 0.25, device=device)
     return model
 
 
 def halved(_device: torch.device) -> nn.Sequential:
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    model = linears(4, 8)
     for layer in model:
         layer.__class__ = Halved
     return model
@@ -178,7 +180,7 @@ def test_what_the_model_has_in_front_of_its_weights(
         seen = trained(model, compute_device)
         assert all(vars(module).get("weight") is held for module, held in zip(model, before, strict=True))
         assert handle.stats().onload_bytes >= 3 * 4 * 8 * 9 * 4
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(seen, expected, strict=True))
+    assert_same(seen, expected)
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda held: pickle.loads(pickle.dumps(held))])

@@ -11,7 +11,10 @@ import headrace
 from headrace.planning import Problem
 from headrace.weights.movement import planner as planner_module
 from headrace.weights.movement.trace import _MOST_TRACES
-from tests.weights.models import Decoder, loss_of, weight_bytes
+from tests.support.compare import assert_same
+from tests.support.held import weight_bytes
+from tests.support.loops import loss_of
+from tests.support.models import Decoder
 
 
 def fails(problem: Problem) -> NoReturn:
@@ -46,7 +49,7 @@ def test_a_planner_that_fails_is_named_once_and_blocks_come_on_demand(
         warnings.simplefilter("always")
         losses = train(decoder, tokens)
         stats = handle.stats()
-    assert all(torch.equal(one, two) for one, two in zip(losses, expected, strict=True))
+    assert_same(losses, expected)
     (warning,) = told
     assert "the planner failed" in str(warning.message)
     assert "IndexError: no such choice" in str(warning.message)
@@ -78,4 +81,4 @@ def test_passes_that_never_come_again_are_forgotten() -> None:
             found = [model(hidden, number) for number in range(1, 128)]
             assert len(handle._executor._book) == _MOST_TRACES
             assert handle.stats().onload_bytes > weight_bytes(model)
-    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+    assert_same(found, expected)

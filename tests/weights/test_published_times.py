@@ -11,6 +11,7 @@ from torch import nn
 import headrace
 from headrace.compat.mindie_sd import enable_offload
 from headrace.formulas import reserved_peak_blocks, step_seconds
+from tests.support.models import Stack
 
 WIDTH, TOKENS, LAYERS = 256, 512, 12
 BLOCK_BYTES = WIDTH * WIDTH * 4
@@ -19,22 +20,15 @@ FORWARD_SECONDS = 2 * TOKENS * WIDTH * WIDTH / FLOPS_PER_SECOND
 RESIDENT, SEQUENTIAL, LAYERWISE = 74.6, 121.6, 77.3  # published for Wan 2.1 on an H100: vLLM-Omni, pull request 1223
 
 
-class Decoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return hidden
+def layers() -> Stack:
+    return Stack(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
 
 
 @pytest.fixture
 def pass_seconds(emu_device: ModuleType) -> Callable[..., tuple[float, int]]:
     """Virtual seconds of a settled pass, and the device's peak bytes, where a load takes so many forwards."""
 
-    def measure(ratio: float, offload: Callable[[Decoder], object]) -> tuple[float, int]:
+    def measure(ratio: float, offload: Callable[[Stack], object]) -> tuple[float, int]:
         rate = BLOCK_BYTES / (ratio * FORWARD_SECONDS)
         emu_device.configure(
             dry_run=True,
@@ -47,7 +41,7 @@ def pass_seconds(emu_device: ModuleType) -> Callable[..., tuple[float, int]]:
             op_latency_seconds=0,
             copy_latency_seconds=0,
         )
-        model = Decoder()
+        model = layers()
         handle = offload(model)
         begin, end = (torch.Event("emu", enable_timing=True) for _ in range(2))
         with torch.no_grad():
@@ -68,7 +62,7 @@ def pass_seconds(emu_device: ModuleType) -> Callable[..., tuple[float, int]]:
     return measure
 
 
-def streamed(blocks: int) -> Callable[[Decoder], headrace.Offloaded]:
+def streamed(blocks: int) -> Callable[[Stack], headrace.Offloaded]:
     return lambda model: headrace.offload(
         model, device="emu", device_memory=blocks * BLOCK_BYTES, blocks=[model.layers]
     )

@@ -12,20 +12,16 @@ import torch
 from torch import nn
 
 import headrace
-from tests.weights.models import Decoder, loss_of, weight_bytes
+from tests.support.compare import assert_same, assert_same_gradients
+from tests.support.held import weight_bytes
+from tests.support.loops import loss_of, steps
+from tests.support.models import Decoder
 
 
 def _train(model: Decoder, tokens: torch.Tensor) -> list[torch.Tensor]:
     """Losses, which tell gradients too: each but the first follows from those before."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = loss_of(model, tokens)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach().cpu())
-    return losses
+    model.zero_grad()
+    return steps(model, torch.optim.SGD(model.parameters(), lr=0.1), [tokens] * 3, loss_of)
 
 
 class _Interrupt:
@@ -63,7 +59,7 @@ def test_training_after_interrupts_anywhere_in_the_engine_equals_plain(
                 decoder(tokens)
             decoder.load_state_dict(weights)
             decoder.zero_grad()
-            assert all(map(torch.equal, _train(decoder, tokens), expected))
+            assert_same(_train(decoder, tokens), expected)
             decoder.zero_grad()
 
 
@@ -93,7 +89,7 @@ def test_weights_written_in_forward_are_written_at_home(compute_device: torch.de
                 optimizer.zero_grad()
                 each(tokens).backward()
                 optimizer.step()
-        assert all(map(torch.equal, plain.parameters(), model.parameters()))
+        assert_same(plain.parameters(), model.parameters())
 
 
 class _Codebook(nn.Module):
@@ -120,7 +116,7 @@ def test_weights_written_through_data_in_forward_are_written_at_home(
     with headrace.offload(model, device=compute_device, device_memory=2048, blocks=["*"]), torch.no_grad():
         for _ in range(3):
             assert torch.equal(plain(tokens), model(tokens).cpu())
-        assert all(map(torch.equal, plain.parameters(), model.parameters()))
+        assert_same(plain.parameters(), model.parameters())
 
 
 class _Conjugated(nn.Module):
@@ -152,10 +148,7 @@ def test_gradients_of_weights_with_views_of_their_own(compute_device: torch.devi
         for _ in range(3):
             for each in (plain, model):
                 torch.view_as_real(each(values) + 0j).square().sum().backward()
-    for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert mine.grad is not None
-        assert expected.grad is not None
-        assert torch.equal(mine.grad, expected.grad)
+    assert_same_gradients(model, plain)
 
 
 @pytest.mark.parametrize("device_memory", ["1MiB", "2KiB"])

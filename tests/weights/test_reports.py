@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import headrace
-from tests.weights.models import Decoder, loss_of, weight_bytes
+from tests.support.held import weight_bytes
+from tests.support.loops import loss_of
+from tests.support.models import Decoder
 
 
 def test_stats_count_what_moved(compute_device, decoder, tokens):

@@ -14,7 +14,10 @@ import torch.multiprocessing
 from torch import nn
 
 import headrace
-from tests.weights.models import Decoder, loss_of, weight_bytes
+from tests.support.compare import assert_same
+from tests.support.held import weight_bytes
+from tests.support.loops import loss_of
+from tests.support.models import Decoder, large_decoder
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 
@@ -55,8 +58,7 @@ def share_data(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 
 def train(device: torch.device | None, act: Act, make: Make = torch.optim.AdamW, **settings: Any) -> list[torch.Tensor]:
     """Losses, all gradients, and the weights; `act` between a backward and its step, and again after the step."""
-    torch.manual_seed(0)
-    model = Decoder(layers=6, width=64, vocabulary=128)
+    model = large_decoder()
     optimizer = make(model.parameters(), lr=1e-2)
     handle = None
     if device is not None:
@@ -87,7 +89,7 @@ def train(device: torch.device | None, act: Act, make: Make = torch.optim.AdamW,
 def test_training_goes_on(act: Act, tier: str, compute_device: torch.device, tmp_path: Path) -> None:
     settings = {"host_memory": "256KiB", "disk": tmp_path} if tier == "disk" else {}
     ours, plain = train(compute_device, act, **settings), train(None, act)
-    assert all(map(torch.equal, ours, plain))
+    assert_same(ours, plain)
 
 
 @pytest.mark.parametrize("act", [send_model, send_gradients, share])
@@ -96,7 +98,7 @@ def test_training_goes_on_beside_updates(act: Act, compute_device: torch.device)
         return headrace.optim.AdamW(parameters, lr=lr, overlap="forward")
 
     ours, plain = train(compute_device, act, make), train(None, act, headrace.optim.AdamW)
-    assert all(map(torch.equal, ours, plain))
+    assert_same(ours, plain)
 
 
 def test_what_another_process_writes_is_computed_with(compute_device: torch.device) -> None:
@@ -118,14 +120,13 @@ def test_what_another_process_writes_is_computed_with(compute_device: torch.devi
         return values
 
     ours = losses(compute_device)
-    assert all(map(torch.equal, ours, losses(None)))
+    assert_same(ours, losses(None))
     assert len({loss.item() for loss in ours}) == 4
     assert len({loss.item() for loss in losses(compute_device, torch.bfloat16)}) == 4
 
 
 def test_gradients_that_were_sent_stay_as_they_are(compute_device: torch.device, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = Decoder(layers=6, width=64, vocabulary=128)
+    model = large_decoder()
     settings = {"device": compute_device, "device_memory": weight_bytes(model) // 3}
     headrace.offload(model, **settings, host_memory="256KiB", disk=tmp_path)
     tokens = torch.arange(16).view(2, 8)
@@ -135,7 +136,7 @@ def test_gradients_that_were_sent_stay_as_they_are(compute_device: torch.device,
         before = [gradient.clone() for gradient in theirs]
         model.zero_grad()
         loss_of(model, tokens + 5).backward()
-        assert all(map(torch.equal, theirs, before))
+        assert_same(theirs, before)
         assert not any(map(torch.equal, theirs, (parameter.grad for parameter in model.parameters())))
         model.zero_grad()
 

@@ -9,7 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 import headrace
 from headrace.planning.text import plan_text
-from tests.weights.models import Layer
+from tests.support.compare import assert_same_weights
+from tests.support.loops import steps
+from tests.support.models import Layer
 
 ROWS, WIDTH = 600, 16
 TABLE_BYTES = ROWS * WIDTH * 4
@@ -40,16 +42,8 @@ def ids_of(seed: int, count: int = 48) -> torch.Tensor:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, device: object, *, accumulate: int = 1) -> None:
-    for step in range(3):
-        for micro in range(accumulate):
-            model(ids_of(10 * step + micro).to(device)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def assert_equal(one: nn.Module, other: nn.Module) -> None:
-    for (name, weight), plain in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(weight.detach(), plain.detach().cpu()), name
+    batches = [ids_of(10 * step + micro).to(device) for step in range(3) for micro in range(accumulate)]
+    steps(model, optimizer, batches, micro_batches=accumulate)
 
 
 VARIANTS = {
@@ -77,7 +71,7 @@ def test_training_has_the_bits_of_a_plain_run(compute_device, pair, kind, accumu
         train(model, kind(model.parameters(), lr=0.1), compute_device, accumulate=accumulate)
         stats = handle.stats()
     train(plain, kind(plain.parameters(), lr=0.1), compute_device, accumulate=accumulate)
-    assert_equal(model, plain)
+    assert_same_weights(model, plain)
     assert stats.device_peak_bytes <= BUDGET
 
 
@@ -90,7 +84,7 @@ def test_host_optimizers_update_tables_by_rows_as_whole_ones(compute_device, pai
             optimizer = headrace.optim.AdamW(one.parameters(), lr=0.1, overlap=overlap)
             for _ in range(2):
                 train(one, optimizer, compute_device, accumulate=1)
-    assert_equal(model, whole)
+    assert_same_weights(model, whole)
 
 
 @pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
@@ -102,7 +96,7 @@ def test_a_table_on_disk_travels_by_rows(compute_device, pair, tmp_path):
         assert handle.stats().disk_bytes >= TABLE_BYTES
         assert handle.stats().device_peak_bytes <= BUDGET
         train(plain, torch.optim.AdamW(plain.parameters(), lr=0.1), compute_device, accumulate=2)
-        assert_equal(model, plain)
+        assert_same_weights(model, plain)
 
 
 def test_only_rows_that_are_used_cross_the_link(compute_device, pair):
@@ -141,7 +135,7 @@ def test_where_few_rows_have_room_a_lookup_takes_turns(compute_device):
         train(model, torch.optim.SGD(model.parameters(), lr=0.1), compute_device)
         assert handle.stats().device_peak_bytes <= budget
     train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), compute_device)
-    assert_equal(model, plain)
+    assert_same_weights(model, plain)
 
 
 def test_a_table_in_another_dtype(compute_device, pair):
@@ -151,7 +145,7 @@ def test_a_table_in_another_dtype(compute_device, pair):
         options = {"device_memory": budget, "param_dtype": torch.bfloat16, "grad_dtype": torch.float32}
         with headrace.offload(one, device=compute_device, **options):
             train(one, torch.optim.SGD(one.parameters(), lr=0.1), compute_device, accumulate=2)
-    assert_equal(model, whole)
+    assert_same_weights(model, whole)
 
 
 class Borrows(Encoder):
@@ -170,7 +164,7 @@ def test_a_table_that_is_needed_whole_travels_whole_from_then_on(compute_device)
         train(model, torch.optim.SGD(model.parameters(), lr=0.1), compute_device, accumulate=2)
         assert handle.stats().device_peak_bytes <= budget
     train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), compute_device, accumulate=2)
-    assert_equal(model, plain)
+    assert_same_weights(model, plain)
 
 
 def test_a_whole_table_that_does_not_fit_is_told_of(compute_device):
@@ -280,7 +274,7 @@ def test_a_checkpoint_that_looks_up_again_in_the_whole_table(compute_device):
         assert "forward" in vars(model.table)
         for one in (model, plain):
             train(one, torch.optim.SGD(one.parameters(), lr=0.1), compute_device)
-        assert_equal(model, plain)
+        assert_same_weights(model, plain)
 
 
 def test_what_is_set_between_calls(compute_device, pair):

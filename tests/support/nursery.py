@@ -122,6 +122,32 @@ class Nursery:
                 pass
 
 
+def start_ranks(nursery: Nursery, directory: Path, world_size: int, call: str, setup: str = "") -> list[Child]:
+    """Ranks that meet in the directory; each makes that call of a module in tests/distributed.
+
+    A call is written as "meshed.saved, 'path', 3": a function of a module, and its arguments.
+    """
+    module = call.partition(".")[0]
+    code = f"""
+import torch
+from pathlib import Path
+from tests.distributed import {module}
+from tests.support.ranks import run
+{setup}
+run({call})
+"""
+    file = directory / f"store-{len(list(directory.iterdir()))}"
+    return [nursery.start(code, file, world_size, rank) for rank in range(world_size)]
+
+
+def run_ranks(nursery: Nursery, directory: Path, world_size: int, call: str, setup: str = "") -> None:
+    """Every rank comes to the end of its call; see start_ranks()."""
+    ranks = start_ranks(nursery, directory, world_size, call, setup)
+    said = [one.read_rest() for one in ranks]
+    ended = [one.wait() for one in ranks]
+    assert (said, ended) == (["done\n"] * world_size, [0] * world_size), "\n".join(one.errors for one in ranks)
+
+
 @pytest.fixture(scope="session")
 def _nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     nursery = Nursery(tmp_path_factory.mktemp("nursery"))
