@@ -38,13 +38,13 @@ def test_a_load_waits_for_the_checkpoint_that_is_being_written(tmp_path: Path, m
     headrace.save(tmp_path / "step-1", model, optimizer)
     train(model, optimizer)
     wanted = [p.detach().clone() for p in model.parameters()]
-    fill, reading = writing._Piece.fill, threading.Event()
+    fill, reading = writing.Piece.fill, threading.Event()
 
     def slow(piece: Any, memory: torch.Tensor) -> None:
         reading.wait(0.2)
         fill(piece, memory)
 
-    monkeypatch.setattr(writing._Piece, "fill", slow)
+    monkeypatch.setattr(writing.Piece, "fill", slow)
     headrace.save(tmp_path / "step-2", model, optimizer, wait=False)
     headrace.load(tmp_path / "step-1", model, optimizer)
     again, _ = small(1)

@@ -54,8 +54,8 @@ def plain(layers: int, hidden: int, vocabulary: int = 50272, heads: int = 128) -
 @pytest.fixture
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Visits are planned with fewer trials, alike for whatever is compared."""
-    monkeypatch.setattr(search, "_TRIALS", 100)
-    monkeypatch.setattr(search, "_TRIALS", 100)
+    monkeypatch.setattr(search, "TRIALS", 100)
+    monkeypatch.setattr(search, "TRIALS", 100)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ TRAINING = """
 import sys, torch, headrace
 from headrace.planning import search
 from tests.weights.models import Decoder, loss_of
-search._TRIALS = 20
+search.TRIALS = 20
 path, disk, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 with torch.device("meta"):
     model = Decoder(layers=6, width=64, vocabulary=128)
