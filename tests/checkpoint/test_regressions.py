@@ -89,7 +89,7 @@ def test_what_failed_beside_training_is_told_by_the_next_save(tmp_path: Path, mo
 
         patch.setattr(os, "pwritev", fails)
         saving = headrace.save(tmp_path / "step-1", model, optimizer, wait=False)
-        saving._writing._done.wait()
+        saving.ended()
     with pytest.raises(headrace.DiskError):
         headrace.save(tmp_path / "step-2", model, optimizer)
     headrace.save(tmp_path / "step-2", model, optimizer)
@@ -276,7 +276,7 @@ def test_a_crash_between_renames_loses_nothing(tmp_path: Path, monkeypatch: pyte
         rename(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(directory, "_exchanged", lambda *_: False)
+        patch.setattr(directory, "libc", lambda: None)  # which has no such call
         patch.setattr(os, "rename", crashes)
         patch.setattr(directory.NewDirectory, "discard", lambda _: None)  # nothing is cleaned up
         with pytest.raises(headrace.DiskError):
@@ -289,7 +289,7 @@ def test_a_crash_between_renames_loses_nothing(tmp_path: Path, monkeypatch: pyte
     assert_equal([p.detach() for p in again.parameters()], wanted)
     headrace.save(tmp_path / "step-1", model)
     with monkeypatch.context() as patch:
-        patch.setattr(directory, "_exchanged", lambda *_: False)
+        patch.setattr(directory, "libc", lambda: None)  # which has no such call
         headrace.save(tmp_path / "step-1", model, optimizer)
     left_over = [path.name for path in tmp_path.iterdir() if "before" in path.name]
     assert left_over == []
