@@ -32,13 +32,13 @@ from headrace.runtime.capture import begin_capture, end_capture
 from headrace.runtime.system import CLOSED_IN_CHILDREN, reserve
 from headrace.runtime.threads import Gate
 
-__all__ = ["LEAST_BYTES", "Writing"]
+__all__ = ["LEAST_BYTES", "Piece", "Writing"]
 
 WRITERS = 4  # that keep a drive busy; measured, see docs/design/checkpoints.md
 LEAST_BYTES = (WRITERS + 2) * PIECE_BYTES  # of memory: each writer has a piece, one is read, one waits
 
 
-class _Piece:
+class Piece:
     """Some neighbouring bytes of a file."""
 
     def __init__(self, file: str, index: int, begin: int, end: int) -> None:
@@ -93,8 +93,8 @@ class Writing:
         clean_up: Callable[[], None],
     ) -> None:
         self._finish, self._clean_up = finish, clean_up
-        self._pieces: list[_Piece] = []
-        self._of: dict[Any, list[_Piece]] = defaultdict(list)
+        self._pieces: list[Piece] = []
+        self._of: dict[Any, list[Piece]] = defaultdict(list)
         self._sources: dict[Any, list[TensorSource]] = defaultdict(list)
         self._checksums: dict[str, list[int]] = {}
         self._sizes = {layout.name: layout.nbytes for layout in layouts}
@@ -103,8 +103,8 @@ class Writing:
         self.seconds = 0.0
         self._error: BaseException | None = None
         self._begin, self._done = Gate(), Gate()
-        self._urgent: SimpleQueue[_Piece] = SimpleQueue()
-        self._filled: SimpleQueue[tuple[_Piece, torch.Tensor] | None] = SimpleQueue()
+        self._urgent: SimpleQueue[Piece] = SimpleQueue()
+        self._filled: SimpleQueue[tuple[Piece, torch.Tensor] | None] = SimpleQueue()
         self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
         self._files: dict[str, DirectFile] = {}
         try:
@@ -182,7 +182,7 @@ class Writing:
             (directory / layout.name).parent.mkdir(exist_ok=True)
             self._files[layout.name] = _new_file(directory / layout.name, layout.nbytes)
             pieces = [
-                _Piece(layout.name, index, begin, min(begin + PIECE_BYTES, layout.nbytes))
+                Piece(layout.name, index, begin, min(begin + PIECE_BYTES, layout.nbytes))
                 for index, begin in enumerate(range(0, layout.nbytes, PIECE_BYTES))
             ]
             self._checksums[layout.name] = [0] * len(pieces)

@@ -28,8 +28,8 @@ from headrace.optim import eight_bit
 __all__ = ["DiskState", "Part", "Wanted"]
 
 CHUNK_ELEMENTS = 1 << 21  # of one parameter at a time: 8 MiB of float32, what a drive takes at full speed
-_SLOTS = 8  # one is updated, the others are read into or written from
-_MOST_BYTES_PER_ELEMENT = 12
+SLOTS = 8  # one is updated, the others are read into or written from
+MOST_BYTES_PER_ELEMENT = 12
 _numbers = itertools.count()
 _PREFIX = "optimizer-"  # of directories; the number of their process follows
 
@@ -98,7 +98,7 @@ class DiskState:
         own = Path(directory) / f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
         self._ledger = Ledger()
         self._store = DiskStore(own, self._ledger)
-        self._ring = StagingRing(CHUNK_ELEMENTS * _MOST_BYTES_PER_ELEMENT, _SLOTS, torch.device("cpu"), self._ledger)
+        self._ring = StagingRing(CHUNK_ELEMENTS * MOST_BYTES_PER_ELEMENT, SLOTS, torch.device("cpu"), self._ledger)
         self._extents: dict[Any, dict[str, tuple[Extent, torch.dtype]]] = {}
         self._written: dict[Any, dict[str, None]] = {}  # names of the tensors whose extents hold anything
         self._busy = threading.Lock()
@@ -143,7 +143,7 @@ class DiskState:
             ahead: deque[tuple[Slot, list[tuple[Part, list[_Stretch]]], _All]] = deque()
             try:
                 while loads or ahead:
-                    while loads and len(ahead) < _SLOTS - 1:
+                    while loads and len(ahead) < SLOTS - 1:
                         ahead.append(self._read(loads.popleft()))
                     slot, load, arrived = ahead.popleft()
                     try:
@@ -288,7 +288,7 @@ class DiskState:
 
 
 def _chunk_elements(dtypes: Iterable[torch.dtype]) -> int:
-    wide = sum(dtype.itemsize for dtype in dtypes) > _MOST_BYTES_PER_ELEMENT  # float64
+    wide = sum(dtype.itemsize for dtype in dtypes) > MOST_BYTES_PER_ELEMENT  # float64
     return CHUNK_ELEMENTS // 2 if wide else CHUNK_ELEMENTS
 
 

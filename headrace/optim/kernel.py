@@ -26,6 +26,7 @@ __all__ = [
     "Task",
     "available",
     "checksum",
+    "native_library",
     "run",
     "warn_if_missing",
 ]
@@ -125,7 +126,8 @@ _LEVELS = {"AVX2": 1, "AVX512": 2}
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def native_library() -> ctypes.CDLL | None:
+    """The kernel, None where it was not built with this installation."""
     library = load_native(__file__, "headrace_optim_layout", _LAYOUT)
     if library is None:
         return None
@@ -138,19 +140,19 @@ def _library() -> ctypes.CDLL | None:
 
 def available() -> bool:
     """Whether the native kernel was built with this installation. Without it a slower path in PyTorch is used."""
-    return _library() is not None
+    return native_library() is not None
 
 
 @functools.cache
 def warn_if_missing() -> None:
     """Once for a process, for whoever is about to use it."""
-    if _library() is None:
+    if native_library() is None:
         warnings.warn(f"{SLOWER}; {INSTALL}", RuntimeWarning, stacklevel=4)
 
 
 def level() -> int:
     """Vector instructions in use: 0 baseline, 1 AVX2, 2 AVX-512; those that PyTorch uses, as results depend on them."""
-    library = _library()
+    library = native_library()
     if library is None:
         return 0
     wanted = _LEVELS.get(torch.backends.cpu.get_cpu_capability(), 0)
@@ -164,7 +166,7 @@ def run(tasks: Sequence[Task], constants: Sequence[Constants]) -> list[tuple[int
 
     The caller keeps the memory alive that the tasks point to. Raises RuntimeError where the kernel was not built.
     """
-    library = _library()
+    library = native_library()
     if library is None:
         raise RuntimeError("the native optimizer kernel was not built; headrace.optim.kernel.available() is False")
     chunks = 0
@@ -193,7 +195,7 @@ def checksum(weights: torch.Tensor) -> int | torch.Tensor:
     """
     if weights.device.type != "cpu":
         return weights.view(torch.int16).sum(dtype=torch.int64)
-    library = _library()
+    library = native_library()
     if library is not None:
         return int(library.headrace_optim_checksum(weights.data_ptr(), weights.numel()))
     bits = weights.reshape(-1).view(torch.int16)

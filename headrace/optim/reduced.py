@@ -29,8 +29,8 @@ from headrace.runtime.ranks import Ranks
 
 __all__ = ["Reduced", "dealt_over"]
 
-_TOGETHER_BYTES = 25 << 20  # of neighbours, whose gradients leave in one bucket for each owner
-_IN_FLIGHT_BYTES = 64 << 20  # of gradients on their way, or one bucket that is larger
+TOGETHER_BYTES = 25 << 20  # of neighbours, whose gradients leave in one bucket for each owner
+IN_FLIGHT_BYTES = 64 << 20  # of gradients on their way, or one bucket that is larger
 _numbers = count()  # of all that were made, in the same order on all ranks
 _HERE, _LATE = 1, 2  # what a rank says of each parameter: it has a gradient; it has another one, past its turn
 
@@ -114,7 +114,7 @@ class Reduced(Replicas):
                 handle = node.register_prehook(partial(_call, before, weakref.ref(parameter)))
                 weakref.finalize(self, handle.remove)
                 self._hooked[parameter] = node
-            if neighbours and nbytes + parameter.nbytes > _TOGETHER_BYTES:
+            if neighbours and nbytes + parameter.nbytes > TOGETHER_BYTES:
                 self._buckets += neighbours.values()
                 neighbours, nbytes = {}, 0
             key = self.deal.owner(parameter), *kind
@@ -227,7 +227,7 @@ class Reduced(Replicas):
         self._in_flight.append(_Bucket(work, flat, parameters, gradients if owner == self.ranks.own else []))
         self._in_flight_bytes += flat.nbytes
         del flat, gradient, gradients
-        while waits and self._in_flight_bytes > _IN_FLIGHT_BYTES and len(self._in_flight) > 1:
+        while waits and self._in_flight_bytes > IN_FLIGHT_BYTES and len(self._in_flight) > 1:
             self._arrive()
 
     def _arrive(self) -> None:

@@ -17,7 +17,7 @@ CLOSE = 1.005  # over the lower bound: good enough to stop
 FAR = 1.02  # over the goal: worth a search from each candidate
 TURNING_MAY_WIN = 1.05  # a plan of several cycles is improved when it is not slower than this
 TURNING_MUST_SAVE = 0.995  # and taken when it is faster than this, over the one-cycle plan
-_TRIALS = 1000  # schedules that are tried to improve one,
+TRIALS = 1000  # schedules that are tried to improve one,
 _TRIED_SLOTS = 48_000  # slots of them all together,
 _TRIED_PAIRS = 9_600_000  # and pairs of slots: each load is placed by a walk over slots
 _SHORT = 40  # slots up to which every candidate is improved, and a one-cycle plan is tried over several cycles
@@ -95,7 +95,7 @@ def _repeated(single: tuple[Tape, Schedule] | None) -> list[tuple[Tape, Schedule
 
 
 def _trials(tape: Tape) -> int:
-    return min(_TRIALS, _TRIED_SLOTS // tape.slots, _TRIED_PAIRS // tape.slots**2)
+    return min(TRIALS, _TRIED_SLOTS // tape.slots, _TRIED_PAIRS // tape.slots**2)
 
 
 def _score(tape: Tape, schedule: Schedule) -> tuple[float, float]:

@@ -20,7 +20,19 @@ import torch
 from headrace.runtime.device import is_accelerator
 from headrace.runtime.threads import Job, OneThread
 
-__all__ = ["Among", "Copy", "Event", "Lane", "Lanes", "LateTransfer", "Tick", "Transfer", "open_lanes"]
+__all__ = [
+    "Among",
+    "Copy",
+    "Event",
+    "Lane",
+    "Lanes",
+    "LateTransfer",
+    "StreamLanes",
+    "ThreadLanes",
+    "Tick",
+    "Transfer",
+    "open_lanes",
+]
 
 _LONG_SECONDS = 0.1  # to wait for a transfer to be submitted, which takes other ranks
 _T = TypeVar("_T")
@@ -164,10 +176,10 @@ class Lanes(ABC):
 
 def open_lanes(device: torch.device) -> Lanes:
     """The lanes of `device`."""
-    return _StreamLanes(device) if is_accelerator(device) else _ThreadLanes(device)
+    return StreamLanes(device) if is_accelerator(device) else ThreadLanes(device)
 
 
-class _StreamLanes(Lanes):
+class StreamLanes(Lanes):
     """Lanes of an accelerator: one stream for each direction, made once."""
 
     def __init__(self, device: torch.device) -> None:
@@ -263,7 +275,7 @@ class _JobEvent:
         return self._job.result()
 
 
-class _ThreadLanes(Lanes):
+class ThreadLanes(Lanes):
     """Lanes where the CPU computes: a worker thread for each direction; a copy releases the interpreter lock."""
 
     def __init__(self, device: torch.device) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from headrace.runtime.device import pci_address
 
-__all__ = ["Spread", "bind", "interleave", "node_of", "nodes_in_use", "nodes_of_process"]
+__all__ = ["Spread", "bind", "interleave", "libnuma", "node_of", "nodes_in_use", "nodes_of_process"]
 
 _NODES = Path("/sys/devices/system/node")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -39,7 +39,7 @@ def nodes_in_use(cores: Iterable[int], nodes: Path = _NODES) -> tuple[int, ...]:
 
 def interleave(address: int, nbytes: int, nodes: tuple[int, ...]) -> bool:
     """Has the pages of memory that nobody has touched yet come from `nodes` in turn. False: libnuma is not there."""
-    library = _libnuma()
+    library = libnuma()
     if library is None:
         return False
     mask = library.numa_allocate_nodemask()
@@ -54,7 +54,7 @@ def interleave(address: int, nbytes: int, nodes: tuple[int, ...]) -> bool:
 
 def bind(address: int, nbytes: int, node: int) -> bool:
     """As `interleave`, from one node."""
-    library = _libnuma()
+    library = libnuma()
     if library is not None:
         library.numa_tonode_memory(address, nbytes, node)
     return library is not None
@@ -101,7 +101,8 @@ def _page(offset: int) -> int:
 
 
 @functools.cache
-def _libnuma() -> Any:
+def libnuma() -> Any:
+    """The library, None where it or what it needs of the kernel is missing."""
     try:
         library = ctypes.CDLL("libnuma.so.1")
     except OSError:

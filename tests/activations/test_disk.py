@@ -1,6 +1,7 @@
 """Are activations that rest on disk exact, with little host memory, and does a fault of the disk show?"""
 
 import errno
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import headrace
-from headrace.memory.disk import DiskStore
-from headrace.memory.ledger import Tier
+from headrace.activations.stash import Stash
+from headrace.memory.disk import DirectFile, DiskStore
 from tests.activations.models import SAVED_BYTES, Stack, results, rows, step
 from tests.activations.test_orders import ORDERS, Script
+from tests.disk.test_faults import spill_file
 from tests.matrix.models import CASES, Case
 from tests.support.compare import assert_same
 from tests.support.held import weight_bytes
+from tests.support.instances import instances
 from tests.support.loops import train
 from tests.support.offloaded import budget_bytes
 
@@ -109,14 +112,15 @@ def test_disk_is_used_again(compute_device: torch.device, tmp_path: Path) -> Non
     ) as handle:
         for _ in range(2):
             step(model, rows(compute_device))
-        taken = handle._store.nbytes  # type: ignore[union-attr]
+        taken = os.stat(spill_file(tmp_path)).st_size
         for _ in range(3):
             step(model, rows(compute_device))
-        assert handle._store.nbytes == taken <= 13 * SAVED_BYTES  # type: ignore[union-attr]
+        assert handle.stats().spill_bytes > 0
+        assert 0 < os.stat(spill_file(tmp_path)).st_size == taken <= 13 * SAVED_BYTES
 
 
 def test_a_fault_of_the_disk_is_raised(compute_device: torch.device, tmp_path: Path, monkeypatch: Any) -> None:
-    def broken(self: DiskStore, *_: Any) -> None:
+    def broken(self: DirectFile, *_: Any) -> None:
         raise headrace.DiskError(5, "the drive is gone")
 
     model = Stack(12).to(compute_device)
@@ -124,7 +128,7 @@ def test_a_fault_of_the_disk_is_raised(compute_device: torch.device, tmp_path: P
     settings: dict[str, Any] = {"min_bytes": 0, "device_memory": 0, "tier": "disk", "host_memory": HOST_BYTES}
     with headrace.offload_activations(model, **settings, disk=tmp_path / "broken"):
         with monkeypatch.context() as patch:
-            patch.setattr(DiskStore, "_read_piece", broken)
+            patch.setattr(DirectFile, "read", broken)
             with pytest.raises(headrace.DiskError, match="the drive is gone"):
                 step(model, rows(compute_device))
         assert_same(step(model, rows(compute_device)), expected)
@@ -133,7 +137,7 @@ def test_a_fault_of_the_disk_is_raised(compute_device: torch.device, tmp_path: P
 def test_after_a_full_disk_all_is_as_before(compute_device: torch.device, tmp_path: Path, monkeypatch: Any) -> None:
     """Each step on a full disk raises; the first one after it is right, and nothing is held for those that failed."""
 
-    def full(self: DiskStore, *_: Any) -> None:
+    def full(self: DirectFile, *_: Any) -> None:
         raise headrace.DiskError(errno.ENOSPC, "no space is left")
 
     model = Stack(12).to(compute_device)
@@ -142,15 +146,16 @@ def test_after_a_full_disk_all_is_as_before(compute_device: torch.device, tmp_pa
     with headrace.offload_activations(model, **settings, disk=tmp_path) as handle:
         for _ in range(2):
             with monkeypatch.context() as patch:
-                patch.setattr(DiskStore, "_write_piece", full)
+                patch.setattr(DirectFile, "write", full)
                 for _ in range(2):
                     with pytest.raises(headrace.DiskError, match="no space is left"):
                         step(model, rows(compute_device))
             for _ in range(2):
                 assert_same(step(model, rows(compute_device)), expected)
             assert handle.stats().host_held_bytes == 0
-            assert handle._ledger.held_bytes(Tier.DEVICE, "activations") == 0
         assert handle.stats().spill_bytes > 0
+        handle.reset_stats()  # peaks begin with what is held now
+        assert handle.stats().device_peak_bytes == 0
 
 
 def test_what_the_disk_did_not_take_is_used_from_the_host(
@@ -158,22 +163,23 @@ def test_what_the_disk_did_not_take_is_used_from_the_host(
 ) -> None:
     may_write = threading.Event()
 
-    def full(self: DiskStore, *_: Any) -> None:
+    def full(self: DirectFile, *_: Any) -> None:
         may_write.wait()
         raise headrace.DiskError(errno.ENOSPC, "no space is left")
 
     model, x = Stack(2).to(compute_device), rows(compute_device)
     expected = step(model, x)
     model.zero_grad()
+    stores, stashes = instances(monkeypatch, DiskStore), instances(monkeypatch, Stash)
     with headrace.offload_activations(model, min_bytes=0, all_leave=True, tier="disk", disk=tmp_path) as handle:
-        monkeypatch.setattr(DiskStore, "_write_piece", full)
+        monkeypatch.setattr(DirectFile, "write", full)
         try:
             loss = model(x).square().sum()
         finally:
             may_write.set()
         with pytest.raises(headrace.DiskError, match="no space is left"):
-            handle._store.synchronize()  # type: ignore[union-attr]
-        handle._stash.between_moves(lambda: None)  # what a destructor raises is lost, so it does not hear of it
+            stores[0].synchronize()
+        stashes[0].between_moves(lambda: None)  # what a destructor raises is lost, so it does not hear of it
         with pytest.raises(headrace.DiskError, match="no space is left"):
             handle.stats()
         monkeypatch.undo()
@@ -201,13 +207,13 @@ def test_what_nobody_needs_is_not_asked_of_the_disk(
     model = DropsOne().to(compute_device)
     expected = step(model, rows(compute_device))
     may_write = threading.Event()
-    write_piece = DiskStore._write_piece
+    write = DirectFile.write
 
-    def late(self: DiskStore, *args: Any) -> None:
+    def late(self: DirectFile, *args: Any) -> None:
         may_write.wait()
-        write_piece(self, *args)
+        write(self, *args)
 
-    monkeypatch.setattr(DiskStore, "_write_piece", late)
+    monkeypatch.setattr(DirectFile, "write", late)
     with headrace.offload_activations(model, min_bytes=0, all_leave=True, tier="disk", disk=tmp_path) as handle:
         try:
             assert_same(step(model, rows(compute_device)), expected)

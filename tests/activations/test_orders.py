@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import headrace
+from headrace.activations.stash import Stash
 from headrace.runtime.autograd import top_hooks
+from headrace.runtime.lanes import Lanes
 from tests.activations.models import SAVED_BYTES, Layer, Stack, results, rows, step
 from tests.support.compare import assert_same
+from tests.support.instances import instances
 
 Script = Callable[[nn.Module, torch.device, int], list[Tensor]]
 
@@ -345,15 +348,17 @@ def test_a_backward_inside_of_the_forward(compute_device: torch.device) -> None:
             assert handle.stats().host_held_bytes == 0
 
 
-def test_the_collector_ends_a_backward_in_the_middle_of_a_move(compute_device: torch.device) -> None:
+def test_the_collector_ends_a_backward_in_the_middle_of_a_move(
+    compute_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that raised, and that somebody kept in a cycle: what it brought back goes after the move."""
     model = Stack().to(compute_device)
-    expected = step(model, rows(compute_device))
-    with headrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
+    expected, stashes = step(model, rows(compute_device)), instances(monkeypatch, Stash)
+    with headrace.offload_activations(model, min_bytes=0, device_memory=0):
         for _ in range(3):
             step(model, rows(compute_device))
         kept = loss_of(model, compute_device, 0)
-        stash = handle._stash
+        (stash,) = stashes
         seen: list[str] = []
 
         def end() -> None:
@@ -370,13 +375,14 @@ def test_the_collector_ends_a_backward_in_the_middle_of_a_move(compute_device: t
         assert_same(results(model, kept), expected)
 
 
-def test_the_collector_waits_for_no_thread(compute_device: torch.device) -> None:
+def test_the_collector_waits_for_no_thread(compute_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may come while a thread begins, in the midst of what waiting for another one would wait for."""
     model, may_end = Stack(2).to(compute_device), threading.Event()
+    opened = instances(monkeypatch, Lanes)
     try:
         with headrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
             step(model, rows(compute_device))
-            lanes = handle._lanes
+        (lanes,) = opened
         job = lanes.run(may_end.wait, lanes.mark())
         kept = [handle]
         del handle
@@ -397,12 +403,12 @@ def test_the_collector_waits_for_no_thread(compute_device: torch.device) -> None
     job.result()
 
 
-def test_a_destructor_does_not_wait_for_a_move(compute_device: torch.device) -> None:
+def test_a_destructor_does_not_wait_for_a_move(compute_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The collector may run it on a thread that the move waits for: one that reads or writes."""
     model = Stack().to(compute_device)
-    expected = step(model, rows(compute_device))
-    with headrace.offload_activations(model, min_bytes=0, device_memory=0) as handle:
-        stash = handle._stash
+    expected, stashes = step(model, rows(compute_device)), instances(monkeypatch, Stash)
+    with headrace.offload_activations(model, min_bytes=0, device_memory=0):
+        (stash,) = stashes
         seen: list[str] = []
         thread = threading.Thread(target=lambda: stash.between_moves(lambda: seen.append("ended")), daemon=True)
 

@@ -146,12 +146,12 @@ def found(emu: ModuleType) -> str:
 def test_copies_wait_for_what_compute_was_given(emu_device: ModuleType, monkeypatch, lane: str) -> None:
     from headrace.runtime import lanes
 
-    copy = lanes._StreamLanes.copy
+    copy = lanes.StreamLanes.copy
 
     def altered(self, copied_on, copies, after):
         return copy(self, copied_on, copies, torch.Event("emu") if copied_on.value == lane else after)
 
-    monkeypatch.setattr(lanes._StreamLanes, "copy", altered)
+    monkeypatch.setattr(lanes.StreamLanes, "copy", altered)
     train()
     assert f"copy {'D2H' if lane == 'offload' else 'H2D'}" in found(emu_device)
 

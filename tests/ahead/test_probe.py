@@ -1,5 +1,6 @@
 """Does a probe measure this machine, keep the result, and find what contradicts itself?"""
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -18,7 +19,6 @@ from tests.cost.conftest import LLAMA_8B
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Probing moves few bytes, and keeps its result here."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("headrace.runtime.probe._COPY_BYTES", 2**20)
     monkeypatch.setattr(ahead, "link_rates", lambda device: link_rates(device, copy_bytes=2**20))
     monkeypatch.setattr(ahead, "dram_rate", lambda: dram_rate(copy_bytes=2**20))
     monkeypatch.setattr(ahead, "update_rate", lambda: update_rate(parameters=2**16))
@@ -63,13 +63,20 @@ def test_plans_count_with_pageable_memory_where_nothing_can_be_locked(emu_device
     assert planned.onload_bytes_per_second == found.hardware.onload_bytes_per_second
 
 
-def test_contradictions_are_noted() -> None:
-    hardware = headrace.plan(LLAMA_8B, hardware="4090").hardware
-    assert ahead._implausible(hardware) == []
-    cached = hardware.changed(disk_read_bytes_per_second=hardware.dram_bytes_per_second)
-    assert "tmpfs" in ahead._implausible(cached)[0]
-    starved = hardware.changed(update_bytes_per_second=hardware.dram_bytes_per_second / 8)
-    assert "too few threads" in ahead._implausible(starved)[0]
+@pytest.mark.parametrize(
+    ("disk", "update", "said"),
+    [(5e9, 30e9, ""), (40e9, 30e9, "tmpfs"), (5e9, 5e9, "too few threads")],
+)
+def test_contradictions_are_noted(
+    small: Path, monkeypatch: pytest.MonkeyPatch, disk: float, update: float, said: str
+) -> None:
+    drive = disk_rates(small, file_bytes=2**24)
+    monkeypatch.setattr(ahead, "disk_rates", lambda directory: replace(drive, read=disk, notes=()))
+    monkeypatch.setattr(ahead, "dram_rate", lambda: 40e9)
+    monkeypatch.setattr(ahead, "update_rate", lambda: update)
+    noted = [note for note in headrace.probe("cpu", disk=small).notes if "host memory copies" in note]
+    assert len(noted) == bool(said)
+    assert all(said in note for note in noted)
 
 
 def test_a_directory_that_is_missing_is_an_error(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,10 +85,10 @@ def test_a_directory_that_is_missing_is_an_error(small: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"name": "x (cpu)"}', '{"name": 3, "devices": "two"}'])
-def test_a_damaged_measurement_is_told_to_plans_and_left_out_of_reports(text, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = ahead._cache_path()
-    path.parent.mkdir(parents=True)
+def test_a_damaged_measurement_is_told_to_plans_and_left_out_of_reports(text: str, small: Path) -> None:
+    headrace.probe("cpu", disk=small)
+    (path,) = (small / "headrace").iterdir()
+    assert ahead.probed_rates(torch.device("cpu"))
     path.write_text(text)
     with pytest.raises(ValueError, match="run headrace probe again"):
         ahead.cached_probe()

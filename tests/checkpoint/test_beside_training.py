@@ -84,14 +84,14 @@ def test_optimizers_of_pytorch_wait_too(tmp_path: Path) -> None:
 
 def test_a_write_that_nobody_held_up_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, goes_on = threading.Event(), threading.Event()
-    fill = writing._Piece.fill
+    fill = writing.Piece.fill
 
     def waits(piece: Any, memory: torch.Tensor) -> None:
         reading.set()
         goes_on.wait()
         fill(piece, memory)
 
-    monkeypatch.setattr(writing._Piece, "fill", waits)
+    monkeypatch.setattr(writing.Piece, "fill", waits)
     model = torch.nn.Linear(256, 256)
     saving = headrace.save(tmp_path / "step-1", model, wait=False)
     reading.wait()

@@ -39,13 +39,13 @@ def test_a_load_waits_for_the_checkpoint_that_is_being_written(tmp_path: Path, m
     headrace.save(tmp_path / "step-1", model, optimizer)
     train(model, optimizer)
     wanted = [p.detach().clone() for p in model.parameters()]
-    fill, reading = writing._Piece.fill, threading.Event()
+    fill, reading = writing.Piece.fill, threading.Event()
 
     def slow(piece: Any, memory: torch.Tensor) -> None:
         reading.wait(0.2)
         fill(piece, memory)
 
-    monkeypatch.setattr(writing._Piece, "fill", slow)
+    monkeypatch.setattr(writing.Piece, "fill", slow)
     headrace.save(tmp_path / "step-2", model, optimizer, wait=False)
     headrace.load(tmp_path / "step-1", model, optimizer)
     again, _ = small(1)
@@ -90,7 +90,7 @@ def test_what_failed_beside_training_is_told_by_the_next_save(tmp_path: Path, mo
 
         patch.setattr(os, "pwritev", fails)
         saving = headrace.save(tmp_path / "step-1", model, optimizer, wait=False)
-        saving._writing._done.wait()
+        saving.ended()
     with pytest.raises(headrace.DiskError):
         headrace.save(tmp_path / "step-2", model, optimizer)
     headrace.save(tmp_path / "step-2", model, optimizer)
@@ -278,7 +278,7 @@ def test_a_crash_between_renames_loses_nothing(tmp_path: Path, monkeypatch: pyte
         rename(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(directory, "_exchanged", lambda *_: False)
+        patch.setattr(directory, "libc", lambda: None)  # which has no such call
         patch.setattr(os, "rename", crashes)
         patch.setattr(directory.NewDirectory, "discard", lambda _: None)  # nothing is cleaned up
         with pytest.raises(headrace.DiskError):
@@ -291,7 +291,7 @@ def test_a_crash_between_renames_loses_nothing(tmp_path: Path, monkeypatch: pyte
     assert_same([p.detach() for p in again.parameters()], wanted)
     headrace.save(tmp_path / "step-1", model)
     with monkeypatch.context() as patch:
-        patch.setattr(directory, "_exchanged", lambda *_: False)
+        patch.setattr(directory, "libc", lambda: None)  # which has no such call
         headrace.save(tmp_path / "step-1", model, optimizer)
     left_over = [path.name for path in tmp_path.iterdir() if "before" in path.name]
     assert left_over == []

@@ -13,7 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from headrace.compat import HybridDeviceOptimizer
 from headrace.compat.sub_optimizers import TorchSteps
-from tests.compat.test_megatron import SHAPES, FusedAdam, on_device
+from headrace.optim.shares import Shares
+from tests.compat.test_megatron import SHAPES, FusedAdam, HostMemory, on_device
 from tests.optim.references import copies, give_gradients, parameters
 from tests.support.compare import assert_same
 
@@ -34,20 +35,29 @@ def trained(ours: Any, reference: Any, steps: int = 4) -> None:
 @pytest.mark.core(fraction=0.5)
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("name", CLASSES)
-def test_any_class_of_pytorch_has_its_own_bits(emu_device: ModuleType, name: str, fraction: float) -> None:
+def test_any_class_of_pytorch_has_its_own_bits(
+    emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, fraction: float
+) -> None:
     """Those that it has on the CPU for what is there, and those that it has on the device for the rest."""
     kind = getattr(torch.optim, name)
     on_cpu = parameters(shapes=SHAPES)
     ours, there = on_device(on_cpu), on_device(on_cpu)
     optimizer, of_cpu, of_device = HybridDeviceOptimizer(ours, fraction, kind), kind(on_cpu), kind(there)
+    on_host, divide = set(), Shares.divide
+
+    def divided(shares: Shares, *among: Any) -> Any:
+        found = divide(shares, *among)
+        on_host.update(id(member.parameter) for member in found[0])
+        return found
+
+    monkeypatch.setattr(Shares, "divide", divided)
     for step in range(4):
         give_gradients(ours, on_cpu, step)
         for weight, other in zip(ours, there, strict=True):
             other.grad = weight.grad
         for each in (optimizer, of_cpu, of_device):
             each.step()
-    host_elements = optimizer._shares._host_elements if 0 < fraction < 1 else {}
-    stays = [not host_elements.get(weight, fraction) for weight in ours]
+    stays = [id(weight) not in on_host if 0 < fraction < 1 else fraction == 0 for weight in ours]
     assert any(stays) == (fraction < 1)
     assert all(stays) == (fraction == 0)
     for index, weight in enumerate(ours):
@@ -139,15 +149,16 @@ def test_pytorchs_own_steps_when_it_is_asked_for(emu_device: ModuleType) -> None
 
 
 @pytest.mark.parametrize(("grads", "params"), [(True, True), (True, False), (False, True), (False, False)])
-def test_gradients_and_weights_are_pinned_each_for_itself(emu_device: ModuleType, grads: bool, params: bool) -> None:
+def test_gradients_and_weights_are_pinned_each_for_itself(
+    emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch, grads: bool, params: bool
+) -> None:
     theirs = parameters(shapes=SHAPES)
     ours = on_device(theirs)
     optimizer: Any = HybridDeviceOptimizer(ours, 1.0, pin_cpu_grads=grads, pin_cpu_params=params)
+    memory = HostMemory(monkeypatch)
     trained(optimizer, torch.optim.AdamW(theirs, fused=True))
     assert_same(ours, theirs)
-    twins = next(iter(optimizer._twins.values()))
-    assert {tensor.is_pinned() for tensor in twins._twins.values()} == {params}
-    assert {tensor.is_pinned() for tensor in twins._gradients.values()} == {grads}
+    assert memory.pinned() == ({params}, {grads})
 
 
 # TransformerEngine's arguments ---------------------------------------------------------------------------------------

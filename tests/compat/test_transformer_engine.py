@@ -8,12 +8,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import headrace
+from headrace.activations.passes import Passes
 from headrace.compat import CPUOffloadConfig, get_cpu_offload_context
 from headrace.compat.megatron import apply
 from headrace.runtime.autograd import top_hooks
 from tests.activations.interrupts import Calls
 from tests.activations.models import SAVED_BYTES, Stack, results, rows, step
 from tests.support.compare import assert_same
+from tests.support.instances import instances
 
 pytestmark = pytest.mark.core(device="emu")
 
@@ -45,16 +47,20 @@ def wrapped(device: torch.device, **settings: Any) -> Wrapped:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("num_layers", [0, 1, LAYERS - 1])
-def test_results_are_the_same(device: torch.device, num_layers: int, recompute: bool) -> None:
+def test_results_are_the_same(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, num_layers: int, recompute: bool
+) -> None:
+    made = instances(monkeypatch, Passes)
     expected = step(Stack(LAYERS).to(device), rows(device))
     model = wrapped(device, num_layers=num_layers)
     model.recompute = recompute
     for _ in range(4):
         assert_same(step(model, rows(device)), expected)
     if num_layers == 0:
-        assert not hasattr(model.context, "_passes")
+        assert made == []
         return
-    assert model.context._passes.meter.offload_bytes >= 4 * (num_layers - 1) * SAVED_BYTES
+    (passes,) = made
+    assert passes.meter.offload_bytes >= 4 * (num_layers - 1) * SAVED_BYTES
 
 
 @pytest.mark.parametrize("device", ["emu"], indirect=True)  # whose allocator counts
@@ -104,7 +110,10 @@ def test_a_forward_that_breaks_off_does_not_shift_the_layers(device: torch.devic
         assert_same(step(model, rows(device)), expected)
 
 
-def test_interrupts_do_not_shift_the_layers_or_stop_offloading(device: torch.device) -> None:
+def test_interrupts_do_not_shift_the_layers_or_stop_offloading(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = instances(monkeypatch, Passes)
     x = rows(device)
     expected = step(Stack(LAYERS).to(device), x)
     model = wrapped(device)
@@ -112,25 +121,26 @@ def test_interrupts_do_not_shift_the_layers_or_stop_offloading(device: torch.dev
         step(model, x)
     counted = Calls()
     counted.during(model, x)
-    meter, struck = model.context._passes.meter, 0
+    (passes,), struck = made, 0
     for index in range(40):
         try:
             Calls(1 + index * counted.seen // 40).during(model, x)
         except KeyboardInterrupt:
             struck += 1
-        before = meter.offloads
+        before = passes.meter.offloads
         assert_same(step(model, x), expected)
-        assert meter.offloads - before >= LAYERS - 2
+        assert passes.meter.offloads - before >= LAYERS - 2
     assert struck > 20
     assert top_hooks(True) is None
 
 
-def test_passes_without_gradients(device: torch.device) -> None:
+def test_passes_without_gradients(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = instances(monkeypatch, Passes)
     model = wrapped(device)
     with torch.no_grad():
         output = model(rows(device))
     assert torch.equal(output, Stack(LAYERS).to(device)(rows(device)))
-    assert model.context._passes is None
+    assert made == []
 
 
 @pytest.mark.parametrize("activations", [True, False])

@@ -320,7 +320,7 @@ def neighbours_leave_together() -> None:
         calls.clear()
         with (
             mock.patch.object(Ranks, "reduce", reduces),
-            mock.patch("headrace.optim.reduced._TOGETHER_BYTES", together_bytes),
+            mock.patch("headrace.optim.reduced.TOGETHER_BYTES", together_bytes),
         ):
             ours, theirs = Model(layers), parallel(Model(layers))
             mine = optim.SGD(ours.parameters(), lr=0.1, mesh=mesh(), zero_stage=2)
@@ -426,8 +426,8 @@ def a_backward_raises(file: str, rank: int) -> None:
 def micro_batches_are_added_up(together_bytes: int = 25 << 20, in_flight_bytes: int = 64 << 20) -> None:
     """Averages of micro-batches, in their order; some use parameters that others do not, on one rank or on all."""
     with (
-        mock.patch("headrace.optim.reduced._TOGETHER_BYTES", together_bytes),
-        mock.patch("headrace.optim.reduced._IN_FLIGHT_BYTES", in_flight_bytes),
+        mock.patch("headrace.optim.reduced.TOGETHER_BYTES", together_bytes),
+        mock.patch("headrace.optim.reduced.IN_FLIGHT_BYTES", in_flight_bytes),
     ):
         _micro_batches_are_added_up()
 
@@ -435,8 +435,8 @@ def micro_batches_are_added_up(together_bytes: int = 25 << 20, in_flight_bytes: 
 def ranks_use_different_parameters() -> None:
     """Each has more on its way than may be, and waits for another's; of one optimizer, and of two over every layer."""
     with (
-        mock.patch("headrace.optim.reduced._TOGETHER_BYTES", 1 << 10),
-        mock.patch("headrace.optim.reduced._IN_FLIGHT_BYTES", 1 << 11),
+        mock.patch("headrace.optim.reduced.TOGETHER_BYTES", 1 << 10),
+        mock.patch("headrace.optim.reduced.IN_FLIGHT_BYTES", 1 << 11),
     ):
         rank = distributed.get_rank()
         for optimizers in (1, 2):

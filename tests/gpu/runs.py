@@ -88,7 +88,7 @@ def sleep(device: torch.device) -> None:
 
 def hold_up(monkeypatch: pytest.MonkeyPatch, lane: str) -> None:
     """Puts a sleep in front of every copy of one lane, or in front of every visit on the compute lane."""
-    copy, tick = lanes_module._StreamLanes.copy, lanes_module._StreamLanes.tick
+    copy, tick = lanes_module.StreamLanes.copy, lanes_module.StreamLanes.tick
 
     def slow_copy(self: Any, copied_on: Any, copies: Any, after: Any) -> Any:
         if copied_on.value == lane:
@@ -100,6 +100,6 @@ def hold_up(monkeypatch: pytest.MonkeyPatch, lane: str) -> None:
         sleep(self.device)
         return tick(self)
 
-    monkeypatch.setattr(lanes_module._StreamLanes, "copy", slow_copy)
+    monkeypatch.setattr(lanes_module.StreamLanes, "copy", slow_copy)
     if lane == "compute":
-        monkeypatch.setattr(lanes_module._StreamLanes, "tick", slow_tick)
+        monkeypatch.setattr(lanes_module.StreamLanes, "tick", slow_tick)

@@ -91,12 +91,12 @@ def without_delivery(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def without_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients leave before compute has made them."""
-    copy = lanes_module._StreamLanes.copy
+    copy = lanes_module.StreamLanes.copy
 
     def hasty(self: Any, lane: Lane, copies: Any, after: Any) -> Any:
         return copy(self, lane, copies, torch.Event(self.device) if lane is Lane.OFFLOAD else after)
 
-    monkeypatch.setattr(lanes_module._StreamLanes, "copy", hasty)
+    monkeypatch.setattr(lanes_module.StreamLanes, "copy", hasty)
 
 
 @pytest.mark.parametrize(

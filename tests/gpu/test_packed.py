@@ -35,10 +35,10 @@ def test_every_pattern_is_unpacked_as_the_host_does(accelerator: torch.device, c
 
 def test_passes_are_the_plain_runs(accelerator: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Speeds decide nothing here: what is worth it, `benchmarks/packed_link.py` measures."""
-    monkeypatch.setattr(packed_loads, "_PIECES_OF_BUDGET", 8)
-    monkeypatch.setattr(packed_loads, "_LEAST_PIECE_BYTES", 4 << 20)
-    monkeypatch.setattr(packed_loads, "_WORTH", float("inf"))
-    monkeypatch.setattr(planner, "_WAITS", -1)
+    monkeypatch.setattr(packed_loads, "PIECES_OF_BUDGET", 8)
+    monkeypatch.setattr(packed_loads, "LEAST_PIECE_BYTES", 4 << 20)
+    monkeypatch.setattr(packed_loads, "WORTH", float("inf"))
+    monkeypatch.setattr(planner, "WAITS", -1)
     if EMULATED:
         monkeypatch.setattr(packed_loads, "unpacks_by_kernel", lambda _: True)
     torch.manual_seed(0)

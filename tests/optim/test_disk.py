@@ -131,7 +131,7 @@ def test_state_is_not_in_host_memory(tmp_path: Path) -> None:
     assert optimizer._disk._store.nbytes == state_bytes
     assert moved_bytes(optimizer._disk) == (0, state_bytes)  # zeros are not read
     assert (
-        optimizer.held_bytes() == disk_state._SLOTS * disk_state._MOST_BYTES_PER_ELEMENT * (1 << 13) + 16 * 4
+        optimizer.held_bytes() == disk_state.SLOTS * disk_state.MOST_BYTES_PER_ELEMENT * (1 << 13) + 16 * 4
     )  # the ring, and the counts of steps
     optimizer.step()
     optimizer._disk.synchronize()

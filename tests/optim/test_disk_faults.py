@@ -32,7 +32,7 @@ FAULTS = {"read": "_read_piece", "write": "_write_piece"}
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_state, "CHUNK_ELEMENTS", 1 << 12)
-    monkeypatch.setattr(disk_state, "_SLOTS", 3)
+    monkeypatch.setattr(disk_state, "SLOTS", 3)
     monkeypatch.setattr(matrices, "LEAST_BYTES", 1)
 
 

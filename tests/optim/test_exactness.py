@@ -30,7 +30,7 @@ def shapes_of(name: str) -> Any:
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "torch":
         monkeypatch.setattr(kernel, "available", lambda: False)
-        monkeypatch.setattr(kernel, "_library", lambda: None)
+        monkeypatch.setattr(kernel, "native_library", lambda: None)
         monkeypatch.setattr(kernel, "warn_if_missing", lambda: None)
     elif not kernel.available():
         pytest.skip("the native kernel was not built")

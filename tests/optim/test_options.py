@@ -43,7 +43,7 @@ def test_types_know_the_choices_of_a_setting(call: Any, name: str, choices: set[
 
 @pytest.fixture
 def no_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(kernel, "_library", lambda: None)
+    monkeypatch.setattr(kernel, "native_library", lambda: None)
     kernel.warn_if_missing.cache_clear()
     yield
     kernel.warn_if_missing.cache_clear()

@@ -30,7 +30,7 @@ frozen, inputs = partial(models.frozen, WIDTH, LAYERS), partial(models.inputs, W
 @pytest.fixture(autouse=True)
 def _always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Speeds of this machine decide nothing."""
-    monkeypatch.setattr(fetching, "_TIMES_AS_FAST", 0)
+    monkeypatch.setattr(fetching, "TIMES_AS_FAST", 0)
 
 
 def passes(model: nn.Module, handle: headrace.Offloaded, want: torch.Tensor, count: int = PASSES) -> headrace.Stats:
@@ -239,7 +239,7 @@ def test_what_does_not_pay_is_tried_once(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_not_packed_where_the_drive_is_faster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(fetching, "_TIMES_AS_FAST", float("inf"))
+    monkeypatch.setattr(fetching, "TIMES_AS_FAST", float("inf"))
     model = frozen()
     with torch.no_grad():
         want = model(inputs())

@@ -37,10 +37,10 @@ frozen, inputs = partial(models.frozen, WIDTH, LAYERS), partial(models.inputs, W
 def _always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes of tests, whatever the speeds. The emulated device has no Triton, but PyTorch's operators."""
     monkeypatch.setattr(packed_loads, "unpacks_by_kernel", lambda device: device.type == "emu")
-    monkeypatch.setattr(packed_loads, "_PIECES_OF_BUDGET", 8)
-    monkeypatch.setattr(packed_loads, "_LEAST_PIECE_BYTES", 4 << 20)
-    monkeypatch.setattr(packed_loads, "_WORTH", float("inf"))
-    monkeypatch.setattr(planner, "_WAITS", -1)
+    monkeypatch.setattr(packed_loads, "PIECES_OF_BUDGET", 8)
+    monkeypatch.setattr(packed_loads, "LEAST_PIECE_BYTES", 4 << 20)
+    monkeypatch.setattr(packed_loads, "WORTH", float("inf"))
+    monkeypatch.setattr(planner, "WAITS", -1)
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_packed_weights_give_way_to_what_needs_host_memory(device: torch.device)
 
 
 def test_what_is_no_quicker_ends(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_loads, "_WORTH", 0.0)
+    monkeypatch.setattr(packed_loads, "WORTH", 0.0)
     model = frozen()
     with torch.no_grad():
         want = model(inputs())
@@ -478,7 +478,7 @@ def test_edge_11_pieces_take_turns(
     device: torch.device, emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     """Each wait is taken out (docs/design/ordering.md), and the race detector names what it then finds."""
-    unpack, copy = lanes._StreamLanes.unpack, lanes._StreamLanes.copy
+    unpack, copy = lanes.StreamLanes.unpack, lanes.StreamLanes.copy
     never_recorded = torch.Event("emu")
 
     def unpack_early(self: Any, job: Callable[[], None], after: Sequence[Any]) -> Any:
@@ -495,9 +495,9 @@ def test_edge_11_pieces_take_turns(
         assert passes(model, handle, frozen()(inputs())).onload_packed_bytes > 0
         assert emu_device.take_reports() == []
         if missing == "what crossed before is unpacked":
-            monkeypatch.setattr(lanes._StreamLanes, "copy", copy_early)
+            monkeypatch.setattr(lanes.StreamLanes, "copy", copy_early)
         else:
-            monkeypatch.setattr(lanes._StreamLanes, "unpack", unpack_early)
+            monkeypatch.setattr(lanes.StreamLanes, "unpack", unpack_early)
         for _ in range(3):
             model(inputs())
         handle.synchronize()

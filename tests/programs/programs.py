@@ -172,15 +172,15 @@ def _one_line(error: BaseException) -> str:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Plans are searched for shortly, sums do not depend on threads, and warnings are of no concern."""
-    before = search._TRIALS, torch.get_num_threads()
-    search._TRIALS = 20
+    before = search.TRIALS, torch.get_num_threads()
+    search.TRIALS = 20
     torch.set_num_threads(1)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        search._TRIALS = before[0]
+        search.TRIALS = before[0]
         torch.set_num_threads(before[1])
 
 

@@ -46,7 +46,7 @@ def policy_of(address: int) -> str:
 
 
 needs_libnuma = pytest.mark.skipif(
-    numa._libnuma() is None or not os.access("/proc/self/numa_maps", os.R_OK), reason="no libnuma, or a kernel without"
+    numa.libnuma() is None or not os.access("/proc/self/numa_maps", os.R_OK), reason="no libnuma, or a kernel without"
 )
 
 
@@ -78,7 +78,7 @@ def test_an_arena_of_one_node_has_the_kernels_own_policy(monkeypatch: pytest.Mon
 
 
 def test_without_libnuma_an_arena_is_memory_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numa, "_libnuma", lambda: None)
+    monkeypatch.setattr(numa, "libnuma", lambda: None)
     monkeypatch.setattr(pages, "nodes_of_process", lambda: (0, 1))
     memory = Arena(NBYTES, torch.device("cpu"), Ledger(), "weights").tensor(0, NBYTES)
     assert memory.fill_(7).sum() == 7 * NBYTES
@@ -111,7 +111,7 @@ class Library:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     found = Library()
-    monkeypatch.setattr(numa, "_libnuma", lambda: found)
+    monkeypatch.setattr(numa, "libnuma", lambda: found)
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from headrace.planning import Phase, Problem, Visit, make_plan
-from headrace.weights.movement.trace import _MOST_PLANS, _MOST_TRACES, Course, Entry, Trace, TraceBook, VisitKey
+from headrace.weights.movement.trace import MOST_PLANS, MOST_TRACES, Course, Entry, Trace, TraceBook, VisitKey
 
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 TRAIN, EVALUATE = Entry("model", FORWARD, True), Entry("model", FORWARD, False)
@@ -128,9 +128,9 @@ def test_traces_that_never_come_again_go(player: Player) -> None:
     first = visits(0)
     player.play(TRAIN, first)
     old = weakref.ref(player.book.expect(TRAIN))
-    for number in range(1, 2 * _MOST_TRACES):
+    for number in range(1, 2 * MOST_TRACES):
         player.play(EVALUATE if number % 3 else TRAIN, visits(0, number))
-        assert len(player.book) <= _MOST_TRACES
+        assert len(player.book) <= MOST_TRACES
     gc.collect()
     assert old() is None
 
@@ -138,19 +138,19 @@ def test_traces_that_never_come_again_go(player: Player) -> None:
 def test_a_trace_that_is_followed_now_and_then_stays(player: Player) -> None:
     player.play(TRAIN, STEP)
     known = player.book.expect(TRAIN)
-    for number in range(3 * _MOST_TRACES):
+    for number in range(3 * MOST_TRACES):
         player.play(EVALUATE, visits(0, number))
-        if number % (_MOST_TRACES // 2) == 0:
+        if number % (MOST_TRACES // 2) == 0:
             player.play(TRAIN, STEP)
     assert player.book.enter(TRAIN, STEP, [1.0] * len(STEP)) is known
 
 
 def test_a_trace_keeps_the_plans_that_are_used() -> None:
     course = course_of(STEP)
-    for number in range(3 * _MOST_PLANS):
+    for number in range(3 * MOST_PLANS):
         course.trace.keep_plan((frozenset({number}), True), course.plan)
         course.trace.keep_plan((frozenset({0}), True), course.plan)
-    assert len(course.trace.plans) == _MOST_PLANS
+    assert len(course.trace.plans) == MOST_PLANS
     assert (frozenset({0}), True) in course.trace.plans
 
 

@@ -10,7 +10,7 @@ from tests.support.models import Decoder, seeded, some_tokens
 @pytest.fixture(autouse=True)
 def _short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of a second for each plan is more than a test of right results takes for anything else."""
-    monkeypatch.setattr(search, "_TRIALS", 20)
+    monkeypatch.setattr(search, "TRIALS", 20)
 
 
 @pytest.fixture

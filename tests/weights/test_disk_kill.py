@@ -16,7 +16,7 @@ import sys, torch, headrace
 from headrace.planning import search
 from tests.support.loops import loss_of
 from tests.support.models import Decoder
-search._TRIALS = 20
+search.TRIALS = 20
 path, disk, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 with torch.device("meta"):
     model = Decoder(layers=6, width=64, vocabulary=128)

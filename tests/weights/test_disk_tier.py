@@ -239,7 +239,7 @@ import emulator.emu
 import headrace
 from headrace.planning import search
 from tests.support.models import Decoder
-search._TRIALS = 20
+search.TRIALS = 20
 model = Decoder(layers=6, width=64, vocabulary=128)
 budgets = {"device_memory": "140KiB", "host_memory": "256KiB", "disk": sys.argv[2]}
 handle = headrace.offload(model, device=sys.argv[1], **budgets)

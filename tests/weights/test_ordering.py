@@ -59,7 +59,7 @@ def infer(emu: ModuleType, model: nn.Module, tokens: torch.Tensor, through_data:
 
 def without_waiting_on(lane: Lane) -> Callable[..., Any]:
     """`copy` of the lanes, but this lane does not wait for the event it is given."""
-    copy = lanes_module._StreamLanes.copy
+    copy = lanes_module.StreamLanes.copy
 
     def altered(self: Lanes, copied_on: Lane, copies: Any, after: Any) -> Any:
         return copy(self, copied_on, copies, torch.Event("emu") if copied_on is lane else after)
@@ -109,7 +109,7 @@ def test_a_state_dict_of_device_tensors_is_loaded_when_no_copy_reads_the_homes(e
 
 
 def test_edge_1_onload_waits_for_the_allocation(emu_device, decoder, tokens, monkeypatch):
-    monkeypatch.setattr(lanes_module._StreamLanes, "copy", without_waiting_on(Lane.ONLOAD))
+    monkeypatch.setattr(lanes_module.StreamLanes, "copy", without_waiting_on(Lane.ONLOAD))
     train(emu_device, decoder, tokens)
     assert "copy H2D" in found(emu_device)
 
@@ -142,7 +142,7 @@ def test_edge_3_a_buffer_that_is_arriving_is_not_let_go(emu_device, decoder, tok
 
 
 def test_edge_4_offload_waits_for_the_gradient(emu_device, decoder, tokens, monkeypatch):
-    monkeypatch.setattr(lanes_module._StreamLanes, "copy", without_waiting_on(Lane.OFFLOAD))
+    monkeypatch.setattr(lanes_module.StreamLanes, "copy", without_waiting_on(Lane.OFFLOAD))
     train(emu_device, decoder, tokens)
     reports = found(emu_device)
     assert "read-after-write" in reports

@@ -10,7 +10,7 @@ from torch import nn
 import headrace
 from headrace.planning import Problem
 from headrace.weights.movement import planner as planner_module
-from headrace.weights.movement.trace import _MOST_TRACES
+from headrace.weights.movement.trace import MOST_TRACES
 from tests.support.compare import assert_same
 from tests.support.held import weight_bytes
 from tests.support.loops import loss_of
@@ -79,6 +79,6 @@ def test_passes_that_never_come_again_are_forgotten() -> None:
         expected = [model(hidden, number) for number in range(1, 128)]
         with headrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2) as handle:
             found = [model(hidden, number) for number in range(1, 128)]
-            assert len(handle._executor._book) == _MOST_TRACES
+            assert len(handle._executor._book) == MOST_TRACES
             assert handle.stats().onload_bytes > weight_bytes(model)
     assert_same(found, expected)

@@ -30,12 +30,12 @@ from headrace.weights.rest.packing import is_frozen
 __all__ = ["PackedLoads"]
 
 _LOADS_BEFORE = 3  # with the same contents: then it is clear that they come again and again
-_MOST_PIECE_BYTES, _LEAST_PIECE_BYTES = 32 << 20, 8 << 20  # of weights; less costs the host more than it saves
-_PIECES_OF_BUDGET = 64
+MOST_PIECE_BYTES, LEAST_PIECE_BYTES = 32 << 20, 8 << 20  # of weights; less costs the host more than it saves
+PIECES_OF_BUDGET = 64
 _MOST_SHARE = 0.8  # of its bytes, that a packed piece takes: others cross as they are
 _HOST_SHARE = 0.5  # of what the host budget, and the machine, have left
 _BUDGET_BLOCKS = 3  # that computing and loading side by side want: none of these may lose its room
-_WORTH = 0.95  # of a plain load's time
+WORTH = 0.95  # of a plain load's time
 _JUDGED_BLOCKS, _JUDGED_SEND = 3, 2
 
 
@@ -126,11 +126,11 @@ class PackedLoads:
 
     def wanted_bytes(self, blocks: Iterable[Block], budget_bytes: int, largest_bytes: int) -> int:
         """Device memory that `open` takes of a budget for these blocks; 0: it is not to be opened."""
-        piece_bytes = min(_MOST_PIECE_BYTES, budget_bytes // _PIECES_OF_BUDGET, largest_bytes) // 256 * 256
+        piece_bytes = min(MOST_PIECE_BYTES, budget_bytes // PIECES_OF_BUDGET, largest_bytes) // 256 * 256
         wanted_bytes = 2 * _half_bytes(piece_bytes)
         count = min(_BUDGET_BLOCKS, budget_bytes // max(1, largest_bytes))
         has_room = count * largest_bytes + wanted_bytes <= budget_bytes
-        worth_it = self._may_open and self._scratch is None and piece_bytes >= _LEAST_PIECE_BYTES
+        worth_it = self._may_open and self._scratch is None and piece_bytes >= LEAST_PIECE_BYTES
         if not (worth_it and has_room) or self._ledger.host_budget_bytes is None:
             return 0
         return wanted_bytes if any(map(_may_be_packed, blocks)) else 0
@@ -140,7 +140,7 @@ class PackedLoads:
         self._scratch, self._plain_link = scratch, link
         half_bytes, free = scratch.nbytes // 2, self._lanes.mark()
         self._halves = [_Half(part, free) for part in scratch.split(half_bytes)]
-        self._piece_bytes = min(_MOST_PIECE_BYTES, int(half_bytes / _MOST_SHARE) // 256 * 256)
+        self._piece_bytes = min(MOST_PIECE_BYTES, int(half_bytes / _MOST_SHARE) // 256 * 256)
         left_bytes = (self._ledger.host_budget_bytes or 0) - self._ledger.held_bytes(Tier.HOST)
         self._room = _Room(int(min(left_bytes, available_host_bytes()) * _HOST_SHARE))  # optimizers are in no budget
         self._ledger.spare = weakref.WeakMethod(self._give_way)
@@ -170,7 +170,7 @@ class PackedLoads:
         self._is_judged = True
         packed_seconds = sum(self._lanes.seconds(transfer.begun, transfer.done) for _, transfer in known)
         plain_seconds = sum(self._plain_link.load_seconds(nbytes) for nbytes, _ in known)
-        return packed_seconds <= _WORTH * plain_seconds
+        return packed_seconds <= WORTH * plain_seconds
 
     def onload(self, block: Block, buffer: torch.Tensor, copies: Sequence[Copy], after: Event) -> Transfer | None:
         """Submits what `copies`, from `Block.copies_in`, would bring, from when `after` is reached on.
@@ -182,7 +182,7 @@ class PackedLoads:
             or not self._may_open
             or not copies
             or copies[0][0] is not buffer
-            or buffer.nbytes < _LEAST_PIECE_BYTES
+            or buffer.nbytes < LEAST_PIECE_BYTES
         ):
             return None
         if not is_frozen(block.slots):
@@ -324,7 +324,7 @@ class PackedLoads:
 
 
 def _may_be_packed(block: Block) -> bool:
-    return not block.is_fetched and block.nbytes >= _LEAST_PIECE_BYTES and is_frozen(block.slots)
+    return not block.is_fetched and block.nbytes >= LEAST_PIECE_BYTES and is_frozen(block.slots)
 
 
 def _pack(loads: "weakref.ref[PackedLoads]", packed: _PackedBlock, memory: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from headrace.weights.movement.trace import Trace
 
 __all__ = ["Planner"]
 
-_WAITS = 0.05  # for the link, as a share of compute, from which on fewer bytes are worth some work
+WAITS = 0.05  # for the link, as a share of compute, from which on fewer bytes are worth some work
 _MOST_ROWS_SHARE = 1 / 4  # of the budget, that plans leave free for rows of tables: what is more evicts blocks
 
 
@@ -33,7 +33,7 @@ class Planner:
         """
         try:
             plan = make_plan(self._problem(trace, changed, in_parts_bytes, rows_bytes))
-            if trace.refined and plan.predicted.stall_seconds > _WAITS * plan.predicted.compute_seconds:
+            if trace.refined and plan.predicted.stall_seconds > WAITS * plan.predicted.compute_seconds:
                 blocks = [block for block in self._blocks if not block.travels_in_parts]
                 if self._residency.pack_loads(blocks, self._largest_bytes(trace), self._meter.link()):
                     # That took some of the budget.

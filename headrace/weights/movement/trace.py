@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from headrace.planning import Phase, Plan, Step
 
-__all__ = ["Course", "Entry", "Trace", "TraceBook", "Turn", "VisitKey"]
+__all__ = ["MOST_PLANS", "MOST_TRACES", "Course", "Entry", "Trace", "TraceBook", "Turn", "VisitKey"]
 
-_MOST_TRACES = 64  # that are remembered: where layers are skipped at random, every cycle has a trace of its own
-_MOST_PLANS = 8  # of one trace, each for other blocks that change
+MOST_TRACES = 64  # that are remembered: where layers are skipped at random, every cycle has a trace of its own
+MOST_PLANS = 8  # of one trace, each for other blocks that change
 
 VisitKey = tuple[tuple[int, ...], Phase]  # indices of the streamed blocks, and the phase
 PlanKey = tuple[frozenset[int], bool]  # blocks that change, and whether the trace repeats
@@ -48,7 +48,7 @@ class Trace:
         """A plan was made, or used again; the one used longest ago goes first."""
         self.plans[key] = plan
         self.plans.move_to_end(key)
-        if len(self.plans) > _MOST_PLANS:
+        if len(self.plans) > MOST_PLANS:
             self.plans.popitem(last=False)
 
 
@@ -158,7 +158,7 @@ class TraceBook:
         key = trace.site, trace.visits
         self._all[key] = trace
         self._all.move_to_end(key)
-        if len(self._all) > _MOST_TRACES:
+        if len(self._all) > MOST_TRACES:
             self._forget(self._all.popitem(last=False)[1])
 
     def _forget(self, old: Trace) -> None:

@@ -28,7 +28,7 @@ from headrace.weights.rest.pieces import Landing, Piece, ReadEvent
 __all__ = ["Fetch", "Fetchable", "Fetching", "Target", "Way"]
 
 # As the drive is what unpacks in the caches: from memory it is a third of that, and compute is beside it.
-_TIMES_AS_FAST = 4
+TIMES_AS_FAST = 4
 
 
 _AT_ONCE = 6  # requests, before a guess is read for a drive that has four threads: it may be asked for meanwhile
@@ -373,7 +373,7 @@ class Fetching:
 
     def _packing_pays(self) -> bool:
         """Reading and unpacking go on side by side: the latter has to be well ahead of the drive."""
-        return 0 < self._seconds_per_byte < float("inf") and unpacking_speed() * self._seconds_per_byte > _TIMES_AS_FAST
+        return 0 < self._seconds_per_byte < float("inf") and unpacking_speed() * self._seconds_per_byte > TIMES_AS_FAST
 
     def _submit_read(self, fetch: Fetch, stop: int) -> None:
         self._reader.submit(fetch.read, self._ring, stop, None if self._pace.is_limited else self._turns)
