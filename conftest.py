@@ -74,7 +74,7 @@ def _is_one_of(callspec: Any, name: str, values: Any) -> bool:
 
 
 _EMULATOR = Path(__file__).parent / "emulator"
-_OF_WHOLE_MODELS = ("activations", "compat", "integrations", "matrix", "packed", "quantised")
+_OF_WHOLE_MODELS = ("activations", "compat", "integrations", "matrix", "packed", "quantised", "weights")
 
 
 def _register_emulator(items: list[pytest.Item]) -> None:

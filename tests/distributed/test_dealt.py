@@ -9,14 +9,14 @@ from tests.support.nursery import Nursery, run_ranks
 pytestmark = pytest.mark.core(world_size=2)
 
 
-@pytest.mark.core(name=["AdamW", "Adafactor"])
+@pytest.mark.core(name="AdamW")
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Lion", "Adafactor"])
 def test_replicas_step_as_the_stock_optimizer(nursery: Nursery, tmp_path: Path, name: str, world_size: int) -> None:
     run_ranks(nursery, tmp_path, world_size, f"dealt.steps_are_those_of_stock, {name!r}")
 
 
-@pytest.mark.core(settings="{'max_grad_norm': 0.01}")
+@pytest.mark.core(settings="{'max_grad_norm': 0.01}", name=["Muon", "AdamW"], dtype="bfloat16")
 @pytest.mark.parametrize(
     ("name", "dtype", "settings", "disk"),
     [
@@ -38,6 +38,7 @@ def test_replicas_step_as_one_process(
     run_ranks(nursery, tmp_path, 2, f"dealt.as_in_one_process, {name!r}, torch.{dtype}, {settings}, {place}, 4")
 
 
+@pytest.mark.core(name="AdamW")
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_gradients_are_at_their_owners(nursery: Nursery, tmp_path: Path, name: str, world_size: int) -> None:
@@ -49,11 +50,21 @@ def test_gradients_leave_together(nursery: Nursery, tmp_path: Path, world_size: 
     run_ranks(nursery, tmp_path, world_size, "dealt.neighbours_leave_together")
 
 
+@pytest.mark.core(program="more_ranks_than_parameters")
 @pytest.mark.parametrize("program", ["more_ranks_than_parameters", "large_tensors"])
 def test_four_ranks(nursery: Nursery, tmp_path: Path, program: str) -> None:
     run_ranks(nursery, tmp_path, 4, f"dealt.{program}")
 
 
+@pytest.mark.core(
+    program=[
+        "offloaded",
+        "writes_are_noticed",
+        "a_rank_fails",
+        "micro_batches_are_added_up",
+        "ranks_use_different_parameters",
+    ]
+)
 @pytest.mark.parametrize(
     "program",
     [
@@ -78,6 +89,7 @@ def test_two_ranks(nursery: Nursery, tmp_path: Path, program: str) -> None:
     run_ranks(nursery, tmp_path, 2, f"dealt.{program}")
 
 
+@pytest.mark.core(program="a_backward_raises")
 @pytest.mark.parametrize("program", ["a_rank_stays_away", "a_backward_raises"])
 def test_a_rank_that_takes_no_step(nursery: Nursery, tmp_path: Path, program: str) -> None:
     code = f"import sys\nfrom tests.distributed import dealt as p\np.{program}(sys.argv[1], int(sys.argv[2]))"
@@ -87,7 +99,7 @@ def test_a_rank_that_takes_no_step(nursery: Nursery, tmp_path: Path, program: st
         assert one.wait() == 0, one.errors
 
 
-@pytest.mark.core(dtype="bfloat16")
+@pytest.mark.extended
 @pytest.mark.parametrize(("name", "dtype"), [("AdamW", "float32"), ("AdamW", "bfloat16"), ("Adafactor", "float32")])
 def test_consolidated_states(nursery: Nursery, tmp_path: Path, name: str, dtype: str) -> None:
     path = f"Path({str(tmp_path)!r})"
@@ -96,7 +108,7 @@ def test_consolidated_states(nursery: Nursery, tmp_path: Path, name: str, dtype:
         run_ranks(nursery, tmp_path, world_size, f"dealt.continued, {path} / 'saved.pt', {name!r}, torch.{dtype}")
 
 
-@pytest.mark.core(disk=True)
+@pytest.mark.core(disk=True, name="AdamW")
 @pytest.mark.parametrize(("name", "disk"), [("AdamW", False), ("AdamW", True), ("Muon", True)])
 def test_checkpoints(nursery: Nursery, tmp_path: Path, name: str, disk: bool) -> None:
     for rank in range(2):
@@ -104,7 +116,7 @@ def test_checkpoints(nursery: Nursery, tmp_path: Path, name: str, disk: bool) ->
     run_ranks(nursery, tmp_path, 2, f"dealt.saved_by_headrace, Path({str(tmp_path)!r}), {name!r}, {disk}")
 
 
-@pytest.mark.core(dtype="bfloat16")
+@pytest.mark.extended
 @pytest.mark.parametrize(("name", "dtype"), [("AdamW", "float32"), ("AdamW", "bfloat16"), ("Muon", "float32")])
 def test_distributed_checkpoints(nursery: Nursery, tmp_path: Path, name: str, dtype: str) -> None:
     """Saved by two ranks, resumed by these, by one and by three, with and without a mesh."""
@@ -114,7 +126,7 @@ def test_distributed_checkpoints(nursery: Nursery, tmp_path: Path, name: str, dt
         run_ranks(nursery, tmp_path, world_size, f"dealt.resumed_by_dcp, {path}, {name!r}, torch.{dtype}")
 
 
-@pytest.mark.core(offload=True)
+@pytest.mark.core(offload=True, name="Muon")
 @pytest.mark.parametrize("offload", [False, True], ids=["plain", "offload_policy"])
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
@@ -126,7 +138,7 @@ def test_matrices_step_as_whole_ones(
     run_ranks(nursery, tmp_path, world_size, call)
 
 
-@pytest.mark.core(name="Muon")
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
 def test_narrow_matrices(nursery: Nursery, tmp_path: Path, name: str) -> None:
     """On four ranks in two replicas; with masters; and on disk."""
@@ -140,6 +152,7 @@ def test_narrow_matrices(nursery: Nursery, tmp_path: Path, name: str) -> None:
     run_ranks(nursery, tmp_path, 2, f"dealt.matrices_step_as_whole_ones, {name!r}, {part}")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
 def test_tensor_parallel_matrices(nursery: Nursery, tmp_path: Path, name: str) -> None:
     run_ranks(nursery, tmp_path, 2, f"dealt.tensor_parallel_matrices, {name!r}")
@@ -154,6 +167,7 @@ def test_checkpoints_of_matrices(nursery: Nursery, tmp_path: Path, name: str, dt
         run_ranks(nursery, tmp_path, world_size, f"dealt.matrices_resumed, {path}, {name!r}, torch.{dtype}")
 
 
+@pytest.mark.core(program="written_between")
 @pytest.mark.parametrize("program", ["matrices_that_cannot_be", "written_between"])
 def test_matrices_between_steps(nursery: Nursery, tmp_path: Path, program: str) -> None:
     run_ranks(nursery, tmp_path, 2, f"dealt.{program}")

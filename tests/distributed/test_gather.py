@@ -14,13 +14,14 @@ GATHER = "from tests.distributed import meshed\nmeshed.ONLOAD = 'gather'"
 gather = partial(run_ranks, setup=GATHER)
 
 
-@pytest.mark.core(kind=["full", "experts", "recomputed"])
+@pytest.mark.core(kind=["full", "experts"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("world_size", "device"), [(2, "cpu"), (4, "cpu"), (2, "emu"), (4, "emu")])
 def test_gradients(nursery: Nursery, tmp_path: Path, kind: str, world_size: int, device: str) -> None:
     gather(nursery, tmp_path, world_size, f"gathered.gradients_are_those_of_fsdp, {KINDS[kind]!r}, {device!r}")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["full", "experts"])
 def test_ddp_and_one_process(nursery: Nursery, tmp_path: Path, kind: str) -> None:
     gather(nursery, tmp_path, 2, f"meshed.gradients_are_those_of_one_process, {KINDS[kind]!r}, 'cpu'")
@@ -46,12 +47,13 @@ def test_steps(
     gather(nursery, tmp_path, world_size, call)
 
 
-@pytest.mark.core(world_size=4, device=["cpu", "emu"])
+@pytest.mark.core(world_size=4)
 @pytest.mark.parametrize(("world_size", "device"), [(2, "cpu"), (4, "cpu"), (3, "cpu"), (2, "emu"), (4, "emu")])
 def test_bytes(nursery: Nursery, tmp_path: Path, world_size: int, device: str) -> None:
     gather(nursery, tmp_path, world_size, f"gathered.bytes_over_the_link, {device!r}")
 
 
+@pytest.mark.core(trains_all=True)
 @pytest.mark.parametrize(
     ("world_size", "device", "trains_all"), [(2, "cpu", False), (2, "cpu", True), (3, "emu", False), (2, "emu", True)]
 )
@@ -59,6 +61,7 @@ def test_reads_from_disk(nursery: Nursery, tmp_path: Path, world_size: int, devi
     gather(nursery, tmp_path, world_size, f"gathered.reads_from_disk, {str(tmp_path)!r}, {device!r}, {trains_all}")
 
 
+@pytest.mark.core(trains_all=True)
 @pytest.mark.parametrize("trains_all", [False, True])
 def test_what_the_drive_changed(nursery: Nursery, tmp_path: Path, trains_all: bool) -> None:
     gather(nursery, tmp_path, 2, f"gathered.what_the_drive_changed_is_noticed, {str(tmp_path)!r}, {trains_all}")
@@ -69,6 +72,7 @@ def test_ranges_lie_at_the_devices(nursery: Nursery, tmp_path: Path, world_size:
     gather(nursery, tmp_path, world_size, "gathered.ranges_lie_at_the_devices")
 
 
+@pytest.mark.core(at=1)
 @pytest.mark.parametrize(("at", "more"), [(3, (4, 1, 2)), (1, (4,))])
 def test_a_rank_goes_astray(nursery: Nursery, tmp_path: Path, at: int, more: tuple[int, ...]) -> None:
     gather(nursery, tmp_path, 2, f"gathered.a_rank_goes_astray_and_needs_more, {at}, {more}")
@@ -79,17 +83,18 @@ def test_reductions_are_in_flight(nursery: Nursery, tmp_path: Path, device: str)
     gather(nursery, tmp_path, 2, f"gathered.reductions_are_in_flight, {device!r}")
 
 
-@pytest.mark.core(device="emu")
 @pytest.mark.parametrize("device", ["cpu", "emu"])
 def test_ranks_that_go_their_own_ways(nursery: Nursery, tmp_path: Path, device: str) -> None:
     gather(nursery, tmp_path, 2, f"gathered.ranks_that_go_their_own_ways, {device!r}")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("device", ["cpu", "emu"])
 def test_the_first_rank_chooses(nursery: Nursery, tmp_path: Path, device: str) -> None:
     gather(nursery, tmp_path, 2, f"gathered.the_first_rank_chooses, {device!r}")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "program",
     ["accumulation", "writes", "no_sync_is_forgotten_with_its_gradients", "what_no_sync_kept_is_averaged_once"],
@@ -98,7 +103,7 @@ def test_as_otherwise(nursery: Nursery, tmp_path: Path, program: str) -> None:
     gather(nursery, tmp_path, 2, f"meshed.{program}")
 
 
-@pytest.mark.core(how=["dies", "raises in backward"])
+@pytest.mark.core(how="raises in backward")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     "how", ["dies", "raises in forward", "raises in backward", "cleans up first", "ends early", "goes on"]

@@ -19,13 +19,14 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.core(kind=["full", "experts", "recomputed"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("world_size", "device"), [(2, "cpu"), (4, "cpu"), (2, "emu")])
 def test_gradients(nursery: Nursery, tmp_path: Path, kind: str, world_size: int, device: str) -> None:
     run_ranks(nursery, tmp_path, world_size, f"meshed.gradients_are_those_of_one_process, {KINDS[kind]!r}, {device!r}")
 
 
-@pytest.mark.core(kind=["full", "tied", "experts"])
+@pytest.mark.core(kind="full", name="AdamW", dtype=["float32", "bfloat16"], settings=[{}, {"overlap": "forward"}])
 @pytest.mark.parametrize(
     ("world_size", "device", "kind", "name", "settings", "dtype"),
     [
@@ -85,6 +86,7 @@ def test_one_copy_for_a_node(nursery: Nursery, tmp_path: Path, world_size: int) 
     run_ranks(nursery, tmp_path, world_size, "meshed.one_copy_for_a_node")
 
 
+@pytest.mark.core(program=["writes", "refusals", "what_layers_write_counts", "no_sync_is_forgotten_with_its_gradients"])
 @pytest.mark.parametrize(
     "program",
     [
@@ -103,7 +105,7 @@ def test_what_users_do(nursery: Nursery, tmp_path: Path, program: str) -> None:
     run_ranks(nursery, tmp_path, 2, f"meshed.{program}")
 
 
-@pytest.mark.core(how=["dies", "raises in forward"])
+@pytest.mark.core(how="dies")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     "how", ["dies", "raises in forward", "raises in backward", "cleans up first", "ends early", "goes on"]
@@ -116,6 +118,7 @@ def test_a_rank_fails(nursery: Nursery, tmp_path: Path, how: str, world_size: in
     last.wait()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("settings", [{}, {"onload": "gather"}, {"disk": True, "host_memory": "200KiB"}])
 def test_descriptors_are_given_back(nursery: Nursery, tmp_path: Path, settings: dict[str, Any]) -> None:
     settings = settings | ({"disk": str(tmp_path / "weights")} if "disk" in settings else {})

@@ -11,7 +11,7 @@ from tests.support.nursery import Nursery, run_ranks
 pytestmark = pytest.mark.core(world_size=2, device="cpu")
 
 
-@pytest.mark.core(dtypes=("float32", "bfloat16"))
+@pytest.mark.core(dtypes=("float32", "bfloat16"), kind="full", way="own")
 @pytest.mark.parametrize(
     ("world_size", "device", "kind", "dtypes", "settings", "way"),
     [
@@ -54,5 +54,6 @@ def test_a_budget_is_for_both(nursery: Nursery, tmp_path: Path) -> None:
     run_ranks(nursery, tmp_path, 2, "narrow.a_budget_is_for_both")
 
 
+@pytest.mark.extended
 def test_a_run_goes_on(nursery: Nursery, tmp_path: Path) -> None:
     run_ranks(nursery, tmp_path, 2, f"narrow.goes_on, {str(tmp_path)!r}")

@@ -7,6 +7,7 @@ import pytest
 from tests.support.nursery import Nursery, run_ranks
 
 
+@pytest.mark.core(schedule="1F1B", device="cpu")
 @pytest.mark.parametrize(
     ("schedule", "device", "most_loads", "recomputes"),
     [
@@ -28,6 +29,7 @@ def test_a_split_backward_is_refused(nursery: Nursery, tmp_path: Path) -> None:
     run_ranks(nursery, tmp_path, 2, "pipelined.a_split_backward_is_refused")
 
 
+@pytest.mark.core(recomputes=False)
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_tensor_parallel(nursery: Nursery, tmp_path: Path, recomputes: bool) -> None:
     run_ranks(nursery, tmp_path, 2, f"pipelined.tensor_parallel, {recomputes}")

@@ -10,6 +10,7 @@ from tests.support.nursery import Nursery, run_ranks
 pytestmark = pytest.mark.core(world_size=2)
 
 
+@pytest.mark.core(offload=True)
 @pytest.mark.parametrize("offload", [False, True], ids=["plain", "offload_policy"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_steps_are_those_of_the_stock_optimizer(
@@ -18,12 +19,13 @@ def test_steps_are_those_of_the_stock_optimizer(
     run_ranks(nursery, tmp_path, world_size, f"programs.optimizer_equals_stock, ({world_size},), {offload}, {{}}, 1")
 
 
-@pytest.mark.core(shape=(2, 2))
+@pytest.mark.extended
 @pytest.mark.parametrize("shape", [(2, 2), (1, 2)])
 def test_replicated_shards(nursery: Nursery, tmp_path: Path, shape: tuple[int, int]) -> None:
     run_ranks(nursery, tmp_path, shape[0] * shape[1], f"programs.optimizer_equals_stock, {shape}, False, {{}}, 1")
 
 
+@pytest.mark.extended
 def test_accumulation_without_synchronisation(nursery: Nursery, tmp_path: Path) -> None:
     run_ranks(nursery, tmp_path, 2, "programs.optimizer_equals_stock, (2,), False, {}, 3")
 
@@ -38,6 +40,7 @@ def test_state_is_sharded_as_the_stock_one(nursery: Nursery, tmp_path: Path) -> 
     run_ranks(nursery, tmp_path, 2, "programs.state_is_sharded")
 
 
+@pytest.mark.core(dtype="bfloat16", settings={})
 @pytest.mark.parametrize(
     ("dtype", "settings"),
     [
@@ -59,6 +62,7 @@ def test_tensor_parallel(nursery: Nursery, tmp_path: Path) -> None:
     run_ranks(nursery, tmp_path, 2, "programs.tensor_parallel")
 
 
+@pytest.mark.core(program=["writes_are_noticed", "refusals"])
 @pytest.mark.parametrize(
     "program", ["writes_are_noticed", "agreement", "states_that_lie_otherwise", "refusals", "eight_bits"]
 )
@@ -66,6 +70,7 @@ def test_what_is_noticed_and_what_cannot_be(nursery: Nursery, tmp_path: Path, pr
     run_ranks(nursery, tmp_path, 2, f"programs.{program}")
 
 
+@pytest.mark.core(how="fully_shard")
 @pytest.mark.parametrize("how", ["ddp", "fully_shard"])
 def test_activations(nursery: Nursery, tmp_path: Path, how: str) -> None:
     run_ranks(nursery, tmp_path, 2, f"programs.activations, {how!r}")
