@@ -10,7 +10,8 @@ from torch import nn
 import headrace
 from headrace.planning import Problem
 from headrace.weights.movement import planner as planner_module
-from headrace.weights.movement.trace import MOST_TRACES
+from headrace.weights.movement.trace import MOST_TRACES, TraceBook
+from tests.support.instances import instances
 from tests.weights.models import Decoder, loss_of, weight_bytes
 
 
@@ -69,13 +70,14 @@ class Skipping(nn.Module):
         return hidden
 
 
-def test_passes_that_never_come_again_are_forgotten() -> None:
+def test_passes_that_never_come_again_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    books = instances(monkeypatch, TraceBook)
     model, hidden = Skipping(), torch.randn(2, 8)
     with torch.no_grad():
         expected = [model(hidden, number) for number in range(1, 128)]
         with headrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2) as handle:
             found = [model(hidden, number) for number in range(1, 128)]
-            assert len(handle._executor._book) == MOST_TRACES
+            assert [len(book) for book in books] == [MOST_TRACES]
             assert handle.stats().onload_bytes > weight_bytes(model)
     assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
