@@ -22,8 +22,6 @@ __all__ = ["Pace", "Submitted"]
 
 _PIECES = 16  # in a window
 _LEAST_SECONDS = 1e-6  # to sleep: rounding would make it none
-_clock = time.perf_counter
-_sleep = time.sleep
 
 
 @dataclass(frozen=True)
@@ -98,20 +96,20 @@ class Pace:
                 last = self.lanes.copy(lane, [pieces[0]], after)
                 first = first if nbytes else last
                 last.done.synchronize()
-                self._ended.append((_clock(), last.nbytes))
+                self._ended.append((time.perf_counter(), last.nbytes))
                 nbytes += last.nbytes
                 del pieces[0]
         return Transfer(lane, (), nbytes, first.begun, last.done)
 
     def _wait_for_turn(self, limit: _Limit, nbytes: int) -> None:
         while True:
-            now = _clock()
+            now = time.perf_counter()
             while self._ended and self._ended[0][0] <= now - limit.seconds:
                 self._ended.popleft()
             recent = sum(size for _, size in self._ended)
             if not recent or recent + nbytes <= limit.nbytes:
                 return
-            _sleep(max(self._ended[0][0] + limit.seconds - now, _LEAST_SECONDS))
+            time.sleep(max(self._ended[0][0] + limit.seconds - now, _LEAST_SECONDS))
 
     def wait(self) -> None:
         """The caller waits until all that was submitted has arrived, or failed."""

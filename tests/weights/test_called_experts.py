@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import headrace
+from headrace.weights.movement.block import Block
+from headrace.weights.movement.executor import Executor
 from tests.support import loops
 from tests.support.compare import Outcome, assert_same, assert_same_gradients
 from tests.support.held import weight_bytes
@@ -119,7 +121,7 @@ def test_what_crosses_the_link_is_what_is_called_and_not_there(way: str, slots: 
         expert.register_forward_pre_hook(lambda module, args: called.append(module) if len(args[0]) else None)
     with headrace.offload(model, device="cpu", device_memory=budget(model, slots)) as handle:
         forwards(model, torch.device("cpu"))  # all other weights have come to stay
-        blocks = {id(slot.home): block for block in handle._blocks() for slot in block.slots}
+        blocks = {id(slot.home): block for block in handle.settled_blocks("a look") for slot in block.slots}
         block_of = {expert: blocks[id(expert.up.weight)] for expert in experts_of(model)}
         called.clear()
         handle.reset_stats()
@@ -183,7 +185,7 @@ def test_adapters_on_experts(compute_device: torch.device, way: str, slots: int)
         assert stats.device_peak_bytes <= limit
 
 
-def test_backward_brings_each_once_and_ahead() -> None:
+def test_backward_brings_each_once_and_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
     for layer in model.layers:
         layer.get_submodule("experts").requires_grad_(False)
@@ -192,8 +194,13 @@ def test_backward_brings_each_once_and_ahead() -> None:
         expert.register_forward_pre_hook(lambda module, _args: called.append(module))
     with headrace.offload(model, device="cpu", device_memory=budget(model, 2)) as handle:
         ahead: list[str] = []
-        own = handle._executor.prefetch
-        handle._executor.prefetch = lambda block: (ahead.append(block.name), own(block))[1]  # type: ignore[method-assign]
+        own = Executor.prefetch
+
+        def prefetch(executor: Executor, block: Block) -> None:
+            ahead.append(block.name)
+            own(executor, block)
+
+        monkeypatch.setattr(Executor, "prefetch", prefetch)
         model(torch.randn(1, FEATURES)).sum().backward()
         there = 2  # of the last layer, when backward begins
         assert handle.stats().expert_loads == 2 * len(called) - there
@@ -210,8 +217,7 @@ def test_from_disk(compute_device: torch.device, tmp_path: Path, way: str, train
     wanted = run(copy.deepcopy(model).to(compute_device), compute_device)
     options = {"host_memory": weight_bytes(model) * (3 if trained else 1) // 2, "disk": tmp_path}
     with headrace.offload(model, device=compute_device, device_memory=budget(model, 4), **options) as handle:
-        on_disk = [block for block in handle._blocks() if block.called is not None and block.is_fetched]
-        assert on_disk
+        assert any(block.called is not None and block.is_fetched for block in handle.settled_blocks("a look"))
         assert_same(run(model, compute_device), wanted)
         assert handle.stats().fetch_bytes > 0
         assert handle.stats().expert_bytes == handle.stats().expert_loads * one_bytes(model)

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 
 import headrace
 from headrace.runtime import pace
-from headrace.runtime.lanes import Lane, Transfer
+from headrace.runtime.lanes import Lane, StreamLanes, Transfer
 from tests.support.compare import Outcome, assert_same
 from tests.support.held import weight_bytes
 from tests.support.loops import loss_of, steps
@@ -123,21 +123,23 @@ def test_no_window_carries_more_than_the_limit(
     emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch, bytes_per_second: float, window: float
 ):
     """In virtual time, on a link of 25 GB/s."""
-    monkeypatch.setattr(pace, "_clock", emu_device.virtual_seconds)
-    monkeypatch.setattr(pace, "_sleep", lambda seconds: emu_device.host_works(seconds, "pace"))
+    virtual = SimpleNamespace(
+        perf_counter=emu_device.virtual_seconds, sleep=lambda seconds: emu_device.host_works(seconds, "pace")
+    )
+    monkeypatch.setattr(pace, "time", virtual)
     expected = train(decoder(), 3)
     model = decoder()
     handle = offloaded(model, torch.device("emu", 0))
     transfers: list[Transfer] = []
-    submit = handle._lanes.copy
+    submit = StreamLanes.copy
 
-    def recorded(lane: Lane, *args: Any) -> Transfer:
-        transfer = submit(lane, *args)
+    def recorded(lanes: StreamLanes, lane: Lane, *args: Any) -> Transfer:
+        transfer = submit(lanes, lane, *args)
         if lane is Lane.ONLOAD and transfer.nbytes:
             transfers.append(Transfer(lane, (), transfer.nbytes, transfer.begun, transfer.done))
         return transfer
 
-    monkeypatch.setattr(handle._lanes, "copy", recorded)
+    monkeypatch.setattr(StreamLanes, "copy", recorded)
     handle.limit_copies(int(bytes_per_second), window_seconds=window)
     assert_same(train(model, 3), expected)
     handle.synchronize()

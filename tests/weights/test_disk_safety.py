@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import headrace
+from headrace.config import parse_bytes
 from headrace.errors import BudgetError, DiskError
 from headrace.memory.disk import Checkpoint
 from headrace.memory.disk.mapping import Mapping
@@ -71,7 +72,7 @@ def test_adapters_that_come_later_find_room(
         adapt(model)
         assert_same(train_adapters(model), expected)
         stats = handle.stats()
-        assert stats.host_peak_bytes <= handle._budgets.host_bytes
+        assert stats.host_peak_bytes <= parse_bytes(host_memory, name="host_memory")
         assert stats.disk_bytes > 0
         assert stats.fetch_bytes > 0
 
@@ -131,7 +132,7 @@ def test_a_weight_that_changed_on_disk_is_named(tokens: torch.Tensor, tmp_path: 
     with offload(model, torch.device("cpu"), tmp_path) as handle:
         run(1)
         handle.synchronize()
-        block = next(block for block in reversed(handle._engine.blocks) if block.is_fetched)
+        block = next(block for block in reversed(handle.settled_blocks("a look")) if block.is_fetched)
         extent = block.rest.extent  # type: ignore[attr-defined]
         with open(spill_file(tmp_path), "r+b") as file:
             at = extent.offset + extent.nbytes // 2

@@ -13,7 +13,7 @@ from torch import nn
 
 import headrace
 from headrace.memory.arena import Arena
-from headrace.memory.disk import DiskStore
+from headrace.memory.disk import DirectFile
 from headrace.memory.ledger import Ledger, Tier
 from headrace.runtime.lanes import open_lanes
 from headrace.weights.meter import Meter
@@ -116,7 +116,7 @@ def test_inference_is_exact_and_reads_what_the_plan_says(
             model(tokens)
         handle.synchronize()
         stats = handle.stats()
-        on_disk = [block for block in handle._engine.blocks if block.is_fetched]
+        on_disk = [block for block in handle.settled_blocks("a look at blocks") if block.is_fetched]
         assert on_disk
         assert stats.spill_bytes == 0  # nothing changed
         # Each block from disk once a pass at most; one more of each may be on its way for the next.
@@ -191,21 +191,23 @@ def test_a_read_that_fails_reaches_the_caller_and_the_next_pass_is_right(
 ):
     plain, model = large_decoder(), large_decoder()
     expected = train(plain.to(compute_device), tokens.to(compute_device), count=3)
-    read_piece = DiskStore._read_piece
+    read = DirectFile.read
     for number in (0, 3, 7, 12):
         calls = 0
 
-        def fail_once(self: DiskStore, extent: Any, *args: Any, number: int = number) -> None:
+        def fail_once(
+            self: DirectFile, address: int, nbytes: int, offset: int, what: str, number: int = number
+        ) -> None:
             nonlocal calls
             calls += 1
             if calls == number + 1:
-                raise headrace.DiskError(5, f"{extent.name!r}: 4096 bytes at offset 0 could not be read")
-            read_piece(self, extent, *args)
+                raise headrace.DiskError(5, f"{what}: 4096 bytes at offset 0 could not be read")
+            read(self, address, nbytes, offset, what)
 
         model = large_decoder()
         with offload(model, compute_device, tmp_path):
             with monkeypatch.context() as patch:
-                patch.setattr(DiskStore, "_read_piece", fail_once)
+                patch.setattr(DirectFile, "read", fail_once)
                 with pytest.raises(headrace.DiskError, match="could not be read"):
                     train(model, tokens * 0, count=3)
             model.load_state_dict(large_decoder().state_dict())
@@ -216,15 +218,15 @@ def test_a_read_that_fails_reaches_the_caller_and_the_next_pass_is_right(
 def test_a_model_whose_disk_fails_can_be_let_go_of(
     compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def fail(_store: DiskStore, extent: Any, *_args: Any) -> None:
-        raise headrace.DiskError(5, f"{extent.name!r}: 4096 bytes at offset 0 could not be read")
+    def fail(_file: DirectFile, address: int, nbytes: int, offset: int, what: str) -> None:
+        raise headrace.DiskError(5, f"{what}: 4096 bytes at offset 0 could not be read")
 
     model, plain = large_decoder(), large_decoder()
     handle = offload(model, compute_device, tmp_path)
     with torch.no_grad():
         for _ in range(2):
             model(tokens)
-        monkeypatch.setattr(DiskStore, "_read_piece", fail)
+        monkeypatch.setattr(DirectFile, "read", fail)
         for _ in range(2):
             with pytest.raises(headrace.DiskError, match="could not be read"):
                 model(tokens)

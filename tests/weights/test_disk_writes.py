@@ -18,8 +18,10 @@ from headrace.memory.disk.checksums import Checksums
 from headrace.memory.disk.file import DirectFile
 from headrace.memory.disk.mapping import Mapping
 from headrace.weights.movement.block import Block, Presence
+from headrace.weights.movement.residency import Residency
 from tests.support.compare import assert_same
 from tests.support.held import weight_bytes
+from tests.support.instances import instances
 from tests.support.models import linears, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
@@ -142,26 +144,26 @@ def test_between_forward_and_backward(
 ) -> None:
     """A bias is written, which backward does not read, while its block is on its way for backward."""
 
-    def train(model: Layers, handle: headrace.Offloaded | None = None) -> list[torch.Tensor]:
+    def train(model: Layers, blocks: list[Block] | None = None) -> list[torch.Tensor]:
         gradients: list[torch.Tensor] = []
         for step in range(2):
             loss = model(inputs(step).to(compute_device)).square().mean()
-            if handle is not None:
-                block = send_for_one(handle)
+            if blocks is not None:
+                block = send_for_one(blocks)
                 held.wait()
             with torch.no_grad():
                 torch._foreach_add_([layer.bias for layer in model.layers], 0.01)
-            if handle is not None:
+            if blocks is not None:
                 held.let_go()
                 assert block.presence is Presence.ARRIVING
             loss.backward()
             gradients += [p.grad.cpu().clone() for p in model.parameters() if p.grad is not None]
         return gradients
 
-    def send_for_one(handle: headrace.Offloaded) -> Block:
+    def send_for_one(blocks: list[Block]) -> Block:
         """As a plan would: which one it has on its way at that moment is another matter."""
-        residency = handle._engine._residency
-        block = next(block for block in handle._engine.blocks if block.is_fetched)
+        (residency,) = residencies
+        block = next(block for block in blocks if block.is_fetched)
         residency.evict(block)
         residency.make_room(block, (), lambda _: 0.0)
         held.hold(f"'{block.name}'")
@@ -170,8 +172,8 @@ def test_between_forward_and_backward(
 
     plain, model = seeded(Layers, calls).to(compute_device), seeded(Layers, calls)
     expected = train(plain)
-    held = Held(monkeypatch, DirectFile, "read", before=True)
+    held, residencies = Held(monkeypatch, DirectFile, "read", before=True), instances(monkeypatch, Residency)
     with offload(model, compute_device, tmp_path) as handle:
-        assert_same(train(model, handle), expected)
+        assert_same(train(model, handle.settled_blocks("a look")), expected)
         assert_same(model.parameters(), plain.cpu().parameters())
         assert handle.stats().fetch_bytes > weight_bytes(model)

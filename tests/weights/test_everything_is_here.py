@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import headrace
+from headrace.weights.movement.executor import Executor
+from headrace.weights.passes.updates import Updates
 from tests.support.compare import assert_same, assert_same_gradients
 from tests.support.held import weight_bytes
 from tests.support.loops import loss_of
@@ -29,16 +31,16 @@ def settled(decoder: Decoder, tokens: torch.Tensor, *, forwards: int = 4) -> Non
             decoder(tokens)
 
 
-def counted(handle: headrace.Offloaded, monkeypatch: pytest.MonkeyPatch) -> Visits:
+def counted(monkeypatch: pytest.MonkeyPatch) -> Visits:
     """The names of the visits from now on."""
     names: Visits = []
-    visit = handle._executor.visit
+    visit = Executor.visit
 
-    def counting(blocks: object, phase: object, name: str) -> None:
+    def counting(executor: Executor, blocks: Any, phase: Any, name: str) -> None:
         names.append(name)
-        visit(blocks, phase, name)
+        visit(executor, blocks, phase, name)
 
-    monkeypatch.setattr(handle._executor, "visit", counting)
+    monkeypatch.setattr(Executor, "visit", counting)
     return names
 
 
@@ -46,7 +48,7 @@ def test_nothing_is_visited(decoder, plain, tokens, compute_device, monkeypatch)
     on_device = tokens.to(compute_device)
     with headrace.offload(decoder, device=compute_device, device_memory=AMPLE) as handle, torch.no_grad():
         settled(decoder, tokens)
-        visits = counted(handle, monkeypatch)
+        visits = counted(monkeypatch)
         for _ in range(3):
             assert torch.equal(decoder(tokens), plain(on_device))
         assert visits == []
@@ -60,8 +62,8 @@ def test_nothing_is_visited(decoder, plain, tokens, compute_device, monkeypatch)
 
 def test_training_and_evaluation_take_turns(decoder, plain, tokens, compute_device, monkeypatch) -> None:
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (decoder, plain)]
-    with headrace.offload(decoder, device=compute_device, device_memory=AMPLE) as handle:
-        visits = counted(handle, monkeypatch)
+    with headrace.offload(decoder, device=compute_device, device_memory=AMPLE):
+        visits = counted(monkeypatch)
         for _ in range(4):
             for model, optimizer in zip((decoder, plain), optimizers, strict=True):
                 loss_of(model, tokens.to(compute_device)).backward()
@@ -150,9 +152,9 @@ def test_autocast_within_the_model(decoder, plain, tokens, compute_device, monke
                 return super().forward(tokens)
 
     decoder.__class__ = plain.__class__ = Mixed
-    with headrace.offload(decoder, device=compute_device, device_memory=AMPLE) as handle:
+    with headrace.offload(decoder, device=compute_device, device_memory=AMPLE):
         settled(decoder, tokens)
-        visits = counted(handle, monkeypatch)
+        visits = counted(monkeypatch)
         with torch.no_grad():
             assert torch.equal(decoder(tokens), plain(tokens.to(compute_device)))
         assert {f"layers.{index}" for index in range(len(decoder.layers))} <= set(visits)
@@ -212,9 +214,9 @@ def test_an_interrupt_in_a_backward_within_a_forward_is_told(decoder, tokens, mo
         raise KeyboardInterrupt
 
     decoder.__class__ = Inside
-    with headrace.offload(decoder, device="cpu", device_memory=AMPLE) as handle:
+    with headrace.offload(decoder, device="cpu", device_memory=AMPLE):
         decoder(tokens)
-        monkeypatch.setattr(handle._engine.updates, "changed", interrupt)
+        monkeypatch.setattr(Updates, "changed", interrupt)
         with pytest.raises(KeyboardInterrupt):
             decoder(tokens)
         monkeypatch.undo()

@@ -16,9 +16,13 @@ import torch
 from torch import nn
 
 import headrace
-from headrace.memory.disk import DiskStore
-from headrace.memory.ledger import Tier
+from headrace.memory.disk import DirectFile, StagingRing
+from headrace.memory.ledger import Ledger, Tier
+from headrace.weights.meter import Meter
+from headrace.weights.movement.block import Block
+from headrace.weights.rest.fetching import Fetch, Fetching
 from tests.support.compare import assert_same_gradients
+from tests.support.instances import instances
 from tests.support.loops import loss_of
 from tests.support.models import Decoder, large_decoder
 from tests.weights.test_lifetime import is_gone
@@ -30,15 +34,35 @@ BUDGETS: dict[str, Any] = {"device_memory": "80KiB", "host_memory": "256KiB"}
 RING_BYTES = 64 << 10
 
 
-def offload(model: Decoder, device: torch.device, disk: Path) -> headrace.Offloaded:
+@pytest.fixture(autouse=True)
+def rings(monkeypatch: pytest.MonkeyPatch) -> list[StagingRing]:
+    return instances(monkeypatch, StagingRing)
+
+
+@pytest.fixture
+def fetches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Fetch]]:
+    """Blocks, each with what brings it from disk."""
+    made: list[tuple[Any, Fetch]] = []
+    fetch = Block.fetch
+
+    def note(block: Block, *args: Any, **named: Any) -> Fetch:
+        made.append((block, fetch(block, *args, **named)))
+        return made[-1][1]
+
+    monkeypatch.setattr(Block, "fetch", note)
+    return made
+
+
+def offload(model: Decoder, device: torch.device, disk: Path, rings: list[StagingRing]) -> headrace.Offloaded:
     handle = headrace.offload(model, device=device, disk=disk, blocks=[model.layers], **BUDGETS)
-    ring = handle._fetching._ring  # type: ignore[union-attr]
+    ring = rings[-1]
     assert ring.slot_bytes * ring.free_slots == RING_BYTES
     return handle
 
 
 def layers_on_disk(handle: headrace.Offloaded) -> list[Any]:
-    found = [block for block in handle._engine.blocks if "layers" in block.name and block.is_fetched]
+    blocks = handle.settled_blocks("a look")
+    found = [block for block in blocks if "layers" in block.name and block.is_fetched]
     assert len(found) > 2
     assert all(block.nbytes > RING_BYTES for block in found)
     return found
@@ -46,16 +70,23 @@ def layers_on_disk(handle: headrace.Offloaded) -> list[Any]:
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_blocks_larger_than_the_ring_are_read_ahead(
-    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, trains: bool
+    compute_device: torch.device,
+    tokens: torch.Tensor,
+    tmp_path: Path,
+    rings: list[StagingRing],
+    monkeypatch: pytest.MonkeyPatch,
+    trains: bool,
 ):
     """The device has no room for a second one, so the ring is full of the next one while one computes."""
     plain = large_decoder().requires_grad_(trains).to(compute_device)
     model = large_decoder().requires_grad_(trains)
-    handle = offload(model, compute_device, tmp_path)
-    meter, passes = handle._meter, 2
+    handle = offload(model, compute_device, tmp_path, rings)
+    ahead_bytes, passes = [], 2
+    monkeypatch.setattr(Meter, "fetched_ahead", lambda _, nbytes: ahead_bytes.append(nbytes))
     for number in range(5):
         if number == 5 - passes:
             handle.reset_stats()
+            ahead_bytes.clear()
         expected, found = loss_of(plain, tokens.to(compute_device)), loss_of(model, tokens)
         assert torch.equal(expected, found)
         if trains:
@@ -70,28 +101,32 @@ def test_blocks_larger_than_the_ring_are_read_ahead(
     assert stats.fetch_bytes >= passes * fetched
     # Of each fetch as much as the ring holds, less what its predecessor had not left yet: the rest of that.
     rest_bytes = max(layer.nbytes for layer in layers) - RING_BYTES
-    least = passes * len(layers) * (RING_BYTES - rest_bytes - handle._fetching._ring.slot_bytes)  # type: ignore[union-attr]
-    assert least <= meter.ahead_bytes <= stats.fetch_bytes
+    least = passes * len(layers) * (RING_BYTES - rest_bytes - rings[-1].slot_bytes)
+    assert least <= sum(ahead_bytes) <= stats.fetch_bytes
     handle.remove()
 
 
 def test_the_next_block_is_read_while_one_computes(
-    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compute_device: torch.device,
+    tokens: torch.Tensor,
+    tmp_path: Path,
+    rings: list[StagingRing],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """Each layer ends only when the most of the next one on disk was read: without that, never."""
     model = large_decoder().requires_grad_(False)
-    handle = offload(model, compute_device, tmp_path)
+    handle = offload(model, compute_device, tmp_path, rings)
     names = [layer.name for layer in layers_on_disk(handle)]
     read, more = Counter[str](), threading.Condition()
-    read_piece = DiskStore._read_piece
+    read_file = DirectFile.read
 
-    def note(self: DiskStore, extent: Any, piece: Any, *rest: Any) -> None:
-        read_piece(self, extent, piece, *rest)
+    def note(self: DirectFile, address: int, nbytes: int, offset: int, what: str) -> None:
+        read_file(self, address, nbytes, offset, what)
         with more:
-            read[extent.name] += piece.end - piece.begin
+            read[what.strip("'")] += nbytes
             more.notify_all()
 
-    monkeypatch.setattr(DiskStore, "_read_piece", note)
+    monkeypatch.setattr(DirectFile, "read", note)
     waited: list[str] = []
 
     def wait_for_the_next(name: str, times: int) -> None:
@@ -114,12 +149,20 @@ def test_the_next_block_is_read_while_one_computes(
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("touch", ["data", "step", "remove", "drop", "other", "error"])
 def test_blocks_that_were_fetched_ahead_keep_nobody_waiting(
-    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, touch: str, large: bool
+    compute_device: torch.device,
+    tokens: torch.Tensor,
+    tmp_path: Path,
+    rings: list[StagingRing],
+    fetches: list[tuple[Any, Fetch]],
+    monkeypatch: pytest.MonkeyPatch,
+    touch: str,
+    large: bool,
 ):
     """Guesses of the plan are under way when a pass ends; whoever needs homes then goes first."""
     plain = large_decoder() if large else Decoder(layers=60, width=32)
     model = copy.deepcopy(plain.requires_grad_(False))
     budgets = BUDGETS if large else {"device_memory": "48KiB", "host_memory": "640KiB"}
+    ledgers = instances(monkeypatch, Ledger)
     handle = headrace.offload(model, device=compute_device, disk=tmp_path, blocks=[model.layers], **budgets)
 
     def check() -> None:
@@ -130,11 +173,13 @@ def test_blocks_that_were_fetched_ahead_keep_nobody_waiting(
 
     for _ in range(4):
         check()
-    guesses = dict(handle._fetching._ahead)  # type: ignore[union-attr]
-    names = [block.name for block in guesses]  # type: ignore[attr-defined]
+    guesses = {block.name: fetch for block, fetch in fetches if fetch.is_guess}
+    names = list(guesses)
     assert names
     assert any(fetch.ahead < len(fetch.pieces) for fetch in guesses.values()) or not large
     del guesses
+    fetches.clear()  # nothing here holds what the handle made
+    rings.clear()
     if touch == "data":
         for name in reversed(names):
             for parameter in model.get_submodule(name).parameters():
@@ -163,7 +208,7 @@ def test_blocks_that_were_fetched_ahead_keep_nobody_waiting(
     elif touch == "remove":
         handle.remove()
     else:
-        parameter, ledger = weakref.ref(model.head.weight), handle._ledger
+        parameter, (ledger,) = weakref.ref(model.head.weight), ledgers
         del model, handle, check
         assert is_gone(parameter)
         for _ in range(500):  # a thread may still be in the middle of a read
@@ -178,12 +223,17 @@ def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_guesses_of_frozen_blocks_outlive_a_step(compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path):
+def test_guesses_of_frozen_blocks_outlive_a_step(
+    compute_device: torch.device,
+    tokens: torch.Tensor,
+    tmp_path: Path,
+    rings: list[StagingRing],
+):
     """An optimizer that writes other blocks waits for their reads; what it withdrew is fetched ahead again."""
     model = large_decoder()
     for layer in model.layers:
         layer.requires_grad_(False)
-    handle = offload(model, compute_device, tmp_path)
+    handle = offload(model, compute_device, tmp_path, rings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(4):
         loss_of(model, tokens).backward()
@@ -194,21 +244,32 @@ def test_guesses_of_frozen_blocks_outlive_a_step(compute_device: torch.device, t
     assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
 
 
-def test_nothing_is_guessed_while_a_fetch_is_promised(compute_device: torch.device, tmp_path: Path):
+def test_nothing_is_guessed_while_a_fetch_is_promised(
+    compute_device: torch.device,
+    tmp_path: Path,
+    rings: list[StagingRing],
+    fetches: list[tuple[Any, Fetch]],
+    monkeypatch: pytest.MonkeyPatch,
+):
     """It may need all chunks of the ring when another thread asks for it."""
     model = large_decoder().requires_grad_(False)
-    with offload(model, compute_device, tmp_path) as handle:
-        fetching, (one, other, *_) = handle._fetching, layers_on_disk(handle)
-        assert fetching is not None
+    made = instances(monkeypatch, Fetching)
+
+    def guessed() -> list[Any]:
+        return [block for block, fetch in fetches if fetch.is_guess and fetch is not promised]
+
+    with offload(model, compute_device, tmp_path, rings) as handle:
+        (fetching,), (one, other, *_), promised = made, layers_on_disk(handle), None
         fetching.ahead(other, 0)
-        fetch = fetching.promise(one)
-        assert not fetching._ahead
+        assert guessed() == [other]
+        promised = fetching.promise(one)
+        assert not guessed()
         assert not fetching.ahead(other, 0)
-        assert not fetching._ahead
-        fetch.ask(None)
-        fetching.kept(fetch)
+        assert not guessed()
+        promised.ask(None)
+        fetching.kept(promised)
         fetching.ahead(other, 0)
-        assert list(fetching._ahead) == [other]
+        assert guessed() == [other]
 
 
 def test_records_of_reads_go_with_them(tokens: torch.Tensor, tmp_path: Path):
@@ -230,13 +291,13 @@ def test_records_of_reads_go_with_them(tokens: torch.Tensor, tmp_path: Path):
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_ctrl_c_at_any_line_of_a_fetch_leaves_nobody_waiting(
-    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, trains: bool
+    compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, rings: list[StagingRing], trains: bool
 ):
     """It is raised at one line after the other of `weights/rest/fetching.py`, in the thread that computes."""
     plain = large_decoder().requires_grad_(trains).to(compute_device)
     expected = loss_of(plain, tokens.to(compute_device)).detach()
     model = large_decoder().requires_grad_(trains)
-    handle = offload(model, compute_device, tmp_path)
+    handle = offload(model, compute_device, tmp_path, rings)
 
     def a_pass() -> torch.Tensor:
         loss = loss_of(model, tokens)
@@ -263,7 +324,7 @@ def test_ctrl_c_at_any_line_of_a_fetch_leaves_nobody_waiting(
     if trains:
         loss_of(plain, tokens.to(compute_device)).backward()
         assert_same_gradients(model, plain)
-    assert handle._fetching is not None
+    assert handle.stats().fetch_bytes > 0
     handle.synchronize()
     handle.remove()
 

@@ -86,8 +86,9 @@ def square(model: nn.Module, batch: Tensor) -> Tensor:
 @pytest.mark.parametrize("count", [1, 2, 4, 16])
 def test_weights_come_once_for_any_number(count: int) -> None:
     handle = assert_equals_the_loop(Model, square, count)
-    model = next(iter(handle._engine.blocks))  # the first of five
-    assert len(handle._engine.blocks) == 5
+    layers = [block for block in handle.settled_blocks("a look") if block.index >= 0]
+    assert len(layers) == 5
+    model = layers[0]
     handle.reset_stats()
     trained: Any = built()
     other = offloaded(trained)

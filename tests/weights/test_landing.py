@@ -129,7 +129,7 @@ def test_a_limited_link_copies(tmp_path: Path) -> None:
     with headrace.offload(
         model, device="cpu", host_memory="8MiB", device_memory="6MiB", disk=tmp_path, blocks=list(model.layers)
     ) as handle:
-        handle._pace.limit(1e9, 0.01)
+        handle.limit_copies("1GB", window_seconds=0.01)
         with torch.no_grad():
             for _ in range(3):
                 assert torch.equal(model(batch), plain(batch))

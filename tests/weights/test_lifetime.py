@@ -12,9 +12,15 @@ import torch
 import headrace
 from headrace import live
 from headrace.memory import locking
-from headrace.memory.ledger import Tier
+from headrace.memory.ledger import Ledger, Tier
+from headrace.runtime.autograd import EndOfBackward
+from headrace.runtime.lanes import Lanes
+from headrace.weights.passes import backward as backward_module
+from headrace.weights.passes.backward import Backward
+from headrace.weights.passes.engine import Engine
 from tests.support.compare import assert_same_gradients
 from tests.support.held import weight_bytes
+from tests.support.instances import instances
 from tests.support.loops import loss_of
 from tests.support.models import Decoder
 
@@ -29,13 +35,14 @@ def is_gone(reference: weakref.ref[Any]) -> bool:
     return False
 
 
-def test_remove_gives_everything_back_but_the_weights(compute_device, tokens):
+def test_remove_gives_everything_back_but_the_weights(compute_device, tokens, monkeypatch: pytest.MonkeyPatch):
+    ledgers, engines = instances(monkeypatch, Ledger), instances(monkeypatch, Engine)
     model = Decoder()
     handle = headrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2)
     for _ in range(3):
         loss_of(model, tokens).backward()
     model.zero_grad()
-    ledger, engine = handle._ledger, weakref.ref(handle._engine)
+    (ledger,), (engine,) = ledgers, [weakref.ref(engines.pop())]
     handle.remove()
     del handle
     assert is_gone(engine)
@@ -67,7 +74,8 @@ def test_remove_lets_go_of_the_model_whatever_fails(tokens, monkeypatch: pytest.
     with pytest.raises(headrace.DiskError, match="the drive is gone"):
         handle.remove()
     assert is_plain(model)
-    assert handle._ledger.held_bytes(Tier.DEVICE) == 0
+    handle.reset_stats()
+    assert handle.stats().device_peak_bytes == 0
     handle.remove()
     headrace.offload(model, device="cpu").remove()
 
@@ -175,6 +183,7 @@ def test_a_model_that_is_dropped_takes_its_handle_along(compute_device, tokens):
 def test_a_device_that_registers_nothing_gets_pinned_memory_all_the_same(emu_device, tokens, monkeypatch):
     """As XPU and NPU do: the memory comes from PyTorch's own pinned allocator."""
     monkeypatch.setattr(locking, "can_register_host_memory", lambda device: False)
+    ledgers = instances(monkeypatch, Ledger)
     model = Decoder()
     before = emu_device.stats()["pinned_bytes"]
     with headrace.offload(model, device="emu", device_memory=weight_bytes(model) // 2) as handle:
@@ -183,24 +192,26 @@ def test_a_device_that_registers_nothing_gets_pinned_memory_all_the_same(emu_dev
         assert all(parameter.is_pinned() and parameter.grad.is_pinned() for parameter in model.parameters())
         assert emu_device.stats()["pinned_bytes"] >= before + 2 * weight_bytes(model)
         assert handle.stats().onload_bytes > 0
-        ledger = handle._ledger
     del model, handle
     gc.collect()
-    assert ledger.by_purpose() == {}
+    assert [ledger.by_purpose() for ledger in ledgers] == [{}]
 
 
-def test_a_backward_that_is_let_go_of_on_a_thread_of_ours_waits_for_nobody(compute_device, tokens):
+def test_a_backward_that_is_let_go_of_on_a_thread_of_ours_waits_for_nobody(compute_device, tokens, monkeypatch):
     """The garbage collector runs on any thread, also on that of the lane whose copies a broken backward waits for."""
     plain, model = Decoder().to(compute_device), Decoder()
     model.load_state_dict(plain.state_dict())
     loss_of(plain, tokens.to(compute_device)).backward()
-    with headrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2) as handle:
-        backward, told = handle._engine._backward, []
+    all_lanes, backwards = instances(monkeypatch, Lanes), instances(monkeypatch, Backward)
+    ends: list[Any] = []
+    monkeypatch.setattr(backward_module, "EndOfBackward", lambda ended: (ends.append(ended), EndOfBackward(ended))[1])
+    with headrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2):
+        (lanes,), (backward,) = all_lanes, backwards
+        told: list[bool] = []
 
         def let_go(_: torch.Tensor) -> None:
-            present = backward._present
-            handle._lanes._host.submit(backward._ended, present, completed=False).result()
-            told.append(present is not None and backward._present is present)
+            lanes.run(lambda: ends[-1](completed=False), lanes.mark()).result()
+            told.append(backward.is_under_way)
 
         model.layers[0].register_forward_hook(lambda _module, _inputs, output: output.register_hook(let_go) and None)
         loss_of(model, tokens).backward()

@@ -21,6 +21,7 @@ from headrace.weights.movement.gradients import Gradients
 from headrace.weights.movement.residency import Residency
 from tests.support.compare import assert_same, on_cpu
 from tests.support.held import weight_bytes
+from tests.support.instances import instances
 from tests.support.loops import loss_of
 from tests.support.models import linears
 
@@ -128,14 +129,15 @@ def test_edge_2_compute_waits_for_the_arrival(emu_device, decoder, tokens, monke
 
 def test_edge_3_a_buffer_that_is_arriving_is_not_let_go(emu_device, decoder, tokens, monkeypatch):
     monkeypatch.setattr(Residency, "evict", evict_without_arrival)
+    residencies = instances(monkeypatch, Residency)
     with offloaded(decoder) as handle, torch.no_grad():
         for _ in range(3):
             decoder(tokens)
-        for block in list(handle._residency.present()):
-            handle._residency.evict(block)
-        block = handle._engine.blocks[0]
-        handle._residency.onload(block)  # sent for, and let go before anybody waited
-        handle._residency.evict(block)
+        residency, block = residencies[0], handle.settled_blocks("a look")[0]
+        for other in list(residency.present()):
+            residency.evict(other)
+        residency.onload(block)  # sent for, and let go before anybody waited
+        residency.evict(block)
     reports = found(emu_device)
     assert "free" in reports
     assert "copy H2D" in reports

@@ -121,7 +121,8 @@ def test_forwards_have_the_bits_of_a_plain_run(compute_device: torch.device, way
         stats = handle.stats()
         assert stats.expert_bytes == stats.expert_loads * one_bytes() > 0
         assert stats.device_peak_bytes <= limit
-        assert all(block.presence.name == "ABSENT" for block in handle._blocks() if block.experts is not None)
+        blocks = handle.settled_blocks("a look")
+        assert all(block.presence.name == "ABSENT" for block in blocks if block.experts is not None)
 
 
 @pytest.mark.parametrize("way", ["loop", "gather"])
@@ -136,7 +137,7 @@ def test_what_crosses_the_link_are_the_chosen_experts(way: str) -> None:
         model(torch.randn(1, FEATURES))
         assert handle.stats().expert_bytes == sum(chosen) * one_bytes() == 6 * one_bytes()
         assert handle.stats().onload_bytes == 6 * one_bytes() + sum(
-            block.nbytes for block in handle._blocks() if block.experts is None and block.index >= 0
+            block.nbytes for block in handle.settled_blocks("a look") if block.experts is None and block.index >= 0
         )
 
 
@@ -193,7 +194,7 @@ def test_from_disk(compute_device: torch.device, tmp_path: Path, way: str) -> No
     with headrace.offload(
         model, device=compute_device, device_memory=budget(model, 5), host_memory=host, disk=tmp_path
     ) as handle:
-        assert any(block.experts is not None and block.is_fetched for block in handle._blocks())
+        assert any(block.experts is not None and block.is_fetched for block in handle.settled_blocks("a look"))
         assert_same(forwards(model, compute_device), wanted)
         assert handle.stats().expert_bytes == handle.stats().expert_loads * one_bytes() > 0
 

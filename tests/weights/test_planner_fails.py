@@ -10,9 +10,10 @@ from torch import nn
 import headrace
 from headrace.planning import Problem
 from headrace.weights.movement import planner as planner_module
-from headrace.weights.movement.trace import MOST_TRACES
+from headrace.weights.movement.trace import MOST_TRACES, TraceBook
 from tests.support.compare import assert_same
 from tests.support.held import weight_bytes
+from tests.support.instances import instances
 from tests.support.loops import loss_of
 from tests.support.models import Decoder
 
@@ -72,13 +73,14 @@ class Skipping(nn.Module):
         return hidden
 
 
-def test_passes_that_never_come_again_are_forgotten() -> None:
+def test_passes_that_never_come_again_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    books = instances(monkeypatch, TraceBook)
     model, hidden = Skipping(), torch.randn(2, 8)
     with torch.no_grad():
         expected = [model(hidden, number) for number in range(1, 128)]
         with headrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2) as handle:
             found = [model(hidden, number) for number in range(1, 128)]
-            assert len(handle._executor._book) == MOST_TRACES
+            assert [len(book) for book in books] == [MOST_TRACES]
             assert handle.stats().onload_bytes > weight_bytes(model)
     assert_same(found, expected)

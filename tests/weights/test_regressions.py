@@ -182,6 +182,6 @@ def test_a_slice_of_a_module_list_is_an_ordinary_one(compute_device: torch.devic
 
 def test_a_pattern_means_the_outermost_modules_that_match(decoder: Decoder) -> None:
     with headrace.offload(decoder, device="cpu", blocks=["layers.*"]) as handle:
-        assert [block.name for block in handle._engine.blocks if "layers" in block.name] == [
+        assert [block.name for block in handle.settled_blocks("a look") if "layers" in block.name] == [
             f"layers.{index}" for index in range(5)
         ]

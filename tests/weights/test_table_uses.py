@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import headrace
-from headrace.weights.movement.rows import Rows
+from headrace.weights.meter import Meter
 from tests.support.compare import assert_same_gradients, assert_same_weights
 from tests.weights.test_tables import BUDGET, Encoder, ids_of, train
 
@@ -103,14 +102,12 @@ def test_an_interrupted_lookup_leaves_nothing(compute_device: torch.device, monk
     torch.manual_seed(0)
     model = Encoder()
     plain = copy.deepcopy(model).to(compute_device)
-    send = Rows._send
 
-    def interrupted(*args: Any) -> None:
-        send(*args)
-        raise KeyboardInterrupt
+    def interrupted(_meter: Meter, _nbytes: int) -> None:
+        raise KeyboardInterrupt  # the rows have been sent for
 
     with headrace.offload(model, device=compute_device, device_memory=BUDGET) as handle:
-        monkeypatch.setattr(Rows, "_send", interrupted)
+        monkeypatch.setattr(Meter, "rows_onloaded", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(ids_of(0).to(compute_device))
         monkeypatch.undo()
