@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import headrace
 from headrace.cli.main import build_parser, main
@@ -342,6 +343,20 @@ def test_schedules_rise_and_fall(settings: Settings, schedule: str, rates: list[
         optimizer.step()
         follows.step()
     assert seen == pytest.approx(rates, abs=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (0, 9), (3, 11), (7, 5)])
+def test_schedules_are_those_of_transformers(settings: Settings, schedule: str, warmup: int, steps: int):
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3) for _ in range(2)]
+    name = "constant_with_warmup" if schedule == "constant" else schedule
+    theirs = transformers.get_scheduler(name, optimizers[0], num_warmup_steps=warmup, num_training_steps=steps)
+    ours = make_schedule(optimizers[1], settings(schedule=schedule, warmup_steps=warmup), steps=steps)
+    for _ in range(steps + 2):
+        assert ours.get_last_lr() == theirs.get_last_lr()
+        for optimizer, follows in zip(optimizers, (theirs, ours), strict=True):
+            optimizer.step()
+            follows.step()
 
 
 def test_the_gradient_is_that_of_all_tokens_however_they_are_cut_into_micro_batches(
