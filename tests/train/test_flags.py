@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import re
+import shlex
+import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -376,5 +378,9 @@ def test_a_command_without_the_libraries_names_what_to_install(monkeypatch: pyte
 
     monkeypatch.setitem(sys.modules, "datasets.utils.logging", None)
     arguments = argparse.Namespace(text=[Path("a")], output=Path("b"))
-    with pytest.raises(TrainInputError, match=r"datasets.* is not installed; run: pip install 'headrace\[train\]'"):
+    with pytest.raises(TrainInputError, match=r"datasets.* is not installed; run: pip install (.*)") as raised:
         run_train(arguments)
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert shlex.split(str(raised.value).partition("pip install ")[2]) == extras["train"]
