@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from disk_stream import drive
 
 from headrace.config import format_bytes, parse_bytes
+from headrace.runtime.noise import without_noise
 
 HIDDEN = 2048
 
@@ -205,4 +206,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with without_noise():
+        main()

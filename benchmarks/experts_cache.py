@@ -33,9 +33,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+import transformers
 
 from headrace.planning import Keeping, Key
+from headrace.runtime.noise import without_noise
 
 Trace = list[list[Key]]  # what each call wants
 LAYERS, EXPERTS, ROUTED = 8, 32, 4
@@ -46,7 +47,7 @@ def learned_trace(steps: int, tokens: int) -> Trace:
     torch.manual_seed(0)
     text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")))
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    config = Qwen3MoeConfig(
+    config = transformers.Qwen3MoeConfig(
         vocab_size=256,
         hidden_size=96,
         num_hidden_layers=LAYERS,
@@ -63,7 +64,7 @@ def learned_trace(steps: int, tokens: int) -> Trace:
         eos_token_id=None,
         pad_token_id=0,
     )
-    model = Qwen3MoeForCausalLM(config)
+    model = transformers.Qwen3MoeForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for step in range(steps):
         starts = torch.randint(len(data) - 129, (8,)).tolist()
@@ -303,4 +304,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with without_noise():
+        main()

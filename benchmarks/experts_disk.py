@@ -35,20 +35,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from disk_model import drop_cache
 from safetensors.torch import save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import headrace
 from headrace.config import format_bytes, parse_bytes
+from headrace.runtime.noise import without_noise
 from headrace.weights.model.partition import _Cutter
 
 HIDDEN, INTERMEDIATE, EXPERTS, ROUTED = 768, 384, 64, 4
 LAYER_BYTES = 2 * (3 * EXPERTS * HIDDEN * INTERMEDIATE + 4 * HIDDEN**2)
 
 
-def config_of(nbytes: int) -> Qwen3MoeConfig:
-    return Qwen3MoeConfig(
+def config_of(nbytes: int) -> "transformers.Qwen3MoeConfig":
+    return transformers.Qwen3MoeConfig(
         vocab_size=4096,
         hidden_size=HIDDEN,
         num_hidden_layers=max(2, round(nbytes / LAYER_BYTES)),
@@ -65,15 +66,15 @@ def config_of(nbytes: int) -> Qwen3MoeConfig:
     )
 
 
-def on_meta(config: Qwen3MoeConfig) -> Qwen3MoeForCausalLM:
+def on_meta(config: "transformers.Qwen3MoeConfig") -> "transformers.Qwen3MoeForCausalLM":
     """Without weights; its buffers have values."""
     with torch.device("meta"):
-        model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+        model = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
     return model.eval().requires_grad_(False)
 
 
-def write(config: Qwen3MoeConfig, directory: Path) -> None:
+def write(config: "transformers.Qwen3MoeConfig", directory: Path) -> None:
     """Layer by layer: all have the same values but for the routers."""
     torch.manual_seed(0)
     files: dict[str, dict[str, torch.Tensor]] = {}
@@ -93,7 +94,7 @@ def write(config: Qwen3MoeConfig, directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def open_headrace(config: Qwen3MoeConfig, directory: Path, share: float, *, single: bool) -> Any:
+def open_headrace(config: "transformers.Qwen3MoeConfig", directory: Path, share: float, *, single: bool) -> Any:
     if not single:
         _Cutter._cut_experts = lambda _self: None  # type: ignore[method-assign]
     model = on_meta(config)
@@ -103,7 +104,7 @@ def open_headrace(config: Qwen3MoeConfig, directory: Path, share: float, *, sing
     return model, handle
 
 
-def open_accelerate(config: Qwen3MoeConfig, directory: Path) -> Any:
+def open_accelerate(config: "transformers.Qwen3MoeConfig", directory: Path) -> Any:
     from accelerate import dispatch_model
 
     model = on_meta(config)
@@ -139,7 +140,13 @@ def slow_down(bytes_per_second: int) -> None:
 
 
 def contest(
-    name: str, config: Qwen3MoeConfig, directory: Path, share: float, tokens: int, prompt: int, drive: int
+    name: str,
+    config: "transformers.Qwen3MoeConfig",
+    directory: Path,
+    share: float,
+    tokens: int,
+    prompt: int,
+    drive: int,
 ) -> None:
     """Waits for a line, decodes, and tells what it took; a line for each turn."""
     torch.set_num_threads(2)
@@ -244,4 +251,5 @@ def answer(process: "subprocess.Popen[str]") -> str:
 
 
 if __name__ == "__main__":
-    main()
+    with without_noise():
+        main()

@@ -32,11 +32,11 @@ from unittest.mock import patch
 import torch
 import transformers
 from experts_cache import EXPERTS, LAYERS, ROUTED, Trace, drawn_trace, learned_trace
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import headrace
 from emulator import emu
 from headrace.planning.bounds import fewest_bytes
+from headrace.runtime.noise import without_noise
 from headrace.weights.model.partition import _Cutter
 
 HIDDEN, INTERMEDIATE = 256, 256
@@ -62,7 +62,7 @@ def configure() -> None:
 
 def model_of(implementation: str) -> Any:
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
+    config = transformers.Qwen3MoeConfig(
         vocab_size=256,
         hidden_size=HIDDEN,
         num_hidden_layers=LAYERS,
@@ -75,7 +75,7 @@ def model_of(implementation: str) -> Any:
         eos_token_id=None,
         pad_token_id=0,
     )
-    model = Qwen3MoeForCausalLM(config).eval().requires_grad_(False)
+    model = transformers.Qwen3MoeForCausalLM(config).eval().requires_grad_(False)
     model.set_experts_implementation(implementation)
     return model
 
@@ -188,4 +188,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with without_noise():
+        main()

@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import headrace
 from headrace.config import format_bytes, parse_bytes
+from headrace.runtime.noise import without_noise
 
 WIDTH = 4096
 TOKENS = 16
@@ -37,9 +38,9 @@ ALLOWANCE_BYTES = 256 << 20  # activations, and what matrix products take
 _CGROUPS = Path("/sys/fs/cgroup/memory")
 
 
-def config_of(nbytes: int) -> LlamaConfig:
+def config_of(nbytes: int) -> "transformers.LlamaConfig":
     """A Llama of about so many bytes in bfloat16."""
-    return LlamaConfig(
+    return transformers.LlamaConfig(
         vocab_size=8192,
         hidden_size=WIDTH,
         intermediate_size=11008,
@@ -51,10 +52,10 @@ def config_of(nbytes: int) -> LlamaConfig:
     )
 
 
-def write(config: LlamaConfig, directory: Path) -> int:
+def write(config: "transformers.LlamaConfig", directory: Path) -> int:
     """Random weights in shards of one layer each. Bytes written."""
     with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+        shapes = {name: tensor.shape for name, tensor in transformers.LlamaForCausalLM(config).state_dict().items()}
     shards: dict[str, dict[str, torch.Size]] = {}
     for name, shape in shapes.items():
         parts = name.split(".")
@@ -207,4 +208,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with without_noise():
+        main()

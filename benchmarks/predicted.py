@@ -52,6 +52,7 @@ from headrace.planning.cost import (
 )
 from headrace.planning.cost.forecast import Run, run_of
 from headrace.planning.cost.lanes import CostLane
+from headrace.runtime.noise import without_noise
 
 UNLIMITED = 1e18
 TRAINING, RECOMPUTING, INFERENCE = "training", "recomputing", "inference"
@@ -361,4 +362,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with without_noise():
+        main()

@@ -31,6 +31,7 @@ from larger_than_ram import ALLOWANCE_BYTES, LAYER_BYTES, config_of, interpreter
 import headrace
 from headrace.config import format_bytes, parse_bytes
 from headrace.optim import elements
+from headrace.runtime.noise import without_noise
 from headrace.weights.rest.tiers import CheckpointRest
 
 BYTES_READ, BYTES_WRITTEN = 6, 4  # for each parameter: weight, gradient and remainder; weight and remainder
@@ -118,4 +119,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with without_noise():
+        main()

@@ -59,7 +59,7 @@ def _on_meta(config: Mapping[str, Any]) -> torch.nn.Module:
     except ModuleNotFoundError as error:
         raise ValueError(
             f"how many parameters a model of type {kind!r} has is not known from its config; pip install"
-            " 'headrace[transformers]', or plan from the model itself, made on meta"
+            " 'transformers>=5', or plan from the model itself, made on meta"
         ) from error
     reasons = []
     named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")

@@ -4,6 +4,8 @@ Each page's ```python blocks run in order, in one namespace, and its ```sh block
 that holds what the pages take for granted: a small causal language model with its tokenizer in `my-model`, texts in
 `books`, conversations in `chat.jsonl`, and `loader`, batches of token ids on the CPU; where a page speaks of it, a
 pipeline of diffusers in `my-pipeline`. /nvme is a directory in it. Installing is not done, but its extras are there.
+
+No text says that headrace is installed from PyPI before it is there.
 """
 
 import ast
@@ -96,7 +98,7 @@ def test_commands_of_a_page_run(page: Path, page_directory: Path, capsys: pytest
             if program == "make":  # each takes minutes, and calls what continuous integration calls
                 assert set(arguments) <= set(targets), line
             elif program == "pip":
-                assert set(re.findall(r"headrace\[(\w+)\]", line)) <= set(extras), line
+                assert set(re.findall(r"\.\[(\w+)\]", line)) <= set(extras), line
             elif program == "python":  # tests/examples runs them
                 assert (ROOT / arguments[0]).is_file(), line
             else:
@@ -104,6 +106,50 @@ def test_commands_of_a_page_run(page: Path, page_directory: Path, capsys: pytest
                 fine = (0, 1) if arguments[0] == "doctor" else (0,)  # 1: something is wrong with this machine
                 with contextlib.suppress(SystemExit) if arguments[-1] == "--help" else contextlib.nullcontext():
                     assert main(arguments) in fine, f"{line}\n{capsys.readouterr().err}"
+
+
+# By name, and not from a path, a wheel's file or an address.
+FROM_PYPI = re.compile(r"\b(?:pip[3x]? install|uv add)\b[^`;|&#]*(?<![\w/.-])headrace(?![\w/-])")
+MAY_SAY_IT = ROOT / "docs" / "releasing.md"  # when other texts may
+
+
+def texts_of(file: Path) -> list[str]:
+    """Its lines, and what is cut into several of them: code within Markdown, strings of Python."""
+    content = file.read_text()
+    texts = content.splitlines()
+    if file.suffix == ".md":
+        texts += [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", content)]
+    if file.suffix == ".py":
+        strings = (node.value for node in ast.walk(ast.parse(content)) if isinstance(node, ast.Constant))
+        texts += [" ".join(value.split()) for value in strings if isinstance(value, str)]
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.md", "so `pip install\nheadrace` does", True),
+        ("a.md", "pip install --upgrade 'headrace[train]' peft", True),
+        ("a.py", "error = ('run: pip install'\n    ' headrace')", True),
+        ("a.py", "# python -m pip install headrace", True),
+        ("a.md", "pip install '.[train]'   # headrace and what `headrace train` needs", False),
+        ("a.md", "`pip install dist/headrace-0.1.0-py3-none-any.whl`, then `headrace plan`", False),
+    ],
+)
+def test_a_text_that_installs_from_pypi_is_noticed(name: str, content: str, told: bool, tmp_path: Path):
+    (tmp_path / name).write_text(content)
+    assert any(FROM_PYPI.search(text) for text in texts_of(tmp_path / name)) is told
+
+
+def test_no_text_installs_headrace_from_pypi():
+    """It is not there yet, and whoever takes the name first is given that command. docs/releasing.md says when."""
+    kinds = (".md", ".py", ".toml", ".yml", ".html", ".txt", "")
+    files = [file for file in ROOT.iterdir() if file.is_file() and file.suffix in kinds]
+    for folder in (".ci", "benchmarks", "docs", "emulator", "examples", "headrace"):
+        files += [file for file in (ROOT / folder).rglob("*") if file.is_file() and file.suffix in kinds]
+    assert len(files) > 300
+    told = {name_of(file) for file in files if any(FROM_PYPI.search(text) for text in texts_of(file))}
+    assert told <= {name_of(MAY_SAY_IT)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

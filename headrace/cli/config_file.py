@@ -35,7 +35,10 @@ def nearest(name: str, known: list[str]) -> str:
 
 
 def _flags_of(file: Path) -> list[str]:
-    import yaml
+    try:
+        import yaml
+    except ModuleNotFoundError as error:
+        raise TrainInputError(f"{error.name} is not installed; run: pip install PyYAML") from error
 
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))

@@ -78,7 +78,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
         from headrace.integrations.transformers import from_pretrained
         from headrace.runtime.device import resolve_device
     except ModuleNotFoundError as error:
-        raise GenerateInputError(f"{error.name} is not installed; run: pip install 'headrace[transformers]'") from error
+        raise GenerateInputError(f"{error.name} is not installed; run: pip install 'transformers>=5'") from error
     disable_progress_bar()
     tokenizer = _tokenizer(arguments.model)
     if arguments.chat:

@@ -17,6 +17,7 @@ from headrace.cli.report import add_report_command
 from headrace.cli.run_recipe import add_run_recipe_command
 from headrace.cli.train import add_train_command, rewrite
 from headrace.errors import HeadraceError
+from headrace.runtime.noise import without_noise
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
@@ -74,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"headrace {given[0]}: {error}", file=sys.stderr)
         return BAD_INPUT
     try:
-        code: int = parsed.run(parsed)
+        with without_noise():
+            code: int = parsed.run(parsed)
     except HeadraceError as error:
         # Errors that are also ValueErrors or TypeErrors are about what the user gave; the others happened on the way.
         print(f"headrace {parsed.command}: {error}", file=sys.stderr)

@@ -171,7 +171,7 @@ def _config(model: str) -> Any:
         from transformers import AutoConfig  # here: it takes seconds to import, and a path does not need it
     except ModuleNotFoundError as error:
         raise PlanInputError(
-            f"there is no file {model!r}; for names of models run: pip install 'headrace[transformers]'"
+            f"there is no file {model!r}; for names of models run: pip install 'transformers>=5'"
         ) from error
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=False)

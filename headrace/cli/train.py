@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from headrace.train.trainer import TrainResult
 
 STOPPED = 3
+LIBRARIES = "datasets peft PyYAML 'transformers>=5'"  # those of the extra `train`
 
 EPILOG = """\
 Memory is bytes, text such as 8GiB, or a share of the model's weights such as 25%.
@@ -101,7 +102,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         from headrace.train.ranks import is_first_rank
         from headrace.train.trainer import prepare, train
     except ModuleNotFoundError as error:
-        raise TrainInputError(f"{error.name} is not installed; run: pip install 'headrace[train]'") from error
+        raise TrainInputError(f"{error.name} is not installed; run: pip install {LIBRARIES}") from error
     logging.disable_progress_bar()  # ours is enough
     disable_progress_bar()
     set_verbosity(CRITICAL)  # what fails there is told as an error of ours

@@ -24,7 +24,7 @@ def draw(record: RunRecord, path: str | os.PathLike[str]) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error.name} is not installed; run: pip install 'headrace[report]'") from error
+        raise ModuleNotFoundError(f"{error.name} is not installed; run: pip install matplotlib") from error
     figure = Figure(figsize=(10, 5), layout="constrained")
     FigureCanvasAgg(figure)
     lanes, memory = figure.subplots(2, 1, height_ratios=(3, 2), sharex=True)

@@ -5,10 +5,10 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
-from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
@@ -26,6 +26,9 @@ from headrace.memory.disk import Checkpoint
 from headrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer, encode_bytes
 from headrace.train.checks import HEAD_SIZE
 from headrace.train.config import DTYPES, TrainConfig
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 _NOT_OF_A_MODEL = ("_name_or_path", "transformers_version")  # but of how its config was saved
 
@@ -69,7 +72,7 @@ def load_tokens(config: TrainConfig) -> Tokens:
 class LoadedModel:
     """A model before it is trained."""
 
-    model: PreTrainedModel | PeftModel
+    model: "PreTrainedModel | PeftModel"
     weight_files: Checkpoint | None  # that its weights are mapped from
     digest: str  # of the weights and the config that it was loaded from, wherever its directory is
 
@@ -118,8 +121,12 @@ def _digest(model: PreTrainedModel, directory: Path | None) -> str:
     return digest.hexdigest()
 
 
-def _adapted(model: PreTrainedModel, config: TrainConfig) -> PeftModel:
+def _adapted(model: PreTrainedModel, config: TrainConfig) -> "PeftModel":
     """The model with adapters that are trained while its weights are not."""
+    try:
+        from peft import LoraConfig, get_peft_model  # here: it imports bitsandbytes, which a plain model does not need
+    except ModuleNotFoundError as error:
+        raise TrainInputError(f"{error.name} is not installed; run: pip install peft") from error
     if config.gradient_checkpointing:
         model.enable_input_require_grads()  # else layers of frozen weights have nothing to be recomputed for
     targets = config.lora_targets

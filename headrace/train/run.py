@@ -1,13 +1,13 @@
 """What happens in one optimizer step? Forward and backward of each micro-batch, clipping, update."""
 
 import copy
+import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import set_seed
 
 from headrace.train.chat import IGNORED
 from headrace.train.config import TrainConfig
@@ -22,6 +22,13 @@ Together = Callable[[Iterable[int], Callable[[int], torch.Tensor]], list[torch.T
 def learned_tokens(batch: Batch) -> int:
     """How many tokens of a micro-batch are predicted: those with a label, but for the first of each sequence."""
     return int((batch["labels"][:, 1:] != IGNORED).sum())
+
+
+def set_seed(seed: int) -> None:
+    """Of all random numbers that a step may draw, on every device."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 class Run:

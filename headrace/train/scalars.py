@@ -16,7 +16,7 @@ class ScalarProgress:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ModuleNotFoundError as error:
-            raise TrainInputError(f"{error.name} is not installed; run: pip install 'headrace[report]'") from error
+            raise TrainInputError(f"{error.name} is not installed; run: pip install tensorboard") from error
         self._progress = progress
         self._writer = SummaryWriter(str(directory))
 

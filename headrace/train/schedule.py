@@ -1,8 +1,13 @@
-"""How does the learning rate go up and down? A schedule of transformers for each optimizer."""
+"""How does the learning rate go up and down? As in transformers' schedules of the same names, to the last bit.
+
+Importing theirs would import PEFT, too, and with it bitsandbytes.
+"""
+
+import math
+from functools import partial
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
-from transformers import get_scheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from headrace.train.config import TrainConfig
 
@@ -11,8 +16,16 @@ __all__ = ["make_schedule"]
 
 def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, *, steps: int) -> LRScheduler:
     """From 0 up within the warm-up, then constant, or down to 0 in a line or half a cosine at the last of `steps`."""
-    name = "constant_with_warmup" if config.schedule == "constant" else config.schedule
-    schedule: LRScheduler = get_scheduler(
-        name, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps
-    )
-    return schedule
+    return LambdaLR(optimizer, partial(_share, kind=config.schedule, warmup=config.warmup_steps, steps=steps))
+
+
+def _share(step: int, *, kind: str, warmup: int, steps: int) -> float:
+    """Of the learning rate that was asked for."""
+    if step < warmup:
+        return step / warmup
+    falls = max(1, steps - warmup)
+    if kind == "linear":
+        return max(0.0, (steps - step) / falls)
+    if kind == "cosine":
+        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((step - warmup) / falls))))
+    return 1.0

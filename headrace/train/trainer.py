@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from peft import PeftModel
-from transformers import PreTrainedModel, set_seed
+from transformers import PreTrainedModel
 
 import headrace
 from headrace.config import counted, format_bytes
@@ -32,8 +31,11 @@ from headrace.train.placement import place
 from headrace.train.progress import Progress, StepRecord
 from headrace.train.ranks import World, joined
 from headrace.train.resume import Past
-from headrace.train.run import PlainRun, Run
+from headrace.train.run import PlainRun, Run, set_seed
 from headrace.train.stop import StopRequest, stop_on_signals
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,7 @@ class Job:
     tokens: Tokens
     sequences: Sequences
     eval_sequences: Sequences | None
-    model: PreTrainedModel | PeftModel
+    model: "PreTrainedModel | PeftModel"
     weight_files: Checkpoint | None  # that its weights are mapped from
     weight_bytes: int
     steps: int

@@ -1,5 +1,6 @@
 """Do flags come from a YAML file, and does a key that is none name the nearest?"""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,9 @@ def test_a_run_takes_its_settings_from_a_file(arguments: list[str], tmp_path: Pa
     (tmp_path / "run.yaml").write_text("steps: 2\nbatch_size: 1\nplain: true\n")
     assert main([*given, "--config", str(tmp_path / "run.yaml")]) == 0
     assert "step 2/2" in capsys.readouterr().err
+
+
+def test_a_file_without_the_library_that_reads_it_names_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(TrainInputError, match=r"yaml.* is not installed; run: pip install PyYAML"):
+        with_config_file(["--config", "run.yaml"])

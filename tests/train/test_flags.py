@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import re
+import shlex
+import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import headrace
 from headrace.cli.main import build_parser, main
@@ -344,6 +347,20 @@ def test_schedules_rise_and_fall(settings: Settings, schedule: str, rates: list[
     assert seen == pytest.approx(rates, abs=1e-6)
 
 
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (0, 9), (3, 11), (7, 5)])
+def test_schedules_are_those_of_transformers(settings: Settings, schedule: str, warmup: int, steps: int):
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3) for _ in range(2)]
+    name = "constant_with_warmup" if schedule == "constant" else schedule
+    theirs = transformers.get_scheduler(name, optimizers[0], num_warmup_steps=warmup, num_training_steps=steps)
+    ours = make_schedule(optimizers[1], settings(schedule=schedule, warmup_steps=warmup), steps=steps)
+    for _ in range(steps + 2):
+        assert ours.get_last_lr() == theirs.get_last_lr()
+        for optimizer, follows in zip(optimizers, (theirs, ours), strict=True):
+            optimizer.step()
+            follows.step()
+
+
 def test_the_gradient_is_that_of_all_tokens_however_they_are_cut_into_micro_batches(
     settings: Settings, progress: Progress, tmp_path: Path
 ):
@@ -361,5 +378,9 @@ def test_a_command_without_the_libraries_names_what_to_install(monkeypatch: pyte
 
     monkeypatch.setitem(sys.modules, "datasets.utils.logging", None)
     arguments = argparse.Namespace(text=[Path("a")], output=Path("b"))
-    with pytest.raises(TrainInputError, match=r"datasets.* is not installed; run: pip install 'headrace\[train\]'"):
+    with pytest.raises(TrainInputError, match=r"datasets.* is not installed; run: pip install (.*)") as raised:
         run_train(arguments)
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert shlex.split(str(raised.value).partition("pip install ")[2]) == extras["train"]

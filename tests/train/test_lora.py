@@ -1,5 +1,6 @@
 """Are adapters trained on a model that stays as it is, and saved alone?"""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,3 +75,12 @@ def test_a_checkpoint_holds_adapters_and_their_state_alone(
 def test_adapters_need_a_model(settings: Settings):
     with pytest.raises(TrainInputError, match="--lora-rank adapts a model that is trained already"):
         settings(lora_rank=4)
+
+
+@pytest.mark.parametrize("model_directory", ["llama"], indirect=True)
+def test_adapters_without_peft_name_what_to_install(
+    settings: Settings, progress: Progress, model_directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(TrainInputError, match=r"peft.* is not installed; run: pip install peft"):
+        train(settings(model=model_directory, lora_rank=2), progress)
