@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import headrace
-from tests.support.compare import assert_same, assert_same_gradients, same, gradients_of, on_cpu
+from tests.support.compare import assert_same, assert_same_gradients, gradients_of, on_cpu, same
 from tests.support.held import weight_bytes
 from tests.support.loops import loss_of
 from tests.support.models import Decoder, linears
