@@ -65,6 +65,7 @@ def save_pipeline(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     importlib.import_module("text_to_image").pipeline().save_pretrained(directory)
 
 
+@pytest.mark.core(page=["README.md", "ten_minutes.md"])
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("page", pages_with("python"), ids=name_of)
 def test_examples_of_a_page_run(page: Path, page_directory: Path, monkeypatch: pytest.MonkeyPatch):
@@ -86,6 +87,7 @@ def training_data(page_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (page_directory / "chat.jsonl").write_text((json.dumps({"messages": said}) + "\n") * 5)
 
 
+@pytest.mark.core(page=["README.md", "ten_minutes.md"])
 @pytest.mark.usefixtures("training_data", "small_probe")
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("page", pages_with("sh"), ids=name_of)

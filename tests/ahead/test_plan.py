@@ -37,6 +37,7 @@ def test_the_command_prints_the_plan(config: Path, capsys: pytest.CaptureFixture
     assert numbers["tokens_per_second"] == pytest.approx(8192 / numbers["step_seconds"])
 
 
+@pytest.mark.extended
 def test_lora_is_the_training_of_adapters(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = []
     for training in ("lora", "adapter"):

@@ -89,14 +89,15 @@ def test_gradients_of_a_shared_update_leave_once_a_step() -> None:
     )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("settings", "field", "value"),
     [
         ({"link_bytes_per_second": 5e9}, "offload_bytes_per_second", 5e9),
-        pytest.param({"disk_bytes_per_second": 1e9}, "disk_write_bytes_per_second", 1e9, marks=pytest.mark.extended),
+        ({"disk_bytes_per_second": 1e9}, "disk_write_bytes_per_second", 1e9),
         ({"host_bytes_per_second": 9e9}, "update_rate", 9e9),
-        pytest.param({"device_bytes_per_second": 1e9}, "device_bytes_per_second", 1e9, marks=pytest.mark.extended),
-        pytest.param({"flops_per_second": 1e13}, "flops_per_second", 1e13, marks=pytest.mark.extended),
+        ({"device_bytes_per_second": 1e9}, "device_bytes_per_second", 1e9),
+        ({"flops_per_second": 1e13}, "flops_per_second", 1e13),
     ],
 )
 def test_own_rates(settings: dict[str, float], field: str, value: float) -> None:
@@ -124,6 +125,7 @@ def test_rates_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert printed["not_run"] == []
 
 
+@pytest.mark.extended
 def test_slower_drives_take_longer_and_small_blocks_wait() -> None:
     """Blocks of 25 MB from a disk that turns: 10 ms each before the first byte, beside 104 ms of them."""
     seconds = {drive: planned(method="stream-weights-from-disk", drive=drive) for drive in DRIVES}
@@ -137,6 +139,7 @@ def test_slower_drives_take_longer_and_small_blocks_wait() -> None:
     assert all(drive.latency_seconds and drive.sources for drive in DRIVES.values())
 
 
+@pytest.mark.extended
 def test_latency_is_of_each_transfer() -> None:
     """Ten times the latency of a drive adds as many times nine latencies as there are reads on the fetch lane."""
     machine = MACHINES["4090"]

@@ -26,7 +26,7 @@ SMALL = LLAMA_8B | {"num_hidden_layers": 6, "hidden_size": 2048, "intermediate_s
 
 
 @pytest.mark.parametrize("device_gigabytes", [3, pytest.param(8, marks=pytest.mark.extended)])
-@pytest.mark.parametrize("host_gigabytes", [16, 128])
+@pytest.mark.parametrize("host_gigabytes", [16, pytest.param(128, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("training", list(Training))
 def test_nothing_that_fits_is_faster(device_gigabytes: int, host_gigabytes: int, training: Training) -> None:
     hardware = MACHINES["4090"].changed(
@@ -167,6 +167,7 @@ def test_every_figure_has_a_source() -> None:
             assert hardware.sources[figure].startswith("https://"), (hardware.name, figure)
 
 
+@pytest.mark.extended
 def test_overlap_is_recommended_where_it_helps() -> None:
     plan = plan_run(shape_of_config(LLAMA_8B), MACHINES["h100"], Work(batch_size=4), overlap=Overlap.NONE)
     assert any("overlap" in help.change for help in plan.helps)

@@ -248,6 +248,7 @@ def test_a_node_holds_what_one_process_holds(method: Method) -> None:
         assert one.total(Place.DEVICE) == alone.total(Place.DEVICE)
 
 
+@pytest.mark.extended
 def test_experts_of_a_shared_copy_are_those_of_fewer_devices() -> None:
     """Of 8 devices each has a quarter of the experts, so two have the same: half each of these, and an eighth else."""
     spread = Spread(data=16, expert=4, nodes=2)
@@ -343,6 +344,7 @@ def test_the_plan_of_many_nodes_is_the_golden_one(
     assert text == GOLDEN.read_text()
 
 
+@pytest.mark.usefixtures("short_search")
 def test_what_bounds_and_who_shares_is_told() -> None:
     settings = {"hardware": "8x4090", "devices": 8, "batch_size": 4, "host_memory": "800GB"}
     plan = headrace.plan(SMALL, **settings, nodes=2, method="stream-weights", host_bytes_per_second=20e9)

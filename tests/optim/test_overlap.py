@@ -313,6 +313,7 @@ def test_weights_written_between_steps_refresh_the_master(emu_device: ModuleType
     assert_same(*trained)
 
 
+@pytest.mark.core(dtype=torch.bfloat16)
 @pytest.mark.parametrize("overlap", ["none", "forward"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("changes", [False, True])

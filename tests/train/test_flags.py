@@ -272,6 +272,7 @@ def test_flags_that_would_do_nothing_are_refused(
 
 
 # optimizers -----------------------------------------------------------------------------------------------------------
+@pytest.mark.core(rule=["adamw", "muon"])
 @pytest.mark.parametrize("rule", OPTIMIZERS)
 def test_each_optimizer_equals_the_plain_run(settings: Settings, progress: Progress, rule: str):
     result = train(settings(optimizer=rule, compare_plain=3, device_memory="70%", learning_rate=1e-2), progress)

@@ -100,6 +100,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("model_directory", ["gpt2"], indirect=True)
 @pytest.mark.timeout(300)  # each process imports what trains for seconds
 def test_two_ranks_come_to_the_same_as_one(

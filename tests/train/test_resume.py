@@ -81,7 +81,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.core(variant=["dropout and accumulation", "disk"])
+@pytest.mark.core(variant="disk")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("model_directory", ["gpt2"], indirect=True)
 def test_a_crashed_run_goes_on_as_if_nothing_had_happened(
@@ -234,6 +234,7 @@ def test_a_model_is_the_same_by_its_contents_and_not_by_its_name(
     assert len(train(settings(**{**common, **others}), progress).losses) == 2
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("before", "after", "says"),
     [
@@ -370,6 +371,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     assert weights[0] == weights[1]
 
 
+@pytest.mark.extended
 def test_a_run_that_was_killed_goes_on_from_the_last_whole_checkpoint(arguments: list[str], tmp_path: Path):
     command = [*arguments, "--steps", "60", "--save-every", "2", "--keep", "3"]
     process = subprocess.Popen([sys.executable, "-m", "headrace", *command], stderr=subprocess.PIPE, text=True)

@@ -35,6 +35,7 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.core(changes={})
 @pytest.mark.parametrize("changes", VARIANTS, ids=lambda changes: "-".join(changes) or "default")
 def test_losses_and_saved_weights_equal_the_plain_run(
     settings: Settings, progress: Progress, tmp_path: Path, changes: dict[str, Any]
@@ -68,6 +69,7 @@ def test_on_an_accelerator_losses_and_saved_weights_equal_the_plain_run(
     assert 0 < stats.device_peak_bytes <= stats.device_budget_bytes < offloaded.weight_bytes
 
 
+@pytest.mark.core(model_directory="llama")
 def test_on_disk_losses_and_saved_weights_equal_the_plain_run(
     settings: Settings, progress: Progress, tmp_path: Path, model_directory: Path
 ):
@@ -205,6 +207,7 @@ def test_a_tokenizer_of_another_model_is_refused(
         train(settings(model=model_directory), progress)
 
 
+@pytest.mark.core(model_directory="llama", changes={})
 @pytest.mark.parametrize("model_directory", ["llama", "gpt2"], indirect=True)
 @pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}], ids=["saved", "recomputed"])
 def test_micro_batches_together_change_no_bit_and_bring_weights_once(

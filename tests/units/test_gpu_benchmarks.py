@@ -89,6 +89,7 @@ def test_without_an_accelerator() -> None:
     assert "nothing was measured" in done.stdout
 
 
+@pytest.mark.extended
 def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
     job = replace(JOB, size="tiny", device="nowhere", directory=str(tmp_path))
     (row,) = rows_of(job, MACHINES["h100"].to_json(), 100)

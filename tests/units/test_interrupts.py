@@ -49,7 +49,7 @@ def steps(model: torch.nn.Module, batch: torch.Tensor) -> None:
         step(model, batch).backward()
 
 
-@pytest.mark.core(at=[1, 4])
+@pytest.mark.core(at=4)
 @pytest.mark.parametrize("at", [1, 2, 4, 9])
 @pytest.mark.parametrize(
     ("where", "after"),

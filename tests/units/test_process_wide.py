@@ -107,6 +107,7 @@ for overlap, max_grad_norm in (("forward", 1.0), ("backward", None)):
 """
 
 
+@pytest.mark.extended
 def test_nothing_is_left_of_an_offloaded_model() -> None:
     result = subprocess.run([sys.executable, "-c", WHOLE_PROCESS], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -112,6 +112,7 @@ def test_forwards_have_the_bits_of_a_plain_run(compute_device: torch.device, way
         assert stats.device_peak_bytes <= limit
 
 
+@pytest.mark.core(slots=5)
 @pytest.mark.parametrize("slots", [2, 5, 12, 23])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_crosses_the_link_is_what_is_called_and_not_there(way: str, slots: int) -> None:
@@ -166,6 +167,7 @@ def test_full_training(compute_device: torch.device, way: str, checkpointed: boo
         assert stats.device_peak_bytes - stats.device_gradient_peak_bytes <= limit
 
 
+@pytest.mark.core(slots=2)
 @pytest.mark.parametrize("slots", [2, 9])
 @pytest.mark.parametrize("way", WAYS)
 def test_adapters_on_experts(compute_device: torch.device, way: str, slots: int) -> None:
@@ -208,6 +210,7 @@ def test_backward_brings_each_once_and_ahead(monkeypatch: pytest.MonkeyPatch) ->
         assert len(backwards) == len(called) - 1  # each but the first of backward
 
 
+@pytest.mark.core(trained=True)
 @pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("way", WAYS)

@@ -176,6 +176,7 @@ distributed.destroy_process_group()
 """
 
 
+@pytest.mark.extended
 def test_averaging_by_hand(nursery: Nursery, tmp_path: Path) -> None:
     """What the refusals advise: both ranks have the weights of a plain model with the mean of both gradients."""
     ranks = [nursery.start(RANK, rank, tmp_path / "store") for rank in range(2)]

@@ -35,6 +35,7 @@ assert handle.stats().spill_bytes > 0
 """
 
 
+@pytest.mark.core(how="SIGKILL")
 @pytest.mark.parametrize(("how", "lines"), [("SIGKILL", 3), ("SIGTERM", 2), ("SIGINT", 1)])
 def test_a_training_that_is_killed_leaves_nothing(how: str, lines: int, nursery: Nursery, tmp_path: Path) -> None:
     checkpoint, disk = tmp_path / "model.safetensors", tmp_path / "disk"

@@ -26,6 +26,7 @@ from tests.weights.test_disk_tier import offload, train
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 
 
+@pytest.mark.core(rank=2)
 @pytest.mark.parametrize("host_memory", ["64KiB", "256KiB", "492KiB"])
 @pytest.mark.parametrize("rank", [2, 64])
 def test_adapters_that_come_later_find_room(
@@ -204,6 +205,7 @@ def test_writes_to_memory_of_a_checkpoint_before_offload_are_kept(
     assert path.read_bytes() == before
 
 
+@pytest.mark.core(tier="disk")
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_activations_that_find_no_room_beside_weights_stay(
     compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, tier: str

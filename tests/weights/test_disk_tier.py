@@ -54,6 +54,7 @@ def assert_streamed(handle: headrace.Offloaded, model: nn.Module) -> None:
     assert stats.host_peak_bytes <= 256 << 10
 
 
+@pytest.mark.core(micro_batches=2)
 @pytest.mark.parametrize(("micro_batches", "clips"), [(1, False), (2, False), (1, True)])
 def test_training_is_exact(
     compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, micro_batches: int, clips: bool
@@ -123,6 +124,7 @@ def test_inference_is_exact_and_reads_what_the_plan_says(
         assert stats.fetch_bytes <= 4 * sum(block.nbytes for block in on_disk)
 
 
+@pytest.mark.core(param_dtype=torch.bfloat16)
 @pytest.mark.parametrize("param_dtype", [torch.bfloat16, torch.float64])
 def test_weights_that_travel_in_another_dtype(
     compute_device: torch.device, tokens: torch.Tensor, tmp_path: Path, param_dtype: torch.dtype
@@ -253,6 +255,7 @@ assert handle.stats().fetch_bytes > 0
 """
 
 
+@pytest.mark.core(device="emu")
 @pytest.mark.parametrize("device", ["cpu", "emu"])
 def test_a_process_ends_well_with_blocks_on_their_way(nursery: Nursery, tmp_path: Path, device: str):
     process = nursery.start(ENDING, device, tmp_path)

@@ -146,6 +146,7 @@ def test_the_next_block_is_read_while_one_computes(
     handle.remove()
 
 
+@pytest.mark.core(large=False, touch=["data", "remove", "error"])
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("touch", ["data", "step", "remove", "drop", "other", "error"])
 def test_blocks_that_were_fetched_ahead_keep_nobody_waiting(
