@@ -13,7 +13,7 @@ from headrace.compat import HybridDeviceOptimizer
 from headrace.compat.sub_optimizers import TorchSteps
 from headrace.runtime.lanes import Lane, StreamLanes
 from tests.optim.references import copies, give_gradients, parameters, ties_up
-from tests.support.compare import assert_same, on_cpu
+from tests.support.compare import assert_same
 
 SHAPES = ((128, 64), (64,), (64, 48), (48,))
 RULES: dict[str, tuple[type, dict[str, Any]]] = {
@@ -73,9 +73,9 @@ def test_own_matrix(
     first, last = optimizer.entries[ours[0]], optimizer.entries[ours[-1]]
     assert (first[name].device.type == "cpu" if first else True) == (fraction > 0)
     assert (last[name].device.type == "emu") == (fraction < 1)
-    assert_same(on_cpu(ours), theirs)
+    assert_same(ours, theirs)
     for one, other in zip(ours, theirs, strict=True):
-        assert_same(on_cpu([optimizer.state[one][name]]), [reference.state[other][name]])
+        assert_same([optimizer.state[one][name]], [reference.state[other][name]])
 
 
 def test_b1_a_parameter_without_gradient_is_left_alone(emu_device: ModuleType) -> None:
@@ -88,7 +88,7 @@ def test_b1_a_parameter_without_gradient_is_left_alone(emu_device: ModuleType) -
             ours[1].grad = theirs[1].grad = None
         optimizer.step()
         reference.step()
-    assert_same(on_cpu(ours), theirs)
+    assert_same(ours, theirs)
 
 
 @pytest.mark.emu("threads", "lazy", "random:1")
@@ -102,7 +102,7 @@ def test_b2_both_shares_wait_for_their_gradients(emu_device: ModuleType) -> None
         give_gradients(ours, exact, step)
         optimizer.step()
         reference.step()
-    assert_same(on_cpu(ours), [ties_up(weight) for weight in exact])
+    assert_same(ours, [ties_up(weight) for weight in exact])
 
 
 @pytest.mark.parametrize("fraction", [0.25, 0.5, 0.9])
@@ -166,7 +166,7 @@ def test_b6_b7_b13_resume(emu_device: ModuleType, dtype: torch.dtype, fraction: 
         reference.step()
         if step == 2:
             optimizer = reloaded(optimizer, ours, fraction)
-    assert_same(on_cpu(ours), theirs)
+    assert_same(ours, theirs)
     if fraction < 1:
         assert optimizer.entries[ours[-1]]["exp_avg"].device.type == "emu"
     assert all(state["exp_avg"].dtype == torch.float32 for state in optimizer.state.values())
@@ -239,7 +239,7 @@ def test_b10_weights_loaded_after_construction_count(emu_device: ModuleType, thr
     for group in optimizer.param_groups:
         group.update(lr=0.0, weight_decay=0.0)
     optimizer.step()
-    assert_same(on_cpu(ours), loaded)
+    assert_same(ours, loaded)
     masters = [state.get("master_remainder") for state in optimizer.state.values()]
     assert all(master is not None and not master.any() for master in masters)
 
@@ -253,7 +253,7 @@ def test_b11_float32_weights_beside_bfloat16_ones(emu_device: ModuleType) -> Non
         give_gradients(ours, exact, step)
         optimizer.step()
         reference.step()
-    assert_same(on_cpu(ours), [ties_up(exact[0]), ties_up(exact[1]), *exact[2:]])
+    assert_same(ours, [ties_up(exact[0]), ties_up(exact[1]), *exact[2:]])
 
 
 def test_b12_no_copy_makes_the_host_wait_for_pageable_memory(emu_device: ModuleType) -> None:
@@ -279,7 +279,7 @@ def test_b14_frozen_weights_beside_adapters(emu_device: ModuleType) -> None:
         ours[0].grad = theirs[0].grad = None
         optimizer.step()
         reference.step()
-    assert_same(on_cpu(ours), theirs)
+    assert_same(ours, theirs)
     assert not optimizer.state_dict()["state"].get(0)
 
 
@@ -289,11 +289,11 @@ def test_dummy_step_makes_state_and_changes_nothing(emu_device: ModuleType) -> N
     optimizer, reference = hybrid(ours), torch.optim.AdamW(theirs, fused=True, **RULES["adam"][1])
     optimizer.dummy_step()
     assert all(not state["exp_avg"].any() for state in optimizer.state.values())
-    assert_same(on_cpu(ours), theirs)
+    assert_same(ours, theirs)
     give_gradients(ours, theirs, 0)
     optimizer.step()
     reference.step()
-    assert_same(on_cpu(ours), theirs)
+    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("overlap", ["forward", "backward"])
@@ -305,7 +305,7 @@ def test_updates_beside_passes_are_refused(emu_device: ModuleType, overlap: str)
     give_gradients(ours, copies([weight.cpu() for weight in ours]), 0)
     with pytest.raises(ValueError, match=rf"overlap='{overlap}' .*parameter 0 .* lives on emu.* overlap at \"none\""):
         optimizer.step()
-    assert_same(on_cpu(ours), before)
+    assert_same(ours, before)
     assert not optimizer.state
 
 

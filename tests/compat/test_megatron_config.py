@@ -24,7 +24,7 @@ from headrace.compat.sub_optimizers import TorchSteps
 from tests.activations.models import Stack, rows, step
 from tests.compat.test_megatron import SHAPES, on_device
 from tests.optim.references import give_gradients, parameters
-from tests.support.compare import assert_same, on_cpu
+from tests.support.compare import assert_same
 
 pytestmark = pytest.mark.core(device="emu")
 
@@ -81,7 +81,7 @@ def test_the_optimizer_of_a_config(
         give_gradients(ours, theirs, number)
         optimizer.step()
         reference.step()
-    assert_same(on_cpu(ours), theirs)
+    assert_same(ours, theirs)
     held = optimizer.held_bytes()
     assert (held > 1000) == offload  # beside numbers of steps
     assert optimizer.param_groups[0]["lr"] == 0.01
@@ -97,7 +97,7 @@ def test_gradients_are_clipped_as_pytorch_does_it() -> None:
         optimizer.step()
         reference.step()
         assert optimizer.last_grad_norm == pytest.approx(float(norm))
-    assert_same(on_cpu(ours), theirs)
+    assert_same(ours, theirs)
 
 
 def test_precision_and_other_optimizers() -> None:

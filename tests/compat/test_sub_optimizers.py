@@ -16,7 +16,7 @@ from headrace.compat.sub_optimizers import TorchSteps
 from headrace.optim.shares import Shares
 from tests.compat.test_megatron import SHAPES, FusedAdam, HostMemory, on_device
 from tests.optim.references import copies, give_gradients, parameters
-from tests.support.compare import assert_same, on_cpu
+from tests.support.compare import assert_same
 
 pytestmark = pytest.mark.emu("random:0")
 
@@ -62,7 +62,7 @@ def test_any_class_of_pytorch_has_its_own_bits(
     assert all(stays) == (fraction == 0)
     for index, weight in enumerate(ours):
         reference, other = (of_device, there[index]) if stays[index] else (of_cpu, on_cpu[index])
-        assert_same(on_cpu([weight]), [other])
+        assert_same([weight], [other])
         assert optimizer.state[weight].keys() == reference.state[other].keys()
         for key, value in reference.state[other].items():
             assert torch.equal(torch.as_tensor(optimizer.state[weight][key]).cpu(), torch.as_tensor(value).cpu()), key
@@ -83,7 +83,7 @@ def test_a_partial_and_a_class_of_ones_own(emu_device: ModuleType) -> None:
         theirs = parameters(shapes=SHAPES)
         ours = on_device(theirs)
         trained(HybridDeviceOptimizer(ours, 0.5, kind, lr=0.01), kind(theirs, lr=0.01))
-        assert_same(on_cpu(ours), theirs)
+        assert_same(ours, theirs)
 
 
 def test_two_rules_for_the_two_shares(emu_device: ModuleType) -> None:
@@ -97,7 +97,7 @@ def test_two_rules_for_the_two_shares(emu_device: ModuleType) -> None:
         optimizer.step()
         for reference in references:
             reference.step()
-    assert_same(on_cpu(ours), theirs)
+    assert_same(ours, theirs)
     assert "square_avg" in optimizer.state[ours[0]]
     assert "square_avg" not in optimizer.state[ours[3]]
 
@@ -107,7 +107,7 @@ def test_low_precision_weights_have_masters(emu_device: ModuleType) -> None:
     exact = copies([weight.cpu() for weight in ours], torch.float32)
     optimizer = HybridDeviceOptimizer(ours, 0.5, torch.optim.RAdam, master_form="full")
     trained(optimizer, torch.optim.RAdam(exact), steps=8)
-    assert_same(on_cpu(ours), [weight.to(torch.bfloat16) for weight in exact])
+    assert_same(ours, [weight.to(torch.bfloat16) for weight in exact])
 
 
 def test_schedules_checkpoints_and_copies(emu_device: ModuleType) -> None:
@@ -122,7 +122,7 @@ def test_schedules_checkpoints_and_copies(emu_device: ModuleType) -> None:
         trained(again, reference, steps=2)
         for schedule in schedules:
             schedule.step()
-    assert_same(on_cpu(ours), theirs)
+    assert_same(ours, theirs)
     assert isinstance(copy.deepcopy(again), TorchSteps)
     with pytest.raises(ValueError, match="load_state_dict"):
         again.dummy_step()
@@ -145,7 +145,7 @@ def test_pytorchs_own_steps_when_it_is_asked_for(emu_device: ModuleType) -> None
     optimizer = HybridDeviceOptimizer(ours, 0.5, torch.optim.AdamW, use_torch_optimizer=True, lr=0.01, fused=True)
     assert isinstance(optimizer, TorchSteps)
     trained(optimizer, torch.optim.AdamW(theirs, lr=0.01, fused=True))
-    assert_same(on_cpu(ours), theirs)
+    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize(("grads", "params"), [(True, True), (True, False), (False, True), (False, False)])
@@ -157,7 +157,7 @@ def test_gradients_and_weights_are_pinned_each_for_itself(
     optimizer: Any = HybridDeviceOptimizer(ours, 1.0, pin_cpu_grads=grads, pin_cpu_params=params)
     memory = HostMemory(monkeypatch)
     trained(optimizer, torch.optim.AdamW(theirs, fused=True))
-    assert_same(on_cpu(ours), theirs)
+    assert_same(ours, theirs)
     assert memory.pinned() == ({params}, {grads})
 
 
@@ -186,7 +186,7 @@ def test_adam_w_mode_chooses_the_rule(emu_device: ModuleType, through: str) -> N
     optimizer = HybridDeviceOptimizer(ours, 0.5, torch.optim.Adam, fused, weight_decay=0.1, **more)
     assert not isinstance(optimizer, TorchSteps | torch.optim.AdamW)
     trained(optimizer, torch.optim.Adam(theirs, weight_decay=0.1, fused=True))
-    assert_same(on_cpu(ours), theirs)
+    assert_same(ours, theirs)
 
 
 def test_arguments_that_say_what_is_so_here(emu_device: ModuleType) -> None:
@@ -195,7 +195,7 @@ def test_arguments_that_say_what_is_so_here(emu_device: ModuleType) -> None:
     said = {"master_weights": True, "master_weight_dtype": torch.float32, "use_decoupled_grad": False}
     said |= {"set_grad_none": True, "capturable": True, "exp_avg_dtype": torch.float32, "bias_correction": True}
     trained(HybridDeviceOptimizer(ours, 0.5, None, FusedAdam, **said), torch.optim.AdamW(theirs, fused=True))
-    assert_same(on_cpu(ours), theirs)
+    assert_same(ours, theirs)
 
 
 def test_arguments_that_change_what_is_kept(emu_device: ModuleType) -> None:

@@ -18,7 +18,7 @@ from headrace.memory.disk import Access, DiskStore
 from headrace.optim import AdamW, disk_state, matrices
 from tests.optim.references import MATRICES, RULES, copies, give_gradients, parameters, ties_up
 from tests.optim.test_overlap import SETTINGS, batch, decoder, offloaded, train
-from tests.support.compare import assert_same, on_cpu
+from tests.support.compare import assert_same
 from tests.support.held import weight_bytes
 from tests.support.loops import loss_of
 
@@ -53,7 +53,7 @@ def test_equals_torch(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
                 exact[0].fill_(0.5)
         optimizer.step()
         reference.step()
-    assert_same(on_cpu(ours), exact if dtype == torch.float32 else [ties_up(weight) for weight in exact])
+    assert_same(ours, exact if dtype == torch.float32 else [ties_up(weight) for weight in exact])
 
 
 @pytest.mark.parametrize("form", ["split", "full"])
@@ -69,8 +69,8 @@ def test_state_is_shown_in_the_stock_format(form: str, tmp_path: Path) -> None:
             shown = optimizer.state_dict()["state"]
             for index, entries in reference.state_dict()["state"].items():
                 assert shown[index].keys() == entries.keys()
-                assert_same(on_cpu([shown[index][key] for key in entries]), list(entries.values()))
-    assert_same(on_cpu(ours), theirs)
+                assert_same([shown[index][key] for key in entries], list(entries.values()))
+    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
@@ -93,7 +93,7 @@ def test_state_of_whole_matrices(name: str, dtype: torch.dtype, tmp_path: Path) 
             for index, entries in reference.state_dict()["state"].items():
                 shown = optimizer.state_dict()["state"][index]
                 assert shown.keys() == entries.keys()
-                assert_same(on_cpu([shown[key] for key in entries]), list(entries.values()))
+                assert_same([shown[key] for key in entries], list(entries.values()))
         if step == 2:
             for one, other in ((optimizer, ours), (reference, theirs)):
                 for key, value in one.state[other[0]].items():
@@ -109,7 +109,7 @@ def test_state_of_whole_matrices(name: str, dtype: torch.dtype, tmp_path: Path) 
         if step == 5:
             copied = copy.deepcopy(optimizer)
             assert str(copied.state_dict()) == str(optimizer.state_dict())
-    assert_same(on_cpu(ours), theirs)
+    assert_same(ours, theirs)
 
 
 def moved_bytes(disk: disk_state.DiskState) -> tuple[int, int]:
@@ -149,7 +149,7 @@ def test_offloaded_models(emu_device: ModuleType, overlap: str, dtype: torch.dty
             train(model, AdamW(model.parameters(), **settings, **SETTINGS), 8)
             assert handle.stats().onload_bytes > weight_bytes(model)
         trained.append(list(model.parameters()))
-    assert_same(*on_cpu(trained))
+    assert_same(*trained)
 
 
 @pytest.mark.emu("random:0")
@@ -163,7 +163,7 @@ def test_plain_parameters_on_the_device(emu_device: ModuleType, tmp_path: Path) 
         other.step()
         if step == 1:
             other.load_state_dict(copy.deepcopy(other.state_dict()))
-    assert_same(on_cpu(there), here)
+    assert_same(there, here)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -185,7 +185,7 @@ def test_resume_from_any_tier_to_any(dtype: torch.dtype, to_disk: bool, tmp_path
             optimizer.load_state_dict(torch.load(saved, weights_only=True))
             if to_disk:
                 assert all("exp_avg" not in entries for entries in optimizer.entries.values())
-    assert_same(on_cpu(ours), theirs)
+    assert_same(ours, theirs)
 
 
 def test_copies_and_replaced_state(tmp_path: Path) -> None:
@@ -205,11 +205,11 @@ def test_copies_and_replaced_state(tmp_path: Path) -> None:
             copied = copy.deepcopy(optimizer)
             assert len(list(tmp_path.glob("optimizer-*"))) == 2
             assert_same(
-                on_cpu([entries["exp_avg"] for entries in copied.state.values()]),
+                [entries["exp_avg"] for entries in copied.state.values()],
                 [entries["exp_avg"] for entries in optimizer.state.values()],
             )
             del copied
-    assert_same(on_cpu(ours), theirs)
+    assert_same(ours, theirs)
     del optimizer
     assert list(tmp_path.glob("optimizer-*")) == []
 
@@ -264,4 +264,4 @@ def test_two_optimizers_in_backward(emu_device: ModuleType, tmp_path: Path) -> N
                     optimizer.zero_grad()
             assert handle.stats().onload_bytes > weight_bytes(model)
         trained.append(list(model.parameters()))
-    assert_same(*on_cpu(trained))
+    assert_same(*trained)

@@ -16,7 +16,7 @@ from headrace.optim import AdamW, disk_state, eight_bit, kernel, threads, update
 from headrace.optim.kernel import Master
 from tests.optim.references import copies, give_gradients, parameters
 from tests.optim.test_overlap import SETTINGS, decoder, offloaded, train
-from tests.support.compare import assert_same, on_cpu
+from tests.support.compare import assert_same
 from tests.support.held import weight_bytes
 
 SHAPES = ((64, 70), (9,), (65536 + 5,), (3, 40, 41), (0,))  # three of them large enough
@@ -139,7 +139,7 @@ def test_kernel_equals_its_replacement(rule: str, dtype: torch.dtype, bad: float
             [part.nan_to_num() for part in (item.weight, item.first, item.second) if part is not None]
             + [torch.tensor(bool(item.not_finite))]
         )
-    assert_same(*on_cpu(results))
+    assert_same(*results)
     assert bool(results[0][-1]) == (bad is not None and bad != 0)
 
 
@@ -165,12 +165,12 @@ def test_threads_tiers_and_resuming_change_nothing(name: str, tmp_path: Path, mo
             loaded = torch.load(saved, weights_only=True)
             for index, entries in one.state_dict()["state"].items():
                 assert entries.keys() == loaded["state"][index].keys()
-                assert_same(on_cpu(list(entries.values())), [loaded["state"][index][key] for key in entries])
+                assert_same(list(entries.values()), [loaded["state"][index][key] for key in entries])
             other = make(name, there, tier="disk", disk=tmp_path)
             other.load_state_dict(loaded)
-    assert_same(on_cpu(here), there)
+    assert_same(here, there)
     assert_same(
-        on_cpu([value for entries in one.state.values() for value in entries.values()]),
+        [value for entries in one.state.values() for value in entries.values()],
         [other.state[parameter][key] for parameter, mine in zip(there, here, strict=True) for key in one.state[mine]],
     )
 
@@ -187,7 +187,7 @@ def test_shares_on_the_device(emu_device: ModuleType, fraction: float) -> None:
         other.step()
         if step == 1:
             other.load_state_dict(copy.deepcopy(other.state_dict()))
-    assert_same(on_cpu(there), here)
+    assert_same(there, here)
 
 
 @pytest.mark.core(overlap="forward")
@@ -205,7 +205,7 @@ def test_offloaded_models(emu_device: ModuleType, overlap: str, tier: str, tmp_p
             kept = [entries for entries in optimizer.state.values() if "exp_avg_8bit" in entries]
         assert kept or all(weight.numel() < eight_bit.LEAST_ELEMENTS for weight in model.parameters())
         trained.append(list(model.parameters()))
-    assert_same(*on_cpu(trained))
+    assert_same(*trained)
 
 
 @pytest.mark.parametrize("stock", [True, False])
@@ -251,7 +251,7 @@ def test_small_and_strided_parameters_keep_float32() -> None:
         give_gradients(ours, theirs, step)
         optimizer.step()
         reference.step()
-    assert_same(on_cpu(ours), theirs)
+    assert_same(ours, theirs)
     assert all(entries["exp_avg"].dtype == torch.float32 for entries in optimizer.state.values())
 
 

@@ -11,7 +11,7 @@ from torch import nn
 import headrace
 from headrace.optim import SGD, Adafactor, AdamW, Lion
 from tests.optim.references import copies, give_gradients, parameters, ties_up
-from tests.support.compare import assert_same, on_cpu
+from tests.support.compare import assert_same
 from tests.support.loops import random_batches, steps
 
 SHAPES = ((40, 30), (9,), (130, 70), ())
@@ -43,7 +43,7 @@ def test_homes_of_an_offloaded_model(emu_device: ModuleType, clip: float | None)
                 train(net, stock, 6, clip=clip)
             assert handle.stats().onload_bytes > 0
         trained.append(list(net.parameters()))
-    assert_same(*on_cpu(trained))
+    assert_same(*trained)
 
 
 @pytest.mark.parametrize("overlap", ["none", "forward"])
@@ -119,7 +119,7 @@ def test_parameters_of_two_offloaded_models_are_refused(emu_device: ModuleType, 
             both[-1].grad = torch.ones_like(both[-1])
             with pytest.raises(ValueError, match=refusal):
                 early.step()
-            assert_same(on_cpu(both), before)
+            assert_same(both, before)
         early.step()
     assert not torch.equal(both[-1], before[-1])
 
@@ -130,7 +130,7 @@ def test_narrow_homes_equal_narrow_weights_on_the_device(emu_device: ModuleType)
     train(plain, AdamW(plain.parameters(), lr=0.01), 6)
     with headrace.offload(managed, device="emu", device_memory=3 * 24 * 32 * 4, blocks=list(managed)):
         train(managed, AdamW(managed.parameters(), lr=0.01), 6)
-    assert_same(on_cpu(list(managed.parameters())), list(plain.parameters()))
+    assert_same(list(managed.parameters()), list(plain.parameters()))
 
 
 def test_narrow_homes_accumulated_and_clipped(emu_device: ModuleType) -> None:
@@ -141,7 +141,7 @@ def test_narrow_homes_accumulated_and_clipped(emu_device: ModuleType) -> None:
             optimizer = AdamW(net.parameters(), lr=0.01, max_grad_norm=inside)
             train(net, optimizer, 6, accumulate=2, clip=0.05 if inside is None else None)
         trained.append(list(net.parameters()))
-    assert_same(*on_cpu(trained))
+    assert_same(*trained)
 
 
 def test_weights_of_an_offloaded_model_loaded_in_the_middle(emu_device: ModuleType) -> None:
@@ -154,7 +154,7 @@ def test_weights_of_an_offloaded_model_loaded_in_the_middle(emu_device: ModuleTy
             train(net, each, 2)
             net.load_state_dict(new)
             train(net, each, 2)
-    assert_same(on_cpu(list(managed.parameters())), list(plain.parameters()))
+    assert_same(list(managed.parameters()), list(plain.parameters()))
 
 
 @pytest.mark.core(dtype=torch.bfloat16)
@@ -173,7 +173,7 @@ def test_parameters_on_the_device(emu_device: ModuleType, dtype: torch.dtype, op
             with torch.no_grad():
                 on_host[0].fill_(0.5)
                 on_device[0].fill_(0.5)
-    assert_same(on_cpu(on_device), on_host)
+    assert_same(on_device, on_host)
     for entries in other.state.values():
         assert all(value.device.type == "cpu" for value in entries.values())
 
@@ -194,7 +194,7 @@ def test_state_moved_to_the_device_comes_back(emu_device: ModuleType) -> None:
             for entries in moved["state"].values():
                 entries.update({name: value.to("emu") for name, value in entries.items()})
             optimizer.load_state_dict(moved)
-    assert_same(on_cpu(ours), theirs)
+    assert_same(ours, theirs)
     assert all(value.device.type == "cpu" for entries in optimizer.state.values() for value in entries.values())
 
 
@@ -209,7 +209,7 @@ def test_clipping_counts_parameters_of_both_places(emu_device: ModuleType) -> No
             weight.grad.mul_(torch.clamp(0.5 / (reference.cpu() + 1e-6), max=1.0))  # type: ignore[union-attr]
         optimizer.step()
         other.step()
-    assert_same(on_cpu(mixed), on_host)
+    assert_same(mixed, on_host)
 
 
 def test_device_bytes_do_not_grow(emu_device: ModuleType) -> None:
@@ -232,4 +232,4 @@ def test_narrow_master_on_the_device(emu_device: ModuleType) -> None:
         give_gradients(ours, exact, step)
         optimizer.step()
         reference.step()
-    assert_same(on_cpu(ours), [ties_up(weight) for weight in exact])
+    assert_same(ours, [ties_up(weight) for weight in exact])

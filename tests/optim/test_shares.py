@@ -12,7 +12,7 @@ from torch import nn
 import headrace.optim
 from headrace.optim import AdamW, matrices
 from tests.optim.references import RULES, give_gradients, parameters
-from tests.support.compare import assert_same, on_cpu
+from tests.support.compare import assert_same
 
 SHAPES = ((40, 30), (9,), (130, 70), (), (3, 40, 41))
 MATRICES = ((40, 30), (130, 70), (64, 64))
@@ -49,7 +49,7 @@ def test_any_share_gives_the_same_bits(emu_device: ModuleType, name: str, dtype:
             with torch.no_grad():
                 here[0].fill_(0.5)
                 there[0].fill_(0.5)
-    assert_same(on_cpu(there), here)
+    assert_same(there, here)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
@@ -86,7 +86,7 @@ def test_the_rest_of_the_state_may_be_on_disk(
         other.step()
         if step == 2:
             other.load_state_dict(copy.deepcopy(other.state_dict()))
-    assert_same(on_cpu(there), here)
+    assert_same(there, here)
     places = {value.device.type for entries in other.entries.values() for value in entries.values() if value.dim()}
     assert places == {"emu"}  # whole parameters: the first two are on disk
     assert other._disk is not None
@@ -132,4 +132,4 @@ def test_ways_to_travel(emu_device: ModuleType, settings: dict[str, Any]) -> Non
         give_gradients(there, here, step)
         optimizer.step()
         other.step()
-    assert_same(on_cpu(there), here)
+    assert_same(there, here)
