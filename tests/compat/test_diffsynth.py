@@ -81,7 +81,7 @@ def compare(
     on_device = list(inputs.to(device))
     offloaded = run_steps(model, on_device, manager.after_backward, micro_batches=micro_batches)
     assert_same(offloaded, plain)
-    assert [p.device for p in model.parameters()] == [p.device for p in reference.parameters()]
+    assert all(parameter.device.type == where.type for parameter in model.parameters() if parameter.requires_grad)
     stats = manager.handle.stats()
     travels = enable_optimizer_cpu_offload or not all(parameter.requires_grad for parameter in model.parameters())
     assert (stats.onload_bytes > 0) == travels
