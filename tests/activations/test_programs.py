@@ -43,7 +43,7 @@ def settings_of(number: int, tier: str, disk: Path) -> dict[str, Any]:
     return settings
 
 
-@pytest.mark.core(tier="disk")
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 @pytest.mark.timeout(60 + 10 * PROGRAMS)
 @pytest.mark.parametrize("tier", ["host", "disk"])

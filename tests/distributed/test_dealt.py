@@ -16,7 +16,7 @@ def test_replicas_step_as_the_stock_optimizer(nursery: Nursery, tmp_path: Path, 
     run_ranks(nursery, tmp_path, world_size, f"dealt.steps_are_those_of_stock, {name!r}")
 
 
-@pytest.mark.core(settings="{'max_grad_norm': 0.01}", name=["Muon", "AdamW"], dtype="bfloat16")
+@pytest.mark.core(settings="{'max_grad_norm': 0.01}", name="AdamW", dtype="bfloat16")
 @pytest.mark.parametrize(
     ("name", "dtype", "settings", "disk"),
     [
@@ -56,6 +56,7 @@ def test_four_ranks(nursery: Nursery, tmp_path: Path, program: str) -> None:
     run_ranks(nursery, tmp_path, 4, f"dealt.{program}")
 
 
+@pytest.mark.core(program=["offloaded", "a_rank_fails", "micro_batches_are_added_up"])
 @pytest.mark.core(
     program=[
         "offloaded",
@@ -89,7 +90,7 @@ def test_two_ranks(nursery: Nursery, tmp_path: Path, program: str) -> None:
     run_ranks(nursery, tmp_path, 2, f"dealt.{program}")
 
 
-@pytest.mark.core(program="a_backward_raises")
+@pytest.mark.extended
 @pytest.mark.parametrize("program", ["a_rank_stays_away", "a_backward_raises"])
 def test_a_rank_that_takes_no_step(nursery: Nursery, tmp_path: Path, program: str) -> None:
     code = f"import sys\nfrom tests.distributed import dealt as p\np.{program}(sys.argv[1], int(sys.argv[2]))"
@@ -158,7 +159,7 @@ def test_tensor_parallel_matrices(nursery: Nursery, tmp_path: Path, name: str) -
     run_ranks(nursery, tmp_path, 2, f"dealt.tensor_parallel_matrices, {name!r}")
 
 
-@pytest.mark.core(name="Muon")
+@pytest.mark.extended
 @pytest.mark.parametrize(("name", "dtype"), [("Muon", "float32"), ("Adafactor", "bfloat16")])
 def test_checkpoints_of_matrices(nursery: Nursery, tmp_path: Path, name: str, dtype: str) -> None:
     path = f"Path({str(tmp_path)!r})"

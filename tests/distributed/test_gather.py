@@ -14,7 +14,7 @@ GATHER = "from tests.distributed import meshed\nmeshed.ONLOAD = 'gather'"
 gather = partial(run_ranks, setup=GATHER)
 
 
-@pytest.mark.core(kind=["full", "experts"])
+@pytest.mark.core(kind="experts")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("world_size", "device"), [(2, "cpu"), (4, "cpu"), (2, "emu"), (4, "emu")])
 def test_gradients(nursery: Nursery, tmp_path: Path, kind: str, world_size: int, device: str) -> None:
@@ -61,7 +61,7 @@ def test_reads_from_disk(nursery: Nursery, tmp_path: Path, world_size: int, devi
     gather(nursery, tmp_path, world_size, f"gathered.reads_from_disk, {str(tmp_path)!r}, {device!r}, {trains_all}")
 
 
-@pytest.mark.core(trains_all=True)
+@pytest.mark.extended
 @pytest.mark.parametrize("trains_all", [False, True])
 def test_what_the_drive_changed(nursery: Nursery, tmp_path: Path, trains_all: bool) -> None:
     gather(nursery, tmp_path, 2, f"gathered.what_the_drive_changed_is_noticed, {str(tmp_path)!r}, {trains_all}")

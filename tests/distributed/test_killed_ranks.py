@@ -32,7 +32,7 @@ def files_of_ranks() -> set[str]:
     return found
 
 
-@pytest.mark.core(way="gather", seed=0)
+@pytest.mark.extended
 @pytest.mark.parametrize("seed", range(KILLS))
 @pytest.mark.parametrize("way", ["own", "gather", "disk"])
 def test_a_rank_is_killed(nursery: Nursery, tmp_path: Path, way: str, seed: int) -> None:

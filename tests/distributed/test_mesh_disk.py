@@ -18,7 +18,7 @@ def left_in(directory: Path) -> list[Path]:
     return [path for name in ("weights", "state") for path in (directory / name).rglob("*") if path.is_file()]
 
 
-@pytest.mark.core(kind="full", dtype="float32")
+@pytest.mark.core(kind="full", dtype="float32", settings={"tier": "disk"})
 @pytest.mark.parametrize(
     ("world_size", "device", "kind", "settings", "dtype", "host_bytes"),
     [
@@ -66,7 +66,7 @@ def test_activations(nursery: Nursery, tmp_path: Path, world_size: int, device: 
     assert left_in(tmp_path) == []
 
 
-@pytest.mark.core(program="what_users_do")
+@pytest.mark.extended
 @pytest.mark.parametrize("program", ["what_users_do", "frozen_weights_stay_in_their_checkpoint", "refusals"])
 def test_programs(nursery: Nursery, tmp_path: Path, program: str) -> None:
     run_ranks(nursery, tmp_path, 2, f"on_disk.{program}, {str(tmp_path)!r}")

@@ -62,7 +62,7 @@ def test_tensor_parallel(nursery: Nursery, tmp_path: Path) -> None:
     run_ranks(nursery, tmp_path, 2, "programs.tensor_parallel")
 
 
-@pytest.mark.core(program=["writes_are_noticed", "refusals"])
+@pytest.mark.core(program="writes_are_noticed")
 @pytest.mark.parametrize(
     "program", ["writes_are_noticed", "agreement", "states_that_lie_otherwise", "refusals", "eight_bits"]
 )

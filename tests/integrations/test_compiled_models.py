@@ -137,6 +137,7 @@ def test_blocks_are_compiled(ask: Ask, says: str, activations: bool) -> None:
         assert stats.onload_bytes > weight_bytes(model)
 
 
+@pytest.mark.extended
 def test_layers_by_hand() -> None:
     """Those of transformers have a `__call__` of their own."""
     plain, model, graphs = llama(), llama(), Graphs()

@@ -57,6 +57,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("trainer", ["accelerate", "transformers"])
 def test_processes_of_torchrun(trainer: str, nursery: Nursery, tmp_path: Path) -> None:
     port = _free_port()

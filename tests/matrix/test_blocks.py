@@ -31,6 +31,7 @@ CUTS: dict[str, Settings] = {
 }
 
 
+@pytest.mark.core(cut=["modules", "size", "on_demand", "one_ahead"])
 @pytest.mark.parametrize("cut", CUTS)
 def test_cuts(cut: str, compute_device: torch.device) -> None:
     """Every way to name blocks; what a list does not name is cut by size."""

@@ -64,7 +64,7 @@ def forward(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return sample, sample.square().mean()
 
 
-@pytest.mark.core(checkpointing=False)
+@pytest.mark.extended
 @pytest.mark.parametrize(("make", "inputs"), [(unet, unet_inputs), (flux, flux_inputs)], ids=["unet", "flux"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["none", "own"])
 def test_training(

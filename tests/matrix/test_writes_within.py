@@ -118,7 +118,7 @@ USES = [with_a_functional, with_the_attribute, with_a_module_inside, in_the_laye
 PLACES: dict[str, dict[str, Any]] = {"ample": {}, "tight": {"share": 0.5}, "resident": {"resident": ["layers.3"]}}
 
 
-@pytest.mark.core(gradients=True)
+@pytest.mark.core(gradients=True, place="tight")
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("use", USES)
@@ -137,6 +137,7 @@ def test_a_write_is_seen(use: Act, place: str, gradients: bool, compute_device: 
             raise AssertionError(f"{write.__name__}: {error}") from error
 
 
+@pytest.mark.core(place="tight")
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("place", ["ample", "tight"])
 @pytest.mark.parametrize("alias", [lambda weight: weight.detach(), lambda weight: weight.view(-1)])

@@ -50,7 +50,7 @@ def fail_after(monkeypatch: pytest.MonkeyPatch, kind: str, pieces: int, number: 
     monkeypatch.setattr(DiskStore, FAULTS[kind], faulty)
 
 
-@pytest.mark.core(name=["AdamW", "Muon"])
+@pytest.mark.core(name="AdamW")
 @pytest.mark.parametrize("name", ["AdamW", "Lion", "Adafactor", "Muon"])
 @pytest.mark.parametrize(("kind", "number"), [("read", errno.EIO), ("write", errno.EIO), ("write", errno.ENOSPC)])
 @pytest.mark.parametrize("pieces", [0, 1, 5])
@@ -190,6 +190,7 @@ while True:
 """
 
 
+@pytest.mark.extended
 def test_a_killed_process_leaves_nothing_that_harms_the_next(nursery: Nursery, tmp_path: Path) -> None:
     for delay in (0.0, 0.02):
         process = nursery.start(KILLED, tmp_path)

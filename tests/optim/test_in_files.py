@@ -77,7 +77,7 @@ def fetched(handle: headrace.Offloaded) -> list[Any]:
     return [block for block in handle._engine.blocks if block.is_fetched]
 
 
-@pytest.mark.core(name="AdamW", dtype=torch.bfloat16)
+@pytest.mark.core(name="AdamW", dtype=torch.bfloat16, tier="disk")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "settings"), SETTINGS)
 @pytest.mark.parametrize("tier", ["host", "disk"])
@@ -239,7 +239,7 @@ def test_what_a_step_wrote_is_checked(tmp_path: Path, counted: Counter[str]) -> 
             loss_of(model, TOKENS)
 
 
-@pytest.mark.core(tier="disk", kind="write")
+@pytest.mark.core(tier="disk", kind="write", pieces=3)
 @pytest.mark.parametrize(
     ("tier", "kind", "pieces"),
     [

@@ -118,7 +118,7 @@ def scale(model: nn.Sequential, factor: float, write: str) -> None:
             layer.weight.data = layer.weight.data * factor
 
 
-@pytest.mark.core(write="through data")
+@pytest.mark.extended
 @pytest.mark.parametrize("write", ["in place", "through data", "another tensor", "what was kept", "load_state_dict"])
 def test_what_is_written_is_used(device: torch.device, write: str) -> None:
     model = frozen()

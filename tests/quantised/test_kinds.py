@@ -94,6 +94,7 @@ def accelerator(emu_device: ModuleType) -> Iterator[torch.device]:
         tables._code_4bit_cache.clear()  # it keeps one for each device it saw
 
 
+@pytest.mark.extended
 @emulated
 def test_inference_on_an_accelerator(name: str, accelerator: torch.device) -> None:
     with torch.compiler.set_stance("force_eager"):  # bitsandbytes compiles for devices that it does not know

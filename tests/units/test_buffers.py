@@ -132,6 +132,7 @@ print("left")
 """
 
 
+@pytest.mark.extended
 def test_a_forked_process_keeps_what_was_there(nursery: Nursery) -> None:
     """A view of a weight that somebody kept does not change there, whatever visits the buffer later."""
     child = nursery.start(FORKS)

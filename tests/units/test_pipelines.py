@@ -24,6 +24,7 @@ print(seen)
 """
 
 
+@pytest.mark.extended
 def test_the_change_goes_with_the_last_model() -> None:
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert ended.stdout == "[False, False, True]\n", ended.stderr
