@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 # In a process of its own: here a test before may have left a model offloaded.
 PROGRAM = """
 import torch
