@@ -39,6 +39,7 @@ def test_nothing_that_is_optional_is_imported(code: str, tmp_path: Path):
     assert in_a_fresh_process(code, tmp_path) == (set(), "")
 
 
+@pytest.mark.extended
 def test_training_a_plain_model_imports_no_quantiser_and_prints_lines_of_headrace_alone(tmp_path: Path):
     """transformers imports torchao by itself, and what that says is left out."""
     (tmp_path / "text").write_text("Once upon a time. " * 50)

@@ -138,7 +138,7 @@ class _Hook:
         self.close = handle.remove
 
 
-@pytest.mark.core(compute_device="emu", place="disk")
+@pytest.mark.extended
 @pytest.mark.parametrize("place", PLACES)
 def test_on_the_accelerator(tmp_path: Path, compute_device: torch.device, place: str) -> None:
     with run(place, tmp_path / "whole", device=compute_device) as whole:

@@ -9,7 +9,7 @@ from tests.support.nursery import Nursery, run_ranks
 pytestmark = pytest.mark.core(world_size=2)
 
 
-@pytest.mark.core(name="AdamW")
+@pytest.mark.extended
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Lion", "Adafactor"])
 def test_replicas_step_as_the_stock_optimizer(nursery: Nursery, tmp_path: Path, name: str, world_size: int) -> None:
@@ -45,18 +45,19 @@ def test_gradients_are_at_their_owners(nursery: Nursery, tmp_path: Path, name: s
     run_ranks(nursery, tmp_path, world_size, f"dealt.gradients_are_at_their_owners, {name!r}")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_gradients_leave_together(nursery: Nursery, tmp_path: Path, world_size: int) -> None:
     run_ranks(nursery, tmp_path, world_size, "dealt.neighbours_leave_together")
 
 
-@pytest.mark.core(program="more_ranks_than_parameters")
+@pytest.mark.extended
 @pytest.mark.parametrize("program", ["more_ranks_than_parameters", "large_tensors"])
 def test_four_ranks(nursery: Nursery, tmp_path: Path, program: str) -> None:
     run_ranks(nursery, tmp_path, 4, f"dealt.{program}")
 
 
-@pytest.mark.core(program=["offloaded", "a_rank_fails", "micro_batches_are_added_up"])
+@pytest.mark.core(program=["offloaded", "micro_batches_are_added_up"])
 @pytest.mark.core(
     program=[
         "offloaded",
@@ -168,7 +169,7 @@ def test_checkpoints_of_matrices(nursery: Nursery, tmp_path: Path, name: str, dt
         run_ranks(nursery, tmp_path, world_size, f"dealt.matrices_resumed, {path}, {name!r}, torch.{dtype}")
 
 
-@pytest.mark.core(program="written_between")
+@pytest.mark.extended
 @pytest.mark.parametrize("program", ["matrices_that_cannot_be", "written_between"])
 def test_matrices_between_steps(nursery: Nursery, tmp_path: Path, program: str) -> None:
     run_ranks(nursery, tmp_path, 2, f"dealt.{program}")

@@ -27,6 +27,7 @@ def test_ddp_and_one_process(nursery: Nursery, tmp_path: Path, kind: str) -> Non
     gather(nursery, tmp_path, 2, f"meshed.gradients_are_those_of_one_process, {KINDS[kind]!r}, 'cpu'")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("world_size", "device", "kind", "settings"),
     [
@@ -47,13 +48,12 @@ def test_steps(
     gather(nursery, tmp_path, world_size, call)
 
 
-@pytest.mark.core(world_size=4)
 @pytest.mark.parametrize(("world_size", "device"), [(2, "cpu"), (4, "cpu"), (3, "cpu"), (2, "emu"), (4, "emu")])
 def test_bytes(nursery: Nursery, tmp_path: Path, world_size: int, device: str) -> None:
     gather(nursery, tmp_path, world_size, f"gathered.bytes_over_the_link, {device!r}")
 
 
-@pytest.mark.core(trains_all=True)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("world_size", "device", "trains_all"), [(2, "cpu", False), (2, "cpu", True), (3, "emu", False), (2, "emu", True)]
 )
@@ -67,22 +67,25 @@ def test_what_the_drive_changed(nursery: Nursery, tmp_path: Path, trains_all: bo
     gather(nursery, tmp_path, 2, f"gathered.what_the_drive_changed_is_noticed, {str(tmp_path)!r}, {trains_all}")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranges_lie_at_the_devices(nursery: Nursery, tmp_path: Path, world_size: int) -> None:
     gather(nursery, tmp_path, world_size, "gathered.ranges_lie_at_the_devices")
 
 
-@pytest.mark.core(at=1)
+@pytest.mark.extended
 @pytest.mark.parametrize(("at", "more"), [(3, (4, 1, 2)), (1, (4,))])
 def test_a_rank_goes_astray(nursery: Nursery, tmp_path: Path, at: int, more: tuple[int, ...]) -> None:
     gather(nursery, tmp_path, 2, f"gathered.a_rank_goes_astray_and_needs_more, {at}, {more}")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("device", ["cpu", "emu"])
 def test_reductions_are_in_flight(nursery: Nursery, tmp_path: Path, device: str) -> None:
     gather(nursery, tmp_path, 2, f"gathered.reductions_are_in_flight, {device!r}")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("device", ["cpu", "emu"])
 def test_ranks_that_go_their_own_ways(nursery: Nursery, tmp_path: Path, device: str) -> None:
     gather(nursery, tmp_path, 2, f"gathered.ranks_that_go_their_own_ways, {device!r}")

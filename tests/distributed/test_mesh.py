@@ -19,7 +19,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.core(kind=["full", "experts"])
+@pytest.mark.core(kind="experts")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("world_size", "device"), [(2, "cpu"), (4, "cpu"), (2, "emu")])
 def test_gradients(nursery: Nursery, tmp_path: Path, kind: str, world_size: int, device: str) -> None:
@@ -60,7 +60,7 @@ def test_steps(
     run_ranks(nursery, tmp_path, world_size, f"meshed.steps_are_those_of_one_process, {arguments}")
 
 
-@pytest.mark.core(world_size=2)
+@pytest.mark.extended
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_a_run_goes_on_elsewhere(nursery: Nursery, tmp_path: Path, world_size: int) -> None:
     """Saved by four ranks; on as many as there are then, on two, on one, and without headrace."""
@@ -76,6 +76,7 @@ def test_nodes(nursery: Nursery, tmp_path: Path, world_size: int, nodes: int) ->
     run_ranks(nursery, tmp_path, world_size, f"meshed.nodes_add_their_averages, {nodes}")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_accumulation(nursery: Nursery, tmp_path: Path, world_size: int) -> None:
     run_ranks(nursery, tmp_path, world_size, "meshed.accumulation")
@@ -86,7 +87,7 @@ def test_one_copy_for_a_node(nursery: Nursery, tmp_path: Path, world_size: int) 
     run_ranks(nursery, tmp_path, world_size, "meshed.one_copy_for_a_node")
 
 
-@pytest.mark.core(program=["writes", "what_layers_write_counts"])
+@pytest.mark.core(program="writes")
 @pytest.mark.parametrize(
     "program",
     [

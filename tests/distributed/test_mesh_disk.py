@@ -50,6 +50,7 @@ def test_steps(
     assert left_in(tmp_path) == []
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_one_copy_for_a_node(nursery: Nursery, tmp_path: Path, world_size: int) -> None:
     run_ranks(nursery, tmp_path, world_size, f"on_disk.one_copy_for_a_node, {str(tmp_path)!r}")
@@ -81,7 +82,7 @@ def test_a_run_goes_on_elsewhere(nursery: Nursery, tmp_path: Path) -> None:
         run_ranks(nursery, tmp_path, world_size, f"on_disk.resumed, {str(tmp_path)!r}, {tier!r}")
 
 
-@pytest.mark.core(killed=0)
+@pytest.mark.extended
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_rank_is_killed(nursery: Nursery, tmp_path: Path, killed: int) -> None:
     """Nothing is left in the directories but locks that nobody holds, and the next run has them."""

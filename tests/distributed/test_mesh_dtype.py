@@ -45,11 +45,13 @@ def test_steps(
     run_ranks(nursery, tmp_path, world_size, f"narrow.steps_are_those_of_one_process, {arguments}")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_one_copy_for_a_node(nursery: Nursery, tmp_path: Path, world_size: int) -> None:
     run_ranks(nursery, tmp_path, world_size, "narrow.one_copy_for_a_node")
 
 
+@pytest.mark.extended
 def test_a_budget_is_for_both(nursery: Nursery, tmp_path: Path) -> None:
     run_ranks(nursery, tmp_path, 2, "narrow.a_budget_is_for_both")
 

@@ -30,17 +30,19 @@ def test_accumulation_without_synchronisation(nursery: Nursery, tmp_path: Path) 
     run_ranks(nursery, tmp_path, 2, "programs.optimizer_equals_stock, (2,), False, {}, 3")
 
 
+@pytest.mark.extended
 def test_state_on_disk(nursery: Nursery, tmp_path: Path) -> None:
     settings = {"tier": "disk", "disk": str(tmp_path / "disk")}
     (tmp_path / "disk").mkdir()
     run_ranks(nursery, tmp_path, 2, f"programs.optimizer_equals_stock, (2,), True, {settings}, 1")
 
 
+@pytest.mark.extended
 def test_state_is_sharded_as_the_stock_one(nursery: Nursery, tmp_path: Path) -> None:
     run_ranks(nursery, tmp_path, 2, "programs.state_is_sharded")
 
 
-@pytest.mark.core(dtype="bfloat16", settings={})
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("dtype", "settings"),
     [
@@ -62,7 +64,7 @@ def test_tensor_parallel(nursery: Nursery, tmp_path: Path) -> None:
     run_ranks(nursery, tmp_path, 2, "programs.tensor_parallel")
 
 
-@pytest.mark.core(program="writes_are_noticed")
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "program", ["writes_are_noticed", "agreement", "states_that_lie_otherwise", "refusals", "eight_bits"]
 )
@@ -70,7 +72,7 @@ def test_what_is_noticed_and_what_cannot_be(nursery: Nursery, tmp_path: Path, pr
     run_ranks(nursery, tmp_path, 2, f"programs.{program}")
 
 
-@pytest.mark.core(how="fully_shard")
+@pytest.mark.extended
 @pytest.mark.parametrize("how", ["ddp", "fully_shard"])
 def test_activations(nursery: Nursery, tmp_path: Path, how: str) -> None:
     run_ranks(nursery, tmp_path, 2, f"programs.activations, {how!r}")

@@ -82,6 +82,7 @@ def test_one_budget_for_all(compute_device: torch.device) -> None:
     assert all(parameter.device.type == "cpu" for model in models(pipe) for parameter in model.parameters())
 
 
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
 def test_loras_come_and_go(compute_device: torch.device) -> None:
     plain, pipe = pipeline(), pipeline()

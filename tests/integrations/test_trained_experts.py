@@ -269,7 +269,7 @@ def test_host_optimizers(compute_device: torch.device, build: Any, overlap: str)
         assert (module.down_proj != weight).flatten(1).any(1).all()
 
 
-@pytest.mark.core(tier="disk")
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_host_optimizers_of_weights_on_disk(

@@ -86,7 +86,7 @@ def plainly(log: Log) -> Log:
     ]
 
 
-@pytest.mark.core(zeroes=True)
+@pytest.mark.core(zeroes=False)
 @pytest.mark.parametrize("zeroes", [True, False])
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("watch", [all_of_them, some_of_them, any_of_them, of_nodes, before_nodes, everything])

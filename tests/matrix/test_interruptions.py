@@ -69,7 +69,7 @@ def assert_homes_are_bound(model: nn.Module) -> None:
         assert torch.isfinite(parameter).all()
 
 
-@pytest.mark.core(checkpointing="non-reentrant", settled=True)
+@pytest.mark.core(checkpointing="non-reentrant", settled=True, where=("backward", 5))
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
 @pytest.mark.parametrize(
     "where", [("forward", 3), ("backward", 5), ("backward", 0)], ids=lambda where: f"{where[0]}{where[1]}"

@@ -141,7 +141,7 @@ def of_case(case: Case) -> Loss:
     return lambda model, batch: case.loss(model(batch[0]), batch[1]) / COUNT
 
 
-@pytest.mark.core(checkpointing="non-reentrant", training="full", case="dense")
+@pytest.mark.extended
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("training", ["full", "adapters"])

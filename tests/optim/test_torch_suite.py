@@ -62,6 +62,7 @@ def test_values_equal_the_stock_optimizer(name: str, settings: dict[str, Any], o
     assert_same(weights, others)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("name", "settings"), inputs())
 def test_state_dict_round_trip(name: str, settings: dict[str, Any], options: dict[str, Any]) -> None:
     weights, optimizer = make(name, settings, options)

@@ -216,6 +216,7 @@ def test_no_more_host_memory_is_taken_than_half_of_what_is_left(device: torch.de
         assert stats.host_peak_bytes <= host_bytes
 
 
+@pytest.mark.extended
 def test_packed_weights_give_way_to_what_needs_host_memory(device: torch.device) -> None:
     """Gradients do, which would have had room without them."""
     model, plain = frozen(), frozen()
@@ -236,6 +237,7 @@ def test_packed_weights_give_way_to_what_needs_host_memory(device: torch.device)
         assert stats.host_peak_bytes <= held + LAYER_BYTES
 
 
+@pytest.mark.extended
 def test_what_is_no_quicker_ends(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_loads, "WORTH", 0.0)
     model = frozen()
@@ -275,6 +277,7 @@ def test_a_kernel_that_does_not_work_is_not_used(
     assert [str(one.message) for one in told if "kernel that unpacks" in str(one.message)]
 
 
+@pytest.mark.extended
 def test_random_numbers_are_those_of_the_plain_run(device: torch.device) -> None:
     """The kernel is tried out on words that nobody else draws."""
     model = frozen()

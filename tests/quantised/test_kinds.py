@@ -101,6 +101,7 @@ def test_inference_on_an_accelerator(name: str, accelerator: torch.device) -> No
         check_inference(name, accelerator)
 
 
+@pytest.mark.extended
 @emulated
 def test_adapters_train_on_an_accelerator(name: str, accelerator: torch.device) -> None:
     with torch.compiler.set_stance("force_eager"):

@@ -28,27 +28,20 @@ def same(found: Tensor, expected: Tensor) -> bool:
 
 def assert_same(found: Any, expected: Any, what: str = "result") -> None:
     """Tensors, outcomes, lists and dicts of whatever, and plain values: order, names, presence, types and bits."""
-    if isinstance(expected, _SEQUENCES):
-        found, expected = list(found), list(expected)
-    assert not isinstance(expected, list | Mapping) or len(expected), f"{what}: nothing is compared"
-    _assert_same(found, expected, what)
-
-
-def _assert_same(found: Any, expected: Any, what: str) -> None:
     if isinstance(expected, Tensor):
         assert isinstance(found, Tensor), f"{what} is {found!r}"
         assert same(found, expected), f"{what} differs{_how(found, expected)}"
     elif isinstance(expected, Outcome):
-        _assert_same(vars(found), vars(expected), what)
+        assert_same(vars(found), vars(expected), what)
     elif isinstance(expected, Mapping):
         assert list(found) == list(expected), f"{what}: other names"
         for name, value in expected.items():
-            _assert_same(found[name], value, f"{what}: {name}")
+            assert_same(found[name], value, f"{what}: {name}")
     elif isinstance(expected, _SEQUENCES):
         found, expected = list(found), list(expected)
         assert len(found) == len(expected), f"{what}: {len(found)}, not {len(expected)}"
         for index, value in enumerate(expected):
-            _assert_same(found[index], value, f"{what}: {index}")
+            assert_same(found[index], value, f"{what}: {index}")
     else:
         assert type(found) is type(expected), f"{what} is {found!r}, not {expected!r}"
         assert found == expected, what
@@ -65,7 +58,7 @@ def assert_same_models(model: nn.Module, expected: nn.Module, *, some_missing: b
     """Parameters, buffers and gradients by name; each parameter has a gradient, unless some are missing in both."""
     assert_same_weights(model, expected)
     assert_same_gradients(model, expected, some_missing=some_missing)
-    _assert_same(dict(model.named_buffers()), dict(expected.named_buffers()), "buffers")
+    assert_same(dict(model.named_buffers()), dict(expected.named_buffers()), "buffers")
 
 
 def assert_same_weights(model: nn.Module, expected: nn.Module) -> None:

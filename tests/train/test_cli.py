@@ -106,6 +106,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert [line for line in lines if line.startswith("headrace")] == lines[-1:]
 
 
+@pytest.mark.extended
 def test_help_and_version_do_not_wait_for_transformers():
     code = (
         "import sys; from headrace.cli.main import build_parser; build_parser(); "

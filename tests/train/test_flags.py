@@ -280,6 +280,7 @@ def test_each_optimizer_equals_the_plain_run(settings: Settings, progress: Progr
     assert len(set(result.losses)) == 3
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "changes",
     [

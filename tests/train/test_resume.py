@@ -146,6 +146,7 @@ def test_budgets_and_cadence_may_differ_and_the_result_stays(
     assert_same(final(tmp_path / "out"), final(tmp_path / "whole"))
 
 
+@pytest.mark.extended
 def test_more_steps_may_follow_where_the_schedule_does_not_end(
     settings: Settings, progress: Progress, tmp_path: Path, crashed: dict[str, Any]
 ):
@@ -200,6 +201,7 @@ def begin(
     return leave
 
 
+@pytest.mark.core(rank=None)
 @pytest.mark.parametrize("model_directory", ["gpt2"], indirect=True)
 @pytest.mark.parametrize("rank", [None, 2])
 def test_a_model_is_the_same_by_its_contents_and_not_by_its_name(
@@ -276,6 +278,7 @@ def test_a_share_that_is_measured_anew_is_told(
     assert any(note.startswith("--device-fraction auto is measured anew") for note in progress.notes)
 
 
+@pytest.mark.extended
 def test_another_text_to_measure_on_is_told_and_the_best_model_is_chosen_anew(
     settings: Settings,
     progress: Progress,
@@ -295,6 +298,7 @@ def test_another_text_to_measure_on_is_told_and_the_best_model_is_chosen_anew(
     assert all(torch.equal(best[name], weight) for name, weight in last.items())
 
 
+@pytest.mark.extended
 def test_measuring_no_more_is_told(
     settings: Settings, progress: Progress, text_file: Path, begin: Callable[[dict[str, Any]], dict[str, Any]]
 ):
@@ -314,6 +318,7 @@ def test_fewer_steps_matter_to_a_schedule_that_ends_with_them(
         train(settings(steps=5, **common), progress)
 
 
+@pytest.mark.extended
 def test_a_checkpoint_elsewhere_is_gone_on_from_when_named(
     settings: Settings, progress: Progress, tmp_path: Path, crashed: dict[str, Any]
 ):

@@ -83,6 +83,7 @@ def check_weights(row: dict[str, Any]) -> None:
     assert row["host_bytes_per_parameter"] > 0
 
 
+@pytest.mark.extended
 def test_without_an_accelerator() -> None:
     done = command("train", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr

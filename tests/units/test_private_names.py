@@ -87,6 +87,7 @@ def test_private_names_of_pytorch_have_one_home() -> None:
     assert not found, "give it a name in headrace/runtime/autograd.py:\n" + "\n".join(found)
 
 
+@pytest.mark.extended
 def test_private_attributes_are_listed() -> None:
     """Those of tensors and modules, which are not headrace's own."""
     of_files = dict(trees())
