@@ -132,7 +132,7 @@ def orders(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, ru
 def helps(shape: ModelShape, work: Work, spread: Spread, hardware: Hardware, run: Run, overlap: Overlap) -> list[Help]:
     """What would speed the run up, most first: each change with the gain in tokens per second."""
     found: list[Help] = []
-    longest = max(run.step.busy_seconds, key=lambda lane: run.step.busy_seconds[lane]).value
+    longest = max(run.busy_seconds, key=lambda lane: run.busy_seconds[lane]).value
 
     def consider(change: str, other: Run | None, tokens: float = 1.0) -> None:
         if other is not None and run.seconds / other.seconds * tokens > 1.02:

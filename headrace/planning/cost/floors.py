@@ -88,9 +88,9 @@ def floors_of(
         if method.state is Place.DISK:
             state = (work.master_bytes + work.state_bytes) * trained
             fetch, spill = fetch + state, spill + state
+    leaving = leaving_layers(shape, work, method)
+    saved = work.micro_batches * sum(shape.blocks[index].activation_bytes(work.tokens) for index in leaving)
     if method.activations is Activations.SPILLED:
-        leaving = leaving_layers(shape, work, method)
-        saved = work.micro_batches * sum(shape.blocks[index].activation_bytes(work.tokens) for index in leaving)
         fetch, spill = fetch + saved, spill + saved
     compute += device_update_seconds(shape, work, spread, method, hardware)
     read, write = hardware.disk_read_bytes_per_second, hardware.disk_write_bytes_per_second
@@ -105,10 +105,14 @@ def floors_of(
     )
     crossings = [crossing_of(block, work, spread, method, hardware) for block in shape.blocks]
     found = [crossing for crossing in crossings if crossing is not None]
-    if not found:
-        return floors
-    sums = sum(reduce_seconds(block, work, spread, hardware) for block in shape.blocks)
-    return _shared(floors, found, shape, work, method, hardware, sums * summed_share(work, spread, method))
+    if found:
+        sums = sum(reduce_seconds(block, work, spread, hardware) for block in shape.blocks)
+        floors = _shared(floors, found, shape, work, method, hardware, sums * summed_share(work, spread, method))
+    return replace(
+        floors,
+        onload_seconds=floors.onload_seconds + saved / hardware.onload_bytes_per_second,
+        offload_seconds=floors.offload_seconds + saved / hardware.offload_bytes_per_second,
+    )
 
 
 def _shared(

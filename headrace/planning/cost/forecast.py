@@ -30,21 +30,22 @@ from headrace.planning.planner import make_plan
 from headrace.planning.problem import Problem
 from headrace.planning.visit import Phase, Visit
 
-__all__ = ["Run", "run_of", "tiers_and_floors"]
+__all__ = ["SIMULATED_MICRO_BATCHES", "Run", "run_of", "tiers_and_floors"]
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 
-_PLANNED_MICRO_BATCHES = 2  # more are counted from the difference between one and two
+SIMULATED_MICRO_BATCHES = 2  # more are counted from the difference between one and two
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One method on one machine: what it holds, its floors, the plan of its visits and one step of it.
 
-    `step` is one of at most two micro-batches, or groups that go together; `seconds` counts all of them, and the
-    bubbles of a pipeline. `sharing`: how devices share one copy for each node; None: they do not. `in_use`: lane, or
-    "host memory" -> the share of the step for which it would be in use alone; what comes near 1 is what the step is
-    bound by.
+    `step` is simulated with at most two micro-batches, or groups that go together. `seconds` counts all of them, and
+    the bubbles of a pipeline; `busy_seconds` and `moved_bytes` of each lane count all of them, too. `sharing`: how
+    devices share one copy for each node; None: they do not. `in_use`: lane, or "host memory" -> the share of the step
+    for which it would be in use alone; what comes near 1 is what the step is bound by.
     """
 
     method: Method
@@ -53,6 +54,8 @@ class Run:
     visits: Plan
     step: StepForecast
     seconds: float
+    busy_seconds: dict[CostLane, float]
+    moved_bytes: dict[CostLane, int]
     sharing: Sharing | None = None
     in_use: dict[str, float] = field(default_factory=dict)
 
@@ -94,7 +97,7 @@ def run_of(
     tiers, floors = tiers_and_floors(shape, work, spread, method, hardware, streaming_bytes)
     work = method.grouped(work)
     share = _share_of(hardware)
-    count = min(work.micro_batches, _PLANNED_MICRO_BATCHES)
+    count = min(work.micro_batches, SIMULATED_MICRO_BATCHES)
     steps = []
     talking = visit_seconds(shape, work, spread, method, hardware)
     leaving = leaving_layers(shape, work, method)
@@ -140,19 +143,27 @@ def run_of(
         visits=plan,
         step=step,
         seconds=total,
+        busy_seconds=_by_lane([one.busy_seconds for one in steps], work.micro_batches),
+        moved_bytes=_by_lane([one.moved_bytes for one in steps], work.micro_batches),
         sharing=sharing_of(crossings, work, spread, method),
         in_use={name: took / total for name, took in _used(steps, work.micro_batches).items()},
     )
 
 
-def _of_all(values: Sequence[float], micro_batches: int) -> float:
+def _of_all(values: Sequence[N], micro_batches: int) -> N:
     """Of all micro-batches, from what it is of one and of two: each further one adds the difference."""
     return values[-1] + (micro_batches - len(values)) * (values[-1] - values[0])
 
 
+def _by_lane(steps: Sequence[dict[CostLane, N]], micro_batches: int) -> dict[CostLane, N]:
+    """The same for each lane."""
+    return {lane: _of_all([step[lane] for step in steps], micro_batches) for lane in CostLane}
+
+
 def _used(steps: Sequence[StepForecast], micro_batches: int) -> dict[str, float]:
     """Seconds that each lane, and host memory, would take alone."""
-    used = {lane.value: _of_all([step.alone_seconds[lane] for step in steps], micro_batches) for lane in CostLane}
+    alone = _by_lane([step.alone_seconds for step in steps], micro_batches)
+    used = {lane.value: seconds for lane, seconds in alone.items()}
     used["host memory"] = _of_all([step.dram_seconds for step in steps], micro_batches)
     return used
 

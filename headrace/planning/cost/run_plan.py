@@ -136,7 +136,7 @@ class RunPlan:
         """To the node's disks in each step."""
         if self.run is None:
             return 0
-        return self.run.step.moved_bytes[CostLane.SPILL] * self.hardware.devices
+        return self.run.moved_bytes[CostLane.SPILL] * self.hardware.devices
 
     @property
     def wear_steps(self) -> float | None:
@@ -150,7 +150,7 @@ class RunPlan:
         """Cores of the node that compression of what crosses to disk would take up to pay; 0 when nothing does."""
         if self.run is None:
             return 0
-        moved, hardware = self.run.step.moved_bytes, self.hardware
+        moved, hardware = self.run.moved_bytes, self.hardware
         return codec_cores(
             read_rate=hardware.disk_read_bytes_per_second if moved[CostLane.FETCH] else 0.0,
             write_rate=hardware.disk_write_bytes_per_second if moved[CostLane.SPILL] else 0.0,
@@ -190,8 +190,8 @@ class RunPlan:
             "efficiency": None if run is None else run.efficiency,
             "resident_fraction": None if run is None else run.resident_fraction,
             "floors_seconds": None if run is None else dataclasses.asdict(run.floors),
-            "busy_seconds": None if run is None else {k.value: v for k, v in run.step.busy_seconds.items()},
-            "moved_bytes": None if run is None else {k.value: v for k, v in run.step.moved_bytes.items()},
+            "busy_seconds": None if run is None else {k.value: v for k, v in run.busy_seconds.items()},
+            "moved_bytes": None if run is None else {k.value: v for k, v in run.moved_bytes.items()},
             "in_use": None if run is None else run.in_use,
             "sharing": None if run is None or run.sharing is None else dataclasses.asdict(run.sharing),
             "latency_share": None if run is None else self.latency_share,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from headrace.planning.cost.choose import NOT_RUN
 from headrace.planning.cost.decoding import Decoding, DecodingRate
-from headrace.planning.cost.forecast import Run
+from headrace.planning.cost.forecast import SIMULATED_MICRO_BATCHES, Run
 from headrace.planning.cost.formulas import WEIGHTS_RATIO
 from headrace.planning.cost.lanes import CostLane
 from headrace.planning.cost.packing import mean_read_share
@@ -39,7 +40,7 @@ def run_plan_text(plan: RunPlan) -> str:
     if plan.run is None:
         lines += ["", *_missing(plan)]
     else:
-        lines += ["", *_lanes(plan.run), "", *_time_line(plan.run), "", *_closing(plan, plan.run)]
+        lines += ["", *_lanes(plan.run), "", *_time_line(plan, plan.run), "", *_closing(plan, plan.run)]
         lines += [] if plan.decoding is None else ["", *_decoding(plan.decoding)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
@@ -157,32 +158,46 @@ def _lanes(run: Run) -> list[str]:
         CostLane.NETWORK: "network_seconds",
     }
     rows = [("lane", "busy", "of the step", "moved", "floor")]
-    for lane, busy in run.step.busy_seconds.items():
+    for lane, busy in run.busy_seconds.items():
         floor = getattr(run.floors, floors[lane])
         if not busy and not floor:
             continue
-        moved = run.step.moved_bytes[lane]
-        share = f"{busy / run.step.seconds:.0%}" if run.step.seconds else ""
+        moved = run.moved_bytes[lane]
+        share = f"{busy / run.seconds:.0%}" if run.seconds else ""
         rows.append((lane.value, seconds_text(busy), share, size_text(moved) if moved else "", seconds_text(floor)))
     return _columns(rows, right=True)
 
 
-def _time_line(run: Run) -> list[str]:
-    """One step, a row for each lane: # busy more than half of the column's time, - busy less."""
-    step = run.step
-    lines = [f"one step of {seconds_text(step.seconds)}:"]
+def _time_line(plan: RunPlan, run: Run) -> list[str]:
+    """One step, a row for each lane: # busy more than half of the column's time, - busy less.
+
+    A step is followed by others like it: what goes on beyond its end was under way at its begin, too.
+    """
+    step, columns = run.step, _LINE * len(run.visits.cycles)
+    lines = [f"{_pictured(plan, run)}:"]
     for lane in CostLane:
-        busy = [0.0] * _LINE
+        busy = [0.0] * columns
         for task, span in zip(step.tasks, step.spans, strict=True):
             if task.lane is not lane or span.end <= span.begin:
                 continue
             first, last = span.begin / step.seconds * _LINE, span.end / step.seconds * _LINE
-            for column in range(max(0, int(first)), min(_LINE, int(last) + 1)):
-                busy[column] += max(0.0, min(last, column + 1) - max(first, column))
+            for column in range(math.floor(first), math.floor(last) + 1):
+                busy[column % columns] += max(0.0, min(last, column + 1) - max(first, column))
+        busy = busy[:_LINE]
         if any(busy):
             marks = "".join("#" if share > 0.5 else "-" if share > 0.02 else " " for share in busy)
             lines.append(f"  {lane.value:<10}|{marks}|")
     return lines
+
+
+def _pictured(plan: RunPlan, run: Run) -> str:
+    """What the time line shows: the whole step, or the part of it that is simulated."""
+    seconds = seconds_text(run.step.seconds)
+    bubbles = " without the pipeline's bubbles" if plan.spread.pipeline > 1 else ""
+    if run.method.grouped(plan.work).micro_batches <= SIMULATED_MICRO_BATCHES:
+        return f"one step of {seconds}{bubbles}"
+    shown = SIMULATED_MICRO_BATCHES * run.method.together
+    return f"one step with {shown} of its {plan.work.micro_batches} micro-batches, {seconds}{bubbles}"
 
 
 def _closing(plan: RunPlan, run: Run) -> list[str]:
