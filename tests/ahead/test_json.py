@@ -84,7 +84,11 @@ def bytes_in(entry: Any, name: str = "") -> list[tuple[str, Any]]:
     [
         (["4090", "--batch-size", "4"], {"onload", "update"}),
         (["4090", "--training", "inference"], set()),
-        (["4090", "--host-memory", "40GiB"], {"onload", "fetch of weights", "update", "state on disk"}),
+        pytest.param(
+            ["4090", "--host-memory", "40GiB"],
+            {"onload", "fetch of weights", "update", "state on disk"},
+            marks=pytest.mark.extended,
+        ),
         (["8xh200", "--devices", "8", "--zero-stage", "3"], set()),
         (["8xh200", "--nodes", "2", "--method", "stream-weights"], {"onload", "update"}),
     ],
@@ -111,6 +115,7 @@ def test_a_plan_that_does_not_fit_has_the_same_keys(tmp_path: Path, capsys: pyte
     assert all(isinstance(fix, str) for fix in one["fixes"])
 
 
+@pytest.mark.extended
 def test_state_in_8_bits_is_a_fraction_of_a_byte_more() -> None:
     plans = [headrace.plan(LLAMA_8B, hardware="h100", state_dtype=dtype).to_dict() for dtype in ("float32", "8bit")]
     assert [plan["work"]["state_bytes"] for plan in plans] == [8.0, 2.0625]

@@ -37,6 +37,7 @@ def test_the_command_prints_the_plan(config: Path, capsys: pytest.CaptureFixture
     assert numbers["tokens_per_second"] == pytest.approx(8192 / numbers["step_seconds"])
 
 
+@pytest.mark.extended
 def test_lora_is_the_training_of_adapters(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = []
     for training in ("lora", "adapter"):
@@ -46,6 +47,7 @@ def test_lora_is_the_training_of_adapters(config: Path, capsys: pytest.CaptureFi
     assert "trained in adapters" in shown[0]
 
 
+@pytest.mark.extended
 def test_several_machines_are_compared(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(config), "--hardware", "4090", "h100", "gh200"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -91,6 +93,7 @@ def test_a_missing_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         )
 
 
+@pytest.mark.extended
 def test_a_model_on_meta_is_planned_and_stays_there() -> None:
     config = transformers.LlamaConfig(**{key: LLAMA_70B[key] for key in LLAMA_70B if key != "model_type"})
     with torch.device("meta"):

@@ -89,6 +89,7 @@ def test_gradients_of_a_shared_update_leave_once_a_step() -> None:
     )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("settings", "field", "value"),
     [
@@ -124,6 +125,7 @@ def test_rates_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert printed["not_run"] == []
 
 
+@pytest.mark.extended
 def test_slower_drives_take_longer_and_small_blocks_wait() -> None:
     """Blocks of 25 MB from a disk that turns: 10 ms each before the first byte, beside 104 ms of them."""
     seconds = {drive: planned(method="stream-weights-from-disk", drive=drive) for drive in DRIVES}
@@ -137,6 +139,7 @@ def test_slower_drives_take_longer_and_small_blocks_wait() -> None:
     assert all(drive.latency_seconds and drive.sources for drive in DRIVES.values())
 
 
+@pytest.mark.extended
 def test_latency_is_of_each_transfer() -> None:
     """Ten times the latency of a drive adds as many times nine latencies as there are reads on the fetch lane."""
     machine = MACHINES["4090"]

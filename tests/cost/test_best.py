@@ -67,6 +67,7 @@ def test_the_strategies_differ() -> None:
     assert {method.state for method in found} == set(Place)
 
 
+@pytest.mark.extended
 def test_moments_in_8_bits_take_a_quarter() -> None:
     def state(dtype: str) -> int:
         plan = headrace.plan(LLAMA_8B, hardware="h100", batch_size=4, state_dtype=dtype, disk=False)

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.usefixtures("short_search")
 SMALL = LLAMA_8B | {"num_hidden_layers": 6, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}
 
 
-@pytest.mark.parametrize("device_gigabytes", [3, 8])
-@pytest.mark.parametrize("host_gigabytes", [16, 128])
+@pytest.mark.parametrize("device_gigabytes", [3, pytest.param(8, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("host_gigabytes", [16, pytest.param(128, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("training", list(Training))
 def test_nothing_that_fits_is_faster(device_gigabytes: int, host_gigabytes: int, training: Training) -> None:
     hardware = MACHINES["4090"].changed(
@@ -76,6 +76,7 @@ def test_micro_batches_go_together_where_loading_takes_longer() -> None:
     assert not among_two.orders
 
 
+@pytest.mark.extended
 def test_device_plans_stay_within_the_device() -> None:
     for kind, config in (("4090", LLAMA_8B), ("h100", LLAMA_70B), ("a100", QWEN3_30B_A3B)):
         plan = plan_run(shape_of_config(config), MACHINES[kind], Work(batch_size=2))
@@ -97,6 +98,7 @@ def test_what_would_make_it_fit_does() -> None:
     assert not plan_run(shape, hardware.changed(host_memory_bytes=int((gigabytes - 20) * 1e9)), Work()).fits
 
 
+@pytest.mark.extended
 def test_micro_batches_move_weights_again() -> None:
     shape, hardware = shape_of_config(SMALL), MACHINES["4090"].changed(device_memory_bytes=5 * 10**9)
     one, two, four = (
@@ -108,6 +110,7 @@ def test_micro_batches_move_weights_again() -> None:
     assert one < two < four <= 4 * one * 1.001
 
 
+@pytest.mark.extended
 def test_degrees_divide_what_a_device_holds() -> None:
     shape = shape_of_config(LLAMA_70B)
     work = Work(batch_size=1)
@@ -127,6 +130,7 @@ def test_degrees_divide_what_a_device_holds() -> None:
     assert held["pipeline"] == pytest.approx(held["one"] / 8, rel=0.1)
 
 
+@pytest.mark.extended
 def test_quantised_base_moves_less() -> None:
     shape = shape_of_config(LLAMA_70B).with_adapters(16)
     work = Work(training=Training.ADAPTER)
@@ -166,6 +170,7 @@ def test_every_figure_has_a_source() -> None:
             assert hardware.sources[figure].startswith("https://"), (hardware.name, figure)
 
 
+@pytest.mark.extended
 def test_overlap_is_recommended_where_it_helps() -> None:
     plan = plan_run(shape_of_config(LLAMA_8B), MACHINES["h100"], Work(batch_size=4), overlap=Overlap.NONE)
     assert any("overlap" in help.change for help in plan.helps)

@@ -24,8 +24,8 @@ def planned(model: str, **settings: Any) -> RunPlan:
     [
         ("gpt-oss-120b", 116_829_156_672, 128, 4, 2 * (3 * 2880 * 2880 + 3 * 2880)),
         ("qwen3-30b-a3b", 30_532_122_624, 128, 8, 2 * 3 * 2048 * 768),
-        ("qwen3-235b-a22b", 235_093_634_560, 128, 8, 2 * 3 * 4096 * 1536),
-        ("deepseek-v3", 671_026_404_352, 256, 8, 2 * 3 * 7168 * 2048),
+        pytest.param("qwen3-235b-a22b", 235_093_634_560, 128, 8, 2 * 3 * 4096 * 1536, marks=pytest.mark.extended),
+        pytest.param("deepseek-v3", 671_026_404_352, 256, 8, 2 * 3 * 7168 * 2048, marks=pytest.mark.extended),
         ("mixtral-8x7b", 46_702_792_704, 8, 2, 2 * 3 * 4096 * 14336),
     ],
 )
@@ -91,6 +91,7 @@ def test_more_device_memory_holds_more_experts() -> None:
         assert plan.decoding.even.hit_rate == pytest.approx(cut.held_share, rel=0.05)
 
 
+@pytest.mark.extended
 def test_what_does_not_travel_alone() -> None:
     """Experts that are trained, that are stored in fewer bits, that all have room, or that several devices share."""
     for settings in ({"weight_bits": 4.5, "device_memory": 12 * GB}, {"device_memory": 100 * GB}, {"hardware": "h100"}):

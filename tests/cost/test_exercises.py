@@ -88,6 +88,7 @@ def test_500b_fits_with_state_on_disk(exercise_node: Hardware) -> None:
     assert f.wear_steps(state, exercise_node.disk_endurance_bytes) == pytest.approx(6_083, rel=0.01)
 
 
+@pytest.mark.usefixtures("short_search")
 def test_500b_without_a_disk_does_not_fit(exercise_node: Hardware) -> None:
     shape = shape_of_config(plain(layers=120, hidden=18_634, heads=121))
     spread = Spread(data=8, zero_stage=3)
@@ -102,6 +103,7 @@ def test_500b_without_a_disk_does_not_fit(exercise_node: Hardware) -> None:
     assert without.shortfall.lacks[0][0] is Place.HOST
 
 
+@pytest.mark.usefixtures("short_search")
 def test_175b_on_one_node(exercise_node: Hardware) -> None:
     """The case study says that it trains with the optimizer in 2 TB; that leaves out the master weights."""
     shape = shape_of_config(plain(layers=96, hidden=12_288, heads=96))

@@ -28,6 +28,7 @@ def seconds(hardware: Hardware, **work: Any) -> float:
     return float("inf") if taken is None else taken
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("what", MORE)
 @settings(max_examples=8, derandomize=True, deadline=None, database=None)

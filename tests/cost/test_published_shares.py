@@ -29,6 +29,7 @@ def planned(share: float) -> RunPlan:
     )
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("short_search")
 def test_quarters_of_the_optimizer() -> None:
     """Steps within 10%. Memory falls by 10 bytes for each of 1.91B parameters, where theirs fell by the moments' 8."""

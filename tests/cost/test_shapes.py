@@ -83,6 +83,7 @@ def test_counts_equal_transformers(kind: str) -> None:
     assert described.layers == counted.layers == 3
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", sorted(_COUNTED - {""}))
 def test_types_counted_by_their_config_are_within_1_percent(kind: str) -> None:
     config = transformers.CONFIG_MAPPING[kind]()
@@ -100,6 +101,7 @@ def test_types_counted_by_their_config_are_within_1_percent(kind: str) -> None:
 
 # Kinds of which the numbers of a config do not tell: an encoder and decoder, states instead of attention, convolutions
 # among the layers, experts in some, another kind of experts, pictures beside text, no text at all.
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["t5", "mamba", "lfm2", "jamba", "doge", "llama4", "siglip_vision_model"])
 def test_other_types_are_counted_from_the_model_on_meta(kind: str) -> None:
     config = transformers.CONFIG_MAPPING[kind]()
@@ -146,6 +148,7 @@ def test_quantised_and_adapted() -> None:
     assert shape.frozen().trainable == 0
 
 
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_lora_model_is_counted_as_it_is() -> None:
     peft = pytest.importorskip("peft")

@@ -198,6 +198,7 @@ def test_a_load_waits_for_the_sum_over_nodes_of_all_gradients() -> None:
     assert run.seconds == pytest.approx(LAYERS * 0.2 + 0.4 + LAYERS * 4, rel=0.01)
 
 
+@pytest.mark.extended
 def test_more_devices_hide_the_update_behind_fewer_tokens_of_each() -> None:
     """All of them update as much as one would, and each loads a part of what it did alone."""
     settings = {"hardware": "8xh100", "method": "stream-weights"}
@@ -216,7 +217,7 @@ PLACES = (
 
 
 @pytest.mark.parametrize("training", Training)
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.extended), 3])
 @pytest.mark.parametrize("method", PLACES)
 @pytest.mark.parametrize(("peers", "nodes"), list(itertools.product(PEERS, (1, 2))))
 def test_no_lane_works_less_than_its_floor(
@@ -247,6 +248,7 @@ def test_a_node_holds_what_one_process_holds(method: Method) -> None:
         assert one.total(Place.DEVICE) == alone.total(Place.DEVICE)
 
 
+@pytest.mark.extended
 def test_experts_of_a_shared_copy_are_those_of_fewer_devices() -> None:
     """Of 8 devices each has a quarter of the experts, so two have the same: half each of these, and an eighth else."""
     spread = Spread(data=16, expert=4, nodes=2)
@@ -285,6 +287,7 @@ def test_replicas_of_a_node(spread: Spread, ranks: int) -> None:
 SMALL = LLAMA_8B | {"num_hidden_layers": 6, "vocab_size": 32_000}
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("what", ["devices", "nodes", "peers", "network", "host memory", "link"])
 @settings(max_examples=10, derandomize=True, deadline=None, database=None)
@@ -341,6 +344,7 @@ def test_the_plan_of_many_nodes_is_the_golden_one(
     assert text == GOLDEN.read_text()
 
 
+@pytest.mark.usefixtures("short_search")
 def test_what_bounds_and_who_shares_is_told() -> None:
     settings = {"hardware": "8x4090", "devices": 8, "batch_size": 4, "host_memory": "800GB"}
     plan = headrace.plan(SMALL, **settings, nodes=2, method="stream-weights", host_bytes_per_second=20e9)
@@ -388,6 +392,7 @@ def test_what_does_not_fit_says_how_much_for_the_node() -> None:
     assert any("ZeRO stage 3 over the 4 nodes" in fix for fix in plan.shortfall.fixes)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("model", ["8B", "70B"])
 def test_the_page_has_what_the_program_prints(model: str) -> None:
     """Rows of its first table: those that take seconds. All are made by the command that the page names."""
@@ -400,6 +405,7 @@ def test_the_page_has_what_the_program_prints(model: str) -> None:
     assert "tokens/s, simulated" in heads[0]
 
 
+@pytest.mark.extended
 def test_every_published_figure_of_the_page_has_its_source() -> None:
     page = (ROOT / "docs" / "many_devices.md").read_text()
     rows = list(many_devices.published())

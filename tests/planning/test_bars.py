@@ -17,7 +17,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+@pytest.mark.parametrize(
+    "uneven", [pytest.param(False, id="even", marks=pytest.mark.extended), pytest.param(True, id="uneven")]
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_decoder(kind, ratio, uneven):
@@ -40,7 +42,10 @@ def test_two_blocks(kind):
         assert predicted.cycle_seconds <= 1.04 * predicted.lower_bound_seconds
 
 
-@pytest.mark.parametrize(("blocks", "budget"), [(24, 23), (24, 12), (32, 28), (32, 16)])
+@pytest.mark.parametrize(
+    ("blocks", "budget"),
+    [(24, 23), (24, 12), *(pytest.param(32, budget, marks=pytest.mark.extended) for budget in (28, 16))],
+)
 def test_decoding_takes_turns(blocks, budget):
     """Where loads take far longer than compute, what is kept takes turns: the fewest bytes that any order can move."""
     predicted = make_plan(decoder(blocks=blocks, ratio=200, budget_blocks=budget)).predicted
@@ -60,6 +65,7 @@ def test_training_waits_for_forward_when_loads_are_longer():
         assert make_plan(problem).predicted.cycle_seconds == pytest.approx(85.0)
 
 
+@pytest.mark.extended
 def test_random_models():
     ratios = []
     for seed in range(24):

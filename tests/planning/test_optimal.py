@@ -75,6 +75,7 @@ def test_steady_state(problem):
     check_steady(problem, cycles=12, window=6)
 
 
+@pytest.mark.extended
 @settings(max_examples=12, **SETTINGS)
 @given(small_models(most=6, kinds=("inference", "training", "frozen")))
 def test_up_to_six_blocks(problem):
