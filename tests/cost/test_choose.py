@@ -16,6 +16,7 @@ from headrace.planning.cost import (
     machine,
     plan_run,
     shape_of_config,
+    wanted,
 )
 from headrace.planning.cost.forecast import run_of
 from tests.cost.conftest import LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B
@@ -133,8 +134,10 @@ def test_degrees_divide_what_a_device_holds() -> None:
 def test_quantised_base_moves_less() -> None:
     shape = shape_of_config(LLAMA_70B).with_adapters(16)
     work = Work(training=Training.ADAPTER)
-    plain = plan_run(shape, MACHINES["4090"].changed(host_memory_bytes=256 * 10**9), work)
-    quantised = plan_run(shape.with_bits(4.5), MACHINES["4090"].changed(host_memory_bytes=256 * 10**9), work)
+    hardware = MACHINES["4090"].changed(host_memory_bytes=256 * 10**9)
+    same = wanted("activations=recomputed", None)
+    plain = plan_run(shape, hardware, work, wanted=same)
+    quantised = plan_run(shape.with_bits(4.5), hardware, work, wanted=same)
     assert plain.run is not None
     assert quantised.run is not None
     assert quantised.run.floors.onload_seconds < plain.run.floors.onload_seconds / 3

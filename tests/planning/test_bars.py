@@ -17,7 +17,6 @@ KINDS = {
 }
 
 
-@pytest.mark.core(uneven=True)
 @pytest.mark.parametrize(
     "uneven", [pytest.param(False, id="even", marks=pytest.mark.extended), pytest.param(True, id="uneven")]
 )

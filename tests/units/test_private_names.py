@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import headrace
 from headrace.runtime import autograd
 
@@ -117,8 +119,6 @@ def test_what_is_looked_for_is_found() -> None:
     source = """
 import torch, torch._dynamo
 import torch.nn.functional as F
-
-import pytest
 from torch import _C, nn
 from torch.utils._pytree import tree_map
 a = torch.Tensor
