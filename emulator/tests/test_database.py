@@ -143,6 +143,7 @@ def has_same_values(actual: Tensor, expected: Tensor) -> bool:
     return bool(((actual == expected) | (actual.ne(actual) & expected.ne(expected))).all())
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("part", range(PARTS))
 def test_operators_of_the_database(emu_device: ModuleType, part: int) -> None:
     compared, different = 0, []

@@ -62,6 +62,7 @@ def test_verdicts(project: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["*asynchronous error in aten::index_select*"])
 
 
+@pytest.mark.extended
 def test_registration_waits_for_a_test_that_asks(project: pytest.Pytester) -> None:
     module = project.makepyfile("""
         import sys

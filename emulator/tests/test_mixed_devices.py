@@ -114,6 +114,7 @@ print(values[0].tolist())
 """
 
 
+@pytest.mark.extended
 def test_a_number_of_the_device_as_argument(emu_device: ModuleType) -> None:
     """PyTorch waits for it with Python's lock, and a kernel in Python wants that."""
     done = subprocess.run(

@@ -110,6 +110,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.extended
 def test_a_forked_process_lets_go_of_tensors_while_the_device_is_in_use() -> None:
     command = [sys.executable, "-W", "ignore", "-c", FORKS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

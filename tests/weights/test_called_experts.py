@@ -96,7 +96,7 @@ def forwards(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
         return [model(torch.randn(count, FEATURES).to(device)).cpu() for count in (5, 1, 1, 3, 1, 7, 1, 1)]
 
 
-@pytest.mark.core(slots=[2, 12])
+@pytest.mark.core(slots=2)
 @pytest.mark.parametrize("slots", [1, 2, 5, 12])
 @pytest.mark.parametrize("way", WAYS)
 def test_forwards_have_the_bits_of_a_plain_run(compute_device: torch.device, way: str, slots: int) -> None:
@@ -152,7 +152,7 @@ def train(model: nn.Module, device: torch.device) -> Outcome:
     return loops.train(model, random_batches(3, 3, FEATURES, device=device))
 
 
-@pytest.mark.core(slots=2)
+@pytest.mark.core(slots=2, checkpointed=True)
 @pytest.mark.parametrize("slots", [1, 2, 9])
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("way", WAYS)

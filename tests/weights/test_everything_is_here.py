@@ -251,6 +251,7 @@ def functional(model: Inside, hidden: torch.Tensor) -> torch.Tensor:
     return nn.functional.linear(nn.functional.linear(hidden, model.layers[2][0].weight), weight)
 
 
+@pytest.mark.core(blocks_that_fit=2)
 @pytest.mark.parametrize("blocks_that_fit", [2, 100])
 @pytest.mark.parametrize("use", [module_alone, functional])
 @pytest.mark.parametrize("change", [None, "in place", "by data"])
@@ -308,6 +309,7 @@ def move(model: Inside) -> None:
     model.to(model.layers[1][0].weight.device).float()
 
 
+@pytest.mark.core(blocks_that_fit=2)
 @pytest.mark.parametrize("blocks_that_fit", [2, 100])
 @pytest.mark.parametrize("on_parameters", [zero_grad, freeze, keep, keep_of_a_layer, make_an_optimizer, move])
 def test_parameters_within_a_forward_are_the_users_own(on_parameters, blocks_that_fit, compute_device) -> None:

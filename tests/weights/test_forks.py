@@ -90,6 +90,7 @@ print("left")
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("program", "tier", "device"),
     [(LOADER, "host", "cpu"), (LOADER, "disk", "emu"), (CHILD, "disk", "cpu"), (CHILD, "host", "emu")],

@@ -83,6 +83,7 @@ def square(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 # what is exact --------------------------------------------------------------------------------------------------------
+@pytest.mark.core(count=4)
 @pytest.mark.parametrize("count", [1, 2, 4, 16])
 def test_weights_come_once_for_any_number(count: int) -> None:
     handle = assert_equals_the_loop(Model, square, count)
@@ -102,6 +103,7 @@ def test_weights_come_once_for_any_number(count: int) -> None:
     assert stats.offload_bytes == sum(p.nbytes for p in trained.parameters())
 
 
+@pytest.mark.core(together=4)
 @pytest.mark.parametrize(("together", "rounds"), [(1, 6), (2, 3), (4, 2), (6, 1), (9, 1)])
 def test_some_go_together_and_then_the_next(together: int, rounds: int) -> None:
     """Without a step in between, the blocks at the turn of a round stay: 3 of 2 * 5 visits bring nothing."""

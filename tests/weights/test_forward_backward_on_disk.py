@@ -67,6 +67,7 @@ def together(handle: headrace.Offloaded, model: nn.Module, of: list[Tensor]) -> 
     return handle.forward_backward(of, lambda batch: loss_of(model, batch) / COUNT)
 
 
+@pytest.mark.core(compute_device="emu", tier="disk", checkpointing="non-reentrant")
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("checkpointing", ["none", "non-reentrant"])
 def test_equals_the_loop(
@@ -89,6 +90,7 @@ def test_equals_the_loop(
     assert stats.host_peak_bytes <= 256 << 10
 
 
+@pytest.mark.core(checkpointing="none", trains="all")
 @pytest.mark.parametrize("checkpointing", ["none", "non-reentrant"])
 @pytest.mark.parametrize("trains", ["all", "few"])
 def test_bytes_from_disk_are_those_of_one_micro_batch(

@@ -108,7 +108,7 @@ def forwards(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
 WAYS = ["loop", "downwards", "every expert", "gather", "one ahead", "numpy"]
 
 
-@pytest.mark.core(slots=[3, 12])
+@pytest.mark.core(slots=3)
 @pytest.mark.parametrize("slots", [2, 3, 5, 12])
 @pytest.mark.parametrize("way", WAYS)
 def test_forwards_have_the_bits_of_a_plain_run(compute_device: torch.device, way: str, slots: int) -> None:
@@ -146,7 +146,7 @@ def train(model: nn.Module, device: torch.device) -> Outcome:
     return Outcome(losses).read(model)
 
 
-@pytest.mark.core(compute_device="emu")
+@pytest.mark.core(frozen=True)
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 def test_training(compute_device: torch.device, way: str, frozen: bool) -> None:

@@ -130,6 +130,7 @@ def trained(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
     return seen + [parameter.detach().clone() for parameter in model.parameters()]
 
 
+@pytest.mark.core(blocks_on_device=2)
 @pytest.mark.parametrize("name", USES)
 @pytest.mark.parametrize("blocks_on_device", [2, 4])
 def test_as_without_us(compute_device: torch.device, name: str, blocks_on_device: int) -> None:

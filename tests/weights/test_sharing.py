@@ -84,6 +84,7 @@ def train(device: torch.device | None, act: Act, make: Make = torch.optim.AdamW,
     return values
 
 
+@pytest.mark.core(tier="disk", act=["send_state", "share"])
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("act", [send_state, send_model, send_gradients, send_optimizer, share, share_data])
 def test_training_goes_on(act: Act, tier: str, compute_device: torch.device, tmp_path: Path) -> None:
@@ -92,6 +93,7 @@ def test_training_goes_on(act: Act, tier: str, compute_device: torch.device, tmp
     assert_same(ours, plain)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("act", [send_model, send_gradients, share])
 def test_training_goes_on_beside_updates(act: Act, compute_device: torch.device) -> None:
     def make(parameters: Any, lr: float) -> torch.optim.Optimizer:
