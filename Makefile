@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-triton | check | docs | format | bench | bench-rivals | zoo | dist | setup | clean. Each sets up what it needs; `setup` does only that.
+# make demo | test | test-all | test-extended | test-triton | check | docs | format | bench | bench-rivals | zoo | dist | setup | clean. Each sets up what it needs; `setup` does only that.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -38,7 +38,7 @@ format: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# What fails when something is broken, in minutes; all that there is, in half an hour; and what the first leaves out.
+# `test`: what is likeliest to notice a mistake, in minutes. `test-extended`: the rest. `test-all`: both, in half an hour.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGUMENTS) -m "not extended"
 

@@ -7,9 +7,9 @@
     @pytest.mark.core(kind=["dense", "experts"])       # one of several
 
 A value is a parameter's, its `name`, or its `__name__`; of `compute_device`, "cpu" or "emu". A marker of a file
-(`pytestmark`) concerns those of its tests that have a parameter of that name; a test's own goes before it. Tests of the
-package on the emulated accelerator alone are core under the first of their schedules. In folders that compare whole
-models, what runs on both devices is core on the emulated one, which sees more.
+(`pytestmark`) concerns those of its tests that have a parameter of that name; a test's own goes before it. A test of
+the package with the fixture `emu_device` is core under its first schedule only. In the folders of `_OF_WHOLE_MODELS`, a
+test with `compute_device` is core on "emu" only, which notices more than the CPU.
 """
 
 import gc
@@ -51,6 +51,8 @@ def _is_core(item: pytest.Item) -> bool:
         return True
     if callspec.indices.get("emu_device", 0) and not item.path.is_relative_to(_EMULATOR):
         return False
+    if sum(marker.name == "core" for marker in item.own_markers) > 1:
+        raise pytest.UsageError(f"{item.nodeid} is marked core twice; give one marker all that is wanted")
     for marker in item.own_markers:
         if marker.name == "core" and (unknown := marker.kwargs.keys() - callspec.params.keys()):
             raise pytest.UsageError(

@@ -22,8 +22,8 @@ import torch
 import headrace
 import headrace.optim
 from benchmarks.larger_than_ram import TOKENS, config_of, interpreter_bytes, peak_bytes, run_capped, write
+from headrace.cli.noise import without_noise
 from headrace.config import format_bytes, parse_bytes
-from headrace.runtime.noise import without_noise
 
 STAGING_BYTES = 192 << 20  # of the optimizer's state
 GRADIENTS_BYTES = 2 * 2 * 4096 * 11008 * 4  # of two blocks, on the CPU as compute device

@@ -26,8 +26,8 @@ import transformers
 from experts_virtual import BAR, LINK, SLOWER, configure
 
 import headrace
+from headrace.cli.noise import without_noise
 from headrace.planning import lower_bound
-from headrace.runtime.noise import without_noise
 from headrace.weights.model import partition
 
 LAYERS, HIDDEN, TOKENS = 16, 256, 40

@@ -30,8 +30,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from disk_stream import drive
 
+from headrace.cli.noise import without_noise
 from headrace.config import format_bytes, parse_bytes
-from headrace.runtime.noise import without_noise
 
 HIDDEN = 2048
 

@@ -35,8 +35,8 @@ from pathlib import Path
 import torch
 import transformers
 
+from headrace.cli.noise import without_noise
 from headrace.planning import Keeping, Key
-from headrace.runtime.noise import without_noise
 
 Trace = list[list[Key]]  # what each call wants
 LAYERS, EXPERTS, ROUTED = 8, 32, 4

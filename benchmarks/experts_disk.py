@@ -40,8 +40,8 @@ from disk_model import drop_cache
 from safetensors.torch import save_file
 
 import headrace
+from headrace.cli.noise import without_noise
 from headrace.config import format_bytes, parse_bytes
-from headrace.runtime.noise import without_noise
 from headrace.weights.model.partition import _Cutter
 
 HIDDEN, INTERMEDIATE, EXPERTS, ROUTED = 768, 384, 64, 4

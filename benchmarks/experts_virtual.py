@@ -35,8 +35,8 @@ from experts_cache import EXPERTS, LAYERS, ROUTED, Trace, drawn_trace, learned_t
 
 import headrace
 from emulator import emu
+from headrace.cli.noise import without_noise
 from headrace.planning.bounds import fewest_bytes
-from headrace.runtime.noise import without_noise
 from headrace.weights.model.partition import _Cutter
 
 HIDDEN, INTERMEDIATE = 256, 256

@@ -28,8 +28,8 @@ import transformers
 from safetensors.torch import save_file
 
 import headrace
+from headrace.cli.noise import without_noise
 from headrace.config import format_bytes, parse_bytes
-from headrace.runtime.noise import without_noise
 
 WIDTH = 4096
 TOKENS = 16

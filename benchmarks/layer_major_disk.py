@@ -28,9 +28,9 @@ from disk_stream import drive
 from larger_than_ram import ALLOWANCE_BYTES, LAYER_BYTES, config_of, interpreter_bytes, run_capped, write
 
 import headrace
+from headrace.cli.noise import without_noise
 from headrace.config import format_bytes, parse_bytes
 from headrace.integrations.transformers import open_pretrained
-from headrace.runtime.noise import without_noise
 
 _CGROUPS = Path("/sys/fs/cgroup/blkio")
 READ_AHEAD_SECONDS = 1.0  # more than what was read ahead takes to arrive, beside which nothing is measured

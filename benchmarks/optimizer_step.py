@@ -30,8 +30,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from headrace.cli.noise import without_noise
 from headrace.optim import AdamW, kernel, threads
-from headrace.runtime.noise import without_noise
 
 SETTINGS = {"lr": 1e-4, "weight_decay": 0.01}
 BYTES = {"ours": 26, "ours, full": 30, "ours, float32": 28, "three passes": 38, "fused float32": 28, "copy": 8}

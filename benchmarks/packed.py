@@ -28,9 +28,9 @@ from pathlib import Path
 
 import torch
 
+from headrace.cli.noise import without_noise
 from headrace.config import format_bytes, parse_bytes
 from headrace.memory.packed import GROUP_WORDS, Packed, level, pack, unpack
-from headrace.runtime.noise import without_noise
 
 CHUNK_WORDS = 4 << 20  # what the ring of staging memory holds in a chunk
 SPEED_CHUNKS = 32

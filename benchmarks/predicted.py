@@ -39,6 +39,7 @@ from torch import nn
 
 import headrace
 from emulator import emu
+from headrace.cli.noise import without_noise
 from headrace.planning.cost import (
     Activations,
     Hardware,
@@ -52,7 +53,6 @@ from headrace.planning.cost import (
 )
 from headrace.planning.cost.forecast import Run, run_of
 from headrace.planning.cost.lanes import CostLane
-from headrace.runtime.noise import without_noise
 
 UNLIMITED = 1e18
 TRAINING, RECOMPUTING, INFERENCE = "training", "recomputing", "inference"

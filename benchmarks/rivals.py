@@ -37,8 +37,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 from disk_model import drop_cache, make_model, open_accelerate, open_headrace, peak_bytes
 
+from headrace.cli.noise import without_noise
 from headrace.config import format_bytes, parse_bytes
-from headrace.runtime.noise import without_noise
 
 RESULTS = Path(__file__).parent / "results"
 WIDTH, LAYERS, TOKENS = 1024, 8, 256

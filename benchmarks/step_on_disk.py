@@ -29,9 +29,9 @@ from disk_overlap import drive
 from larger_than_ram import ALLOWANCE_BYTES, LAYER_BYTES, config_of, interpreter_bytes, run_capped, write
 
 import headrace
+from headrace.cli.noise import without_noise
 from headrace.config import format_bytes, parse_bytes
 from headrace.optim import elements
-from headrace.runtime.noise import without_noise
 from headrace.weights.rest.tiers import CheckpointRest
 
 BYTES_READ, BYTES_WRITTEN = 6, 4  # for each parameter: weight, gradient and remainder; weight and remainder

@@ -41,7 +41,7 @@ def main(device=None, device_memory=DEVICE_MEMORY, offload=True):
     generator = torch.Generator().manual_seed(0)
     pipe.set_progress_bar_config(disable=True)
     image = pipe(
-        "a mill beside its race", height=32, width=32, num_inference_steps=3, generator=generator, output_type="pt"
+        "a lighthouse in the fog", height=32, width=32, num_inference_steps=3, generator=generator, output_type="pt"
     ).images
     return image, handle
 

@@ -1,4 +1,4 @@
-"""What is imported, and printed, before anything of headrace's? Only what is needed, and nothing of others'."""
+"""What do the first commands import and print? Only what they need, and only lines of headrace's own."""
 
 import logging
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.runtime.noise import without_noise
+from headrace.cli.noise import without_noise
 
 OPTIONAL = ("accelerate", "bitsandbytes", "datasets", "diffusers", "peft", "tensorboard", "torchao", "transformers")
 HELP = """
@@ -40,7 +40,7 @@ def test_nothing_that_is_optional_is_imported(code: str, tmp_path: Path):
 
 
 @pytest.mark.extended
-def test_training_a_plain_model_imports_no_quantiser_and_prints_lines_of_headrace_alone(tmp_path: Path):
+def test_training_a_plain_model_imports_no_peft_and_prints_lines_of_headrace_alone(tmp_path: Path):
     """transformers imports torchao by itself, and what that says is left out."""
     (tmp_path / "text").write_text("Once upon a time. " * 50)
     imported, printed = in_a_fresh_process("import headrace.cli.main" + TRAIN, tmp_path)

@@ -11,13 +11,13 @@ import headrace
 from headrace.cli.config_file import nearest
 from headrace.cli.doctor import add_doctor_command
 from headrace.cli.generate import add_generate_command
+from headrace.cli.noise import without_noise
 from headrace.cli.plan import add_plan_command
 from headrace.cli.probe import add_probe_command
 from headrace.cli.report import add_report_command
 from headrace.cli.run_recipe import add_run_recipe_command
 from headrace.cli.train import add_train_command, rewrite
 from headrace.errors import HeadraceError
-from headrace.runtime.noise import without_noise
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 

@@ -102,7 +102,6 @@ def planned_case(model: str, machine: str) -> RunPlan:
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Visits are planned with fewer trials, alike for whatever is compared."""
     monkeypatch.setattr(search, "TRIALS", 100)
-    monkeypatch.setattr(search, "TRIALS", 100)
 
 
 @pytest.fixture

@@ -58,15 +58,6 @@ def test_four_ranks(nursery: Nursery, tmp_path: Path, program: str) -> None:
 
 
 @pytest.mark.core(program=["offloaded", "micro_batches_are_added_up"])
-@pytest.mark.core(
-    program=[
-        "offloaded",
-        "writes_are_noticed",
-        "a_rank_fails",
-        "micro_batches_are_added_up",
-        "ranks_use_different_parameters",
-    ]
-)
 @pytest.mark.parametrize(
     "program",
     [

@@ -27,7 +27,10 @@ def same(found: Tensor, expected: Tensor) -> bool:
 
 
 def assert_same(found: Any, expected: Any, what: str = "result") -> None:
-    """Tensors, outcomes, lists and dicts of whatever, and plain values: order, names, presence, types and bits."""
+    """Order, names, presence and bits of whatever holds tensors; plain values by type and value.
+
+    A list may equal a tuple.
+    """
     if isinstance(expected, Tensor):
         assert isinstance(found, Tensor), f"{what} is {found!r}"
         assert same(found, expected), f"{what} differs{_how(found, expected)}"
@@ -70,8 +73,16 @@ def assert_same_gradients(model: nn.Module, expected: nn.Module, *, some_missing
     """By name; each parameter has one, unless some are missing in both."""
     gradients = gradients_of(expected)
     missing = [name for name, gradient in gradients.items() if gradient is None]
+    assert len(missing) < len(gradients), "no gradient at all"
     assert some_missing or not missing, f"no gradients of {missing}"
     assert_same(gradients_of(model), gradients, "gradients")
+
+
+def assert_on_host(model: nn.Module) -> None:
+    """Parameters and gradients are where users look for them: on the CPU."""
+    for name, parameter in model.named_parameters():
+        assert parameter.device.type == "cpu", name
+        assert parameter.grad is None or parameter.grad.device.type == "cpu", f"the gradient of {name}"
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:

@@ -8,7 +8,7 @@ from torch import nn
 
 import headrace
 from headrace.memory.arena import aligned
-from tests.support.compare import Outcome, assert_same
+from tests.support.compare import Outcome, assert_on_host, assert_same
 from tests.support.held import weight_bytes
 
 Script = Callable[[nn.Module], Outcome]
@@ -87,7 +87,8 @@ def offload(model: nn.Module, device: torch.device, share: float = 0.4, **option
 
 
 def assert_streamed(handle: headrace.Offloaded, model: nn.Module) -> None:
-    """The budget was below the weights and was kept, and weights came again and again."""
+    """The budget was below the weights and was kept, weights came again and again, and they are on the host."""
+    assert_on_host(model)
     stats = handle.stats()
     assert 0 < stats.device_peak_bytes <= stats.device_budget_bytes < weight_bytes(model)
     assert stats.onload_bytes > weight_bytes(model)

@@ -1,7 +1,7 @@
-"""Which messages of other libraries say nothing about a user's run? Those that importing transformers brings about.
+"""Which messages of other libraries are left out of the command line? Those of importing transformers that say nothing.
 
-transformers imports torchao, where it is installed, with its first model class, whichever class that is. torchao then
-warns that its kernels for GPUs cannot be loaded, and PyTorch warns of the way in which torchao registers its enums.
+transformers imports torchao, where it is installed, with the first model class. Without an accelerator, torchao warns
+that its kernels cannot be loaded, and PyTorch warns of how torchao registers its enums.
 """
 
 import logging
