@@ -1,5 +1,6 @@
 """Which model does a run train? One from a transformers directory, or a small Llama; or adapters on it."""
 
+import importlib.util
 import json
 import warnings
 from collections.abc import Callable
@@ -82,6 +83,8 @@ def load_model(config: TrainConfig) -> LoadedModel:
 
     With `config.disk` the weights of a saved model are mapped from its files, and not loaded.
     """
+    if config.lora_rank is not None and importlib.util.find_spec("peft") is None:
+        raise TrainInputError("peft is not installed; run: pip install peft")
     torch.manual_seed(config.seed)
     weight_files: Checkpoint | None = None
     if config.model is None:
@@ -123,10 +126,8 @@ def _digest(model: PreTrainedModel, directory: Path | None) -> str:
 
 def _adapted(model: PreTrainedModel, config: TrainConfig) -> "PeftModel":
     """The model with adapters that are trained while its weights are not."""
-    try:
-        from peft import LoraConfig, get_peft_model  # here: it imports bitsandbytes, which a plain model does not need
-    except ModuleNotFoundError as error:
-        raise TrainInputError(f"{error.name} is not installed; run: pip install peft") from error
+    from peft import LoraConfig, get_peft_model  # here: it imports bitsandbytes, which a plain model does not need
+
     if config.gradient_checkpointing:
         model.enable_input_require_grads()  # else layers of frozen weights have nothing to be recomputed for
     targets = config.lora_targets

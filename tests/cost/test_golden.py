@@ -1,4 +1,4 @@
-"""Did a plan change? Twelve of them as text, each of which shows something that the others do not.
+"""Did a plan change? Twelve plans are kept as text; each shows something that the others do not.
 
 `pytest tests/cost --update-golden` writes them anew; the twelfth is in `test_sharing.py`. That a plan agrees with
 itself is asserted in `test_printed.py`, also for all other models and machines of `conftest.py`.

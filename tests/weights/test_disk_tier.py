@@ -26,7 +26,7 @@ from tests.support.nursery import Nursery
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 
-HOST = "256KiB"  # a third of the weights
+HOST = "256KiB"  # more than half of the weights
 
 
 def offload(model: nn.Module, device: torch.device, disk: Path, **options: Any) -> headrace.Offloaded:
