@@ -90,7 +90,7 @@ zoo: $(READY)
 # What is released, in dist/; docs/releasing.md has the steps around it.
 dist: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[release]'
-	PATH="$(CURDIR)/$(BIN):$$PATH" .ci/dist
+	PATH="$(abspath $(BIN)):$$PATH" .ci/dist
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

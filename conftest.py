@@ -37,12 +37,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what is extended by its parameters, and registers the emulated accelerator."""
+    left = set()
     for item in items:
-        if not _is_core(item):
+        if _is_core(item):
+            left.add(_function(item))
+        else:
             item.add_marker("extended")
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:  # where all of a test's parameters are here
+        for item in items:
+            if _own_core(item) and _function(item) not in left:
+                raise pytest.UsageError(f"{_function(item)} has no parameters of those that its core marker wants")
     _register_emulator(items)
+
+
+def _function(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def _own_core(item: pytest.Item) -> list[pytest.Mark]:
+    return [marker for marker in item.own_markers if marker.name == "core"]
 
 
 def _is_core(item: pytest.Item) -> bool:
@@ -51,15 +66,15 @@ def _is_core(item: pytest.Item) -> bool:
         return True
     if callspec.indices.get("emu_device", 0) and not item.path.is_relative_to(_EMULATOR):
         return False
-    if sum(marker.name == "core" for marker in item.own_markers) > 1:
+    own = _own_core(item)
+    if len(own) > 1:
         raise pytest.UsageError(f"{item.nodeid} is marked core twice; give one marker all that is wanted")
-    for marker in item.own_markers:
-        if marker.name == "core" and (unknown := marker.kwargs.keys() - callspec.params.keys()):
-            raise pytest.UsageError(
-                f"{item.nodeid} is marked core by {min(unknown)!r}, which is none of its parameters"
-            )
+    if own and (unknown := own[0].kwargs.keys() - callspec.params.keys()):
+        raise pytest.UsageError(f"{item.nodeid} is marked core by {min(unknown)!r}, which is none of its parameters")
     wanted: dict[str, Any] = {}
     for marker in item.iter_markers("core"):  # the closest first
+        if marker.args or not marker.kwargs:
+            raise pytest.UsageError(f"{item.nodeid}: core wants parameters by name, as in core(world_size=2)")
         wanted = marker.kwargs | wanted
     if item.path.parent.name in _OF_WHOLE_MODELS:
         wanted.setdefault("compute_device", "emu")
@@ -68,11 +83,11 @@ def _is_core(item: pytest.Item) -> bool:
 
 def _is_one_of(callspec: Any, name: str, values: Any) -> bool:
     if name == "compute_device":  # the CPU comes first, then the emulated device under one schedule or several
-        return bool(callspec.indices[name] == ("cpu", "emu").index(values))
+        return bool(callspec.indices[name] == {"cpu": 0, "emu": 1}[values])
     values = values if isinstance(values, list) else [values]
     parameter = callspec.params[name]
     named = [getattr(parameter, one) for one in ("name", "__name__") if hasattr(parameter, one)]
-    return any(value in values for value in (parameter, *named))
+    return any(type(one) is type(value) and one == value for one in (parameter, *named) for value in values)
 
 
 _EMULATOR = Path(__file__).parent / "emulator"

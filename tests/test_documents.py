@@ -111,7 +111,8 @@ def test_commands_of_a_page_run(page: Path, page_directory: Path, capsys: pytest
 
 
 # By name, and not from a path, a wheel's file or an address.
-FROM_PYPI = re.compile(r"\b(?:pip[3x]? install|uv add)\b[^`;|&#]*(?<![\w/.-])headrace(?![\w/-])")
+INSTALLS = r"(?:pip[\d.x]*(?: -\S+)* install|uv (?:add|tool install)|uvx|poetry add|conda install)"
+FROM_PYPI = re.compile(rf"\b{INSTALLS}\b[^`;|&#]*(?<![\w/.-])headrace(?![\w/-])")
 MAY_SAY_IT = ROOT / "docs" / "releasing.md"  # when other texts may
 
 
@@ -134,6 +135,8 @@ def texts_of(file: Path) -> list[str]:
         ("a.md", "pip install --upgrade 'headrace[train]' peft", True),
         ("a.py", "error = ('run: pip install'\n    ' headrace')", True),
         ("a.py", "# python -m pip install headrace", True),
+        ("a.md", "`python -m pip --quiet install headrace`, or `pip3.12 install headrace`", True),
+        ("a.md", "uv tool install headrace", True),
         ("a.md", "pip install '.[train]'   # headrace and what `headrace train` needs", False),
         ("a.md", "`pip install dist/headrace-0.1.0-py3-none-any.whl`, then `headrace plan`", False),
     ],

@@ -7,6 +7,7 @@ that its kernels cannot be loaded, and PyTorch warns of how torchao registers it
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -17,7 +18,7 @@ _LOGGERS = ("torchao", "torch.utils._pytree")
 
 def _says_something(record: logging.LogRecord) -> bool:
     if record.name == "torchao":
-        return not record.getMessage().startswith("Failed to load ") or torch.accelerator.is_available()
+        return not str(record.msg).startswith("Failed to load ") or torch.accelerator.is_available()
     about = record.args[0] if isinstance(record.args, tuple) and record.args else None
     return not (isinstance(about, type) and about.__module__.partition(".")[0] == "torchao")
 
@@ -26,10 +27,11 @@ def _says_something(record: logging.LogRecord) -> bool:
 def without_noise() -> Iterator[None]:
     """Leaves these messages out, and no others. For programs: what a library may say is up to the program."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
+    keep = partial(_says_something)  # a filter of its own, as one within another may end first
     for logger in loggers:
-        logger.addFilter(_says_something)
+        logger.addFilter(keep)
     try:
         yield
     finally:
         for logger in loggers:
-            logger.removeFilter(_says_something)
+            logger.removeFilter(keep)

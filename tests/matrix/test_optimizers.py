@@ -76,7 +76,7 @@ def stepping(device: torch.device, make: Optimizer, act: Act) -> Script:
     return script
 
 
-@pytest.mark.core(name=["adamw_fused", "adamw_foreach", "adam_amsgrad", "sgd_momentum", "adafactor", "muon"])
+@pytest.mark.core(name=["adamw_fused", "adamw_foreach", "adam_amsgrad", "sgd_momentum", "adafactor"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer(name: str, compute_device: torch.device) -> None:
     script = stepping(compute_device, OPTIMIZERS[name], lambda optimizer, _parameters: optimizer.step())

@@ -74,7 +74,7 @@ def steps(
     around_step: Callable[[], AbstractContextManager[Any]] = nullcontext,
     keep_gradients: bool = False,
 ) -> list[Tensor]:
-    """One optimizer step for every `micro_batches` batches. Returns all losses and the norms before clipping, on the CPU.
+    """One optimizer step for every `micro_batches` batches: all losses and the norms before clipping, on the CPU.
 
     The gradients of the last step are kept where that is asked for.
     """

@@ -135,7 +135,8 @@ def run_of(
     # A pipeline's bubbles are of passes; updates have none. Of one micro-batch alone, what is computed.
     more = steps[-1].seconds - steps[0].seconds
     total += (spread.pipeline - 1) * (more if count > 1 else sum(v.compute_seconds for v in plan.problem.visits))
-    total = max(total, floors.longest)
+    used = _used(steps, work.micro_batches)
+    total = max(total, floors.longest, *used.values())
     return Run(
         method=method,
         tiers=tiers,
@@ -143,10 +144,10 @@ def run_of(
         visits=plan,
         step=step,
         seconds=total,
-        busy_seconds=_by_lane([one.busy_seconds for one in steps], work.micro_batches),
+        busy_seconds=_busy(steps, work.micro_batches, total),
         moved_bytes=_by_lane([one.moved_bytes for one in steps], work.micro_batches),
         sharing=sharing_of(crossings, work, spread, method),
-        in_use={name: took / total for name, took in _used(steps, work.micro_batches).items()},
+        in_use={name: took / total for name, took in used.items()},
     )
 
 
@@ -158,6 +159,13 @@ def _of_all(values: Sequence[N], micro_batches: int) -> N:
 def _by_lane(steps: Sequence[dict[CostLane, N]], micro_batches: int) -> dict[CostLane, N]:
     """The same for each lane."""
     return {lane: _of_all([step[lane] for step in steps], micro_batches) for lane in CostLane}
+
+
+def _busy(steps: Sequence[StepForecast], micro_batches: int, total: float) -> dict[CostLane, float]:
+    """At least what a lane would take alone: what its tasks wait for others differs between one and two."""
+    alone = _by_lane([step.alone_seconds for step in steps], micro_batches)
+    busy = _by_lane([step.busy_seconds for step in steps], micro_batches)
+    return {lane: min(total, max(alone[lane], busy[lane])) for lane in CostLane}
 
 
 def _used(steps: Sequence[StepForecast], micro_batches: int) -> dict[str, float]:
