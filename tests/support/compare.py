@@ -73,7 +73,6 @@ def assert_same_gradients(model: nn.Module, expected: nn.Module, *, some_missing
     """By name; each parameter has one, unless some are missing in both."""
     gradients = gradients_of(expected)
     missing = [name for name, gradient in gradients.items() if gradient is None]
-    assert len(missing) < len(gradients), "no gradient at all"
     assert some_missing or not missing, f"no gradients of {missing}"
     assert_same(gradients_of(model), gradients, "gradients")
 
