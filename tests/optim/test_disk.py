@@ -14,7 +14,9 @@ from torch import nn
 
 import headrace.optim
 from headrace.errors import DiskError
-from headrace.memory.disk import Access, DiskStore
+from headrace.memory.disk import Access, DirectFile, DiskStore
+from headrace.memory.disk.log import DiskLog
+from headrace.memory.ledger import Ledger
 from headrace.optim import AdamW, disk_state, matrices
 from tests.optim.references import MATRICES, RULES, copies, give_gradients, parameters, ties_up
 from tests.optim.test_overlap import SETTINGS, batch, decoder, offloaded, train
@@ -112,30 +114,44 @@ def test_state_of_whole_matrices(name: str, dtype: torch.dtype, tmp_path: Path) 
     assert_same(ours, theirs)
 
 
-def moved_bytes(disk: disk_state.DiskState) -> tuple[int, int]:
+def opened(monkeypatch: pytest.MonkeyPatch) -> tuple[list[DiskStore], DiskLog]:
+    """The stores that optimizers open from now on, and what these move."""
+    stores: list[DiskStore] = []
+    log = DiskLog()
+
+    def opens(directory: Path, ledger: Ledger) -> DiskStore:
+        stores.append(DiskStore(directory, ledger, log=log))
+        return stores[-1]
+
+    monkeypatch.setattr(disk_state, "DiskStore", opens)
+    return stores, log
+
+
+def moved_bytes(log: DiskLog) -> tuple[int, int]:
     """Bytes that were read and written so far."""
-    moves = disk._store._log.since(0.0)
+    moves = log.since(0.0)
     read = sum(move.nbytes for move in moves if move.access is Access.READ)
     return read, sum(move.nbytes for move in moves) - read
 
 
-def test_state_is_not_in_host_memory(tmp_path: Path) -> None:
+def test_state_is_not_in_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stores, log = opened(monkeypatch)
     ours = [nn.Parameter(torch.zeros(1 << 16)) for _ in range(16)]
     optimizer = AdamW(ours, tier="disk", disk=tmp_path)
     for weight in ours:
         weight.grad = torch.ones_like(weight)
     optimizer.step()
-    assert optimizer._disk is not None
-    optimizer._disk.synchronize()
+    (store,) = stores
+    store.synchronize()
     state_bytes = 8 * 16 * (1 << 16)
-    assert optimizer._disk._store.nbytes == state_bytes
-    assert moved_bytes(optimizer._disk) == (0, state_bytes)  # zeros are not read
+    assert store.nbytes == state_bytes
+    assert moved_bytes(log) == (0, state_bytes)  # zeros are not read
     assert (
         optimizer.held_bytes() == disk_state.SLOTS * disk_state.MOST_BYTES_PER_ELEMENT * (1 << 13) + 16 * 4
     )  # the ring, and the counts of steps
     optimizer.step()
-    optimizer._disk.synchronize()
-    assert moved_bytes(optimizer._disk) == (state_bytes, 2 * state_bytes)
+    store.synchronize()
+    assert moved_bytes(log) == (state_bytes, 2 * state_bytes)
 
 
 @pytest.mark.core(dtype=torch.bfloat16, overlap=["none", "backward"])
@@ -235,16 +251,15 @@ def test_a_failed_read_is_told_and_frees_the_ring(tmp_path: Path, monkeypatch: p
     optimizer = AdamW(ours, tier="disk", disk=tmp_path)
     give_gradients(ours, copies(ours), 0)
     optimizer.step()
-    read = DiskStore._read_piece
 
-    def faulty(self: DiskStore, extent: Any, *rest: Any) -> None:
-        raise DiskError(errno.EIO, f"{extent.name}: the drive is gone")
+    def faulty(self: DirectFile, address: int, nbytes: int, offset: int, what: str) -> None:
+        raise DiskError(errno.EIO, f"{what}: the drive is gone")
 
-    monkeypatch.setattr(DiskStore, "_read_piece", faulty)
-    for _ in range(3):
-        with pytest.raises(DiskError, match="the drive is gone"):
-            optimizer.step()
-    monkeypatch.setattr(DiskStore, "_read_piece", read)
+    with monkeypatch.context() as patch:
+        patch.setattr(DirectFile, "read", faulty)
+        for _ in range(3):
+            with pytest.raises(DiskError, match="the drive is gone"):
+                optimizer.step()
     optimizer.step()
 
 

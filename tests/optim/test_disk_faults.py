@@ -17,16 +17,16 @@ from torch import nn
 import headrace
 import headrace.optim
 from headrace.errors import DiskError, StateError
-from headrace.memory.disk import DiskStore
+from headrace.memory.disk import DirectFile
 from headrace.optim import AdamW, disk_state, matrices
 from tests.disk.test_faults import spill_file
 from tests.optim.references import copies, give_gradients, parameters
+from tests.optim.test_disk import opened
 from tests.support.compare import assert_same
 from tests.support.models import linears
 from tests.support.nursery import Nursery
 
 SHAPES = ((64, 64), (130, 70), (64, 64), (37, 13), (96, 64))
-FAULTS = {"read": "_read_piece", "write": "_write_piece"}
 
 
 @pytest.fixture(autouse=True)
@@ -38,16 +38,16 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fail_after(monkeypatch: pytest.MonkeyPatch, kind: str, pieces: int, number: int) -> None:
     """The drive takes or gives so many pieces, and then none."""
-    working = getattr(DiskStore, FAULTS[kind])
+    working = getattr(DirectFile, kind)
     left = [pieces]
 
-    def faulty(self: DiskStore, extent: Any, *rest: Any, **named: Any) -> Any:
+    def faulty(self: DirectFile, address: int, nbytes: int, offset: int, what: str) -> None:
         left[0] -= 1
         if left[0] < 0:
-            raise DiskError(number, f"{extent.name}: {os.strerror(number)}")
-        return working(self, extent, *rest, **named)
+            raise DiskError(number, f"{what}: {os.strerror(number)}")
+        working(self, address, nbytes, offset, what)
 
-    monkeypatch.setattr(DiskStore, FAULTS[kind], faulty)
+    monkeypatch.setattr(DirectFile, kind, faulty)
 
 
 @pytest.mark.core(name="AdamW")
@@ -59,6 +59,7 @@ def test_no_step_goes_on_from_a_broken_one(
 ) -> None:
     """Nothing has changed, or an error says so until weights and state are loaded; then all is as it would be."""
     ours, theirs = parameters(torch.bfloat16, SHAPES), parameters(torch.bfloat16, SHAPES)
+    stores, _ = opened(monkeypatch)
     optimizer = getattr(headrace.optim, name)(ours, tier="disk", disk=tmp_path)
     reference = getattr(headrace.optim, name)(theirs)
     for step in range(2):
@@ -66,8 +67,7 @@ def test_no_step_goes_on_from_a_broken_one(
         optimizer.step()
         reference.step()
     saved, weights = copy.deepcopy(reference.state_dict()), copies(theirs)
-    assert optimizer._disk is not None
-    optimizer._disk.synchronize()
+    stores[0].synchronize()
     give_gradients(ours, theirs, 2)
     with monkeypatch.context() as patch:
         fail_after(patch, kind, pieces, number)
@@ -145,29 +145,35 @@ def test_updates_beside_passes(
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_byte_of_state_that_changed_on_disk_is_named(last: bool, tmp_path: Path) -> None:
+def test_a_byte_of_state_that_changed_on_disk_is_named(
+    last: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody goes on from it: at the first parameter nothing has changed, at the last the others have."""
     ours, theirs = parameters(torch.bfloat16, SHAPES), parameters(torch.bfloat16, SHAPES)
+    stores, _ = opened(monkeypatch)
     optimizer, reference = AdamW(ours, tier="disk", disk=tmp_path), AdamW(theirs)
     for step in range(2):
         give_gradients(ours, theirs, step)
         optimizer.step()
         reference.step()
-    saved, weights, disk = copy.deepcopy(reference.state_dict()), copies(theirs), optimizer._disk
-    assert disk is not None
-    disk.synchronize()
-    name, (extent, _) = list(list(disk._extents.values())[-1 if last else 0].items())[-1]
-    with open(spill_file(disk._store._directory.path), "r+b") as file:
-        byte = os.pread(file.fileno(), 1, extent.offset + 5)[0]
-        os.pwrite(file.fileno(), bytes([byte ^ 1]), extent.offset + 5)
+    saved, weights, (store,) = copy.deepcopy(reference.state_dict()), copies(theirs), stores
+    store.synchronize()
+    at = store.nbytes - 4091 if last else 5  # the last page is full
+    (directory,) = tmp_path.iterdir()
+    with open(spill_file(directory), "r+b") as file:
+        byte = os.pread(file.fileno(), 1, at)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
     give_gradients(ours, theirs, 2)
     failure = attempt(optimizer)
     assert failure is not None
     damage = failure if isinstance(failure, DiskError) else failure.__cause__
     assert isinstance(damage, DiskError)
     assert damage.errno == errno.EBADMSG
-    where = rf"'{name} of a parameter': \d+ bytes at offset {extent.offset} of the spill file in {tmp_path}.*"
-    assert re.search(where + "are not those that were written", str(damage))
+    where = rf"'\w+ of a parameter': (\d+) bytes at offset (\d+) of the spill file in {tmp_path}.*"
+    found = re.search(where + "are not those that were written", str(damage))
+    assert found is not None
+    nbytes, offset = map(int, found.groups())
+    assert offset <= at < offset + nbytes
     assert all(map(torch.equal, ours, weights)) != last
     assert attempt(optimizer) is not None
     restore(optimizer, ours, weights, saved)

@@ -12,7 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from headrace.errors import StateError
-from headrace.optim import Adafactor, AdamW
+from headrace.optim import Adafactor, AdamW, update
+from headrace.optim.early import EarlyUpdates
+from headrace.optim.update import Update
 from headrace.runtime.autograd import without_overrides
 from tests.optim.test_overlap import SETTINGS, BrokenError, batch, decoder, offloaded, raw, slow, train
 from tests.support.compare import assert_same
@@ -25,14 +27,14 @@ class InBackward:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        begin = AdamW._begin_early
+        complete = EarlyUpdates.complete
 
-        def counted(optimizer: AdamW, unit: Any, gradients: Any, arrived: Callable[[], None]) -> Sequence[Any]:
-            begun = begin(optimizer, unit, gradients, arrived)
+        def counted(updates: EarlyUpdates, unit: Any, gradients: Any, arrived: Callable[[], None]) -> Sequence[Any]:
+            begun = complete(updates, unit, gradients, arrived)
             self.count += len(begun)
             return begun
 
-        monkeypatch.setattr(AdamW, "_begin_early", counted)
+        monkeypatch.setattr(EarlyUpdates, "complete", counted)
 
 
 @pytest.mark.core(dtype=torch.bfloat16)
@@ -171,15 +173,15 @@ def test_a_failed_update_reaches_the_user(emu_device: ModuleType, monkeypatch: p
         optimizer = AdamW(model.parameters(), overlap="backward", **SETTINGS)
         train(model, optimizer, 5)
         optimizer.synchronize()
-        perform = AdamW._perform
+        perform = update.perform
         count = iter(range(100))
 
-        def failing(self: AdamW, members: Any, scale: float) -> None:
+        def failing(updates: Sequence[Update], scale: float) -> None:
             if next(count) == 2:
                 raise BrokenError("the third block")
-            perform(self, members, scale)
+            perform(updates, scale)
 
-        monkeypatch.setattr(AdamW, "_perform", failing)
+        monkeypatch.setattr(update, "perform", failing)
         loss_of(model, batch(0)).backward()
         optimizer.step()
         with without_overrides():  # look without waiting

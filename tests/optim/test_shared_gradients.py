@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import headrace
-from headrace.optim import AdamW
-from headrace.optim.devices import Member
+from headrace.optim import AdamW, optimizer, update
+from headrace.optim.update import Update
 from tests.optim.test_overlap import SETTINGS, TOKENS, Held, batch, decoder, held, offloaded, train
 from tests.support.compare import assert_same
 from tests.support.loops import loss_of
@@ -128,19 +128,19 @@ def test_only_shared_gradients_are_waited_for(emu_device: ModuleType, monkeypatc
         optimizer = AdamW(model.parameters(), overlap="forward", **SETTINGS)
         parameters = held(optimizer)
         loss_of(model, TOKENS).backward()
-        kept = parameters[-1].grad
+        kept, last = parameters[-1].grad, parameters[-1].data_ptr()
         gate, updated = threading.Event(), []
-        perform = AdamW._perform
+        perform = update.perform
 
-        def one_and_then_held(self: AdamW, members: Sequence[Member], scale: float) -> None:
+        def one_and_then_held(updates: Sequence[Update], scale: float) -> None:
             if updated:
                 assert gate.wait(60)
-            perform(self, members, scale)
-            updated.extend(id(member.parameter) for member in members)
+            perform(updates, scale)
+            updated.extend(one.weight.data_ptr() for one in updates)
 
-        monkeypatch.setattr(AdamW, "_perform", one_and_then_held)
+        monkeypatch.setattr(update, "perform", one_and_then_held)
         optimizer.step()  # would never return if it waited for others
-        assert id(parameters[-1]) in updated
+        assert last in updated
         assert len(updated) < len(parameters)
         gate.set()
     assert kept is not None
@@ -157,10 +157,10 @@ def test_a_failure_in_an_update_that_the_step_waits_for(
         kept = gradients(held(optimizer))
         with monkeypatch.context() as patch:
 
-            def broken(self: AdamW, members: Sequence[Member], scale: float) -> None:
+            def broken(updates: Sequence[Update], scale: float) -> None:
                 raise RuntimeError("no update")
 
-            patch.setattr(AdamW, "_perform", broken)
+            patch.setattr(update, "perform", broken)
             optimizer.step()
             with pytest.raises(RuntimeError, match="no update"):
                 optimizer.synchronize()
@@ -252,14 +252,13 @@ def test_nobody_has_gradients_where_nobody_took_them(
 ) -> None:
     """So no step of an ordinary loop waits."""
     shared = []
-    member = AdamW._member
+    is_shared = optimizer.gradient_is_shared
 
-    def seen(self: AdamW, *arguments: Any, **settings: Any) -> Member:
-        made = member(self, *arguments, **settings)
-        shared.append(made.shared)
-        return made
+    def seen(parameter: Any) -> bool:
+        shared.append(is_shared(parameter))
+        return shared[-1]
 
-    monkeypatch.setattr(AdamW, "_member", seen)
+    monkeypatch.setattr(optimizer, "gradient_is_shared", seen)
     model = decoder()
     with offloaded(model):
         train(model, AdamW(model.parameters(), overlap=overlap, **SETTINGS), 3)
