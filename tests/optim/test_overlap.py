@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import headrace
-from headrace.optim import AdamW, norms, update
-from headrace.optim.update import Update
+from headrace.optim import AdamW, norms
+from headrace.optim.devices import Member
 from headrace.runtime.autograd import without_overrides
 from tests.support.compare import assert_same
 from tests.support.held import weight_bytes
@@ -55,15 +55,15 @@ def train(model: nn.Module, optimizer: Any, steps: int, *, clip: float | None = 
 def slow(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> list[int]:
     """Updates take longer: by `seconds` of how many came before."""
     begun: list[int] = []
-    perform = update.perform
+    perform = AdamW._perform
 
-    def slowly(updates: Sequence[Update], scale: float) -> None:
+    def slowly(self: AdamW, members: Sequence[Member], scale: float) -> None:
         if threading.current_thread() is not threading.main_thread():
             begun.append(len(begun))
             time.sleep(seconds(len(begun)))
-        perform(updates, scale)
+        perform(self, members, scale)
 
-    monkeypatch.setattr(update, "perform", slowly)
+    monkeypatch.setattr(AdamW, "_perform", slowly)
     return begun
 
 
@@ -104,15 +104,15 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gate = threading.Event()
         self.waited = 0
-        perform = update.perform
+        perform = AdamW._perform
 
-        def held(updates: Sequence[Update], scale: float) -> None:
+        def held(optimizer: AdamW, members: Sequence[Member], scale: float) -> None:
             if not self.gate.is_set():
                 self.waited += 1
                 assert self.gate.wait(60)
-            perform(updates, scale)
+            perform(optimizer, members, scale)
 
-        monkeypatch.setattr(update, "perform", held)
+        monkeypatch.setattr(AdamW, "_perform", held)
 
     def release_soon(self) -> None:
         threading.Timer(0.05, self.gate.set).start()
@@ -224,15 +224,15 @@ class BrokenError(RuntimeError):
 
 
 def break_the_third(monkeypatch: pytest.MonkeyPatch) -> None:
-    perform = update.perform
+    perform = AdamW._perform
     count = iter(range(100))
 
-    def failing(updates: Sequence[Update], scale: float) -> None:
+    def failing(self: AdamW, members: Sequence[Member], scale: float) -> None:
         if next(count) == 2:
             raise BrokenError("the third block")
-        perform(updates, scale)
+        perform(self, members, scale)
 
-    monkeypatch.setattr(update, "perform", failing)
+    monkeypatch.setattr(AdamW, "_perform", failing)
 
 
 @pytest.mark.emu("random:0")
@@ -373,14 +373,8 @@ def test_norms_after_a_grad_scaler(emu_device: ModuleType, overlap: str) -> None
 
 
 @pytest.mark.emu("threads")
-def test_settings_in_tensors_are_those_of_their_step(emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    perform, gate, trained = update.perform, threading.Event(), []
-
-    def held(updates: Sequence[Update], scale: float) -> None:
-        assert gate.wait(60)
-        perform(updates, scale)
-
-    monkeypatch.setattr(update, "perform", held)
+def test_settings_in_tensors_are_those_of_their_step(emu_device: ModuleType) -> None:
+    trained = []
     for overlap in ("none", "forward"):
         model = decoder()
         with offloaded(model):
@@ -388,7 +382,8 @@ def test_settings_in_tensors_are_those_of_their_step(emu_device: ModuleType, mon
             optimizer = AdamW(model.parameters(), lr=rate, betas=(beta, torch.tensor(0.999)), overlap=overlap)
             for step in range(3):
                 loss_of(model, batch(step)).backward()
-                gate.clear()
+                gate = threading.Event()
+                optimizer._updater.run(lambda gate=gate: gate.wait() and None)
                 if overlap == "none":
                     gate.set()
                 optimizer.step()
