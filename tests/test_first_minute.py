@@ -34,6 +34,7 @@ def in_a_fresh_process(code: str, directory: Path) -> tuple[set[str], str]:
     return set((directory / "imported").read_text().split()), done.stderr
 
 
+@pytest.mark.core(code="import headrace")
 @pytest.mark.parametrize("code", ["import headrace", "import headrace.cli.main" + HELP], ids=["import", "help"])
 def test_nothing_that_is_optional_is_imported(code: str, tmp_path: Path):
     assert in_a_fresh_process(code, tmp_path) == (set(), "")

@@ -52,6 +52,7 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
     return pytester
 
 
+@pytest.mark.extended
 def test_verdicts(project: pytest.Pytester) -> None:
     project.makepyfile(TESTS)
     result = project.runpytest_subprocess("--emu-seeds=1", "-p", "no:cacheprovider")

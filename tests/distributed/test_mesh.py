@@ -70,7 +70,7 @@ def test_a_run_goes_on_elsewhere(nursery: Nursery, tmp_path: Path, world_size: i
         run_ranks(nursery, tmp_path, world_size, f"meshed.resumed, {str(tmp_path / 'saved')!r}, {kind!r}, 3")
 
 
-@pytest.mark.core(world_size=4)
+@pytest.mark.extended
 @pytest.mark.parametrize(("world_size", "nodes"), [(2, 2), (4, 2)])
 def test_nodes(nursery: Nursery, tmp_path: Path, world_size: int, nodes: int) -> None:
     run_ranks(nursery, tmp_path, world_size, f"meshed.nodes_add_their_averages, {nodes}")
@@ -82,6 +82,7 @@ def test_accumulation(nursery: Nursery, tmp_path: Path, world_size: int) -> None
     run_ranks(nursery, tmp_path, world_size, "meshed.accumulation")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_one_copy_for_a_node(nursery: Nursery, tmp_path: Path, world_size: int) -> None:
     run_ranks(nursery, tmp_path, world_size, "meshed.one_copy_for_a_node")

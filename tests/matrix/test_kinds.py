@@ -14,7 +14,7 @@ from tests.support.offloaded import assert_moves_as_planned, largest_block_bytes
 STEPS = 3
 
 
-@pytest.mark.core(checkpointing="non-reentrant", training=["full", "inference"])
+@pytest.mark.core(checkpointing="non-reentrant", training="full")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("training", ["full", "adapters", "inference"])

@@ -141,7 +141,7 @@ def forward(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]
     return output.logits, output.loss if "labels" in batch else output.logits.square().mean()
 
 
-@pytest.mark.core(checkpointing="non-reentrant", make=["llama", "mixtral"])
+@pytest.mark.core(checkpointing="non-reentrant", make="mixtral")
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 @pytest.mark.parametrize(("make", "inputs"), ARCHITECTURES, ids=[make.__name__ for make, _ in ARCHITECTURES])
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)

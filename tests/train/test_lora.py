@@ -20,7 +20,7 @@ Settings = Callable[..., TrainConfig]
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 
-@pytest.mark.core(model_directory="llama")
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "changes",
     [{}, {"lora_dropout": 0.5}, {"gradient_checkpointing": True}, {"disk": "disk", "host_memory": "90%"}],

@@ -201,7 +201,7 @@ def begin(
     return leave
 
 
-@pytest.mark.core(rank=None)
+@pytest.mark.extended
 @pytest.mark.parametrize("model_directory", ["gpt2"], indirect=True)
 @pytest.mark.parametrize("rank", [None, 2])
 def test_a_model_is_the_same_by_its_contents_and_not_by_its_name(

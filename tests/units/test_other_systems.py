@@ -15,7 +15,7 @@ from headrace.runtime.device import resolve_device
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.core(name="windows")
+@pytest.mark.extended
 @pytest.mark.timeout(600)  # most of it imports, on a machine that may be busy
 @pytest.mark.parametrize("name", ["macos", "windows"])
 def test_a_model_trains_is_saved_and_loaded_without_what_linux_alone_has(name: str, tmp_path: Path) -> None:

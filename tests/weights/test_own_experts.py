@@ -185,6 +185,7 @@ def test_training_all_of_a_weight_after_single_experts(compute_device: torch.dev
     assert all(map(same, *found))
 
 
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
 @pytest.mark.parametrize("way", WAYS)
 def test_from_disk(compute_device: torch.device, tmp_path: Path, way: str) -> None:
