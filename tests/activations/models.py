@@ -46,4 +46,5 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor]:
 def results(model: nn.Module, *others: Tensor) -> list[Tensor]:
     """Gradients of the model, and other tensors, as they are now."""
     tensors: list[Any] = [*others, *(p.grad for p in model.parameters() if p.grad is not None)]
+    assert tensors, "there is nothing to compare"
     return [tensor.detach().to("cpu", copy=True) for tensor in tensors]

@@ -65,12 +65,14 @@ def assert_same_models(model: nn.Module, expected: nn.Module, *, some_missing: b
 
 
 def assert_same_weights(model: nn.Module, expected: nn.Module) -> None:
-    """Parameters by name."""
+    """Parameters by name; those of `model`, which is or was offloaded, are on the host."""
+    assert_on_host(model)
     assert_same(_named(model), _named(expected), "parameters")
 
 
 def assert_same_gradients(model: nn.Module, expected: nn.Module, *, some_missing: bool = False) -> None:
-    """By name; each parameter has one, unless some are missing in both."""
+    """By name, on the host; each parameter has one, unless some are missing in both."""
+    assert_on_host(model)
     gradients = gradients_of(expected)
     missing = [name for name, gradient in gradients.items() if gradient is None]
     assert some_missing or not missing, f"no gradients of {missing}"
