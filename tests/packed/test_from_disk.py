@@ -33,11 +33,14 @@ def _always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetching, "TIMES_AS_FAST", 0)
 
 
-def passes(model: nn.Module, handle: headrace.Offloaded, want: torch.Tensor, count: int = PASSES) -> headrace.Stats:
-    """The stats of the last of so many forwards, all of which are right."""
+def passes(
+    model: nn.Module, handle: headrace.Offloaded, want: torch.Tensor, count: int = PASSES, last: int = 1
+) -> headrace.Stats:
+    """The stats of the last of so many forwards, or of the last few, all of which are right."""
     assert want.isfinite().sum() >= 0.9 * want.numel()
-    for _ in range(count):
-        handle.reset_stats()
+    for index in range(count):
+        if index <= count - last:
+            handle.reset_stats()
         with torch.no_grad():
             assert_same(on_cpu(model(inputs(want.dtype))), want)
         handle.synchronize()
@@ -50,12 +53,13 @@ def test_three_quarters_of_the_bytes_are_read(compute_device: torch.device, tmp_
         want = model(inputs())
     for packed in (False, True):
         with headrace.offload(model, device=compute_device, disk=tmp_path, packed=packed, **BUDGETS) as handle:
-            stats = passes(model, handle, want, PASSES + 4)
+            # Of several: what stays takes turns, and what is read ahead of one pass is read in the one before.
+            stats = passes(model, handle, want, PASSES + 4, last=4)
             without = stats.fetch_bytes - stats.packed_bytes + stats.unpacked_bytes  # that would be read
-            assert without >= 0.99 * LAYER_BYTES * (LAYERS - 3)
+            assert without >= 4 * 0.99 * LAYER_BYTES * (LAYERS - 3)
             if packed:
                 assert stats.fetch_bytes < 0.9 * without
-                assert stats.unpacked_bytes > 0.9 * LAYER_BYTES * (LAYERS - 3)
+                assert stats.unpacked_bytes > 4 * 0.9 * LAYER_BYTES * (LAYERS - 3)
                 assert 0.74 < stats.packed_bytes / stats.unpacked_bytes < 0.8
                 assert "packed on disk" in handle.report().to_text()
             else:
