@@ -69,7 +69,14 @@ def _folded(wrapper: Any, weight: torch.Tensor, numbers: torch.Tensor) -> torch.
     (adapter,) = (name for name in wrapper.active_adapters if name in wrapper.lora_A)
     left, right, scaling = wrapper.get_delta_factors(adapter)
     with torch.autocast(device_type=weight.device.type, enabled=False):  # as there
-        return weight.baddbmm_(left.index_select(0, numbers), right.index_select(0, numbers), alpha=scaling)
+        return weight.baddbmm_(_selected(left, numbers), _selected(right, numbers), alpha=scaling)
+
+
+def _selected(factors: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Those of these experts, laid out as all are: on some CPUs a product is rounded otherwise when a factor is not."""
+    order = sorted(range(factors.dim()), key=factors.stride, reverse=True)
+    selected = factors.permute(order).index_select(order.index(0), numbers)
+    return selected.permute([order.index(dim) for dim in range(factors.dim())])
 
 
 def _copies(slices: Slices, block: Block, used: list[int]) -> Iterator[torch.Tensor]:
