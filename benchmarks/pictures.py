@@ -137,7 +137,7 @@ def optimizer() -> str:
 
     return bars(
         "An AdamW step in host memory, over PyTorch's fused float32 step",
-        "shorter: CPU, 2 busy cores, 67 M parameters, medians of paired rounds.",
+        "shorter: CPU, 2 quiet cores, 67 M parameters, medians of paired rounds.",
         {
             "": [
                 Bar("headrace, bfloat16 weights", over("ours"), ours=True),
@@ -159,7 +159,7 @@ def rivals() -> str:
 
     return bars(
         "headrace's time over that of others, medians of paired turns",
-        "shorter: CPU and a virtual drive, 2 cores that others used too.",
+        "shorter: CPU and a virtual drive, 2 quiet cores.",
         {
             "": [
                 Bar("forward from disk, accelerate", over("disk", "accelerate"), ours=True),
