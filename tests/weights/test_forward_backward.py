@@ -199,6 +199,41 @@ def test_micro_batches_that_take_different_ways() -> None:
     assert_equals_the_loop(Unlike, square, 4)
 
 
+class Routed(nn.Module):
+    """Calls its experts in an order that depends on the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for expert in x[0, 0, :4].argsort().tolist():
+            x = x + self.experts[expert](x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
+def test_micro_batches_that_call_blocks_in_another_order(checkpointing: str) -> None:
+    """A reentrant checkpoint's backward gives the gradients of all that it computes again: in the loop's order, too."""
+
+    def make() -> Stack:
+        return Stack((Layer(WIDTH), Routed(), Routed(), Layer(WIDTH)), checkpointing=checkpointing)
+
+    model, plain = built(make), built(make)
+    blocks = [block for layer in model.layers for block in getattr(layer, "experts", [layer])]
+    of = [100 * batch for batch in batches(5)]
+    assert len({tuple(batch[0, 0, :4].argsort().tolist()) for batch in of}) > 2
+    handle = offloaded(model, blocks=blocks)
+    for _ in range(2):
+        losses = handle.forward_backward(of, lambda batch: square(model, batch))
+        assert_same(losses, in_turn(plain, lambda batch: square(plain, batch), of))
+        assert_same_gradients(model, plain)
+    stats = handle.stats()
+    assert stats.micro_batches_together == 2 * len(of)
+    assert stats.onload_bytes > 0
+    assert stats.device_peak_bytes <= stats.device_budget_bytes
+
+
 def test_a_frozen_part_and_a_call_without_gradients() -> None:
     def make() -> nn.Module:
         model = Model()

@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import headrace
-from tests.support.compare import Outcome, assert_same, same
+from tests.support.compare import Outcome, assert_same, assert_same_gradients, same
 from tests.support.held import weight_bytes
 from tests.support.loops import adamw, random_batches, steps, trained_parameters
+from tests.support.models import Stack
 
 EXPERTS, FEATURES, HIDDEN = 8, 16, 24
 
@@ -160,6 +161,32 @@ def test_training(compute_device: torch.device, way: str, frozen: bool) -> None:
         assert handle.stats().expert_loads > 0
         assert handle.stats().expert_bytes == handle.stats().expert_loads * one_bytes()
         assert handle.stats().device_peak_bytes <= limit
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
+def test_micro_batches_together_of_which_some_use_most_experts(
+    compute_device: torch.device, checkpointing: str
+) -> None:
+    """Experts come whole for these, and one by one for the others: gradients are added up in the loop's order."""
+    torch.manual_seed(1)
+    of = [100 * torch.randn(count, FEATURES).to(compute_device) for count in (1, 9, 1, 9, 2)]
+    model = Stack(model_of("loop"), checkpointing=checkpointing)
+    plain = copy.deepcopy(model).to(compute_device)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    limit = budget(model_of("loop"), 12)
+    with headrace.offload(model, device=compute_device, device_memory=limit) as handle:
+        for _ in range(2):
+            handle.forward_backward(of, lambda batch: loss(model, batch))
+            for batch in of:
+                loss(plain, batch).backward()
+            assert_same_gradients(model, plain)
+        stats = handle.stats()
+        assert stats.micro_batches_together == 2 * len(of)
+        assert stats.expert_bytes == stats.expert_loads * one_bytes() > 0
+        assert stats.device_peak_bytes <= limit
 
 
 def test_training_all_of_a_weight_after_single_experts(compute_device: torch.device) -> None:

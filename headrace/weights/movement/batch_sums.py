@@ -54,6 +54,7 @@ class BatchSums:
         self._meter = meter
         self._apart, self._one_by_one = apart, one_by_one
         self._sums: dict[Slot, torch.Tensor] = {}  # of the block that backward is at, on the device
+        self._of_rows: set[Slot] = set()  # of which some micro-batch had rows alone there: each gradient goes by itself
         self._waiting: list[dict[Slot, list[_Part]]] = [{} for _ in range(count)]  # of each micro-batch
         self._leaving: list[Transfer] = []  # which compute has not waited for
 
@@ -66,7 +67,7 @@ class BatchSums:
         refuse_graph(slot, gradient)
         if slot in self._apart:
             self._put_aside(slot, gradient, None)
-        elif gradient.layout != torch.strided:
+        elif gradient.layout != torch.strided or slot in self._of_rows:
             self._gradients.keep(slot, gradient)
         elif slot in self._sums:
             self._sums[slot].add_(gradient)
@@ -83,11 +84,15 @@ class BatchSums:
         if slot in self._apart:
             self._put_aside(slot, torch.cat(gradients), rows)
         else:
+            if slot in self._sums:
+                self._gradients.keep(slot, self._sums.pop(slot))
+            self._of_rows.add(slot)
             self._gradients.keep_rows(slot, gradients, rows)
 
     def leave_block(self) -> None:
         """All micro-batches have been at the block: sums go."""
         sums, self._sums = self._sums, {}
+        self._of_rows.clear()
         for slot, gradient in sums.items():
             self._gradients.keep(slot, gradient)
         leaving, self._leaving = self._leaving, []
@@ -102,13 +107,15 @@ class BatchSums:
                 for part in parts:
                     if part.transfer is not None:
                         part.transfer.done.synchronize()
+                if slot in self._one_by_one:
+                    for part in parts:
+                        self._add(slot, part)
+                    continue
                 sparse = [part.gradient for part in parts if part.gradient.layout != torch.strided]
                 dense = [part.gradient for part in parts if part.rows is None and part.transfer is not None]
-                if slot not in self._one_by_one:
-                    for other in (*dense[1:], *(sparse if dense else ())):
-                        dense[0].add_(other)
-                    del dense[1:]
-                for gradient in dense:
+                for other in (*dense[1:], *(sparse if dense else ())):
+                    dense[0].add_(other)
+                for gradient in dense[:1]:
                     self._gradients.add_on_host(slot, gradient, None)
                 for other in () if dense else sparse:
                     self._gradients.keep(slot, other)
@@ -117,6 +124,12 @@ class BatchSums:
                     rows, gradients = sum_of_rows(of_rows)
                     self._gradients.add_on_host(slot, torch.cat(gradients), rows)
             waiting.clear()
+
+    def _add(self, slot: Slot, part: _Part) -> None:
+        if part.transfer is None:
+            self._gradients.keep(slot, part.gradient)
+        else:
+            self._gradients.add_on_host(slot, part.gradient, part.rows)
 
     def _put_aside(self, slot: Slot, gradient: torch.Tensor, rows: torch.Tensor | None) -> None:
         if gradient.layout != torch.strided:

@@ -357,7 +357,9 @@ class Gradients:
             if slot not in self._added:
                 slot.wait_for_updates()  # which read it: this backward may need no weight, and so not have waited
                 self._added[slot] = gradient_is_shared(slot.home)
-            return slot.home.grad, slot not in self._replaced
+            adds = slot not in self._replaced
+            self._replaced.discard(slot)  # what comes later is added to it
+            return slot.home.grad, adds
         self._arriving[slot] = self._memory[slot].fresh()
         return self._arriving[slot], False
 

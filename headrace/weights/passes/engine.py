@@ -170,6 +170,11 @@ class Engine:
             self._backward.watch_output(site, output)
         return output
 
+    def note_use(self, *blocks: Block) -> None:
+        """Parts of these are used, in a call that may be no visit."""
+        if self.together is not None:
+            self.together.note_use(*blocks)
+
     def _claim(self) -> None:
         """Passes of one model follow each other. Raises StateError where another thread's is under way."""
         this = own_thread()

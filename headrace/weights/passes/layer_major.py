@@ -91,7 +91,8 @@ class LayerMajor:
         self._ledger = ledger
         self._meter = meter
         self._states = states
-        self._computed_again: dict[Block, set[tuple[int, int]]] = {}  # micro-batch and function (reentrant checkpoint)
+        # By reentrant checkpoints: micro-batch, function, and the stretch of its node.
+        self._computed_again: dict[Block, set[tuple[int, int, int]]] = {}
         self._computes_again = False  # blocks in backward
         self._groups: list[list[_Turn]] = []  # those that are computed while one block is there, in order
         self._running: _Member | None = None
@@ -203,13 +204,19 @@ class LayerMajor:
         member.at = None
         stretches = member.stretches
         stretches.begin()
-        if not torch.is_grad_enabled():
-            for block in call.site.blocks:
-                self._computed_again.setdefault(block, set()).add((member.number, stretches.function))
+        self.note_use(*call.site.blocks)
         encloses = call.site.encloses
         inputs: tuple[Any, ...] = stretches.enter_visit((args, kwargs), encloses=encloses)
         call.at_its_end(partial(stretches.leave_visit, encloses=encloses))
         return inputs
+
+    def note_use(self, *blocks: Block) -> None:
+        """The micro-batch that is computed uses these, or parts of them: without gradients, it does so again later."""
+        if self._running is not None and not torch.is_grad_enabled():
+            stretches = self._running.stretches
+            for block in blocks:
+                function = self._running.number, stretches.function, stretches.of_nodes
+                self._computed_again.setdefault(block, set()).add(function)
 
     # between ----------------------------------------------------------------------------------------------------------
     def _apart(self, count: int) -> tuple[set[Slot], set[Slot]]:
@@ -219,21 +226,24 @@ class LayerMajor:
         """
         used_in: dict[torch.Tensor, set[int]] = {}
         owners: dict[Any, int] = {}
+        groups: dict[tuple[int, int], int] = {}
         for index, group in enumerate(self._groups):
             for member, stretch in group:
+                groups[member.number, stretch] = index
                 for leaf in member.stretches.leaves(stretch, owners, member.number):
                     used_in.setdefault(leaf, set()).add(index)
         self._check_owners(used_in)
-        several = [leaf for leaf, groups in used_in.items() if len(groups) > 1]
-        uses = {leaf.owner(): len(groups) for leaf, groups in used_in.items() if isinstance(leaf, Leaf)}
+        several = [leaf for leaf, used in used_in.items() if len(used) > 1]
+        uses = {leaf.owner(): len(used) for leaf, used in used_in.items() if isinstance(leaf, Leaf)}
         one_by_one: dict[Slot, int] = {}  # their graphs are not there yet
         for block, functions in self._computed_again.items():
-            again = max(Counter(number for number, _ in functions).values())
+            again = max(Counter(number for number, _, _ in functions).values())
+            in_order = len({groups[number, stretch] for number, _, stretch in functions}) == 1
             for slot in block.slots:
                 in_all = again + uses.get(slot, 0)
-                if slot.home.requires_grad and uses.get(slot, 0) <= 1 < in_all:
+                if slot.home.requires_grad and uses.get(slot, 0) <= 1 and (in_all > 1 or not in_order):
                     one_by_one[slot] = in_all
-        apart = {slot: groups for slot, groups in uses.items() if slot is not None and groups > 1} | one_by_one
+        apart = {slot: used for slot, used in uses.items() if slot is not None and used > 1} | one_by_one
         others = [leaf for leaf in several if not isinstance(leaf, Leaf) and not self._is_passing(leaf, used_in[leaf])]
         if others:
             raise CannotCutError(

@@ -136,12 +136,14 @@ class Managed:
         table = self.site.table
         if table is None:
             return own(*args, **kwargs)
+        self.site.engine.note_use(table)
         return self.site.engine.lookups.look_up(table, module, own, *args, **kwargs)
 
     def _pick(self, module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
         whole = self.site.picks
         if whole is None:
             return own(*args, **kwargs)
+        self.site.engine.note_use(*whole.blocks)
         return self.site.engine.picks.compute(whole, module, own, args, kwargs)
 
     def _adapt(self, module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:

@@ -150,6 +150,7 @@ class Stretches:
         self.on_use = on_use
         self.in_visit = 0  # how many calls of visits are under way: what they are given is replaced, nothing inside
         self.function = 0  # number of the last function between visits: visits without gradients are within it
+        self.of_nodes = 0  # the last stretch that began with gradients: it has the node of what computes without
         self._begins = [-1]  # the first number that autograd gives nodes of each stretch
         self._carrier = torch.zeros((), requires_grad=True, device="cpu")
         self._here: dict[tuple[Any, int], tuple[torch.Tensor, torch.Tensor, int]] = {}  # of the present stretch
@@ -186,6 +187,8 @@ class Stretches:
         self._check()
         with torch.enable_grad():
             self._begins.append(sequence_number(self._carrier.view(()).grad_fn))
+        if torch.is_grad_enabled():
+            self.of_nodes = self.number
         return self.number
 
     def taken(self, value: Any) -> Any:
