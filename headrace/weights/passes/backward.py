@@ -71,6 +71,7 @@ class Backward:
         self._computing_again = contextlib.ExitStack()  # functions may be called again in it
         self.settling = threading.RLock()  # one that raised may end on autograd's thread, during the next pass
         self.refused = False  # the model was let go of
+        self.ended = 0  # how many have
         self.batch_sums: BatchSums | None = None  # of several micro-batches, for the backward under way
 
     @property
@@ -187,6 +188,7 @@ class Backward:
     def _finish(self, *, completed: bool) -> None:
         self._computing_again.close()
         self._present = None
+        self.ended += 1
         if self._site is not None:
             release(self._site.blocks)
             self._site = None

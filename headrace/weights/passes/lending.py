@@ -51,7 +51,7 @@ class Lending:
         if use is Use.WRITE:  # as the user would, from outside
             slot.touch()
             return None
-        _note_training(block, slot)
+        _follow_training(block, slot)
         self._bring(block)
         bind((block,))
         return slot.leaf
@@ -83,7 +83,7 @@ class Lending:
 
     def _leaf_for_call(self, slot: Slot) -> torch.Tensor:
         block = self._blocks[slot]
-        _note_training(block, slot)
+        _follow_training(block, slot)
         lent = not block.users
         self._bring(block)
         if lent:
@@ -138,7 +138,8 @@ class Lending:
         (self._calls[-1].lent if self._calls else self._lent_in_backward).append(block)
 
 
-def _note_training(block: Block, slot: Slot) -> None:
-    """All of a weight is used, whose experts get gradients one by one in other calls."""
+def _follow_training(block: Block, slot: Slot) -> None:
+    """All of a weight is used, whose experts get gradients one by one in other calls; it may be trained only now."""
+    slot.follow_requires_grad()
     if block.experts is not None and torch.is_grad_enabled() and slot.home.requires_grad:
         block.trains_whole = True

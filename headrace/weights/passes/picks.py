@@ -49,7 +49,6 @@ class Picks:
         self._trained = trained
         self._call = call
         self._adapted = AdaptedCalls()
-        self._whole: set[Block] = set()  # those of users' own modules that were seen to use more than single experts
 
     def compute(
         self, site: Site, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -115,7 +114,7 @@ class Picks:
         self, site: Site, block: Block, module: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A call of a user's own module, which goes on counting experts as it does."""
-        names = None if block in self._whole else self._names(block, module)
+        names = None if self._trained.is_known_whole(block) else self._names(block, module)
         index = named_index_of(module, own, args, kwargs)
         if names is None or index is None or not self._goes_by_slices(block, ()):
             return self._with_all(site, own, args, kwargs)
@@ -133,7 +132,7 @@ class Picks:
             with without_overrides():
                 asked.let_go()
             if asked.whole:
-                self._whole.add(block)
+                self._trained.note_whole(block)
 
     def _with_adapters(
         self, call: AdaptedCall, block: Block, module: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

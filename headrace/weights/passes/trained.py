@@ -36,6 +36,7 @@ class Trained:
         self._one_by_one = one_by_one
         self._gradients: dict[Slot, PartGradients] = {}
         self._whole: dict[Block, weakref.WeakSet[_Use]] = {}
+        self._known_whole: dict[Block, int] = {}  # how many backwards had ended when that was seen
 
     def is_sign(self, leaf: torch.Tensor) -> bool:
         """Whether it is no parameter, but tells of the gradients of experts."""
@@ -47,12 +48,26 @@ class Trained:
             follows = torch.is_grad_enabled() or self._executor.gradients_follow
             return follows and any(slot.home.requires_grad for slot in block.slots)
 
+    def note_whole(self, block: Block) -> None:
+        """A call used more of the block than single experts."""
+        self._known_whole.setdefault(block, self._backward.ended if torch.is_grad_enabled() else -1)
+
+    def is_known_whole(self, block: Block) -> bool:
+        """Whether calls use more of the block than single experts.
+
+        Not before the next backward has ended: in it, a checkpoint that computes a call again must do as the call did.
+        """
+        since = self._known_whole.get(block)
+        return since is not None and since < self._backward.ended
+
     def comes_whole(self, block: Block, used: int) -> bool:
         """Whether a call that trains the block and uses so many of its experts is better done with all of them.
 
         It depends on nothing that changes between forward and a checkpoint's recomputation: these must do the same.
         """
-        if not self._one_by_one or block.trains_whole:
+        if block.trains_whole:
+            self.note_whole(block)
+        if not self._one_by_one or self.is_known_whole(block):
             return True
         count = 0 if block.experts is None else block.experts.count
         if 2 * used > count and self._executor.slices.has_room_for_all_of(block):
