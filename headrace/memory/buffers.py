@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-import weakref
 
 import torch
 
@@ -46,8 +45,7 @@ class DeviceBuffers:
         while self._free and self._ledger.held_bytes(Tier.DEVICE, _PURPOSE) + nbytes > self._budget_bytes:
             del self._free[0]
         mapping = map_pages(nbytes, touched=False)
-        self._ledger.add(Tier.DEVICE, _PURPOSE, nbytes)
-        weakref.finalize(mapping, self._ledger.add, Tier.DEVICE, _PURPOSE, -nbytes).atexit = False
+        self._ledger.book(mapping, Tier.DEVICE, _PURPOSE, nbytes)
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
     def release(self, buffer: torch.Tensor) -> None:

@@ -1,11 +1,18 @@
-"""How many bytes does headrace hold, in which tier and for what? Counted as they come and go, with the peaks."""
+"""How many bytes does headrace hold, in which tier and for what? Counted as they come and go, with the peaks.
+
+Ctrl-C may strike the main thread at any call, and any thread may collect an object at any time, also amid the counting.
+So what comes or goes is put into a queue by one step of C, and counted from there by replacing all sums in one step:
+each entry counts exactly once.
+"""
 
 import contextlib
 import threading
 import weakref
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any, NamedTuple
 
 from headrace.config import format_bytes
 from headrace.errors import BudgetError
@@ -21,6 +28,56 @@ class Tier(StrEnum):  # its hash is that of a string: quicker
     DISK = "disk"
 
 
+class _Change(NamedTuple):
+    """Bytes that come or, when negative, go. `locked`: they are page-locked; False: they should be; None: neither."""
+
+    tier: Tier
+    purpose: str
+    nbytes: int
+    locked: bool | None = None
+    until: "_End | None" = None  # the end of an object, when they go again
+
+
+class _End(weakref.ref[Any]):
+    """Of an object's life, with what goes then."""
+
+    __slots__ = ("change",)
+    change: _Change
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What is held, and was at most. `last`: what was counted last."""
+
+    last: _Change | _End | None = None
+    held: dict[tuple[Tier, str], int] = field(default_factory=dict)
+    peak: dict[tuple[Tier, str], int] = field(default_factory=dict)
+    tier_held: dict[Tier, int] = field(default_factory=dict)
+    tier_peak: dict[Tier, int] = field(default_factory=dict)
+    budgeted_held: int = 0
+    budgeted_peak: int = 0
+    locked_bytes: int = 0
+    refused_bytes: int = 0
+
+    def after(self, entry: _Change | _End, counted_to_budget: frozenset[str]) -> "_Sums":
+        """The sums once this counts, too."""
+        tier, purpose, nbytes, locked, _ = entry.change if isinstance(entry, _End) else entry
+        held = self.held.get((tier, purpose), 0) + nbytes
+        tier_held = self.tier_held.get(tier, 0) + nbytes
+        budgeted = nbytes if tier is Tier.DEVICE and purpose in counted_to_budget else 0
+        return _Sums(
+            entry,
+            self.held | {(tier, purpose): held},
+            self.peak | {(tier, purpose): max(held, self.peak.get((tier, purpose), 0))},
+            self.tier_held | {tier: tier_held},
+            self.tier_peak | {tier: max(tier_held, self.tier_peak.get(tier, 0))},
+            self.budgeted_held + budgeted,
+            max(self.budgeted_peak, self.budgeted_held + budgeted),
+            self.locked_bytes + (nbytes if locked is True else 0),
+            self.refused_bytes + (nbytes if locked is False else 0),
+        )
+
+
 class Ledger:
     """Counts bytes by tier and purpose ("weights", "gradients", ...). Safe to call from any thread.
 
@@ -31,14 +88,10 @@ class Ledger:
     def __init__(self, counted_to_budget: frozenset[str] = frozenset(), host_budget_bytes: int | None = None) -> None:
         self._counted_to_budget = counted_to_budget
         self.host_budget_bytes = host_budget_bytes
-        self._lock = threading.Lock()
-        self._held: Counter[tuple[Tier, str]] = Counter()
-        self._tier_held: Counter[Tier] = Counter()
-        self._tier_peak: Counter[Tier] = Counter()
-        self._peak: Counter[tuple[Tier, str]] = Counter()
-        self._budgeted_held = 0
-        self._budgeted_peak = 0
-        self._locked_bytes = self._refused_bytes = 0
+        self._lock = threading.RLock()
+        self._queue: deque[_Change | _End] = deque()  # what is not counted yet
+        self._ends: dict[int, _End] = {}  # to come, by identity
+        self._sums = _Sums()
         self._made_bytes = 0  # of host memory, being made now
         # Called with host bytes that are missing, by any thread: lets go of what only saves time, as far as it has any.
         self.spare: weakref.WeakMethod[Callable[[int], None]] | None = None
@@ -62,11 +115,10 @@ class Ledger:
         booked once more while it is made) beside all that is held or being made. False: nothing is booked.
         """
         with self._lock:
-            wanted_bytes = self._tier_held[Tier.HOST] + self._made_bytes + 2 * nbytes
+            wanted_bytes = self.held_bytes(Tier.HOST) + self._made_bytes + 2 * nbytes
             if self.host_budget_bytes is not None and wanted_bytes > self.host_budget_bytes:
                 return False
-            self._held[Tier.HOST, purpose] += nbytes
-            self._tier_held[Tier.HOST] += nbytes
+            self.add(Tier.HOST, purpose, nbytes)
             return True
 
     @contextlib.contextmanager
@@ -92,56 +144,64 @@ class Ledger:
 
     def add(self, tier: Tier, purpose: str, nbytes: int) -> None:
         """Books `nbytes` more (less, when negative)."""
-        with self._lock:
-            self._held[tier, purpose] += nbytes
-            self._peak[tier, purpose] = max(self._peak[tier, purpose], self._held[tier, purpose])
-            self._tier_held[tier] += nbytes
-            self._tier_peak[tier] = max(self._tier_peak[tier], self._tier_held[tier])
-            if tier is Tier.DEVICE and purpose in self._counted_to_budget:
-                self._budgeted_held += nbytes
-                self._budgeted_peak = max(self._budgeted_peak, self._budgeted_held)
+        self._queue.append(_Change(tier, purpose, nbytes))
+        self._counted()
 
-    def add_locked(self, nbytes: int, *, refused: bool) -> None:
-        """Books host memory that is page-locked, or that the system refused to lock, beside `add`."""
+    def book(self, owner: Any, tier: Tier, purpose: str, nbytes: int, *, locked: bool | None = None) -> None:
+        """Books `nbytes` for as long as `owner` lives. `locked`: they are page-locked, or the system refused that."""
+        end = _End(owner, self._queue.append)
+        end.change = _Change(tier, purpose, -nbytes, locked)
+        self._queue.append(_Change(tier, purpose, nbytes, locked, end))
+        self._counted()
+
+    def _counted(self) -> _Sums:
+        """The sums of all that came and went until now. It may be called amid itself, when objects are collected."""
         with self._lock:
-            if refused:
-                self._refused_bytes += nbytes
-            else:
-                self._locked_bytes += nbytes
+            while self._queue:
+                entry, before = self._queue[0], self._sums
+                if before.last is not entry:
+                    after = before.after(entry, self._counted_to_budget)
+                    if self._sums is not before:
+                        continue
+                    self._sums = after
+                if isinstance(entry, _End):
+                    self._ends.pop(id(entry), None)
+                elif entry.until is not None:
+                    self._ends[id(entry.until)] = entry.until
+                if self._queue and self._queue[0] is entry:
+                    self._queue.popleft()
+            return self._sums
 
     def locked(self) -> dict[str, int]:
         """Host memory that is page-locked now, and what should be and was refused, as the stats name them."""
-        with self._lock:
-            return {"host_locked_bytes": self._locked_bytes, "host_refused_bytes": self._refused_bytes}
+        sums = self._counted()
+        return {"host_locked_bytes": sums.locked_bytes, "host_refused_bytes": sums.refused_bytes}
 
     def held_bytes(self, tier: Tier, purpose: str | None = None) -> int:
         """Bytes held now, for one purpose or in all."""
-        with self._lock:
-            return self._tier_held[tier] if purpose is None else self._held[tier, purpose]
+        sums = self._counted()
+        return sums.tier_held.get(tier, 0) if purpose is None else sums.held.get((tier, purpose), 0)
 
     def peak_bytes(self, tier: Tier, purpose: str | None = None) -> int:
         """The most bytes held at once since the last `reset_peaks`, for one purpose or in all."""
-        with self._lock:
-            return self._tier_peak[tier] if purpose is None else self._peak[tier, purpose]
+        sums = self._counted()
+        return sums.tier_peak.get(tier, 0) if purpose is None else sums.peak.get((tier, purpose), 0)
 
     @property
     def budgeted_peak_bytes(self) -> int:
         """The most bytes at once of the purposes that the device budget holds."""
-        with self._lock:
-            return self._budgeted_peak
+        return self._counted().budgeted_peak
 
     def reset_peaks(self) -> None:
         """Peaks start anew from what is held now."""
         with self._lock:
-            self._tier_peak = Counter(self._tier_held)
-            self._peak = Counter(self._held)
-            self._budgeted_peak = self._budgeted_held
+            sums = self._counted()
+            self._sums = replace(sums, peak=sums.held, tier_peak=sums.tier_held, budgeted_peak=sums.budgeted_held)
 
     def forked(self) -> None:
         """In a process that was forked: a thread that is not here may have held the lock."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def by_purpose(self) -> dict[tuple[Tier, str], int]:
         """Bytes held now, for each tier and purpose that holds any."""
-        with self._lock:
-            return {key: nbytes for key, nbytes in self._held.items() if nbytes}
+        return {key: nbytes for key, nbytes in self._counted().held.items() if nbytes}

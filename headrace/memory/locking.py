@@ -5,7 +5,6 @@ Results are the same then; what it costs is said once for each device, with the 
 
 import contextlib
 import ctypes
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -29,8 +28,7 @@ __all__ = ["host_memory", "lock"]
 
 _PROBED_BYTES = 4 << 20  # copied to tell what pageable memory costs
 
-_lock = threading.RLock()  # a finalizer may run while this thread holds it
-_locked_bytes = 0  # in this process, for all models and optimizers
+_ledgers: "weakref.WeakSet[Ledger]" = weakref.WeakSet()  # in this process, of all models and optimizers
 _told: set[torch.device] = set()
 
 
@@ -65,8 +63,8 @@ def lock(
 
 def _keep_book(memory: Any, nbytes: int, device: torch.device, ledger: Ledger, purpose: str, *, locked: bool) -> None:
     refused = is_accelerator(device) and not locked
-    _book(ledger, purpose, nbytes, locked, refused)
-    weakref.finalize(memory, _book, ledger, purpose, -nbytes, locked, refused).atexit = False
+    _ledgers.add(ledger)
+    ledger.book(memory, Tier.HOST, purpose, nbytes, locked=True if locked else False if refused else None)
     if refused and device not in _told:
         _told.add(device)
         warnings.warn(_told_of(device, nbytes, purpose), RuntimeWarning, stacklevel=4)
@@ -82,20 +80,11 @@ def _allocated(nbytes: int) -> Any:
     return view
 
 
-def _book(ledger: Ledger, purpose: str, nbytes: int, locked: bool, refused: bool) -> None:
-    global _locked_bytes
-    ledger.add(Tier.HOST, purpose, nbytes)
-    if locked or refused:
-        ledger.add_locked(nbytes, refused=refused)
-    if locked:
-        with _lock:
-            _locked_bytes += nbytes
-
-
 def _told_of(device: torch.device, nbytes: int, purpose: str) -> str:
+    locked_bytes = sum(ledger.locked()["host_locked_bytes"] for ledger in _ledgers)
     return (
         f"{device}: {format_bytes(nbytes)} of host memory ({purpose}) could not be page-locked, beside"
-        f" {format_bytes(_locked_bytes)} that are. What is refused stays pageable: results are the same, but compute"
+        f" {format_bytes(locked_bytes)} that are. What is refused stays pageable: results are the same, but compute"
         f" waits for its copies{_cost(device)}. {limit_text(device)} Said once; stats() go on counting"
         " (host_locked_bytes, host_refused_bytes)."
     )

@@ -1,12 +1,15 @@
 """Are bytes counted right: by tier and purpose, with their peaks, from many threads?"""
 
+import gc
 import threading
+from functools import partial
 
 import pytest
 
 from headrace.config import parse_bytes
 from headrace.errors import BudgetError
 from headrace.memory.ledger import Ledger, Tier
+from tests.support.interrupts import interrupted_at
 
 
 def test_bytes_are_counted_by_tier_and_purpose() -> None:
@@ -56,6 +59,66 @@ def test_the_host_budget_is_asked_before_and_the_advice_is_enough() -> None:
     Ledger(host_budget_bytes=parse_bytes(advised)).check_host(12_000, "all")
     assert ledger.held_bytes(Tier.HOST) == 7_000  # asking books nothing
     Ledger().check_host(1 << 60, "weights")  # no budget, no limit
+
+
+class Owner:
+    """Somebody who holds bytes."""
+
+
+def test_what_is_booked_for_an_owner_goes_with_it() -> None:
+    ledger = Ledger()
+    owner = Owner()
+    ledger.book(owner, Tier.HOST, "weights", 100, locked=True)
+    ledger.book(owner, Tier.HOST, "gradients", 10, locked=False)
+    assert ledger.held_bytes(Tier.HOST) == 110
+    assert ledger.locked() == {"host_locked_bytes": 100, "host_refused_bytes": 10}
+    del owner
+    assert ledger.by_purpose() == {}
+    assert ledger.locked() == {"host_locked_bytes": 0, "host_refused_bytes": 0}
+    assert ledger.peak_bytes(Tier.HOST) == 110
+
+
+def test_ctrl_c_at_any_moment_leaves_the_sums_right() -> None:
+    """Of owners that are there, whenever it came: also as one of them ends."""
+    moments = 0
+    while True:
+        ledger = Ledger(frozenset({"weights"}))
+        owners = [Owner()]
+        ledger.book(owners[0], Tier.DEVICE, "weights", 100)
+
+        def change(ledger: Ledger, owners: list[Owner]) -> None:
+            owners.append(Owner())
+            ledger.book(owners[-1], Tier.DEVICE, "weights", 10)
+            del owners[0]
+            assert ledger.held_bytes(Tier.DEVICE) == 10
+
+        came = interrupted_at(moments + 1, partial(change, ledger, owners))
+        assert ledger.held_bytes(Tier.DEVICE, "weights") in (100, 110, 10)
+        owners.clear()
+        gc.collect()
+        assert ledger.held_bytes(Tier.DEVICE) == ledger.held_bytes(Tier.DEVICE, "weights") == 0
+        ledger.reset_peaks()
+        assert ledger.budgeted_peak_bytes == 0
+        if not came:
+            break
+        moments += 1
+    assert moments > 20
+
+
+def test_an_owner_may_end_while_another_one_is_counted() -> None:
+    """Objects are collected at any time, on the thread that counts, too."""
+    ledger = Ledger()
+    cycles = []
+    for _ in range(2000):
+        owner, other = Owner(), Owner()
+        owner.other, other.other = other, owner  # type: ignore[attr-defined]
+        ledger.book(owner, Tier.HOST, "weights", 1)
+        cycles.append(owner)
+        if len(cycles) == 10:
+            cycles.clear()
+    del owner, other
+    gc.collect()
+    assert ledger.by_purpose() == {}
 
 
 def test_threads_lose_nothing() -> None:

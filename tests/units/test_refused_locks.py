@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -136,9 +137,9 @@ def test_locked_and_refused_are_counted_as_they_come_and_go(emu_device: ModuleTy
 def message(emu: ModuleType) -> str:
     """Of a refusal of 2 MiB, where 1 MiB is locked."""
     limit_locks(emu, MIB)
-    before = locking._locked_bytes
-    held = Arena(MIB, emu0(), Ledger(), "weights")
-    assert locking._locked_bytes == before + MIB
+    ledger = Ledger()
+    held = Arena(MIB, emu0(), ledger, "weights")
+    assert ledger.locked()["host_locked_bytes"] == MIB
     with pytest.warns(RuntimeWarning, match="could not be page-locked") as caught:
         Arena(2 * MIB, emu0(), Ledger(), "gradients")
     del held
@@ -147,7 +148,7 @@ def message(emu: ModuleType) -> str:
 
 @pytest.mark.emu("lazy", h2d_bytes_per_second=10e9, copy_latency_seconds=0.0, launch_seconds=0.0)
 def test_the_warning_has_the_numbers(emu_device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locking, "_locked_bytes", 0)
+    monkeypatch.setattr(locking, "_ledgers", WeakSet())
     monkeypatch.setattr(page_locks, "memlock_bytes", lambda: None)
     said = message(emu_device)
     assert "emu:0: 2 MiB of host memory (gradients) could not be page-locked, beside 1 MiB that are" in said

@@ -1,0 +1,51 @@
+"""How does Ctrl-C come at a moment of a test's choice?"""
+
+import dis
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+
+def signals_come(code: CodeType, last: int, offset: int) -> bool:
+    """Whether Ctrl-C may come between two instructions: after calls, where functions begin, in loops.
+
+    What the interpreter raises then is raised by the first of the two. A trace function raises at the second, so those
+    moments are left out at which another handler has the second (the way out of a `with` block).
+    """
+    name = dis.opname[code.co_code[last]]
+    handlers = [
+        {entry.target for entry in dis.Bytecode(code).exception_entries if entry.start <= place < entry.end}
+        for place in (last, offset)
+    ]
+    return (name.startswith("CALL") or name in ("RESUME", "JUMP_BACKWARD")) and handlers[0] == handlers[1]
+
+
+def interrupted_at(moment: int, action: Callable[[], Any], within: str = "") -> bool:
+    """Whether Ctrl-C came: at the moment of that number, from 1, at which it may, counted over all that `action` calls
+    in files whose path has `within` in it.
+    """
+    left = [moment]
+    last: dict[FrameType, int] = {}
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if within not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            may_come = frame in last and signals_come(frame.f_code, last[frame], frame.f_lasti)
+            last[frame] = frame.f_lasti
+            left[0] -= may_come
+            if may_come and left[0] == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    except (KeyboardInterrupt, RuntimeError):  # the latter by a condition that was just being left
+        return True
+    finally:
+        sys.settrace(before)
+    return False
