@@ -1,6 +1,7 @@
 """Where do visiting blocks lie on the device? In buffers: device bytes of one block."""
 
 import contextlib
+import gc
 import sys
 
 import torch
@@ -42,8 +43,10 @@ class DeviceBuffers:
         for index in reversed(range(len(self._free))):
             if self._free[index].nbytes == nbytes:
                 return self._free.pop(index)
-        while self._free and self._ledger.held_bytes(Tier.DEVICE, _PURPOSE) + nbytes > self._budget_bytes:
+        while self._is_over_with(nbytes) and self._free:
             del self._free[0]
+        if self._is_over_with(nbytes):
+            gc.collect(1)  # frames of an interrupt may keep what was released
         mapping = map_pages(nbytes, touched=False)
         self._ledger.book(mapping, Tier.DEVICE, _PURPOSE, nbytes)
         return torch.frombuffer(mapping, dtype=torch.uint8)
@@ -59,6 +62,9 @@ class DeviceBuffers:
         """After Ctrl-C, which may have kept a buffer from being booked or released: buffers of `nbytes` are in use."""
         if not self._pooled:  # where memory itself is booked
             self._ledger.add(Tier.DEVICE, _PURPOSE, nbytes - self._ledger.held_bytes(Tier.DEVICE, _PURPOSE))
+
+    def _is_over_with(self, nbytes: int) -> bool:
+        return self._ledger.held_bytes(Tier.DEVICE, _PURPOSE) + nbytes > self._budget_bytes
 
     def close(self) -> None:
         """Lets go of what is kept."""

@@ -1,7 +1,7 @@
 """What if a drive fails in the middle of a step? The step says how far it came, and no other one follows."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -27,19 +27,21 @@ class Interruption:
         self._reason = None
 
     @contextlib.contextmanager
-    def told(self, members: Sequence[Member]) -> Iterator[None]:
-        """For the length of an update of these, which says of each when it has `begun`.
+    def told(self, members: Sequence[Member], settle: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """For the length of an update of these, which says of each when it has `begun`. `settle` waits until what was
+        given to other threads has ended.
 
         What fails before the first one changed nothing and is raised as it is; later it is raised as a StateError.
         """
         try:
             yield
         except BaseException as error:
+            settle()
             # Ctrl-C may have struck after they were written: copies of them are made anew.
             torch.autograd.graph.increment_version([member.parameter for member in members])
             for member in members:
                 member.weights.broken_off()
-            begun = sum(member.begun for member in members)
+            begun = sum(member.begun or member.updated for member in members)
             if not begun:
                 raise
             self._reason = (

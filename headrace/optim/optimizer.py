@@ -202,14 +202,16 @@ class HostOptimizer(StateAtRest):
             self._dealt.update(members, lambda mine: self._update_now(mine, scale))
             self._written(members)
             return
-        if self.overlaps:
-            units, members = by_unit(members)
+        if not self.overlaps:
+            self._update_now(members, scale)
+            return
+        with self._interruption.told(members, self._updater.settle):
+            units, alone = by_unit(members)
             under_way = [(self._submit(unit, travelling, scale), travelling) for unit, travelling in units]
             for pending, travelling in under_way:
                 if any(member.shared for member in travelling):
                     pending.settle()
-        if members:
-            self._update_now(members, scale)
+            self._update_now(alone, scale)
 
     def _submit(
         self, unit: Unit, members: Sequence[Member], scale: float, arrived: Callable[[], None] | None = None

@@ -66,6 +66,10 @@ class Updater:
         self._look_for_fork()
         return self._thread.submit(quietly)
 
+    def settle(self) -> None:
+        """The host waits until all that was submitted has ended; what failed in it is for whoever waits."""
+        self.run(lambda: None).exception()
+
     def synchronize(self) -> None:
         """The host waits for every update; raises what failed in those that nobody was told of, once for all."""
         self._look_for_fork()

@@ -2,9 +2,11 @@
 
 import contextlib
 import copy
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,13 +15,15 @@ import torch
 from torch import nn
 
 import headrace
+from headrace import StateError
 from headrace.optim import AdamW, norms
 from headrace.optim.devices import Member
 from headrace.runtime.autograd import without_overrides
-from tests.support.compare import assert_same
+from tests.support.compare import assert_same, same
 from tests.support.held import weight_bytes
+from tests.support.interrupts import interrupted_at
 from tests.support.loops import loss_of
-from tests.support.models import Decoder
+from tests.support.models import Decoder, linears
 
 TOKENS = torch.arange(16).reshape(2, 8) % 32
 SETTINGS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
@@ -393,3 +397,48 @@ def test_settings_in_tensors_are_those_of_their_step(emu_device: ModuleType) -> 
                 gate.set()
         trained.append(list(model.parameters()))
     assert_same(*trained)
+
+
+@pytest.mark.core(every=211)
+@pytest.mark.parametrize("every", [211, 23])
+def test_ctrl_c_at_any_moment_of_a_step_is_told(every: int) -> None:
+    """All weights are those of before the step, or all those of after it; or the next step says that they are not."""
+    model = linears(6, 32)
+    with headrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2) as handle:
+        optimizer = AdamW(model.parameters(), overlap="forward", **SETTINGS)
+
+        def backward() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(3, 32)).square().sum().backward()
+
+        backward()
+        optimizer.step()
+        weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        backward()
+        optimizer.step()
+        stepped = copy.deepcopy(model.state_dict())
+        moment, told, found = 1, 0, []
+        came = True
+        while came:
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(copy.deepcopy(state))
+            backward()
+            came = interrupted_at(moment, optimizer.step, str(Path(headrace.__file__).parent))
+            moment += every
+            optimizer.synchronize()
+            now = model.state_dict().values()
+            found.append([all(map(same, now, wanted.values())) for wanted in (weights, stepped)])
+            if not any(found[-1]):
+                backward()
+                with pytest.raises(StateError, match=r"a step was cut short .* of 12 parameters had been updated"):
+                    optimizer.step()
+                told += 1
+        assert found[-1] == [False, True]
+        assert [True, False] in found
+        assert told > 0
+        gc.collect()  # of the interrupts' frames
+        handle.reset_stats()
+        model(torch.ones(3, 32))
+        stats = handle.stats()
+        assert stats.onload_bytes > 0
+        assert stats.device_peak_bytes <= stats.device_budget_bytes

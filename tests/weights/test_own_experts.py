@@ -1,6 +1,7 @@
 """Do experts of a user's own module come one by one, bit for bit, once headrace.experts() was told of it?"""
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 import headrace
 from tests.support.compare import Outcome, assert_same, assert_same_gradients, same
 from tests.support.held import weight_bytes
+from tests.support.interrupts import interrupted_at
 from tests.support.loops import adamw, random_batches, steps, trained_parameters
 from tests.support.models import Stack
 
@@ -214,6 +216,50 @@ def test_checkpoints_around_experts_of_which_more_is_used(compute_device: torch.
         stats = handle.stats()
         assert stats.onload_bytes > 0
         assert stats.device_peak_bytes <= limit
+
+
+@pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
+@pytest.mark.core(every=499)
+@pytest.mark.parametrize("every", [499, 13])
+@pytest.mark.parametrize("disk", [False, True], ids=["host", "disk"])
+@pytest.mark.parametrize("trains", [False, True])
+def test_ctrl_c_at_any_moment_of_a_pass(
+    compute_device: torch.device, tmp_path: Path, trains: bool, disk: bool, every: int
+) -> None:
+    """The passes after it have their bits and their budget."""
+    model = nn.Sequential(*(Layer(way) for way in ("mean", "loop", "gather"))).requires_grad_(trains)
+    plain = copy.deepcopy(model).to(compute_device)
+    tokens = torch.ones(2, FEATURES).to(compute_device)
+    limit = budget(model, 10)
+
+    def a_pass(one: nn.Module) -> None:
+        loss = one(tokens).square().sum()
+        if trains:
+            loss.backward()
+
+    package = str(Path(headrace.__file__).parent)
+    tiers: dict[str, Any] = {"disk": tmp_path, "host_memory": 150_000} if disk else {}
+    with headrace.offload(model, device=compute_device, device_memory=limit, **tiers) as handle:
+        for _ in range(3):
+            a_pass(model)
+        model.zero_grad()
+        a_pass(plain)
+        with torch.no_grad():
+            wanted = plain(tokens).cpu()
+        moment, struck = 1, 0
+        while interrupted_at(moment, partial(a_pass, model), package):
+            moment, struck = moment + every, struck + 1
+            model.zero_grad()
+            handle.reset_stats()
+            a_pass(model)
+            if trains:
+                assert_same_gradients(model, plain)
+            with torch.no_grad():
+                assert_same(model(tokens).cpu(), wanted)
+            assert handle.stats().device_peak_bytes <= limit
+            model.zero_grad()
+        assert struck > 5
+        assert handle.stats().expert_bytes > 0
 
 
 def test_training_all_of_a_weight_after_single_experts(compute_device: torch.device) -> None:

@@ -1,5 +1,6 @@
 """Whose memory is that? Buffers of blocks by the addresses at which they lie: asked for all that autograd saves."""
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, ValuesView
 
@@ -17,9 +18,8 @@ class Addresses:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._by_storage: dict[int, Block] = {}
-        self._begins: list[int] = []  # of buffers, ascending; where each ends, and whose it is
-        self._ends: list[int] = []
-        self._in_order: list[Block] = []
+        # Where buffers begin, ascending, where each ends, and whose it is: in one list, as Ctrl-C may come in between.
+        self._in_order: list[tuple[int, int, Block]] = []
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """The block in whose buffer `tensor` lies; None for any other tensor."""
@@ -28,10 +28,11 @@ class Addresses:
         address = tensor.data_ptr()
         if not address:
             return self._by_storage.get(address_of(tensor.untyped_storage()))
-        index = bisect_right(self._begins, address) - 1  # quicker than by its storage
-        if index < 0 or address >= self._ends[index] or tensor.device != self._device:
+        index = bisect_right(self._in_order, (address, math.inf)) - 1  # quicker than by its storage
+        if index < 0:
             return None
-        return self._in_order[index]
+        _, end, block = self._in_order[index]
+        return block if address < end and tensor.device == self._device else None
 
     def blocks(self) -> ValuesView[Block]:
         """All of them."""
@@ -46,21 +47,20 @@ class Addresses:
         self._by_storage[_storage_of(buffer)] = block
         if buffer.nbytes:
             begin = buffer.data_ptr()
-            index = bisect_right(self._begins, begin)
-            self._in_order.insert(index, block)
-            self._ends.insert(index, begin + buffer.nbytes)
-            self._begins.insert(index, begin)
+            index = bisect_right(self._in_order, (begin, math.inf))
+            self._in_order.insert(index, (begin, begin + buffer.nbytes, block))
 
     def remove(self, block: Block, buffer: torch.Tensor) -> None:
         """The inverse of `add`, also where that was interrupted."""
         self._by_storage.pop(_storage_of(buffer), None)
-        if block in self._in_order:
-            index = self._in_order.index(block)
-            del self._in_order[index], self._ends[index], self._begins[index]
+        for index, (_, _, other) in enumerate(self._in_order):
+            if other is block:
+                del self._in_order[index]
+                break
 
     def reset(self, blocks: Iterable[Block]) -> None:
         """Exactly these have a buffer, whatever was known."""
-        self._by_storage, self._begins, self._ends, self._in_order = {}, [], [], []
+        self._by_storage, self._in_order = {}, []
         for block in blocks:
             if block.buffer is not None:
                 self.add(block, block.buffer)

@@ -262,6 +262,10 @@ class Residency:
             block.wait_for_reads()
         if isinstance(block.arrival, Gathered):
             block.arrival.settle()
+        self._finish_all_copies()
+
+    def _finish_all_copies(self) -> None:
+        """The host waits until nothing that was submitted is copied from its memory any more."""
         self.pace.wait()
         self.packed_loads.finish()
         self._lanes.copy(Lane.ONLOAD, (), self._lanes.mark()).done.synchronize()  # behind what was submitted before
@@ -345,7 +349,10 @@ class Residency:
     def mend(self, blocks: Iterable[Block]) -> None:
         """After Ctrl-C in the middle of an eviction or an onload: blocks are wholly here or wholly away."""
         held: list[Block] = []
+        self._finish_all_copies()  # also those that nobody had noted yet
         for block in blocks:
+            if block.is_fetched:
+                block.wait_for_reads()  # one that was just being asked for keeps chunks of the ring until it is
             buffer = block.buffer
             if block.presence is not Presence.ABSENT and self._addresses.has(block):
                 held.append(block)

@@ -165,9 +165,9 @@ class Slices:
             self._banks.append(Bank(self._residency.allot(slots * self.slot_bytes), slots, shares))
 
     def _made_anew(self, bank: Bank) -> Bank:
-        new = Bank(self._residency.allot(bank.buffer.nbytes), bank.slots, bank.blocks)
-        self._banks[self._banks.index(bank)] = new
+        place = self._banks.index(bank)
         self._let_go(bank)
+        self._banks[place] = new = Bank(self._residency.allot(bank.buffer.nbytes), bank.slots, bank.blocks)
         return new
 
     def _let_go(self, bank: Bank) -> None:

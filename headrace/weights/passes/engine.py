@@ -159,6 +159,8 @@ class Engine:
             call.end()
         except BaseException:
             try:
+                if outermost:
+                    self._executor.abandon_cycle()  # loads nothing more: the exception's frames keep memory
                 call.end()
             finally:
                 if outermost:  # an interrupt may have hit the bookkeeping itself: nothing may seem to be under way
