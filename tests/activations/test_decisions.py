@@ -185,7 +185,7 @@ class Autograd:
 
     def save(self, nbytes: int, name: str, held: bool) -> None:
         tensor = torch.empty(nbytes, dtype=torch.uint8)
-        item = Item(self.course, self.count, tensor.untyped_storage(), 0, nbytes, tensor, None, name)
+        item = Item(self.course, self.count, tensor.untyped_storage(), 0, nbytes, tensor, [], None, name)
         if held:
             self.held[self.count] = tensor
         del tensor
