@@ -103,6 +103,8 @@ def _with_adapters(directory: Path, *, trainable: bool, **settings: Any) -> "tup
             f"{directory / _ADAPTERS} names {base!r}, which is no directory of a model; models are not downloaded, so"
             " set base_model_name_or_path there to where it is"
         )
+    if not any((directory / f"adapter_model.{kind}").is_file() for kind in ("safetensors", "bin")):
+        raise CheckpointError(f"{directory} has no adapter_model.safetensors; save the adapters again")
     try:
         from peft import PeftModel
     except ModuleNotFoundError as error:

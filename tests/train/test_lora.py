@@ -126,6 +126,15 @@ def test_adapters_of_a_model_that_is_not_there(
         headrace.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("model_directory", ["llama"], indirect=True)
+def test_adapters_without_their_weights(tmp_path: Path, model_directory: Path):
+    named = {"base_model_name_or_path": str(model_directory), "peft_type": "LORA"}
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "adapter_config.json").write_text(json.dumps(named))
+    with pytest.raises(headrace.CheckpointError, match=r"has no adapter_model.safetensors; save the adapters again"):
+        headrace.from_pretrained(tmp_path / "adapters")
+
+
 def test_adapters_need_a_model(settings: Settings):
     with pytest.raises(TrainInputError, match="--lora-rank adapts a model that is trained already"):
         settings(lora_rank=4)
