@@ -68,7 +68,8 @@ def offload_activations(
       making compute wait.
     - `host_memory`: ceiling in bytes for the host memory. Default: what the machine and the cgroup leave free, less
       15%.
-    - `most_in_flight`: at most this many copies to the host at once. Default: as the plan says.
+    - `most_in_flight`: at most this many copies to the host at once. What finds none free stays, or, to keep to
+      `device_memory`, waits for one. Default: as the plan says.
     - `all_leave`: everything that may leave does, however slow the link is; instead of `device_memory`.
 
     Returns the handle; as a context manager it calls `remove()` at the end. Weights and activations are offloaded

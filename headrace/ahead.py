@@ -124,8 +124,19 @@ def probe(
         notes=(*link.notes, *disk_found.notes, *_implausible(hardware)),
     )
     if cache:
-        _cache_path().write_text(hardware.to_json())
+        _keep(hardware)
     return found
+
+
+def _keep(hardware: Hardware) -> None:
+    """At one stroke: whoever reads meanwhile finds the measurement of before, or this one."""
+    path = _cache_path()
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        new.write_text(hardware.to_json())
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def cached_probe() -> Hardware:

@@ -84,6 +84,7 @@ def save(
     optimizer: Optimizers = None,
     *,
     extra: Any = None,
+    files: Mapping[str, bytes] | None = None,
     keep: int | None = None,
     wait: bool = True,
     host_memory: Size | None = None,
@@ -98,6 +99,8 @@ def save(
     - `optimizer`: one, or several; of headrace or of PyTorch.
     - `extra`: plain values, tensors, and lists and dicts of these; of an object with a `state_dict()` (a scheduler, a
       GradScaler, a data loader) that is saved. `load` returns it.
+    - `files`: more files of the directory, by name, which `load` checks and does not use (a tokenizer's; what another
+      program resumes from).
     - `keep`: how many checkpoints stay, of those next to `path` whose names differ only in the number at the end
       (`step-300`); older ones are deleted once this one is complete.
     - `wait`: False returns while the checkpoint is being written. Optimizers update a parameter only after it has been
@@ -136,7 +139,7 @@ def save(
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         saved = saved_model(model, directory.path)
-        writing = _writing(directory, saved, optimizers, extra, keep, memory_bytes)
+        writing = _writing(directory, saved, optimizers, extra, files or {}, keep, memory_bytes)
     except BaseException:
         directory.discard()
         raise
@@ -157,6 +160,7 @@ def _writing(
     saved: SavedModel,
     optimizers: Sequence[Optimizer],
     extra: Any,
+    files: Mapping[str, bytes],
     keep: int | None,
     memory_bytes: int,
 ) -> Writing:
@@ -167,14 +171,19 @@ def _writing(
         path.unlink()
     weights: dict[str, tuple[str, str]] = {}
     for stem, names in saved.files.items():
-        files, places = weight_files({there: saved.tensors[name] for there, name in names.items()}, stem)
-        layouts += files
+        of_weights, places = weight_files({there: saved.tensors[name] for there, name in names.items()}, stem)
+        layouts += of_weights
         weights |= {names[there]: (file, there) for there, file in places.items()}
     for number, optimizer in enumerate(optimizers):
         layouts.append(
             torch_file(optimizer_file(number), state_of_optimizer(optimizer, _state(optimizer)), directory.path)
         )
     layouts.append(literal(EXTRA, _extra_bytes(extra, saved.extra_state)))
+    for name, data in files.items():
+        taken = ("", "..", MANIFEST, *(layout.name for layout in layouts))
+        if Path(name).name != name or name in taken:
+            raise ValueError(f"files has {name!r}; give names without folders, none of those that a checkpoint has")
+        layouts.append(literal(name, data))
     manifest = partial(
         Manifest,
         weights=weights,
@@ -184,8 +193,8 @@ def _writing(
         made_by={name: version(name) for name in ("headrace", "torch")},
     )
 
-    def finish(files: Mapping[str, FileRecord]) -> None:
-        write_whole(directory.path / MANIFEST, manifest(files=files).to_json())
+    def finish(records: Mapping[str, FileRecord]) -> None:
+        write_whole(directory.path / MANIFEST, manifest(files=records).to_json())
         directory.publish()
         if keep is not None:
             remove_older(directory.target, keep)

@@ -149,11 +149,13 @@ class ByCeiling:
         begin = self._begins.get(item.name, 0)
         if begin > self._reached and self._saved_bytes:
             self._reached, self._factor = begin, self._saved_bytes / self._planned_bytes[begin]
-        self._present.note(item)
+        stays_in_a_crowd = self._stays_in_a_crowd
+        self._present.note(item)  # to be counted when it is known whether it leaves
         self._saved_bytes += item.nbytes
         self._largest_bytes = max(self._largest_bytes, item.nbytes)
         staying_bytes = self._scale * self._plan.problem.nbytes - self._sent_bytes
-        return staying_bytes + self._largest_bytes > self._forward_ceiling_bytes and self._sends(item)
+        needed = staying_bytes + self._largest_bytes > self._forward_ceiling_bytes
+        return needed and not stays_in_a_crowd and self._sends(item)
 
     def to_let_go(self, item: Item) -> Iterable[Item]:
         """As `Decisions`. Room is made for the next one too, whatever it is."""
@@ -198,6 +200,15 @@ class ByCeiling:
     def goes(self, item: Item) -> None:
         """As `Decisions`."""
         self._present.goes(item)
+
+    @property
+    def _stays_in_a_crowd(self) -> bool:
+        """Whether so many copies are under way that compute would wait for one, which no budget asks for."""
+        problem = self._plan.problem
+        if problem.most_in_flight is None or problem.budget_bytes is not None or problem.all_leave:
+            return False
+        self._present.look()
+        return self._present.leaving >= problem.most_in_flight
 
     @property
     def _scale(self) -> float:

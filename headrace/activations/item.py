@@ -49,6 +49,7 @@ class Item:
         start: int,
         nbytes: int,
         root: torch.Tensor,
+        together: "list[weakref.ref[Item]]",
         stream: Any,
         name: str,
     ) -> None:
@@ -63,6 +64,8 @@ class Item:
         )  # its device bytes, of shape (nbytes,)
         # No other storage or tensor has the address of these as long as this lives.
         self.identity = StorageWeakRef(storage), WeakTensor(root)
+        self._together = together  # items of this storage, as far as is known
+        together.append(weakref.ref(self))
         self.slab: Slab | None = None
         self.sent = False  # there is, or will be, a copy outside of the device
         self.leaving: Transfer | None = None  # the copy out, until compute has waited for it
@@ -87,8 +90,20 @@ class Item:
 
     @property
     def is_alone(self) -> bool:
-        """Whether nobody else holds the device memory: letting go of it frees it."""
-        return self.memory is not None and _references(self.memory) <= _SOLE_REFERENCES
+        """Whether nobody else holds the device memory but items of other parts of it: when all of them have let go of
+        it, it is free."""
+        if self.memory is None:
+            return False
+        others = _references(self.memory) - _SOLE_REFERENCES
+        if others > 0 and not self.returned and others < len(self._together):
+            self._together[:] = [ref for ref in self._together if (item := ref()) is not None and item._holds_storage]
+            others -= len(self._together) - 1
+        return others <= 0
+
+    @property
+    def _holds_storage(self) -> bool:
+        """Whether its memory is that of the storage that it was saved from."""
+        return self.memory is not None and not self.returned
 
 
 def _references(memory: torch.Tensor) -> int:

@@ -20,7 +20,7 @@ from headrace.runtime.autograd import address_of, check_version, hooks_are_enabl
 
 __all__ = ["Saving", "may_save", "pop_left_over"]
 
-_WHOLE_SHARE = 0.5  # a view of at least so much of its storage has all of it saved: the other views come too, mostly
+_WHOLE_SHARE = 0.5  # the first view of a storage, of at least so much, has all of it saved: the others come too, mostly
 
 
 class _Kept(NamedTuple):
@@ -81,6 +81,7 @@ class Saving:
         self._on_use = on_use
         self._count = 0
         self._items: weakref.WeakValueDictionary[tuple[int, ...], Item] = weakref.WeakValueDictionary()
+        self._together: dict[int, list[weakref.ref[Item]]] = {}  # items by the address of their storage
         # Items of whole storages, with a tensor that shares the version counter of what was saved, and its version.
         self._whole: dict[int, tuple[weakref.ref[Item], torch.Tensor, int]] = {}
 
@@ -103,17 +104,23 @@ class Saving:
     def _handle_of(self, tensor: torch.Tensor) -> _Handle:
         self._stash.settle()
         storage = tensor.untyped_storage()
-        start, nbytes = _range_of(tensor, storage.nbytes())
+        start, nbytes = _range_of(tensor)
         # What shares a version counter is the same memory for sure. Otherwise it need not be: recurrent cells write
         # into parts of a storage whose other parts were saved, through views that know nothing of each other.
         root = tensor if tensor._base is None else tensor._base
-        key = (address_of(storage), address_of(root), start, nbytes, tensor._version)
-        item = self._items.get(key) or self._same_memory(tensor, address_of(storage), nbytes)
+        memory = (address_of(storage), address_of(root), tensor._version)
+        item = self._items.get((*memory, 0, storage.nbytes())) or self._items.get((*memory, start, nbytes))
+        together = self._together.setdefault(memory[0], [])
+        if nbytes >= _WHOLE_SHARE * storage.nbytes():
+            item = item or self._same_memory(tensor, memory[0])
+            if not any(ref() is not None for ref in together):
+                start, nbytes = 0, storage.nbytes()
+        key = (*memory, start, nbytes)
         if item is not None and item.claims:  # without any it was given up, whoever may still know of it
             self._items[key] = item
             return _Handle(item, tensor, self._stash)
         stream, name = self._stash.streams.now(), self._selection.name
-        item = Item(self._course, self._count, storage, start, nbytes, root, stream, name)
+        item = Item(self._course, self._count, storage, start, nbytes, root, together, stream, name)
         whole = nbytes == storage.nbytes()
         del storage  # a holder that would count as somebody else
         self._count += 1
@@ -124,14 +131,14 @@ class Saving:
         self._course.saved(item)
         return handle
 
-    def _same_memory(self, tensor: torch.Tensor, address: int, nbytes: int) -> Item | None:
+    def _same_memory(self, tensor: torch.Tensor, address: int) -> Item | None:
         """An item of the whole storage that nobody has written to since, by all that the version counters tell.
 
         Compiled code saves a tensor and returns another one over the same memory, with a counter of its own.
         """
         known = self._whole.get(address)
         item = None if known is None else known[0]()  # while it lives, no other storage has this address
-        if known is None or item is None or item.nbytes != nbytes:
+        if known is None or item is None:
             return None
         _, counter, version = known
         return item if tensor._version == 0 and counter._version == version else None
@@ -173,12 +180,9 @@ def pop_left_over(stash: Stash) -> None:
         pop_hooks()
 
 
-def _range_of(tensor: torch.Tensor, storage_bytes: int) -> tuple[int, int]:
-    """Which bytes of the storage have to be saved: begin, and how many."""
+def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Which bytes of its storage the tensor is made of: begin, and how many."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    span_bytes = elements * tensor.element_size()
-    if span_bytes >= _WHOLE_SHARE * storage_bytes:
-        return 0, storage_bytes
     offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
     start = offset_bytes // KERNEL_ALIGNMENT_BYTES * KERNEL_ALIGNMENT_BYTES  # kernels are chosen by alignments
-    return start, offset_bytes + span_bytes - start
+    return start, offset_bytes + elements * tensor.element_size() - start

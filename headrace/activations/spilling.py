@@ -6,7 +6,7 @@ own, when the read before it is done.
 
 import contextlib
 import functools
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,8 +18,9 @@ from headrace.activations.meter import ActivationMeter
 from headrace.activations.stash import PURPOSE, Stash
 from headrace.config import ActivationConfig
 from headrace.errors import DiskError
+from headrace.memory import ranges
 from headrace.memory.arena import whole_pages
-from headrace.memory.disk import DiskStore, Extent, Request
+from headrace.memory.disk import DiskStore, Extent, Request, disk_pages
 from headrace.memory.ledger import Ledger
 from headrace.memory.pool import Slab
 from headrace.runtime.lanes import Event, Lane, Lanes, LateTransfer, Transfer
@@ -36,6 +37,7 @@ class _Spill:
 
     item: Item
     slab: Slab
+    extent: Extent
     request: Request
 
 
@@ -48,7 +50,8 @@ class DiskStash(Stash):
         super().__init__(lanes, ledger, meter, config)
         self._store = store
         self._sender = OneThread("headrace-activations")
-        self._extents: dict[int, list[Extent]] = defaultdict(list)  # free ones, by their size
+        self._file: list[ranges.Range] = []  # all that was taken of the store
+        self._free: list[ranges.Range] = []  # of it: no item has these bytes, and no request of them is under way
         self._extent_of: dict[Item, Extent] = {}
         self._spills: deque[_Spill] = deque()
         self._fetched: dict[Item, Slab] = {}  # items that are being read, in the order of submission
@@ -75,7 +78,7 @@ class DiskStash(Stash):
         extent = self._extent(item.nbytes)
         self._extent_of[item] = extent
         request = self._store.write(extent, item.slab.memory[: item.nbytes], after=item.leaving.done)
-        self._spills.append(_Spill(item, item.slab, request))
+        self._spills.append(_Spill(item, item.slab, extent, request))
 
     def arrive(self, item: Item) -> None:
         """Compute waits for the copy back; then the host memory that it passed through is handed on."""
@@ -130,13 +133,13 @@ class DiskStash(Stash):
         return LateTransfer(Lane.ONLOAD, item.nbytes, submitted)
 
     def _give_up(self, item: Item) -> None:
-        """The store writes and reads an extent in the order of submission: it may be another item's from now on."""
+        """Its place on disk is free, at once or when it has been written."""
         slab, item.slab = item.slab, None
         if slab is not None and all(spill.slab is not slab for spill in self._spills):
             self.pool.give_back(slab)  # an interrupt kept it from being written
         extent = self._extent_of.pop(item, None)
-        if extent is not None:
-            self._extents[extent.nbytes].append(extent)
+        if extent is not None and all(spill.extent is not extent for spill in self._spills):
+            self._free_extent(extent)
 
     def _mend(self) -> None:
         """Nothing is read any more, but for items that know of it."""
@@ -144,6 +147,9 @@ class DiskStash(Stash):
             self._store.synchronize()
         self._sender.submit(int).result()  # behind whatever was submitted
         self._fetched = {item: slab for item, slab in self._fetched.items() if item.arriving is not None}
+        self._free = self._file.copy()
+        for extent in {*self._extent_of.values(), *(spill.extent for spill in self._spills)}:
+            ranges.remove(self._free, extent.offset, extent.offset + extent.capacity_bytes)
         super()._mend()
 
     def _slabs(self) -> Iterable[Slab]:
@@ -183,6 +189,8 @@ class DiskStash(Stash):
         spill = self._spills[0]
         spill.request.settle()
         self._spills.popleft()
+        if self._extent_of.get(spill.item) is not spill.extent:  # nobody can ask for it any more
+            self._free_extent(spill.extent)
         if spill.request.error is None:
             seconds = spill.request.reached_at() - spill.request.began_at()
             self.meter.spilled(spill.item.nbytes, seconds)
@@ -194,5 +202,16 @@ class DiskStash(Stash):
         return None
 
     def _extent(self, nbytes: int) -> Extent:
-        free = self._extents[nbytes]
-        return free.pop() if free else self._store.allocate(f"activations of {nbytes} bytes", nbytes, PURPOSE)
+        """Bytes of the file that are free, else new ones."""
+        name, wanted = f"activations of {nbytes} bytes", disk_pages(nbytes)
+        offset = ranges.take(self._free, wanted)
+        if offset is not None:
+            return Extent(name, offset, nbytes)
+        extent = self._store.allocate(name, nbytes, PURPOSE)
+        ranges.add(self._file, extent.offset, extent.offset + wanted)
+        return extent
+
+    def _free_extent(self, extent: Extent) -> None:
+        """No request of it is under way, and none comes."""
+        self._store.release(extent)
+        ranges.add(self._free, extent.offset, extent.offset + extent.capacity_bytes)

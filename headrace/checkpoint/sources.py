@@ -128,6 +128,9 @@ class TensorSource:
         self._version = None if tensor.is_inference() else tensor._version
         if self.nbytes <= SMALL_BYTES:  # not worth holding up whoever writes to it
             self._tensor = self._original.to("cpu", copy=True)
+        self._ready: torch.Event | None = None  # its device has computed what it was told to, whichever that is
+        if is_accelerator(self._tensor.device):
+            self._ready = torch.accelerator.current_stream(tensor.device).record_event()
 
     def expect_writes(self) -> None:
         """Who writes to the tensor waits until it has been read."""
@@ -173,8 +176,9 @@ class TensorSource:
             tensor = tensor.view(1)
         row_bytes = max(1, math.prod(tensor.shape[1:])) * tensor.itemsize
         first, last = begin // row_bytes, -(-end // row_bytes)
-        if is_accelerator(tensor.device):
-            with _stream(tensor.device):  # beside what the device computes
+        if self._ready is not None:
+            with _stream(tensor.device) as stream:  # beside what the device computes
+                stream.wait_event(self._ready)
                 flat = tensor[first:last].contiguous().to("cpu")
         else:
             flat = tensor[first:last].contiguous()

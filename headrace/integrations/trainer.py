@@ -5,6 +5,9 @@ micro-batches together?
 import ast
 import contextlib
 import dataclasses
+import io
+import json
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -12,8 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.training_args import ParallelMode
 
 import headrace.optim
 from headrace.api import Offloaded
@@ -86,9 +91,11 @@ class HeadraceCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
     """Adds what the handle measured to the Trainer's logs, and saves checkpoints with `headrace.save` next to its own.
 
     - `save`: whether to write a checkpoint of headrace for each one of the Trainer, to
-      `<output_dir>/headrace/step-<n>`. Training continues while it is written. `headrace.load` reads it, with the
-      states of the scheduler and the Trainer as `extra`. `save_total_limit` says how many are kept. With
-      `save_only_model`, the Trainer's own are smaller.
+      `<output_dir>/headrace/step-<n>`. Training continues while it is written.
+      `trainer.train(resume_from_checkpoint="<output_dir>/headrace/step-<n>")` goes on from it, bit for bit;
+      `headrace.load` reads it, too, with the states of the scheduler and the Trainer as `extra`. `save_total_limit`
+      says how many are kept. With `save_only_model`, the Trainer's own are smaller, and training cannot go on from
+      them as it was.
 
     Given as `callbacks=[...]`, it comes after the callbacks that report to TensorBoard and others, so these do not see
     its numbers; `attach(trainer)` puts it before them. The numbers cover the time since the previous log, or, in the
@@ -117,6 +124,8 @@ class HeadraceCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
 
     def on_log(self, args: TrainingArguments, state: Any, control: Any, **found: Any) -> None:
         """Adds the numbers to what is logged."""
+        if "train_runtime" in found["logs"]:  # training ends; what comes next may be the best model's weights
+            self._wait()
         if self._counting is None:  # outside of training
             return
         mark = self._mark()
@@ -146,6 +155,7 @@ class HeadraceCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
                 found["model"],
                 getattr(found["optimizer"], "optimizer", found["optimizer"]),  # accelerate's wraps it
                 extra={"scheduler": found["lr_scheduler"], "trainer_state": dataclasses.asdict(state)},
+                files=_files_to_resume_from(args, state, **found),
                 keep=args.save_total_limit,
                 wait=False,
             )
@@ -153,6 +163,9 @@ class HeadraceCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
     def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **found: Any) -> None:
         """Stops counting, and waits for the last checkpoint."""
         self._stop_counting()
+        self._wait()
+
+    def _wait(self) -> None:
         if self._saving is not None:
             self._saving.wait()
 
@@ -168,6 +181,33 @@ class HeadraceCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         tokens = named.get("input_ids")
         if tokens is not None and model.training:
             self._tokens += tokens.numel()
+
+
+def _files_to_resume_from(
+    args: TrainingArguments, state: Any, optimizer: Any, lr_scheduler: Any, **_: Any
+) -> dict[str, bytes]:
+    """What the Trainer reads of its own checkpoints beside the weights and the optimizer's state, by name."""
+    files = {
+        "trainer_state.json": json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True).encode(),
+        "scheduler.pt": _as_file(lr_scheduler.state_dict()),
+        "rng_state.pth": _as_file(_random_states(args)),
+    }
+    scaler = getattr(optimizer, "scaler", None)  # of accelerate's wrapper
+    return files if scaler is None else {**files, "scaler.pt": _as_file(scaler.state_dict())}
+
+
+def _random_states(args: TrainingArguments) -> dict[str, Any]:
+    states = {"python": random.getstate(), "numpy": numpy.random.get_state(), "cpu": torch.random.get_rng_state()}
+    if args.device.type != "cpu" and hasattr(device := torch.get_device_module(args.device), "get_rng_state"):
+        several = args.parallel_mode == ParallelMode.DISTRIBUTED
+        states[args.device.type] = device.get_rng_state_all() if several else device.get_rng_state()
+    return states
+
+
+def _as_file(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 def micro_batches_together(trainer: Trainer, handle: Offloaded, together: int | None = None) -> None:

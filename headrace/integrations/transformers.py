@@ -30,6 +30,7 @@ __all__ = [
     "optimizer_cls_and_kwargs",
 ]
 
+_ADAPTERS = "adapter_config.json"
 _MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # in which transformers builds a model
 
 
@@ -59,6 +60,10 @@ def from_pretrained(
     `torch.manual_seed`. With `disk`, they are written to files there, which temporarily need as much space as the
     weights.
 
+    In a directory of adapters that PEFT wrote (by `headrace train --lora-rank`, too), these are put on the model that
+    they belong to, which is at the path in adapter_config.json. With `trainable` they alone require gradients. Needs
+    peft.
+
     A quantised model (by bitsandbytes, torchao and other quantisers of transformers) stays packed on every tier.
 
     - `trainable`: whether parameters require gradients. With False, for inference and adapters, no memory is kept for
@@ -71,6 +76,8 @@ def from_pretrained(
         model = _new_model(_checked(path_or_config), settings.get("disk"))
         return model, offload(model.requires_grad_(trainable), **settings)
     directory = Path(path_or_config).expanduser()
+    if (directory / _ADAPTERS).is_file() and not (directory / "config.json").is_file():
+        return _with_adapters(directory, trainable=trainable, **settings)
     quantised = _saved_config(directory).get("quantization_config")
     if isinstance(quantised, dict) and quantised.get("quant_method") == "torchao":
         model = _loaded_whole(directory)
@@ -81,6 +88,38 @@ def from_pretrained(
     except BaseException:
         checkpoint.close()
         raise
+
+
+def _with_adapters(directory: Path, *, trainable: bool, **settings: Any) -> "tuple[PreTrainedModel, Offloaded]":
+    """The model that PEFT's adapters in the directory belong to, with these."""
+    base = _read_json(directory / _ADAPTERS).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise CheckpointError(
+            f"{directory / _ADAPTERS} names no model that the adapters belong to; set base_model_name_or_path there to"
+            " its directory"
+        )
+    if not (Path(base).expanduser() / "config.json").is_file():
+        raise CheckpointError(
+            f"{directory / _ADAPTERS} names {base!r}, which is no directory of a model; models are not downloaded, so"
+            " set base_model_name_or_path there to where it is"
+        )
+    if not any((directory / f"adapter_model.{kind}").is_file() for kind in ("safetensors", "bin")):
+        raise CheckpointError(f"{directory} has no adapter_model.safetensors; save the adapters again")
+    try:
+        from peft import PeftModel
+    except ModuleNotFoundError as error:
+        raise CheckpointError(
+            f"{directory} holds adapters of PEFT, which is not installed; run: pip install peft"
+        ) from error
+    model, handle = from_pretrained(base, trainable=False, **settings)
+    try:
+        adapted: PreTrainedModel = PeftModel.from_pretrained(
+            model, directory, is_trainable=trainable, torch_device="cpu", local_files_only=True
+        )
+    except BaseException:
+        handle.remove()
+        raise
+    return adapted.eval(), handle
 
 
 def open_pretrained(
@@ -140,15 +179,20 @@ def _saved_config(directory: Path) -> dict[str, Any]:
     file = directory / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{directory} has no config.json; give the directory of a transformers model")
+    config = _read_json(file)
+    for entry, (is_sound, wanted) in _ENTRIES.items():
+        if entry in config and not is_sound(config[entry]):
+            raise CheckpointError(f"{file} has {config[entry]!r:.80} for {entry!r}; {wanted}")
+    return config
+
+
+def _read_json(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} is not readable as JSON: {error}; download or save the model again") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} holds {config!r:.80}, not an object with entries; save the model again")
-    for entry, (is_sound, wanted) in _ENTRIES.items():
-        if entry in config and not is_sound(config[entry]):
-            raise CheckpointError(f"{file} has {config[entry]!r:.80} for {entry!r}; {wanted}")
     return config
 
 

@@ -4,7 +4,6 @@ The first step finds out how much it takes: what does not fit gets an arena of i
 one arena of exactly the bytes that were in use at once takes the place of the many, and later steps allocate nothing.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from mmap import PAGESIZE
@@ -13,6 +12,7 @@ import torch
 
 from headrace.config import format_bytes
 from headrace.errors import BudgetError
+from headrace.memory import ranges
 from headrace.memory.arena import Arena, aligned, whole_pages
 from headrace.memory.least import LeastTree
 from headrace.memory.ledger import Ledger
@@ -40,7 +40,7 @@ class HostPool:
         self._context = device, ledger, purpose
         self._limit_bytes = limit_bytes
         self._arenas: list[Arena] = []
-        self._free: list[list[tuple[int, int]]] = []  # of each arena: ranges (begin, end), in order, never adjacent
+        self._free: list[list[ranges.Range]] = []  # of each arena
         self._no_more = LeastTree()  # by arena, negative: none of its ranges has more bytes
         self._reserved = False
         self._consolidated = False
@@ -69,42 +69,30 @@ class HostPool:
         wanted = aligned(nbytes)
         index = self._no_more.first(0, -wanted)
         while index is not None:
-            ranges = self._free[index]
-            for place, (begin, end) in enumerate(ranges):
-                if end - begin >= wanted:
-                    ranges[place : place + 1] = [(begin + wanted, end)] if end - begin > wanted else []
-                    return self._handed_out(index, begin, nbytes)
-            self._no_more.put(index, -max((end - begin for begin, end in ranges), default=0))
+            begin = ranges.take(self._free[index], wanted)
+            if begin is not None:
+                return self._handed_out(index, begin, nbytes)
+            self._no_more.put(index, -max((end - begin for begin, end in self._free[index]), default=0))
             index = self._no_more.first(index + 1, -wanted)
         return None
 
     def give_back(self, slab: Slab) -> None:
         """The slab's memory may be handed out again. The caller has seen to it that no copy uses it any more."""
-        begin, end = slab.offset, slab.offset + aligned(slab.memory.nbytes)
-        ranges = self._free[slab.arena]
         self._no_more.put(slab.arena, -self._arenas[slab.arena].nbytes)
-        place = bisect_left(ranges, (begin, end))
-        if place < len(ranges) and ranges[place][0] == end:
-            end = ranges.pop(place)[1]
-        if place and ranges[place - 1][1] == begin:
-            place -= 1
-            begin = ranges.pop(place)[0]
-        ranges.insert(place, (begin, end))
+        ranges.add(self._free[slab.arena], slab.offset, slab.offset + aligned(slab.memory.nbytes))
         self.held_bytes -= aligned(slab.memory.nbytes)
 
     def keep(self, slabs: Iterable[Slab]) -> None:
         """These are all that are in use: whatever else was handed out has come back, even half of the way."""
-        taken = sorted((slab.arena, slab.offset, slab.offset + aligned(slab.memory.nbytes)) for slab in slabs)
-        self._free = [[] for _ in self._arenas]
+        self._free = [[(0, arena.nbytes)] for arena in self._arenas]
+        self.held_bytes = 0
+        for slab in slabs:
+            nbytes = aligned(slab.memory.nbytes)
+            ranges.remove(self._free[slab.arena], slab.offset, slab.offset + nbytes)
+            self.held_bytes += nbytes
         for index, arena in enumerate(self._arenas):
-            begin = 0
-            for _, offset, end in [*(each for each in taken if each[0] == index), (index, arena.nbytes, arena.nbytes)]:
-                if offset > begin:
-                    self._free[index].append((begin, offset))
-                begin = end
             self._no_more.put(index, -arena.nbytes)
         self.arena_bytes = sum(arena.nbytes for arena in self._arenas)
-        self.held_bytes = sum(end - begin for _, begin, end in taken)
 
     def consolidate(self) -> None:
         """One arena instead of many, where all memory has come back: of the peak, and of all if that was too little."""

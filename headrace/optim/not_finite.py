@@ -5,28 +5,43 @@ import torch
 __all__ = ["NotFiniteSteps"]
 
 
+_UNDER_WAY = 2  # steps at most whose updates are: the one that comes, and the one whose updates were put off
+
+
 class NotFiniteSteps:
     """The steps of one optimizer in which some gradient was not finite, and weights were updated all the same."""
 
     def __init__(self) -> None:
         self.number = 0  # of the step that is under way, or comes next
         self._found: set[int] = set()
-        self._unread: dict[int, torch.Tensor] = {}  # flags on an accelerator, by step
+        self._unread: dict[int, torch.Tensor] = {}  # flags on an accelerator, of the latest steps
+        # Of the steps before those, beside `_found`: how many, and how many more, which an accelerator counts.
+        self._older = 0
+        self._unread_older: torch.Tensor | None = None
 
     def note(self, step: int, not_finite: bool | torch.Tensor) -> None:
         """Some gradients of a step were updated with; whether one of them was not finite."""
         if isinstance(not_finite, torch.Tensor) and not_finite.device.type != "cpu":
             before = self._unread.get(step)
-            self._unread[step] = not_finite if before is None else before | not_finite
+            self._unread[step] = not_finite if before is None else before | not_finite.to(before.device)
+            while len(self._unread) > _UNDER_WAY:
+                self._count_older(min(self._unread))
         elif not_finite:
             self._found.add(step)
 
+    def _count_older(self, step: int) -> None:
+        flag, older = self._unread.pop(step), self._unread_older
+        if step not in self._found:
+            self._unread_older = flag.long() if older is None else older + flag.to(older.device)
+
     def known(self) -> int:
         """How many steps of those whose updates are over. Waits for nothing."""
-        return len(self._found)
+        return len(self._found) + self._older
 
     def count(self) -> int:
         """How many steps, so far."""
         unread, self._unread = self._unread, {}
         self._found |= {step for step, flag in unread.items() if flag}
-        return len(self._found)
+        older, self._unread_older = self._unread_older, None
+        self._older += 0 if older is None else int(older)
+        return self.known()

@@ -128,7 +128,7 @@ def plan_activations(problem: ActivationProblem) -> ActivationPlan:
     hidden = _least_that_hides(problem)
     if problem.budget_bytes is None:
         return _plan(problem, hidden, beyond_bytes=0)
-    walk = _Walk(problem, problem.budget_bytes)
+    walk = _within(problem, problem.budget_bytes)
     beyond_bytes = max(0, walk.peak_bytes - problem.budget_bytes)
     if _stalls(problem, walk):
         beyond_bytes = max(beyond_bytes, hidden.peak_bytes - problem.budget_bytes)
@@ -137,7 +137,13 @@ def plan_activations(problem: ActivationProblem) -> ActivationPlan:
 
 def _least_that_hides(problem: ActivationProblem) -> _Walk:
     """The walk with the lowest peak in which compute waits for nothing."""
-    return _lowest(problem, lambda ceiling: _Walk(problem, ceiling), problem.compute_seconds)
+    return _lowest(problem, lambda ceiling: _Walk(problem, ceiling, waits=False), problem.compute_seconds)
+
+
+def _within(problem: ActivationProblem, budget_bytes: int) -> _Walk:
+    """The quicker of the walks that go above the budget the least: what finds no copy free stays, or waits for one."""
+    walks = [_Walk(problem, budget_bytes, waits=waits) for waits in (False, True)]
+    return min(walks, key=lambda walk: (max(0, walk.peak_bytes - budget_bytes), walk.seconds))
 
 
 def _all_leaving(problem: ActivationProblem) -> _Walk:
@@ -198,10 +204,22 @@ def _largest_names(saved: Sequence[Saved], wanted_bytes: int) -> tuple[str, ...]
 
 
 class _Walk:
-    """One forward and backward under a ceiling for the bytes on the device; what cannot be helped goes above it."""
+    """One forward and backward under a ceiling for the bytes on the device; what cannot be helped goes above it.
 
-    def __init__(self, problem: ActivationProblem, budget_bytes: int, backward_budget_bytes: int | None = None) -> None:
+    Where `most_in_flight` copies are under way already, compute waits for the first of them, or, without `waits`, what
+    was saved just now does not leave.
+    """
+
+    def __init__(
+        self,
+        problem: ActivationProblem,
+        budget_bytes: int,
+        backward_budget_bytes: int | None = None,
+        *,
+        waits: bool = True,
+    ) -> None:
         self._problem = problem
+        self._waits = waits
         self._budget_bytes = budget_bytes
         self._backward_budget_bytes = budget_bytes if backward_budget_bytes is None else backward_budget_bytes
         self.seconds = 0.0
@@ -234,7 +252,8 @@ class _Walk:
         for index, saved in enumerate(problem.saved):
             self._hold(saved.nbytes)
             self._between(others[index])
-            if index in reloadable and saved.alone_at is not None and saved.nbytes <= left_bytes:
+            stays = saved.nbytes > left_bytes or (not self._waits and self._crowded(flying, ends, coming=1))
+            if index in reloadable and saved.alone_at is not None and not stays:
                 left_bytes -= saved.nbytes
                 lane_end = max(lane_end, self.seconds) + saved.offload_seconds
                 ends[index] = lane_end
@@ -252,12 +271,13 @@ class _Walk:
             self._between(others[index])
             self.seconds += problem.forward_seconds[index]
 
-    def _crowded(self, flying: deque[int], ends: dict[int, float]) -> bool:
-        """Whether too many copies are under way. They end in the order of saving, and each before its memory goes."""
+    def _crowded(self, flying: deque[int], ends: dict[int, float], coming: int = 0) -> bool:
+        """Whether too many copies are under way, with those `coming`. They end in the order of saving, and each before
+        its memory goes."""
         while flying and ends[flying[0]] <= self.seconds:
             flying.popleft()
         most = self._problem.most_in_flight
-        return most is not None and len(flying) > most
+        return most is not None and len(flying) + coming > most
 
     def _backward(self) -> None:
         problem = self._problem

@@ -144,9 +144,12 @@ def _adapted(model: PreTrainedModel, config: TrainConfig) -> "PeftModel":
     try:
         with warnings.catch_warnings():  # PEFT asks transformers by a name that is about to go
             warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
-            return get_peft_model(model, adapters)
+            adapted: PeftModel = get_peft_model(model, adapters)
     except ValueError as error:
         raise TrainInputError(f"--lora-targets {' '.join(targets)}: {_first_line(error)}") from error
+    if config.model is not None:  # else the files would tell where that is from here
+        adapted.peft_config["default"].base_model_name_or_path = str(config.model.absolute())
+    return adapted
 
 
 def check_vocabulary(model: PreTrainedModel, largest: int) -> None:

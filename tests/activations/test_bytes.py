@@ -203,6 +203,56 @@ def test_a_small_part_of_a_large_tensor_goes_alone(compute_device):
     assert min(saved.nbytes for saved in plan.problem.saved) == 4 * 128 * 4
 
 
+class Parts(nn.Module):
+    """Saves parts of what one projection makes, as attention does with queries, keys and values."""
+
+    def __init__(self, shares: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shares = shares
+        self.linear = nn.Linear(128, 384)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.linear(x).t().contiguous().split([64 * share for share in self.shares])
+        return torch.cat([part.sin() for part in parts]).view(3, 128, -1).sum(0).t().contiguous()
+
+
+@pytest.mark.emu("random:0")
+@pytest.mark.parametrize("all_leave", [True, False])
+@pytest.mark.parametrize("shares", [(2, 2, 2), (4, 1, 1), (1, 1, 4), (1, 1, 1, 1, 1, 1)], ids=str)
+def test_parts_of_one_storage_leave_and_it_goes_with_them(emu_device, shares, all_leave):
+    device = torch.device("emu", 0)
+    plain, model = (Stack(6, lambda: Parts(shares)).to(device) for _ in range(2))
+    bytes_of_parts = 3 * SAVED_BYTES
+    settings = {"all_leave": True} if all_leave else {"device_memory": 2 * bytes_of_parts}
+    with headrace.offload_activations(model, min_bytes=0, **settings) as handle:
+        for seed in range(3):
+            assert_same(step(model, rows(device, seed)), step(plain, rows(device, seed)))
+        handle.reset_stats()
+        held = forward_bytes(model, rows(device))
+        assert forward_bytes(plain, rows(device)) - held >= (5 if all_leave else 4) * bytes_of_parts
+        assert handle.stats().offload_bytes <= 6 * (bytes_of_parts + SAVED_BYTES)  # and inputs: each storage once
+        assert handle.stats().skipped == 0
+
+
+@pytest.mark.emu("random:0")
+def test_what_attention_saves_leaves(emu_device):
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(128, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    device = torch.device("emu", 0)
+    plain, model = (Stack(6, Attends).to(device) for _ in range(2))
+    with headrace.offload_activations(model, min_bytes=0, all_leave=True) as handle:
+        for seed in range(3):
+            assert_same(step(model, rows(device, seed)), step(plain, rows(device, seed)))
+        assert forward_bytes(model, rows(device)) < forward_bytes(plain, rows(device)) // 4
+        assert handle.stats().skipped == 0
+
+
 def test_fraction_caps_what_leaves(compute_device):
     _, handle = settled(compute_device, device_memory=0, fraction=0.5)
     plan = handle.plan

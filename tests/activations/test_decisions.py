@@ -51,6 +51,11 @@ class PlainByCeiling:
         self.here[item.index] = weakref.ref(item)
         self.saved.append(item.nbytes)
         staying_bytes = self.scale() * sum(self.planned) - self.sent_bytes
+        problem = self.plan.problem
+        if problem.most_in_flight is not None and problem.budget_bytes is None and not problem.all_leave:
+            leaving = sum(other.presence is Presence.LEAVING for other in self.present())
+            if leaving >= problem.most_in_flight:
+                return False
         return staying_bytes + max(self.saved) > self.forward_ceiling() and self.sends(item)
 
     def to_let_go(self, item: Item) -> list[Item]:
@@ -185,7 +190,7 @@ class Autograd:
 
     def save(self, nbytes: int, name: str, held: bool) -> None:
         tensor = torch.empty(nbytes, dtype=torch.uint8)
-        item = Item(self.course, self.count, tensor.untyped_storage(), 0, nbytes, tensor, None, name)
+        item = Item(self.course, self.count, tensor.untyped_storage(), 0, nbytes, tensor, [], None, name)
         if held:
             self.held[self.count] = tensor
         del tensor

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import random
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 
 import headrace
 from headrace.activations.stash import Stash
-from headrace.memory.disk import DirectFile, DiskStore
-from tests.activations.models import SAVED_BYTES, Stack, results, rows, step
+from headrace.memory.disk import DirectFile, DiskStore, disk_pages
+from tests.activations.models import ROWS, SAVED_BYTES, Stack, results, rows, step
 from tests.activations.test_orders import ORDERS, Script
 from tests.disk.test_faults import spill_file
 from tests.matrix.models import CASES, Case
@@ -117,6 +118,21 @@ def test_disk_is_used_again(compute_device: torch.device, tmp_path: Path) -> Non
             step(model, rows(compute_device))
         assert handle.stats().spill_bytes > 0
         assert 0 < os.stat(spill_file(tmp_path)).st_size == taken <= 13 * SAVED_BYTES
+
+
+def test_the_file_is_as_large_as_the_longest_forward_needs(compute_device: torch.device, tmp_path: Path) -> None:
+    """Lengths that grow, and then others in any order."""
+    plain, model = Stack(5).to(compute_device), Stack(5).to(compute_device)
+    lengths = [*range(33, 93, 2), *random.Random(0).sample(range(32, 96), 30)]
+    with headrace.offload_activations(
+        model, min_bytes=0, device_memory=0, tier="disk", disk=tmp_path, host_memory=HOST_BYTES
+    ) as handle:
+        for count in lengths:
+            x = rows(compute_device, count, count)
+            assert_same(step(model, x), step(plain, x))
+        longest_bytes = 6 * disk_pages(max(lengths) * SAVED_BYTES // ROWS)
+        assert handle.stats().spill_bytes > 10 * longest_bytes
+        assert os.stat(spill_file(tmp_path)).st_size <= 1.25 * longest_bytes
 
 
 def test_a_fault_of_the_disk_is_raised(compute_device: torch.device, tmp_path: Path, monkeypatch: Any) -> None:

@@ -156,3 +156,20 @@ def test_weights_over_the_same_link(slow_link: Any) -> None:
     assert plan is not None
     assert len(plan.offloaded) >= LAYERS // 2
     assert seconds[1] <= 1.03 * seconds[0]
+
+
+@pytest.mark.emu("lazy")
+@pytest.mark.parametrize("ratio", [0.9, 4.0])
+def test_few_copies_at_once_take_no_time(slow_link: Any, ratio: float) -> None:
+    """Without a budget, what finds no copy free stays; with other sizes than planned, too."""
+    slow_link(ratio)
+    model = Stack(LAYERS, wide).to("emu")
+    plain = step_seconds(model, settled_after=0)
+    with headrace.offload_activations(model, most_in_flight=1) as handle:
+        assert step_seconds(model) <= 1.05 * plain
+        for rows in (ROWS - 8, ROWS - 16):
+            handle.reset_stats()
+            shorter = step_seconds(model, settled_after=0, measured=1, rows=rows)
+            assert handle.stats().similar_forwards == 1
+            assert handle.stats().offload_bytes > 0
+            assert shorter <= 1.05 * plain

@@ -37,6 +37,22 @@ def test_a_probe_is_kept_and_planned_with(small: Path, capsys: pytest.CaptureFix
     assert [path.name for path in small.iterdir()] == ["headrace"]  # the file that was measured with is gone
 
 
+def test_who_reads_while_it_is_written_finds_the_one_of_before(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = headrace.probe("cpu", disk=small).hardware
+    write, read = Path.write_text, []
+
+    def slowly(path: Path, text: str) -> None:
+        for end in (0, len(text) // 2, len(text)):
+            write(path, text[:end])
+            read.append(ahead.cached_probe())
+
+    monkeypatch.setattr(Path, "write_text", slowly)
+    second = headrace.probe("cpu", disk=small).hardware
+    assert read == [first] * 3
+    assert ahead.cached_probe() == second != first
+    assert len(list((small / "headrace").iterdir())) == 1
+
+
 @pytest.mark.extended
 @pytest.mark.emu("lazy", h2d_bytes_per_second=10e9, d2h_bytes_per_second=5e9, flops_per_second=1e12)
 def test_the_device_is_measured_by_its_own_clock(emu_device: ModuleType) -> None:

@@ -6,6 +6,7 @@ import random
 import threading
 import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,23 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model(torch.ones(2, 64)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+@pytest.mark.emu("lazy", "random:0")
+def test_a_device_that_is_not_the_current_one_has_computed_what_is_saved(
+    emu_device: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model over several devices, one is the current one, whose work `save` waits for."""
+    model = nn.Linear(128, 128, bias=False).to("emu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2, 128, device="emu")).sum().backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.accelerator, "synchronize", lambda *_: None)
+        optimizer.step()
+        headrace.save(tmp_path / "step-1", model, optimizer)
+    again = nn.Linear(128, 128, bias=False)
+    headrace.load(tmp_path / "step-1", again)
+    assert_same(again.state_dict(), model.state_dict())
 
 
 def test_a_load_waits_for_the_checkpoint_that_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,3 +152,17 @@ def test_on_the_accelerator(tmp_path: Path, compute_device: torch.device, place:
             headrace.load(tmp_path / "half-3", second.model, second.optimizer)
             second.step(3)
             assert_same(second.values(), wanted)
+
+
+def test_more_files_are_parts_of_the_checkpoint(tmp_path: Path) -> None:
+    """They are checked with it, and none takes the place of one of its own or leads out of it."""
+    model = torch.nn.Linear(4, 4)
+    headrace.save(tmp_path / "step-1", model, files={"vocabulary.txt": b"a b c"})
+    assert (tmp_path / "step-1" / "vocabulary.txt").read_bytes() == b"a b c"
+    headrace.load(tmp_path / "step-1", model)
+    for name in ("model.safetensors", "headrace.json", "../a", "..", "a/b", ""):
+        with pytest.raises(ValueError, match=f"files has '{name}'; give names without folders"):
+            headrace.save(tmp_path / "step-1", model, files={name: b""})
+    (tmp_path / "step-1" / "vocabulary.txt").write_bytes(b"a b")
+    with pytest.raises(headrace.CheckpointError, match="has 3 bytes, and 5 were written"):
+        headrace.load(tmp_path / "step-1", model)

@@ -333,6 +333,8 @@ def test_a_large_layer_among_small_ones_is_asked_for_earlier() -> None:
 def test_where_the_link_is_slower_no_depth_helps() -> None:
     """2 GB over 32 GB/s beside 50 ms: the tutorial says 2 hides it, which takes a link of 40 GB/s."""
     assert compute_optimal_prefetch([2 * 10**9] * 3, 32e9, [0.05] * 3) == [1, 1, 1]
+    for size in range(10**8, 3 * 10**8, 10**7):  # a load takes as long as a computation, but for rounding
+        assert compute_optimal_prefetch([size] * 7, 1e9, [size / 1e9] * 7) == [1] * 7
     deeper, one = (stalls([0.0625] * 3, [0.05] * 3, [depth] * 3) for depth in (2, 1))
     assert deeper == pytest.approx(one)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import headrace
 from headrace.compat.tutorial import CPUOffloadOptimizer, OffloadConfig
+from tests.support.compare import assert_same
 from tests.support.loops import random_batches, steps
 
 pytestmark = pytest.mark.core(device="emu")
@@ -50,6 +51,20 @@ class MasterWeights:
 
     def synchronize(self) -> None:
         pass
+
+
+def test_settings_that_are_set_between_steps_count(device: torch.device) -> None:
+    plain, model = small().to(device), small().to(device)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    optimizer = CPUOffloadOptimizer(model, lr=1e-2)
+    for settings in ({"lr": 1e-3}, {"betas": (0.8, 0.9), "eps": 1e-3}, {"weight_decay": 0.5}, {"lr": 0.0}):
+        for name, value in settings.items():
+            setattr(optimizer, name, value)
+            reference.param_groups[0][name] = value
+            assert getattr(optimizer, name) == optimizer.param_groups[0][name] == value
+        train(model, optimizer, device, count=2)
+        steps(plain, reference, random_batches(2, 8, 24, device=device))
+        assert_same(state(model), state(plain))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -230,6 +230,24 @@ def test_errors_say_what_to_do(nvme: Any, device: torch.device, tmp_path: Path) 
         NVMeOffloadManager(layers(), NVMeConfig(nvme_path=str(tmp_path / "file")), device=device)
 
 
+@pytest.mark.parametrize(
+    ("config", "settings", "says"),
+    [
+        (NVMeConfig, {"block_size": 1000}, "block_size=1000.: give whole pages of the disk, such as 4096"),
+        (NVMeConfig, {"block_size": 0}, "block_size=0.: give whole pages"),
+        (NVMeConfig, {"prefetch_depth": -1}, "prefetch_depth=-1.: give 0 or more"),
+        (NVMeConfig, {"aio_queue_depth": 0}, "aio_queue_depth=0.: give 1 or more"),
+        (NVMeConfig, {"gpu_memory_limit": -1}, "gpu_memory_limit=-1.: give 0 or more"),
+        (OffloadSystemConfig, {"prefetch_count": -1}, "prefetch_count=-1.: give 0 or more"),
+        (OffloadSystemConfig, {"num_io_threads": 0}, "num_io_threads=0.: give 1 or more"),
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_sense_are_refused(config: Any, settings: dict[str, int], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        config(**settings)
+
+
 def test_in_inference_mode_and_from_a_running_event_loop(nvme: Any, device: torch.device) -> None:
     """`asyncio.run` fails in a notebook, which runs a loop."""
     import asyncio

@@ -1,6 +1,7 @@
 """Does the disk store give back what it was given, in order, at any size and offset, directly and as memory?"""
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +123,21 @@ def test_requests_of_an_extent_keep_their_order(store: DiskStore, memory: Memory
         assert torch.equal(value, destination)
     begun, ended = [r.began_at() for r in requests], [r.reached_at() for r in requests]
     assert all(later >= earlier for later, earlier in zip(begun[1:], ended[:-1], strict=True))
+
+
+def test_an_extent_is_handed_over_while_others_are_written(store: DiskStore, memory: Memory) -> None:
+    """What is noted of those that were written changes meanwhile, at any instruction."""
+    extents = [store.allocate(str(number), PAGE, "weights") for number in range(1000)]
+    source = memory(PAGE)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        requests = [store.write(extent, source) for extent in extents]
+        while not requests[-1].query():
+            store.to_mapping(extents[0])
+    finally:
+        sys.setswitchinterval(interval)
+    store.synchronize()
 
 
 def test_a_write_waits_for_the_reads_before_it(store: DiskStore, memory: Memory) -> None:

@@ -1,6 +1,7 @@
 """Does transformers' Trainer log what offloading did, save by headrace, and take headrace's optimizers by name?"""
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 import headrace
+from headrace import saving
+from headrace.checkpoint import sources, writing
 from headrace.integrations.transformers import HeadraceCallback, micro_batches_together, optimizer_cls_and_kwargs
 from tests.optim.test_overlap import Held
 from tests.support.compare import Outcome, assert_same
@@ -113,6 +116,56 @@ def test_checkpoints_beside_the_trainers_own(tmp_path: Path) -> None:
     assert len(mine) == len(list(model.parameters()))
     assert all(torch.equal(mine[number]["exp_avg"], saved[number]["exp_avg"]) for number in saved)
     handle.remove()
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["headrace's optimizer", "the Trainer's"])
+def test_the_trainer_goes_on_from_them(own: bool, tmp_path: Path) -> None:
+    """Within an epoch; schedule, order of the data and dropout included."""
+    settings = arguments(tmp_path, logging_steps=1, save_only_model=True, learning_rate=0.01)
+    found: list[tuple[Any, list[float], Outcome]] = []
+    for run in range(2):
+        model = llama(seed=run)
+        model.config.attention_dropout = 0.3
+        with headrace.offload(model, device="cpu", device_memory="64KiB") as handle:
+            trainer = trainer_of(
+                model,
+                settings,
+                optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(settings, overlap="forward") if own else None,
+                callbacks=[HeadraceCallback(handle, save=True)],
+            )
+            trainer.train(resume_from_checkpoint=str(tmp_path / "headrace" / "step-2") if run else None)
+            losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+            found.append((trainer.state.global_step, losses, Outcome().read(model)))
+            assert handle.stats().onload_bytes > 64 << 10
+    assert found[0][:2] == found[1][:2]
+    assert len(set(found[0][1])) == 4
+    assert_same(found[1][2], found[0][2])
+
+
+def test_the_last_one_is_whole_before_the_best_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.Event()
+    fill, wait = writing.Piece.fill, saving.Saving.wait
+
+    def late(*given: Any) -> None:
+        """The weights are not read before somebody waits for the checkpoint."""
+        asked.wait()
+        fill(*given)
+
+    def waits(one: saving.Saving) -> None:
+        asked.set()
+        wait(one)
+
+    monkeypatch.setattr(sources, "SMALL_BYTES", 0)
+    monkeypatch.setattr(writing.Piece, "fill", late)
+    monkeypatch.setattr(saving.Saving, "wait", waits)
+    settings = arguments(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True)
+    model = llama()
+    with headrace.offload(model, device="cpu", device_memory="64KiB") as handle:
+        callbacks = [HeadraceCallback(handle, save=True)]
+        trainer = trainer_of(model, settings, eval_dataset=ROWS[:4], callbacks=callbacks)
+        trainer.train()
+        assert trainer.state.best_global_step == 2
+        headrace.load(tmp_path / "headrace" / "step-2", model)
 
 
 @pytest.mark.parametrize("name", ["adamw_torch_fused", "sgd"])

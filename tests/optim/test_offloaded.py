@@ -1,6 +1,7 @@
 """Does training give the same bits when weights visit a device, or live there and their gradients come to the host?"""
 
 import copy
+import gc
 from types import ModuleType
 from typing import Any
 
@@ -99,8 +100,27 @@ def test_gradients_that_are_not_finite_are_counted_on_the_device(
         if step in (1, 3):
             weights[step // 2].grad[3, 7] = torch.nan if step == 1 else torch.inf
         optimizer.step()
+    copied = copy.deepcopy(optimizer)
     assert optimizer.not_finite_steps == 2
+    assert copied.not_finite_steps == 2
     assert copy.deepcopy(optimizer).not_finite_steps == 2
+
+
+@pytest.mark.emu("random:0")
+def test_counting_them_takes_no_memory_for_each_step(emu_device: ModuleType) -> None:
+    """Until somebody asks, which is after training."""
+    weight = torch.nn.Parameter(torch.ones(16, 40, device="emu"))
+    optimizer = headrace.optim.SGD([weight], lr=0.0, device_fraction=1.0)
+    held = []
+    for step in range(24):
+        weight.grad = torch.full_like(weight, torch.nan if step % 8 == 1 else 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        torch.accelerator.synchronize()
+        held.append(torch.accelerator.memory_allocated())
+    assert len(set(held[4:])) == 1
+    assert optimizer.not_finite_steps == 3
 
 
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])

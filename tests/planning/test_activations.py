@@ -1,6 +1,7 @@
 """Does the plan for activations keep what fits, hide what leaves, and say what does neither?"""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -88,6 +89,23 @@ def test_copies_that_hide_cost_nothing_and_leave_little() -> None:
     assert plan.seconds <= 1.005 * plan.problem.compute_seconds
     assert plan.peak_bytes <= 4 * MIB  # of 24
     assert max(plan.offloaded) < 23  # the last one is needed at once
+
+
+@pytest.mark.parametrize("copy_seconds", [0.4, 0.9, 4.0])
+@pytest.mark.parametrize("budget_bytes", [None, 24 * MIB])
+def test_few_copies_at_once_cost_nothing(copy_seconds: float, budget_bytes: int | None) -> None:
+    """Where no budget asks for more, what finds no copy free stays."""
+    settings: dict[str, Any] = {"copy_seconds": copy_seconds, "budget_bytes": budget_bytes}
+    unlimited = plan_activations(chain(24, **settings))
+    for most_in_flight in (1, 2, 4):
+        plan = plan_activations(chain(24, **settings, most_in_flight=most_in_flight))
+        check(plan)
+        assert plan.stall_seconds <= 0.005 * plan.problem.compute_seconds
+        assert len(plan.offloaded) >= len(unlimited.offloaded) // 2
+        assert plan.peak_bytes <= 24 * MIB if budget_bytes is not None else plan.peak_bytes < 24 * MIB
+        for index in plan.offloaded:
+            under_way = [other for other in plan.offloaded if other < index <= other + copy_seconds - 1]
+            assert len(under_way) < most_in_flight
 
 
 def test_slow_copies_leave_as_far_as_they_hide() -> None:

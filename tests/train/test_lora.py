@@ -1,5 +1,6 @@
 """Are adapters trained on a model that stays as it is, and saved alone?"""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,14 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 
+import headrace
+from headrace.cli.main import main
 from headrace.errors import TrainInputError
 from headrace.train.config import TrainConfig
 from headrace.train.progress import Progress
 from headrace.train.trainer import train
+from tests.support.compare import assert_same
+from tests.support.held import weight_bytes
 
 Settings = Callable[..., TrainConfig]
 
@@ -71,6 +76,63 @@ def test_a_checkpoint_holds_adapters_and_their_state_alone(
     assert trained < result.weight_bytes / 4
     state = torch.load(checkpoint / "optimizer.pt")["state"]
     assert sum(each["exp_avg"].nbytes for each in state.values()) == trained
+
+
+@pytest.mark.parametrize("model_directory", ["llama"], indirect=True)
+def test_what_is_written_is_read_wherever_that_is(
+    settings: Settings,
+    progress: Progress,
+    tmp_path: Path,
+    model_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(model_directory.parent)
+    train(settings(model=Path(model_directory.name), lora_rank=2, learning_rate=1e-2), progress)
+    monkeypatch.chdir("/")
+    out, tokens = tmp_path / "out", torch.arange(8)[None]
+    plain = AutoPeftModelForCausalLM.from_pretrained(out).eval()
+    base = weight_bytes(plain)
+    for trainable in (False, True):
+        model, handle = headrace.from_pretrained(out, trainable=trainable, device="cpu", device_memory=base // 2)
+        with handle, torch.no_grad():
+            assert_same(model(tokens).logits, plain(tokens).logits)
+            with plain.disable_adapter():
+                assert not torch.equal(model(tokens).logits, plain(tokens).logits)
+            trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+            assert bool(trained) == trainable
+            assert all("lora_" in name for name in trained)
+            assert not model.training
+            assert handle.stats().onload_bytes > base
+    asked = ["generate", "--model", str(out), "--prompt", "a", "--max-new-tokens", "2", "--device", "cpu"]
+    assert main(asked) == 0
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        (None, "adapter_config.json names no model that the adapters belong to; set base_model_name_or_path"),
+        ("nowhere", "adapter_config.json names 'nowhere', which is no directory of a model; models are not downloaded"),
+        (".", "adapter_config.json names '.', which is no directory of a model"),
+    ],
+)
+def test_adapters_of_a_model_that_is_not_there(
+    named: str | None, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": named, "peft_type": "LORA"}))
+    with pytest.raises(headrace.CheckpointError, match=says):
+        headrace.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("model_directory", ["llama"], indirect=True)
+def test_adapters_without_their_weights(tmp_path: Path, model_directory: Path):
+    named = {"base_model_name_or_path": str(model_directory), "peft_type": "LORA"}
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "adapter_config.json").write_text(json.dumps(named))
+    with pytest.raises(headrace.CheckpointError, match=r"has no adapter_model.safetensors; save the adapters again"):
+        headrace.from_pretrained(tmp_path / "adapters")
 
 
 def test_adapters_need_a_model(settings: Settings):

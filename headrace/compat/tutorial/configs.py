@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
+
+from headrace.memory.disk import DISK_ALIGNMENT_BYTES
 
 __all__ = ["NVMeConfig", "OffloadConfig", "OffloadSystemConfig", "OffloadTier", "TensorLocation"]
 
@@ -25,6 +28,14 @@ class OffloadConfig:
     overlap_comm: bool = True
 
 
+def _check_least(config: Any, **least: int) -> None:
+    """Raises ValueError where a field is less; None is a limit that there is not."""
+    for name, number in least.items():
+        given = getattr(config, name)
+        if given is not None and given < number:
+            raise ValueError(f"{type(config).__name__}({name}={given}): give {number} or more")
+
+
 @dataclass
 class NVMeConfig:
     """How `NVMeOffloadManager` reaches the drive, and how much memory it may use beside it.
@@ -43,6 +54,14 @@ class NVMeConfig:
     pin_memory: bool = True
     gpu_memory_limit: int | None = None
     cpu_memory_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_least(self, aio_queue_depth=1, prefetch_depth=0, gpu_memory_limit=0, cpu_memory_limit=0)
+        if self.block_size < 1 or self.block_size % DISK_ALIGNMENT_BYTES:
+            raise ValueError(
+                f"NVMeConfig(block_size={self.block_size}): give whole pages of the disk, such as"
+                f" {max(1, self.block_size // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES}"
+            )
 
 
 class OffloadTier(Enum):
@@ -87,3 +106,6 @@ class OffloadSystemConfig:
     num_io_threads: int = 4
     nvme_path: str = "/mnt/nvme/offload"
     use_compression: bool = False
+
+    def __post_init__(self) -> None:
+        _check_least(self, gpu_memory_limit=0, cpu_memory_limit=0, prefetch_count=0, num_io_threads=1)

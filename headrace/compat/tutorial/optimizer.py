@@ -14,12 +14,31 @@ from headrace.runtime.device import is_accelerator
 __all__ = ["CPUOffloadOptimizer"]
 
 
+def _of_all_groups(name: str) -> Any:
+    """The setting of that name, as an attribute: of the first parameter group, and for all of them."""
+
+    def get(optimizer: AdamW) -> Any:
+        return optimizer.param_groups[0][name]
+
+    def set_for_all(optimizer: AdamW, value: Any) -> None:
+        for group in optimizer.param_groups:
+            group[name] = value
+
+    return property(get, set_for_all)
+
+
 class CPUOffloadOptimizer(AdamW):
     """`headrace.optim.AdamW` over the trainable parameters of `model`, with a float32 master where they are narrower.
 
     A `torch.optim.Optimizer`: schedules, GradScaler, `state_dict()` work. A parameter without gradient is left alone,
-    and weights that were loaded later count. `handle` is what `headrace.offload` returned (`offload_parameters`).
+    and weights that were loaded later count. `lr`, `betas`, `eps` and `weight_decay` may be set at any time, as in the
+    tutorial, or in `param_groups`. `handle` is what `headrace.offload` returned (`offload_parameters`).
     """
+
+    lr = _of_all_groups("lr")
+    betas = _of_all_groups("betas")
+    eps = _of_all_groups("eps")
+    weight_decay = _of_all_groups("weight_decay")
 
     def __init__(
         self,

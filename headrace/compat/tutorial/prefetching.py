@@ -93,10 +93,11 @@ def compute_optimal_prefetch(layer_sizes: Sequence[int], bandwidth: float, compu
     if not count or prefetch_depth(sum(loads), sum(compute_times)) is None:
         return [1] * count
     ends = list(itertools.accumulate(list(compute_times) * 4))  # of the computations of four passes
+    slack = 1e-9 * sum(compute_times)  # of rounding: a load that takes as long as a computation fits beside it
     latest = math.inf
     depths = []
     for index in reversed(range(count, 4 * count)):
         latest = min(latest, ends[index - 1]) - loads[index % count]
-        busy = next((i for i in range(index) if ends[i] > latest), index - 1)
+        busy = next((i for i in range(index) if ends[i] > latest + slack), index - 1)
         depths.append(index - busy)
     return depths[::-1][count : 2 * count]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import xxhash
 
 from headrace.errors import DiskError
-from headrace.memory.disk.extent import PIECE_BYTES, Extent, Piece
+from headrace.memory.disk.extent import PIECE_BYTES, Extent, Piece, pieces
 
 __all__ = ["Checksums", "Spans", "checksum"]
 
@@ -102,5 +102,12 @@ class Checksums:
         """The extent, and parts of it, may change without notice from now on."""
         self._handed_over.pop(extent, None)
         begin, end = extent.offset, extent.offset + extent.capacity_bytes
-        for key in [key for key in self._known if begin <= key[0].offset < end]:
-            del self._known[key]
+        for key in list(self._known):  # at once: threads of the disk note other extents meanwhile
+            if begin <= key[0].offset < end:
+                self._known.pop(key, None)
+
+    def drop(self, extent: Extent) -> None:
+        """The same of an extent without parts, in a time that does not depend on how many others there are."""
+        self._handed_over.pop(extent, None)
+        for piece in pieces(0, extent.capacity_bytes):
+            self._known.pop((extent, piece.index), None)

@@ -132,6 +132,10 @@ class Requests:
         self._turns.post(partial(self._turns.enter, request, after))
         return request
 
+    def forgive(self, extent: Extent) -> None:
+        """Writes of the extent that failed are nothing to anybody any more."""
+        self._turns.post(lambda: self._turns.forgive(extent))
+
     def synchronize(self) -> None:
         """Waits for all that was submitted; raises the first failure of a write that was not made good."""
         self.submit(Request(None, Access.WRITE, (), Kind.TURN, (0, 0)), None).synchronize()
@@ -186,6 +190,10 @@ class _Turns:
             self._advance(request)
         else:
             self._waits[request.access].put(partial(self._wait, request, after))
+
+    def forgive(self, extent: Extent) -> None:
+        """As Requests."""
+        self._failed.pop(extent, None)
 
     def _run(self, queues: list["SimpleQueue[_Job | None]"]) -> None:
         stopping = False

@@ -198,6 +198,14 @@ class DiskStore:
         """As `to_direct`, of an extent that nobody has written: grains that `write` writes as a whole are checked."""
         self._checksums.expect_all(extent, grain_bytes)
 
+    def release(self, extent: Extent) -> None:
+        """What was written to the extent is nothing to anybody, so its bytes may be parts of others of the caller's.
+
+        No request of it is under way.
+        """
+        self._checksums.drop(extent)
+        self._requests.forgive(extent)
+
     def forget(self, extent: Extent) -> None:
         """The mapping's pages stop counting as memory of this process. What was written there reaches disk in time."""
         mapping = self._mappings.get(extent)
