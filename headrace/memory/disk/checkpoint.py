@@ -307,14 +307,14 @@ class _Bytes:
             return None
         return checkpoint.read_range(self.path, offset, destination, what=Path(self.path).name)
 
-    def shows(self, path: str, offset: int, offset_there: int) -> bool:
+    def shows(self, path: str, offset: int, offset_there: int, nbytes: int) -> bool:
         checkpoint = self.checkpoint()
         mapped = None if checkpoint is None else checkpoint._mappings.get(self.path)
         if checkpoint is None or mapped is None or offset != offset_there:
             return False
         there, here = os.stat(path), os.fstat(checkpoint._files[self.path].descriptor)
         same = (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
-        return same and mapped.written(offset, 1) is False
+        return same and mapped.written(offset, nbytes) is False
 
     def write(self, source: torch.Tensor, offset: int) -> Request | None:
         return None

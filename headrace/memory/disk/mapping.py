@@ -67,8 +67,8 @@ class Origin(Protocol):
     def read(self, destination: torch.Tensor, offset: int) -> Request | None:
         """Submits reading into uint8 memory of the CPU; None when only the mapping itself shows what is there."""
 
-    def shows(self, path: str, offset: int, offset_there: int) -> bool:
-        """Whether the byte at `offset` is that at `offset_there` of the file `path`, and always will be."""
+    def shows(self, path: str, offset: int, offset_there: int, nbytes: int) -> bool:
+        """Whether the bytes at `offset` are those at `offset_there` of the file `path`, unless they are written to."""
 
     def write(self, source: torch.Tensor, offset: int) -> Request | None:
         """Submits writing from uint8 memory of the CPU; None when what is there must be written through the mapping."""

@@ -46,8 +46,8 @@ class HomesInFiles:
     def readable_contents(self) -> object:
         """What the homes hold, which may be read until the next update, and is where it can be fetched from."""
         self.make_homes_readable()
-        if self.is_fetched and self.contents != self._flushed:
-            self.make_writable()
+        if self.is_fetched:
+            self._leave_checkpoint()
         return self.contents
 
     def readable_table(self) -> torch.Tensor:
@@ -56,9 +56,17 @@ class HomesInFiles:
         self.wait_for_updates()
         self.slots[0].check_shape()
         if self.is_fetched and self.contents != self._flushed:  # what was written leaves host memory
-            self.make_writable()
+            self._leave_checkpoint()
             self._flush(self.contents)
         return self.slots[0].data
+
+    def _leave_checkpoint(self) -> None:
+        """Homes in a checkpoint that were written to move to where that is kept; not if they were only handed out."""
+        if self.contents != self._flushed and not self.rest.writable:
+            if self.rest.is_as_in_files and all(slot.in_place for slot in self.slots):
+                self.is_flushed()
+            else:
+                self.make_writable()
 
     def make_writable(self, *, keeps: bool = True) -> None:
         """Homes in a checkpoint move to where changes are kept, with what they hold if `keeps`. BudgetError: no disk"""

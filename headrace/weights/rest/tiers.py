@@ -61,6 +61,11 @@ class Rest(ABC):
         """Whether the last `flush` is under way or done, and did not fail."""
         return True
 
+    @property
+    def is_as_in_files(self) -> bool:
+        """Whether the places certainly have what the files have without a `flush`."""
+        return False
+
 
 class HostRest(Rest):
     """Bytes in an arena."""
@@ -254,7 +259,6 @@ class CheckpointRest(Rest):
 
     @property
     def is_as_in_files(self) -> bool:
-        """Whether the places certainly have what the files have."""
         return all(map(self._checkpoint.as_in_file, self._names))
 
     def digest(self) -> int:
