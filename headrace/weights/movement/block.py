@@ -157,10 +157,10 @@ class Block(HomesInFiles):
     def is_known_current(self) -> bool:
         """Whether nothing was written to a home since `is_current` said so, nor to a tensor that shares its version."""
         self._notice_writes()
-        if self._current_at < 0:
+        if self._current_at < 0 or self._not_stale is None:
             return False
         with without_overrides():
-            return self._not_stale is None or [home._version for home in self._homes or ()] == self._not_stale[1]
+            return [home._version for home in self._homes or ()] == self._not_stale[1]
 
     def _changed(self) -> None:
         self._leaves.touched()
@@ -205,7 +205,7 @@ class Block(HomesInFiles):
         copies += [(slot.layout.view(self.buffer).detach(), slot.source) for slot in changed if slot.layout.nbytes]
         for slot in self.slots:
             slot.mark_loaded()
-        self._not_stale = None
+        self._not_stale, self._current_at = None, -1  # looked at when it is asked for: nothing may have been noticed
         marks = [slot.mark for slot in self.slots]
         self._loaded = (self._signature(), marks) if all(slot.in_place for slot in self.slots) else None
         return copies
