@@ -77,14 +77,14 @@ class _Wrapper(NamedTuple):
 
 
 class SavedTensors:
-    """The saved-tensor hooks of one visit. `on_unpack` makes the site's blocks present; `require` one block."""
+    """The saved-tensor hooks of one visit. `on_unpack` makes the site's blocks present; `require` that of a slot."""
 
     def __init__(
         self,
         residency: Residency,
         slices: Slices,
         on_unpack: Callable[[], object],
-        require: Callable[[Block], None],
+        require: Callable[[Block, Slot], None],
     ) -> None:
         self._residency = residency
         self._slices = slices
@@ -163,7 +163,7 @@ class SavedTensors:
             if isinstance(packed, Picked):
                 check_unchanged(packed.slot, packed.token)
                 return packed.weight(self._slices)
-            self._require(packed.block)
+            self._require(packed.block, packed.slot)
             return _weight(packed)
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
