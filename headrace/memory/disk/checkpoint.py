@@ -196,6 +196,12 @@ class Checkpoint:
         job = partial(self._read_parts, path, what, offset, nbytes, tuple(memory))
         return self._requests.submit(Request(extent, Access.READ, [job], Kind.TRANSFER, (0, 0)), None)
 
+    def forget_writes(self, name: str) -> None:
+        """Memory that `tensor` gave out for `name` has what the file has, but for pages that neighbours share."""
+        record = self._record(name)
+        if record.path in self._mappings:
+            self._mappings[record.path].forget_pages(record.offset, record.nbytes)
+
     def forget_pages(self) -> None:
         """What was read through memory from `tensor` counts no more as this process's. Undoes writes to it."""
         for mapped in self._mappings.values():

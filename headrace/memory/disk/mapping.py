@@ -234,7 +234,13 @@ class Mapping:
 
         Of a private mapping, that undoes writes.
         """
-        if _madvise(self.address, self._nbytes, mmap.MADV_DONTNEED) != 0:
+        self.forget_pages(0, self._nbytes)
+
+    def forget_pages(self, offset: int, nbytes: int) -> None:
+        """As `forget`, of the whole pages among these bytes; the last page may end with the mapping."""
+        end = offset + nbytes if offset + nbytes == self._nbytes else (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        begin = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        if begin < end and _madvise(self.address + begin, end - begin, mmap.MADV_DONTNEED) != 0:
             raise _error("madvise")
 
 

@@ -73,6 +73,7 @@ class Slot:
         rest: torch.Tensor,
         absent: torch.Tensor,
         before_touch: Callable[[], None],
+        before_write: Callable[[], None],
     ) -> None:
         self.name = name
         # Of the home: asked of the home itself, while a visit is under way, it is the leaf's.
@@ -85,6 +86,7 @@ class Slot:
         self.unit: Unit | None = None  # what it travels with
         self.on_change: Callable[[], None] = _nothing  # called when the home may have changed without a trace in it
         self._before_touch = before_touch
+        self.before_write = before_write  # as in Owner
         self._times_given = 0  # how often the home got other data (`p.data = t`)
         self._data_number = 0  # which of these it has; 0: its own
         self._touches = 0  # how often the home's `data` was handed out or re-pointed
@@ -312,7 +314,7 @@ class Slot:
             home.grad_dtype = home.dtype  # as gradients of plain parameters are
         self.on_gradient = None
         self.unit = None
-        self._before_touch = self.on_change = _nothing
+        self._before_touch = self.before_write = self.on_change = _nothing
         if self._hook is not None:
             self._hook.remove()
             with without_overrides():

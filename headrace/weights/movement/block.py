@@ -88,7 +88,7 @@ class Block(HomesInFiles):
         self.manager: object = shelf  # each offloaded model has one
         absent = AbsentLeaves(device)
         self.slots = [
-            Slot(member.name, member.parameter, layout, rest, absent.of(layout), self._before_touch)
+            Slot(member.name, member.parameter, layout, rest, absent.of(layout), self._before_touch, self._before_write)
             for member, layout, rest in zip(members, layouts, self.rest.places(layouts), strict=True)
         ]
         for slot in self.slots:
@@ -305,9 +305,15 @@ class Block(HomesInFiles):
         return True
 
     def _before_touch(self) -> None:
+        self._shelf.in_place.handed_out(self)
         self.keep_leaf_writes()
         self.wait_until_free()
         before_write(slot.home for slot in self.slots)
+
+    def _before_write(self) -> None:
+        """What is read from a checkpoint in place moves before it would take host memory."""
+        if self.common is None and not self.rest.writable:
+            self.make_writable()
 
     def take_back(self) -> None:
         """It is lent no more. Whoever keeps a leaf has it brought again when it is used."""
