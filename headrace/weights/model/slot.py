@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.errors import LayoutError, StateError
 from headrace.memory.disk import copy_on_disk
-from headrace.runtime.autograd import without_overrides
+from headrace.runtime.autograd import unseen, without_overrides
 from headrace.runtime.pending import Unit
 from headrace.weights.model.accumulation import node_is_kept
 from headrace.weights.model.data_parallel import ADVICE
@@ -227,7 +227,7 @@ class Slot:
         if wanted and self._hook is None and self.on_gradient is not None:
             own = weakref.ref(self)  # a cycle through autograd's hooks is never collected
             register: Any = self.leaf.register_post_accumulate_grad_hook
-            self._hook = register(lambda _: _pass_on_gradient(own()))
+            self._hook = register(unseen(lambda _: _pass_on_gradient(own())))
 
     def fits(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter can be the home."""

@@ -15,7 +15,7 @@ import torch
 
 from headrace.errors import StateError
 from headrace.planning import Phase
-from headrace.runtime.autograd import EndOfBackward, running_function, without_overrides
+from headrace.runtime.autograd import EndOfBackward, running_function, unseen, without_overrides
 from headrace.runtime.tensors import tensors_in
 from headrace.runtime.threads import on_own_thread
 from headrace.weights.model.slot import REMOVED, Slot
@@ -92,7 +92,7 @@ class Backward:
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None and not hasattr(tensor, WATCHED):
                 setattr(tensor, WATCHED, True)
-                tensor.register_hook(lambda _gradient: self.reach(site))
+                tensor.register_hook(unseen(lambda _gradient: self.reach(site)))
 
     def reach(self, site: Site) -> None:
         """Something of the site's forward is needed: its blocks come, and those of the last site may go."""
@@ -131,6 +131,7 @@ class Backward:
         if function is None or function.name() == "CheckpointFunctionBackward":
             return
 
+        @unseen
         def over(*_: object) -> None:
             hook.remove()
             self._within.pop(slot, None)

@@ -25,6 +25,7 @@ from headrace.runtime.autograd import (
     pop_hooks,
     push_hooks,
     top_hooks,
+    unseen,
     without_overrides,
 )
 from headrace.weights.model.slot import Slot, Token
@@ -112,6 +113,7 @@ class SavedTensors:
         """The hooks that were on top before are again."""
         pop_hooks()
 
+    @unseen
     def _pack(self, tensor: torch.Tensor) -> Any:
         packed: Handle | Picked | _Wrapper | None
         if type(tensor) is torch.Tensor or not is_wrapper(tensor):
@@ -151,6 +153,7 @@ class SavedTensors:
             return None
         return _Wrapper(type(wrapper), inner, context, wrapper.size(), wrapper.stride())
 
+    @unseen
     def _unpack(self, packed: Any) -> torch.Tensor:
         self._on_unpack()
         if isinstance(packed, _Saved):
