@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import headrace
+from headrace.weights.movement.residency import Residency
 from headrace.weights.passes import stray
 from tests.matrix.models import DENSE, WIDTH, Batch, Decoder, DecoderLayer, GatedMLP
 from tests.support.compare import Outcome, assert_same, on_cpu, same
@@ -315,6 +316,16 @@ def test_one_thread_at_a_time(compute_device: torch.device) -> None:
     thread.start()
     thread.join()
     assert same(later[0], on_cpu(expected))
+
+
+def test_a_forward_before_the_backward_of_another_undoes_nothing(
+    compute_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As DPO and GANs have it: nothing was interrupted."""
+    undone: list[Any] = []
+    monkeypatch.setattr(Residency, "mend", lambda *arguments: undone.append(arguments))
+    assert_exact(DENSE.build, repeated(compute_device, forward_forward_backward_backward), compute_device)
+    assert undone == []
 
 
 class Direct(nn.Module):
