@@ -16,7 +16,16 @@ from headrace.accumulating import Accumulating
 from headrace.activation_offloading import ActivationOffloading
 from headrace.activations.targets import check_targets
 from headrace.activations.watched import refuse_watched
-from headrace.config import BlocksSpec, OffloadConfig, Size, activation_config, parse_bytes, prefetch_blocks
+from headrace.config import (
+    BlocksSpec,
+    OffloadConfig,
+    Size,
+    activation_config,
+    directory_of,
+    modules_of,
+    parse_bytes,
+    prefetch_blocks,
+)
 from headrace.errors import StateError
 from headrace.memory.disk import Checkpoint, StagingRing
 from headrace.memory.ledger import Ledger
@@ -131,10 +140,10 @@ def offload(
         device=resolve_device(device),
         device_memory_bytes=None if device_memory is None else parse_bytes(device_memory, name="device_memory"),
         host_memory_bytes=None if host_memory is None else parse_bytes(host_memory, name="host_memory"),
-        disk=None if disk is None else Path(disk),
+        disk=directory_of(disk),
         checkpoint=Path(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint,
         blocks=blocks,
-        resident=(resident,) if isinstance(resident, str | nn.Module) else tuple(resident),
+        resident=modules_of(resident),
         prefetch_blocks=prefetch_blocks(prefetch),
         param_dtype=param_dtype,
         grad_dtype=grad_dtype,

@@ -1,5 +1,6 @@
 """What can a user set? Frozen, validated settings; sizes are bytes, given as an int or as text such as "8GiB"."""
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ __all__ = [
     "OffloadConfig",
     "Size",
     "activation_config",
+    "directory_of",
     "format_bytes",
+    "modules_of",
     "parse_bytes",
     "prefetch_blocks",
 ]
@@ -104,6 +107,10 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.packed, bool):
             raise TypeError(f"packed={self.packed!r} is neither True nor False")
+        if not self.blocks or (isinstance(self.blocks, str) and not self.blocks.strip()):
+            raise ValueError(
+                f'blocks={self.blocks!r} names no blocks; give "auto", a size such as "64MiB", or some of the modules'
+            )
         if self.onload not in ("own", "gather", "auto"):
             raise ValueError(f'onload={self.onload!r}; give one of "own", "gather", "auto"')
         if self.onload != "own" and self.mesh is None:
@@ -188,6 +195,24 @@ def _several(
         if not isinstance(each, str | nn.Module):
             raise TypeError(f"{setting}: {each!r} is a {type(each).__name__}; give modules and name patterns")
     return several
+
+
+def directory_of(disk: str | os.PathLike[str] | None) -> Path | None:
+    """`disk` as a user gives it. Raises ValueError for an empty name, which would be the current directory."""
+    if disk is None:
+        return None
+    if not os.fspath(disk):
+        raise ValueError('disk="" names no directory; give one on a local drive ("." for this one), or leave disk out')
+    return Path(disk)
+
+
+def modules_of(resident: nn.Module | str | Iterable[nn.Module | str]) -> tuple[nn.Module | str, ...]:
+    """`resident` as a user gives it. Raises TypeError for what names no modules."""
+    if isinstance(resident, str | nn.Module):
+        return (resident,)
+    if not isinstance(resident, Iterable):
+        raise TypeError(f"resident={resident!r} names no modules; give some of the model's, or leave resident out")
+    return tuple(resident)
 
 
 def prefetch_blocks(prefetch: int | str) -> int | None:

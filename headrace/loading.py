@@ -89,8 +89,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
             state.check(converted)
         written = {id(tensor) for one in wanted for tensor in one.into}
         for block in blocks:
-            if any(id(slot.home) in written for slot in block.slots):
-                block.make_writable(keeps=False)
+            loaded = [id(slot.home) in written for slot in block.slots]
+            if any(loaded):
+                block.make_writable(keeps=not all(loaded))
                 for slot in block.slots:
                     slot.touch()
         with torch.no_grad():
@@ -151,8 +152,8 @@ def _wanted(contents: Contents, model: nn.Module) -> list[_Wanted]:
                     f"{alias!r} is {saved.dtype} and has the shape {saved.shape} in {saved.file.path}, and"
                     f" {tensor.dtype} and {tuple(tensor.shape)} in the model; load it into the model that was saved"
                 )
-            found = origin_of(tensor.detach()) if tensor.device.type == "cpu" else None
-            if found is None or not found[0].shows(str(saved.file.path), found[1], saved.at.begin):
+            found = origin_of(tensor.detach()) if tensor.device.type == "cpu" and tensor.is_contiguous() else None
+            if found is None or not found[0].shows(str(saved.file.path), found[1], saved.at.begin, tensor.nbytes):
                 into.setdefault(tensor.data_ptr(), tensor)
         wanted.append(_Wanted(saved, list(into.values())))
     return wanted

@@ -16,7 +16,15 @@ from headrace.activations.item import Item
 from headrace.activations.selection import Selection
 from headrace.activations.stash import Stash
 from headrace.memory.arena import KERNEL_ALIGNMENT_BYTES
-from headrace.runtime.autograd import address_of, check_version, hooks_are_enabled, pop_hooks, push_hooks, top_hooks
+from headrace.runtime.autograd import (
+    address_of,
+    check_version,
+    hooks_are_enabled,
+    pop_hooks,
+    push_hooks,
+    top_hooks,
+    unseen,
+)
 
 __all__ = ["Saving", "may_save", "pop_left_over"]
 
@@ -95,6 +103,7 @@ class Saving:
         if hooks is not None and getattr(hooks[0], "__self__", None) is self:
             pop_hooks()
 
+    @unseen
     def _pack(self, tensor: torch.Tensor) -> Any:
         if self._course.is_over or not self._selection.wants(tensor):
             # Detached: an output that is saved by the very node that made it would keep the graph alive for good.
@@ -143,6 +152,7 @@ class Saving:
         _, counter, version = known
         return item if tensor._version == 0 and counter._version == version else None
 
+    @unseen
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _Kept):
             check_version(packed.tensor, packed.version)

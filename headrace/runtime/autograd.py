@@ -16,9 +16,10 @@ when a release of PyTorch changes that. The linter and a test refuse such names 
 Nothing is wrapped that is called often.
 """
 
+import weakref
 from collections.abc import Callable
 from operator import attrgetter, methodcaller
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.overrides
@@ -45,6 +46,7 @@ __all__ = [
     "no_override",
     "pop_hooks",
     "push_hooks",
+    "running_function",
     "runs_in_backward",
     "sequence_number",
     "storage_use_count",
@@ -52,9 +54,28 @@ __all__ = [
     "top_hooks",
     "tree_flatten",
     "tree_map_only",
+    "unseen",
     "without_overrides",
     "without_transforms",
 ]
+
+# the compiler ---------------------------------------------------------------------------------------------------------
+_frames = torch._C._dynamo.eval_frame
+_SKIPPED = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def unseen(function: _F) -> _F:
+    """PyTorch's compiler looks at no call of a function in Python that others than the user's code make: a hook, a
+    finalizer; nor at what is called there. Elsewhere it would compile them, and guard on what they have changed since.
+
+    Relies on what is to be done with a frame being kept with its code, for the process.
+    """
+    _frames.set_code_exec_strategy(function.__code__, _SKIPPED)
+    return function
+
+
+unseen(weakref.finalize.__call__)  # which are called wherever their objects go
 
 # hooks on what autograd saves ---------------------------------------------------------------------------------------
 # The pair (pack, unpack) that was pushed last on this thread, or None: `top_hooks(True)`. Relies on autograd calling
@@ -103,13 +124,27 @@ class EndOfBackward:
         """Of the backward that this thread runs now. Raises RuntimeError where it runs none."""
         torch.autograd.Variable._execution_engine.queue_callback(self)
 
+    @unseen
     def __call__(self) -> None:
         if self._ended is not None:
             self._ended(completed=True)
 
+    @unseen
     def __del__(self) -> None:
         if self._ended is not None:
             self._ended(completed=False)
+
+
+# The node of the graph that this thread computes the backward of, or None. Relies on nodes of users' own Functions
+# being objects of `torch.autograd.function.BackwardCFunction`, and on hooks that are registered on a node while it
+# computes being called after it.
+_running_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
+def running_function() -> Any:
+    """The node of a user's own `torch.autograd.Function` whose `backward` this thread is in; None: of no such."""
+    node = _running_node()
+    return node if isinstance(node, torch.autograd.function.BackwardCFunction) else None
 
 
 # Whether the backward that this thread runs goes through a node of the graph, is to or has. Relies on nodes in Python

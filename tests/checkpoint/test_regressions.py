@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import headrace
 import headrace.optim
 from headrace.checkpoint import directory, files, writing
 from tests.checkpoint.runs import run
-from tests.support.compare import assert_same
+from tests.support.compare import assert_same, assert_same_weights
+from tests.support.models import seeded
 from tests.support.nursery import Nursery
 
 
@@ -84,6 +86,46 @@ def test_every_part_of_a_model_that_is_offloaded_for_itself_is_loaded(tmp_path: 
         assert torch.equal(model(inputs), source(inputs))
     for handle in handles:
         handle.remove()
+
+
+class _Pair(nn.Module):
+    """Two parameters of several pages each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.randn(64, 64)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight + (x @ self.bias).sum(0))
+
+
+@pytest.mark.parametrize("visited", [False, True])
+@pytest.mark.parametrize("written", [("weight",), ("bias",), ("weight", "bias"), ()])
+def test_what_is_read_in_place_and_loaded_again_is_as_in_the_file(
+    tmp_path: Path, written: tuple[str, ...], visited: bool
+) -> None:
+    """Of a block, only what was written to is loaded; the rest has to stay."""
+    source = seeded(lambda: nn.Sequential(*(_Pair() for _ in range(6))))
+    save_file(dict(source.state_dict()), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = nn.Sequential(*(_Pair() for _ in range(6)))
+    budgets: dict[str, Any] = {"device_memory": "96KiB", "host_memory": "64KiB", "disk": tmp_path / "spill"}
+    inputs = torch.randn(2, 64)
+    with (
+        headrace.offload(model, device="cpu", checkpoint=tmp_path / "model.safetensors", **budgets) as handle,
+        torch.no_grad(),
+    ):
+        if visited:
+            model(inputs)
+        for pair in model:
+            for name in written:
+                getattr(pair, name)[24:40].add_(1)  # whole pages in the middle, none of its neighbour
+        headrace.load(tmp_path / "model.safetensors", model)
+        assert_same_weights(model, source)
+        assert torch.equal(model(inputs), source(inputs))
+        stats = handle.stats()
+        assert stats.fetch_bytes > 0
+        assert (stats.spill_bytes > 0) == bool(written)
 
 
 def test_a_checkpoint_outlives_the_optimizer_that_is_being_saved(tmp_path: Path) -> None:

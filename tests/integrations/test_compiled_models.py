@@ -1,6 +1,7 @@
 """Does torch.compile around an offloaded model compile its blocks, however it was asked for, and change nothing?"""
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from torch import nn
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import headrace
+from headrace.runtime import module_calls
 from tests.support.compare import assert_same_gradients, assert_same_weights
 from tests.support.held import weight_bytes
+from tests.support.models import Layer, Stack, seeded
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),  # Dynamo's own
@@ -148,6 +151,44 @@ def test_layers_by_hand() -> None:
         assert torch.equal(train(model, lambda: model), loss)
     assert 0 < graphs.count <= 3 * 2  # of three layers
     assert_same_gradients(model, plain)
+
+
+def test_the_compiler_sees_nothing_of_what_happens_beside_the_users_code() -> None:
+    """Parts of blocks are compiled, whose tensors are saved, and objects with finalizers go within their calls."""
+    plain, model = (seeded(Stack, [Layer(16) for _ in range(3)]) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    batch, mine, ended = torch.randn(2, 16), list[Any](), list[int]()
+
+    class Mine:
+        pass
+
+    class Clearing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            torch._dynamo.graph_break()
+            mine.clear()
+            return y + 1
+
+    torch._dynamo.reset()
+    with headrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2, blocks=list(model.layers)):
+        for layer in model.layers:
+            layer.up = torch.compile(layer.up, backend=Graphs())
+            layer.down.__class__ = Clearing
+            layer.down.compile(backend=Graphs())
+        for _ in range(2):
+            mine.append(Mine())
+            weakref.finalize(mine[0], ended.append, 1)
+            model(batch).sum().backward()
+    for layer in plain.layers:
+        layer.down.__class__ = Clearing
+    for _ in range(2):
+        plain(batch).sum().backward()
+    assert ended == [1, 1]
+    seen = {code().co_filename for code in torch._dynamo.convert_frame.input_codes.seen if code() is not None}
+    allowed = {module_calls.__file__}  # by which the compiler comes to a module's own call
+    assert {name for name in seen if name == weakref.__file__ or "/headrace/" in name} <= allowed
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
 
 
 @pytest.mark.extended

@@ -1,17 +1,20 @@
 """May weights be handed to an autograd.Function or a kernel, handed on, and kept, as those of a plain model may?"""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import headrace
 from tests.support.compare import Outcome, assert_same, on_cpu
 from tests.support.held import weight_bytes
 from tests.support.loops import random_batches, train
+from tests.support.models import seeded
 from tests.support.offloaded import assert_exact
 
 WIDTH = 16
@@ -230,3 +233,48 @@ def test_hooks_of_backward_see_homes(compute_device: torch.device) -> None:
         )
         output.sum().backward()
     assert seen == [True]
+
+
+class CallingBackward(torch.autograd.Function):
+    """A projection whose backward calls backward() itself, with the weight that it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gives: str) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.gives = gives
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = x @ weight.t()
+        if ctx.gives == "torch.autograd.grad":
+            return *torch.autograd.grad(y, (x, weight), *gradients), None
+        torch.autograd.backward(y, *gradients)
+        return x.grad, weight.grad, None
+
+
+def test_a_function_that_calls_backward_with_what_it_has_saved_is_refused(compute_device: torch.device) -> None:
+    def calling(gives: str, model: Handing, x: Tensor) -> Tensor:
+        return CallingBackward.apply(x, model.head.weight, gives)  # type: ignore[no-untyped-call]
+
+    model = seeded(Handing, partial(calling, "weight.grad"))
+    with (
+        headrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2),
+        pytest.raises(headrace.StateError, match=r"CallingBackward.* calls backward\(\) for .*'head.weight'.*grad"),
+    ):
+        train(model, batches(compute_device))
+    grad = partial(calling, "torch.autograd.grad")
+    assert_exact(lambda: seeded(Handing, grad), lambda model: train(model, batches(compute_device)), compute_device)
+
+
+def test_a_checkpoint_may_be_given_a_weight_that_its_function_uses_too(compute_device: torch.device) -> None:
+    def use(model: Handing, x: Tensor) -> Tensor:
+        def function(x: Tensor, weight: Tensor) -> Tensor:
+            return model.head(x) @ weight  # type: ignore[no-any-return]
+
+        return checkpoint(function, x, model.head.weight, use_reentrant=True)  # type: ignore[no-any-return]
+
+    assert_exact(lambda: seeded(Handing, use), lambda model: train(model, batches(compute_device)), compute_device)

@@ -1,7 +1,11 @@
 """May forwards and backwards come in any number and order, with modules called twice, skipped, or on their own?"""
 
+import sys
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -11,9 +15,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import headrace
+from headrace.weights.movement.residency import Residency
+from headrace.weights.passes import stray
 from tests.matrix.models import DENSE, WIDTH, Batch, Decoder, DecoderLayer, GatedMLP
 from tests.support.compare import Outcome, assert_same, on_cpu, same
-from tests.support.models import Checkpointed, linears
+from tests.support.models import Checkpointed, linears, seeded
 from tests.support.offloaded import Script, assert_exact, offload
 
 
@@ -310,6 +316,58 @@ def test_one_thread_at_a_time(compute_device: torch.device) -> None:
     thread.start()
     thread.join()
     assert same(later[0], on_cpu(expected))
+
+
+def test_a_forward_before_the_backward_of_another_undoes_nothing(
+    compute_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As DPO and GANs have it: nothing was interrupted."""
+    undone: list[Any] = []
+    monkeypatch.setattr(Residency, "mend", lambda *arguments: undone.append(arguments))
+    assert_exact(DENSE.build, repeated(compute_device, forward_forward_backward_backward), compute_device)
+    assert undone == []
+
+
+class Direct(nn.Module):
+    """Uses the weight of a layer without calling that, and an encoder, which looks at weights first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = linears(3, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(F.linear(self.layers[0](x), self.layers[1].weight)) + self.layers[2](x)
+
+
+def test_a_model_for_each_thread() -> None:
+    """Which take turns at every line that concerns all models."""
+    models, found = [seeded(Direct).eval() for _ in range(3)], list[Tensor]()
+    x = torch.randn(1, 2, 8)
+    with torch.no_grad():
+        expected = models[0](x)
+    for model in models:
+        headrace.offload(model, device="cpu", device_memory="3KiB")
+
+    def others_too(frame: FrameType, _event: str, _arg: Any) -> Any:
+        if frame.f_code.co_filename != stray.__file__:
+            return None
+        time.sleep(0)
+        return others_too
+
+    @torch.no_grad()
+    def work(model: nn.Module) -> None:
+        sys.settrace(others_too)
+        try:
+            found.extend(model(x) for _ in range(10))
+        finally:
+            sys.settrace(None)
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(work, models))
+    assert len(found) == 30
+    assert all(same(one, expected) for one in found)
 
 
 def test_functional_calls(compute_device: torch.device) -> None:

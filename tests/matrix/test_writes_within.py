@@ -1,6 +1,7 @@
 """When a model writes to weights as it computes, does what it computes and looks at next see that, as a plain one's?"""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -154,11 +155,17 @@ def test_a_write_through_an_alias_is_seen_when_the_layer_is_called(
 
 
 def outcome_of(
-    act: Act, place: dict[str, Any] | None, device: torch.device, *, gradients: bool, alias: Any = torch.clone
+    act: Act,
+    place: dict[str, Any] | None,
+    device: torch.device,
+    *,
+    gradients: bool,
+    alias: Any = torch.clone,
+    kind: type[Writing] = Writing,
 ) -> Outcome:
     """Passes that settle, some in which it acts, and a step. `place`: how it is offloaded; None: the plain model."""
     torch.manual_seed(0)
-    model, outcome = Writing(act), Outcome()
+    model, outcome = kind(act), Outcome()
     batch = torch.randn(3, WIDTH).to(device)
     if place is None:
         model.to(device)
@@ -181,3 +188,51 @@ def outcome_of(
     outcome.read_gradients(model)
     outcome.outputs += model.seen
     return outcome.read(model)
+
+
+class Repeating(Writing):
+    """Its fourth layer is called four times, with a write before each call but the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            for _ in range(3 if index == 3 else 0):
+                if self.on:
+                    with torch.no_grad():
+                        self.act(self, x)
+                x = layer(x)
+        return x
+
+
+@pytest.mark.core(gradients=True, place="tight")
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+def test_each_of_several_writes_is_seen_by_the_next_call(
+    place: str, gradients: bool, compute_device: torch.device
+) -> None:
+    for write in WRITES:
+        act = partial(_returning, write)
+        expected = outcome_of(act, None, compute_device, gradients=gradients, kind=Repeating)
+        ours = outcome_of(act, PLACES[place], compute_device, gradients=gradients, kind=Repeating)
+        assert_same(ours, expected, write.__name__)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("place", ["ample", "tight"])
+def test_each_of_several_writes_through_an_alias_is_seen_by_the_next_call(place: str, gradients: bool) -> None:
+    """On the CPU, whose copies are over when a call is."""
+    device = torch.device("cpu")
+
+    def act(model: Writing, x: Tensor) -> Tensor:
+        model.aliases[3].add_(0.25)
+        return x
+
+    expected = outcome_of(act, None, device, gradients=gradients, alias=torch.detach, kind=Repeating)
+    assert_same(
+        outcome_of(act, PLACES[place], device, gradients=gradients, alias=torch.detach, kind=Repeating), expected
+    )
+
+
+def _returning(write: Callable[[Writing], None], model: Writing, x: Tensor) -> Tensor:
+    write(model)
+    return x

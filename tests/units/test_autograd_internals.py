@@ -5,7 +5,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -34,6 +34,7 @@ from headrace.runtime.autograd import (
     no_override,
     pop_hooks,
     push_hooks,
+    running_function,
     runs_in_backward,
     sequence_number,
     storage_use_count,
@@ -364,6 +365,34 @@ def test_runs_in_backward_of_nodes_that_it_goes_through() -> None:
     hidden.register_hook(lambda _: later(lambda: seen.append([runs_in_backward(node) for node in nodes])))
     (hidden.sum() + used.sum()).backward()
     assert seen == [[True, False], [True, False]]
+
+
+class Doubling(torch.autograd.Function):
+    """Notes what `running_function` says in its backward, and what hooks see that are registered there."""
+
+    seen: ClassVar[list[Any]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        node = running_function()
+        Doubling.seen.append(node.name())
+        hook = node.register_hook(lambda *_: (hook.remove(), Doubling.seen.append("over"))[0])
+        return gradients[0] * 2
+
+
+def test_running_function_of_users_alone_and_hooks_that_are_registered_in_it() -> None:
+    Doubling.seen.clear()
+    assert running_function() is None
+    hidden = torch.ones(2, requires_grad=True).exp()
+    hidden.register_hook(lambda _: Doubling.seen.append(running_function()))
+    result = Doubling.apply(hidden).sum()  # type: ignore[no-untyped-call]
+    for _ in range(2):
+        result.backward(retain_graph=True)
+    assert Doubling.seen == ["DoublingBackward", "over", None] * 2
 
 
 def test_in_gradient_transform_and_no_other() -> None:

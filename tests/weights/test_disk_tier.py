@@ -1,6 +1,7 @@
 """Is a model that rests on disk exact, within all three budgets, and whole after whatever happens?"""
 
 import copy
+import mmap
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +19,10 @@ from headrace.memory.ledger import Ledger, Tier
 from headrace.runtime.lanes import open_lanes
 from headrace.weights.meter import Meter
 from headrace.weights.rest.placement import DiskGradients, Placement, Shelf
-from tests.support.compare import Outcome, assert_same, assert_same_gradients, assert_same_models
+from tests.support.compare import Outcome, assert_same, assert_same_gradients, assert_same_models, assert_same_weights
 from tests.support.held import weight_bytes
 from tests.support.loops import adamw, loss_of, steps
-from tests.support.models import Decoder, large_decoder
+from tests.support.models import Decoder, large_decoder, linears, seeded
 from tests.support.nursery import Nursery
 
 pytestmark = pytest.mark.filterwarnings("ignore:the filesystem of disk=")  # where it refuses direct I/O
@@ -512,10 +513,72 @@ def test_a_checkpoint_that_changes_without_a_disk(tokens: torch.Tensor, checkpoi
             model(tokens)
         with torch.no_grad():
             model(tokens)
-            for parameter in model.parameters():
-                parameter.mul_(2)
             with pytest.raises(headrace.BudgetError, match=r"change, or lie in no checkpoint .*pass a directory"):
-                model(tokens)
+                _double(model)
+
+
+def _double(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(2)
+
+
+def private_bytes(path: Path) -> int:
+    """Memory of this process alone in its mappings of a file: what was written there."""
+    found, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name = line.split()[0]
+        if not name.endswith(":"):
+            counts = line.endswith(str(path))
+        elif counts and name == "Anonymous:":
+            found += int(line.split()[1]) << 10
+    return found
+
+
+def _add_in_place(weight: nn.Parameter) -> None:
+    weight.add_(0.5)
+
+
+def _add_by_operator(weight: nn.Parameter) -> None:
+    weight += 0.5
+
+
+def _add_through_data(weight: nn.Parameter) -> None:
+    weight.data += 0.5
+
+
+def _add_to_a_view(weight: nn.Parameter) -> None:
+    weight.view(-1).add_(0.5)
+
+
+@pytest.mark.parametrize("write", [_add_in_place, _add_by_operator, _add_through_data, _add_to_a_view])
+def test_writes_to_weights_of_a_checkpoint_take_no_host_memory(
+    tmp_path: Path, write: Callable[[nn.Parameter], None]
+) -> None:
+    """None beside host_memory: of one block while its data is handed out, of what views hide until the next pass."""
+    plain, inputs, path = seeded(linears, 8, 256, bias=False), torch.randn(2, 256), tmp_path / "model.safetensors"
+    save_file(dict(plain.state_dict()), path)
+    with torch.device("meta"):
+        model = linears(8, 256, bias=False)
+    block_bytes = model[0].weight.nbytes
+    settings: dict[str, Any] = {"device_memory": 2 * block_bytes, "host_memory": "512KiB", "disk": tmp_path / "spill"}
+    with headrace.offload(model, device="cpu", checkpoint=path, **settings) as handle, torch.no_grad():
+        model(inputs)
+        assert private_bytes(path) == handle.stats().disk_bytes == 0
+        kept, before = model[7].weight.data, model[7].weight.detach().clone()
+        for each in (plain, model):
+            for layer in each:
+                write(layer.weight)
+        if write is _add_through_data:
+            assert private_bytes(path) <= 2 * block_bytes
+        elif write is not _add_to_a_view:
+            assert private_bytes(path) == 0
+        for _ in range(2):
+            assert torch.equal(model(inputs), plain(inputs))
+        assert private_bytes(path) <= block_bytes + 8 * mmap.PAGESIZE  # kept, and pages that two weights share
+        assert_same_weights(model, plain)
+        moved_first = write in (_add_in_place, _add_by_operator)
+        assert torch.equal(kept, before if moved_first else plain[7].weight), "what somebody has stays as it is"
+        assert handle.stats().host_peak_bytes <= 512 << 10
 
 
 def test_checkpoints_that_do_not_fit_the_model(tmp_path: Path, checkpoint_file: Path):

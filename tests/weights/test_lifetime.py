@@ -12,13 +12,14 @@ import torch
 import headrace
 from headrace import live
 from headrace.memory import locking
+from headrace.memory.arena import Arena
 from headrace.memory.ledger import Ledger, Tier
 from headrace.runtime.autograd import EndOfBackward
 from headrace.runtime.lanes import Lanes
 from headrace.weights.passes import backward as backward_module
 from headrace.weights.passes.backward import Backward
 from headrace.weights.passes.engine import Engine
-from tests.support.compare import assert_same_gradients
+from tests.support.compare import assert_same, assert_same_gradients
 from tests.support.held import weight_bytes
 from tests.support.instances import instances
 from tests.support.loops import loss_of
@@ -217,3 +218,20 @@ def test_a_backward_that_is_let_go_of_on_a_thread_of_ours_waits_for_nobody(compu
         loss_of(model, tokens).backward()
         assert told == [True]
         assert_same_gradients(model, plain)
+
+
+def test_memory_beside_gradients_that_are_kept_is_made_before_backward(
+    tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Page-locking it would stall that."""
+    model, kept = Decoder(), list[Any]()
+    with headrace.offload(model, device="cpu", device_memory=weight_bytes(model) // 2):
+        for step in range(3):
+            loss = loss_of(model, tokens)
+            arenas = instances(monkeypatch, Arena)
+            loss.backward()
+            assert arenas == [], f"step {step}"
+            monkeypatch.undo()
+            kept += [parameter.grad for parameter in model.parameters()]
+            model.zero_grad()
+    assert_same(kept[: len(kept) // 3], kept[-len(kept) // 3 :])

@@ -196,6 +196,12 @@ class Checkpoint:
         job = partial(self._read_parts, path, what, offset, nbytes, tuple(memory))
         return self._requests.submit(Request(extent, Access.READ, [job], Kind.TRANSFER, (0, 0)), None)
 
+    def forget_writes(self, name: str) -> None:
+        """Memory that `tensor` gave out for `name` has what the file has, but for pages that neighbours share."""
+        record = self._record(name)
+        if record.path in self._mappings:
+            self._mappings[record.path].forget_pages(record.offset, record.nbytes)
+
     def forget_pages(self) -> None:
         """What was read through memory from `tensor` counts no more as this process's. Undoes writes to it."""
         for mapped in self._mappings.values():
@@ -307,14 +313,14 @@ class _Bytes:
             return None
         return checkpoint.read_range(self.path, offset, destination, what=Path(self.path).name)
 
-    def shows(self, path: str, offset: int, offset_there: int) -> bool:
+    def shows(self, path: str, offset: int, offset_there: int, nbytes: int) -> bool:
         checkpoint = self.checkpoint()
         mapped = None if checkpoint is None else checkpoint._mappings.get(self.path)
         if checkpoint is None or mapped is None or offset != offset_there:
             return False
         there, here = os.stat(path), os.fstat(checkpoint._files[self.path].descriptor)
         same = (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
-        return same and mapped.written(offset, 1) is False
+        return same and mapped.written(offset, nbytes) is False
 
     def write(self, source: torch.Tensor, offset: int) -> Request | None:
         return None

@@ -67,8 +67,8 @@ class Origin(Protocol):
     def read(self, destination: torch.Tensor, offset: int) -> Request | None:
         """Submits reading into uint8 memory of the CPU; None when only the mapping itself shows what is there."""
 
-    def shows(self, path: str, offset: int, offset_there: int) -> bool:
-        """Whether the byte at `offset` is that at `offset_there` of the file `path`, and always will be."""
+    def shows(self, path: str, offset: int, offset_there: int, nbytes: int) -> bool:
+        """Whether the bytes at `offset` are those at `offset_there` of the file `path`, unless they are written to."""
 
     def write(self, source: torch.Tensor, offset: int) -> Request | None:
         """Submits writing from uint8 memory of the CPU; None when what is there must be written through the mapping."""
@@ -234,7 +234,13 @@ class Mapping:
 
         Of a private mapping, that undoes writes.
         """
-        if _madvise(self.address, self._nbytes, mmap.MADV_DONTNEED) != 0:
+        self.forget_pages(0, self._nbytes)
+
+    def forget_pages(self, offset: int, nbytes: int) -> None:
+        """As `forget`, of the whole pages among these bytes; the last page may end with the mapping."""
+        end = offset + nbytes if offset + nbytes == self._nbytes else (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        begin = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        if begin < end and _madvise(self.address + begin, end - begin, mmap.MADV_DONTNEED) != 0:
             raise _error("madvise")
 
 

@@ -380,7 +380,7 @@ class _Bytes:
             return None if store is None else store.read(self.extent, destination, offset)
         return store.read(store.part(self.extent, offset, destination.nbytes), destination)
 
-    def shows(self, path: str, offset: int, offset_there: int) -> bool:
+    def shows(self, path: str, offset: int, offset_there: int, nbytes: int) -> bool:
         return False  # its file has no name
 
     def write(self, source: torch.Tensor, offset: int) -> Request | None:

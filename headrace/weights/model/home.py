@@ -5,7 +5,9 @@ A home is therefore a Parameter whose `data` tells whoever manages it. The class
 object and taken off again, so optimizers and ties that refer to the object stay right.
 """
 
+import functools
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +57,9 @@ class Owner(Protocol):
 
     def wait_for_updates(self) -> None:
         """The host waits until no optimizer writes the home any more."""
+
+    def before_write(self) -> None:
+        """The home is about to be written in place."""
 
     def watch_node(self) -> None:
         """Somebody may hook into the node of autograd's graph that accumulates the home's gradient."""
@@ -113,6 +118,27 @@ class Home(nn.Parameter):
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         owner_of(self).wait_for_updates()
         return nn.Parameter(raw_data(self), self.requires_grad).__repr__()
+
+
+_NO_WRITES = frozenset(("requires_grad_", "detach_", "share_memory_", "rename_", "set_", "resize_", "resize_as_"))
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+
+
+def _announced(name: str) -> Callable[..., Any]:
+    """The method of tensors that writes in place, of which the home's owner knows before."""
+    write = getattr(torch.Tensor, name)
+
+    @functools.wraps(write)
+    def announced(home: Home, *args: Any, **kwargs: Any) -> Any:
+        owner_of(home).before_write()
+        return write(home, *args, **kwargs)
+
+    return announced
+
+
+_METHODS = {name for name in dir(torch.Tensor) if name.endswith("_") and not name.startswith("_")} - _NO_WRITES
+for _name in (*_METHODS, "__setitem__", *(f"__i{name}__" for name in _OPERATORS)):
+    setattr(Home, _name, _announced(_name))
 
 
 class Part(nn.Parameter):

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.errors import LayoutError, StateError
 from headrace.memory.disk import copy_on_disk
-from headrace.runtime.autograd import without_overrides
+from headrace.runtime.autograd import unseen, without_overrides
 from headrace.runtime.pending import Unit
 from headrace.weights.model.accumulation import node_is_kept
 from headrace.weights.model.data_parallel import ADVICE
@@ -73,6 +73,7 @@ class Slot:
         rest: torch.Tensor,
         absent: torch.Tensor,
         before_touch: Callable[[], None],
+        before_write: Callable[[], None],
     ) -> None:
         self.name = name
         # Of the home: asked of the home itself, while a visit is under way, it is the leaf's.
@@ -85,6 +86,7 @@ class Slot:
         self.unit: Unit | None = None  # what it travels with
         self.on_change: Callable[[], None] = _nothing  # called when the home may have changed without a trace in it
         self._before_touch = before_touch
+        self.before_write = before_write  # as in Owner
         self._times_given = 0  # how often the home got other data (`p.data = t`)
         self._data_number = 0  # which of these it has; 0: its own
         self._touches = 0  # how often the home's `data` was handed out or re-pointed
@@ -225,7 +227,7 @@ class Slot:
         if wanted and self._hook is None and self.on_gradient is not None:
             own = weakref.ref(self)  # a cycle through autograd's hooks is never collected
             register: Any = self.leaf.register_post_accumulate_grad_hook
-            self._hook = register(lambda _: _pass_on_gradient(own()))
+            self._hook = register(unseen(lambda _: _pass_on_gradient(own())))
 
     def fits(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter can be the home."""
@@ -312,7 +314,7 @@ class Slot:
             home.grad_dtype = home.dtype  # as gradients of plain parameters are
         self.on_gradient = None
         self.unit = None
-        self._before_touch = self.on_change = _nothing
+        self._before_touch = self.before_write = self.on_change = _nothing
         if self._hook is not None:
             self._hook.remove()
             with without_overrides():

@@ -88,7 +88,7 @@ class Block(HomesInFiles):
         self.manager: object = shelf  # each offloaded model has one
         absent = AbsentLeaves(device)
         self.slots = [
-            Slot(member.name, member.parameter, layout, rest, absent.of(layout), self._before_touch)
+            Slot(member.name, member.parameter, layout, rest, absent.of(layout), self._before_touch, self._before_write)
             for member, layout, rest in zip(members, layouts, self.rest.places(layouts), strict=True)
         ]
         for slot in self.slots:
@@ -157,10 +157,10 @@ class Block(HomesInFiles):
     def is_known_current(self) -> bool:
         """Whether nothing was written to a home since `is_current` said so, nor to a tensor that shares its version."""
         self._notice_writes()
-        if self._current_at < 0:
+        if self._current_at < 0 or self._not_stale is None:
             return False
         with without_overrides():
-            return self._not_stale is None or [home._version for home in self._homes or ()] == self._not_stale[1]
+            return [home._version for home in self._homes or ()] == self._not_stale[1]
 
     def _changed(self) -> None:
         self._leaves.touched()
@@ -205,7 +205,7 @@ class Block(HomesInFiles):
         copies += [(slot.layout.view(self.buffer).detach(), slot.source) for slot in changed if slot.layout.nbytes]
         for slot in self.slots:
             slot.mark_loaded()
-        self._not_stale = None
+        self._not_stale, self._current_at = None, -1  # looked at when it is asked for: nothing may have been noticed
         marks = [slot.mark for slot in self.slots]
         self._loaded = (self._signature(), marks) if all(slot.in_place for slot in self.slots) else None
         return copies
@@ -305,9 +305,15 @@ class Block(HomesInFiles):
         return True
 
     def _before_touch(self) -> None:
+        self._shelf.in_place.handed_out(self)
         self.keep_leaf_writes()
         self.wait_until_free()
         before_write(slot.home for slot in self.slots)
+
+    def _before_write(self) -> None:
+        """What is read from a checkpoint in place moves before it would take host memory."""
+        if self.common is None and not self.rest.writable:
+            self.make_writable()
 
     def take_back(self) -> None:
         """It is lent no more. Whoever keeps a leaf has it brought again when it is used."""

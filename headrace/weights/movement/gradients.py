@@ -82,8 +82,11 @@ class Gradients:
             for slot in block.slots:
                 if slot.gradient_is_watched:
                     slot.look_for_watchers()
-                    if slot.gradient_is_watched and slot.home.grad is not None and slot in memory:
-                        memory[slot].renew()  # what comes next lies beside it
+                if slot in memory:
+                    with without_overrides():  # a look at it waits for nobody
+                        beside = slot.gradient_is_watched or slot.home.grad is None
+                    if beside:  # what comes next lies beside what was there, if somebody has that
+                        memory[slot].renew()
                 if slot not in memory and slot.home.requires_grad:
                     slots.append(slot)
             if slots:

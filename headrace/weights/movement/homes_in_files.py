@@ -21,6 +21,7 @@ class HomesInFiles:
     slots: Sequence[Slot]
     compounds: Sequence[Compound]
     rest: Rest
+    common: object
     _shelf: Shelf
     _flushed: object  # the contents that the files have
     _flushed_ranges: Sequence[Range] | None = None  # of which alone that is known; None: of all
@@ -46,8 +47,8 @@ class HomesInFiles:
     def readable_contents(self) -> object:
         """What the homes hold, which may be read until the next update, and is where it can be fetched from."""
         self.make_homes_readable()
-        if self.is_fetched and self.contents != self._flushed:
-            self.make_writable()
+        if self.is_fetched:
+            self._leave_checkpoint()
         return self.contents
 
     def readable_table(self) -> torch.Tensor:
@@ -56,9 +57,17 @@ class HomesInFiles:
         self.wait_for_updates()
         self.slots[0].check_shape()
         if self.is_fetched and self.contents != self._flushed:  # what was written leaves host memory
-            self.make_writable()
+            self._leave_checkpoint()
             self._flush(self.contents)
         return self.slots[0].data
+
+    def _leave_checkpoint(self) -> None:
+        """Homes in a checkpoint that were written to move to where that is kept; not if they were only handed out."""
+        if self.contents != self._flushed and not self.rest.writable:
+            if self.rest.is_as_in_files and all(slot.in_place for slot in self.slots):
+                self.is_flushed()
+            else:
+                self.make_writable()
 
     def make_writable(self, *, keeps: bool = True) -> None:
         """Homes in a checkpoint move to where changes are kept, with what they hold if `keeps`. BudgetError: no disk"""
@@ -68,6 +77,7 @@ class HomesInFiles:
     def spill(self, *, keeps: bool = True) -> None:
         """The block moves to the disk tier, from host memory or a checkpoint. Its memory goes with its last user."""
         self.wait_until_free()
+        before, memory_is_kept = self.rest, self.memory_is_kept
         rest, keeps = self._shelf.hand_on(self.name, self.nbytes, self.rest, self.slots, keeps=keeps)
         for slot, place in zip(self.slots, rest.places([slot.layout for slot in self.slots]), strict=True):
             slot.move_to(place, keeps=keeps)
@@ -75,6 +85,8 @@ class HomesInFiles:
         rest.take_homes(self.slots, keeps=keeps)
         if rest.filled:
             self.is_flushed()
+        if not memory_is_kept:
+            before.forget_writes()
 
     def make_homes_readable(self) -> None:
         """No update is under way, and what travels in another dtype is what the homes hold."""
@@ -91,6 +103,14 @@ class HomesInFiles:
         if self.is_fetched and (contents != self._flushed or not self.rest.flushed or not known):
             self.rest.flush(ranges)
             self._flushed, self._flushed_ranges = contents, ranges
+
+    def move_written(self) -> bool:
+        """What may have been written to a checkpoint in place moves, unless somebody has it; whether nobody has."""
+        if self.memory_is_kept:
+            return False
+        if self.rest.is_written and self.common is None:
+            self.make_writable()
+        return True
 
     # as in Unit -------------------------------------------------------------------------------------------------------
     def may_be_updated_in_files(self, parameters: Collection[torch.Tensor]) -> bool:
@@ -118,6 +138,11 @@ class HomesInFiles:
     def is_flushed(self) -> None:
         """The files have what the homes hold, whoever has had a look at them."""
         self._flushed, self._flushed_ranges = self.contents, None
+
+    @property
+    def memory_is_kept(self) -> bool:
+        """Whether somebody refers to the memory in which homes lie."""
+        raise NotImplementedError
 
     def keep_leaf_writes(self) -> bool:
         """What the model wrote to leaves is the homes', too. Whether there may have been any."""

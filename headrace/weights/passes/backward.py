@@ -15,7 +15,7 @@ import torch
 
 from headrace.errors import StateError
 from headrace.planning import Phase
-from headrace.runtime.autograd import EndOfBackward, without_overrides
+from headrace.runtime.autograd import EndOfBackward, running_function, unseen, without_overrides
 from headrace.runtime.tensors import tensors_in
 from headrace.runtime.threads import on_own_thread
 from headrace.weights.model.slot import REMOVED, Slot
@@ -69,6 +69,7 @@ class Backward:
         self._present: object | None = None  # the one under way
         self._ending: Callable[[], EndOfBackward | None] = lambda: None  # gone when autograd is done with it
         self._computing_again = contextlib.ExitStack()  # functions may be called again in it
+        self._within: dict[Slot, str] = {}  # that an autograd Function computes with now, and its name
         self.settling = threading.RLock()  # one that raised may end on autograd's thread, during the next pass
         self.refused = False  # the model was let go of
         self.ended = 0  # how many have
@@ -92,7 +93,7 @@ class Backward:
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None and not hasattr(tensor, WATCHED):
                 setattr(tensor, WATCHED, True)
-                tensor.register_hook(lambda _gradient: self.reach(site))
+                tensor.register_hook(unseen(lambda _gradient: self.reach(site)))
 
     def reach(self, site: Site) -> None:
         """Something of the site's forward is needed: its blocks come, and those of the last site may go."""
@@ -113,8 +114,8 @@ class Backward:
             bind(site.blocks, adopts=False)
             self._site = site
 
-    def require(self, block: Block) -> None:
-        """It needs a block that its site did not bring."""
+    def require(self, block: Block, slot: Slot) -> None:
+        """It needs the weight of a slot, whose block its site may not have brought."""
         if block.presence in (Presence.ABSENT, Presence.RESERVED):
             with without_overrides():
                 self._executor.visit((block,), Phase.BACKWARD, block.name)
@@ -122,10 +123,32 @@ class Backward:
             with without_overrides():
                 self._executor.bring(block)
         self._residency.arrive(block)
+        if slot.leaf.requires_grad:
+            self._note_function(slot)
+
+    def _note_function(self, slot: Slot) -> None:
+        """An autograd Function of the user's has a weight now that it has saved. Checkpoints compute with copies."""
+        function = running_function()
+        if function is None or function.name() == "CheckpointFunctionBackward":
+            return
+
+        @unseen
+        def over(*_: object) -> None:
+            hook.remove()
+            self._within.pop(slot, None)
+
+        self._within[slot] = function.name()
+        hook = function.register_hook(over)
 
     def gradient_ready(self, slot: Slot) -> None:
         """The gradient of a leaf is complete, as far as is known."""
         self._begin()  # a block that saves nothing is never unpacked
+        if slot in self._within:
+            raise StateError(
+                f"{self._within[slot]} calls backward() for parameter {slot.name!r}, which it has saved: that gradient"
+                " leaves the device, and is no `.grad` of what it saved; use torch.autograd.grad(output, [..., weight])"
+                " there, and return that"
+            )
         with without_overrides():
             (self.batch_sums or self._gradients).take(slot)
 
@@ -155,6 +178,7 @@ class Backward:
             return
         self._gradients.abandon()  # what is left of a backward whose end was interrupted
         self._site = None
+        self._within.clear()
         present = object()
         end = EndOfBackward(functools.partial(self._ended, present))
         end.queue()

@@ -240,7 +240,7 @@ class Engine:
         return self._handover.inputs(args, kwargs)
 
     def _begin_pass(self, name: str) -> None:
-        if self.progress.state is not PassState.AT_REST or not self._residency.intact:
+        if self.progress.state not in (PassState.AT_REST, PassState.BETWEEN) or not self._residency.intact:
             self._recover()
         self.progress.becomes(PassState.FORWARD)
         self.progress.thread = own_thread()
@@ -298,11 +298,12 @@ class Engine:
 
     def end_pass(self) -> None:
         """The outermost call ends: what its copies read of homes has been read, so homes may be written."""
-        self.progress.state = PassState.BETWEEN  # from whatever has been broken off
+        self.progress.state = PassState.BROKEN_OFF  # unless nothing interrupts this
         with without_overrides():
             self.standing.end()
         self._executor.end_pass()
         self._residency.wait_for_consumed_reads()
+        self.progress.state = PassState.BETWEEN
         if not torch.is_grad_enabled():  # no backward follows
             self.progress.becomes(PassState.AT_REST)
         self._claims.clear()
@@ -310,7 +311,7 @@ class Engine:
     def _recover(self) -> None:
         """After an interrupt amid bookkeeping, or a backward that raised: nothing stays bound or pending."""
         with self._backward.settling:
-            self.progress.state = PassState.BETWEEN
+            self.progress.state = PassState.BROKEN_OFF
             self.calls.clear()
             self._executor.slices.put_back_weights()
             pop_left_over(self._residency)

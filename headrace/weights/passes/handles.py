@@ -25,6 +25,7 @@ from headrace.runtime.autograd import (
     pop_hooks,
     push_hooks,
     top_hooks,
+    unseen,
     without_overrides,
 )
 from headrace.weights.model.slot import Slot, Token
@@ -77,14 +78,14 @@ class _Wrapper(NamedTuple):
 
 
 class SavedTensors:
-    """The saved-tensor hooks of one visit. `on_unpack` makes the site's blocks present; `require` one block."""
+    """The saved-tensor hooks of one visit. `on_unpack` makes the site's blocks present; `require` that of a slot."""
 
     def __init__(
         self,
         residency: Residency,
         slices: Slices,
         on_unpack: Callable[[], object],
-        require: Callable[[Block], None],
+        require: Callable[[Block, Slot], None],
     ) -> None:
         self._residency = residency
         self._slices = slices
@@ -112,6 +113,7 @@ class SavedTensors:
         """The hooks that were on top before are again."""
         pop_hooks()
 
+    @unseen
     def _pack(self, tensor: torch.Tensor) -> Any:
         packed: Handle | Picked | _Wrapper | None
         if type(tensor) is torch.Tensor or not is_wrapper(tensor):
@@ -151,6 +153,7 @@ class SavedTensors:
             return None
         return _Wrapper(type(wrapper), inner, context, wrapper.size(), wrapper.stride())
 
+    @unseen
     def _unpack(self, packed: Any) -> torch.Tensor:
         self._on_unpack()
         if isinstance(packed, _Saved):
@@ -163,7 +166,7 @@ class SavedTensors:
             if isinstance(packed, Picked):
                 check_unchanged(packed.slot, packed.token)
                 return packed.weight(self._slices)
-            self._require(packed.block)
+            self._require(packed.block, packed.slot)
             return _weight(packed)
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)

@@ -15,15 +15,17 @@ class PassState(Enum):
 
     AT_REST = auto()  # modules have homes; nothing is left of any pass
     FORWARD = auto()  # an outermost call
-    BETWEEN = auto()  # a forward has ended, and its backward may follow
+    BETWEEN = auto()  # a forward has ended, and its backward may follow, or another forward before it
     BACKWARD = auto()  # ... maybe inside of a forward
+    BROKEN_OFF = auto()  # what was under way is being undone
 
 
 _NEXT = {
     PassState.AT_REST: {PassState.FORWARD, PassState.BACKWARD},
     PassState.FORWARD: {PassState.BETWEEN, PassState.BACKWARD},
-    PassState.BETWEEN: {PassState.AT_REST, PassState.BACKWARD},
+    PassState.BETWEEN: {PassState.AT_REST, PassState.FORWARD, PassState.BACKWARD},
     PassState.BACKWARD: {PassState.AT_REST, PassState.FORWARD},
+    PassState.BROKEN_OFF: {PassState.AT_REST},
 }
 
 

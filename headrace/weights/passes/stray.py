@@ -7,9 +7,10 @@ away again; they are lent the leaves as long as they compute. While an optimizer
 they come through here as well, and wait.
 """
 
+import threading
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -75,8 +76,17 @@ _USE_OF_PROPERTY = dict.fromkeys(("T", "mT", "H", "mH", "real", "imag"), Use.COM
     ("device", "dtype", "is_cuda", "is_cpu"), Use.LOOK
 )
 
-_lenders: list[Lender | None] = []  # of the visits under way; None: homes are left as they are
+
+class _Lending(NamedTuple):
+    """A visit under way of some model. `lender` None: homes are left as they are, on that thread."""
+
+    lender: Lender | None
+    thread: int
+
+
+_lenders: list[_Lending] = []
 _waits: list[Wait] = []
+_changing = threading.RLock()  # those and the class of homes; the garbage collector may strike where it is held
 
 
 class TakingPart:
@@ -87,15 +97,17 @@ class TakingPart:
         self._one = one
 
     def begin(self) -> None:
-        self._present.append(self._one)
-        _watch()
+        with _changing:
+            self._present.append(self._one)
+            _watch()
 
     def end(self) -> None:
-        if self._present and self._present[-1] is self._one:
-            self._present.pop()
-        elif self._one in self._present:  # of another thread's visit, that began later
-            self._present.remove(self._one)
-        _watch()
+        with _changing:
+            if self._present and self._present[-1] == self._one:
+                self._present.pop()
+            elif self._one in self._present:  # of another thread's visit, that began later
+                self._present.remove(self._one)
+            _watch()
 
     def __enter__(self) -> None:
         try:
@@ -110,17 +122,20 @@ class TakingPart:
 
 def lending_leaves(lender: Lender) -> TakingPart:
     """Torch functions that take homes get the lender's leaves."""
-    return TakingPart(_lenders, lender)
+    return TakingPart(_lenders, _Lending(lender, threading.get_ident()))
 
 
 def is_lending(lender: Lender) -> bool:
     """Whether they do now, and nobody began later."""
-    return bool(_lenders) and _lenders[-1] is lender
+    return _last_lender() is lender
 
 
 def homes_as_they_are() -> TakingPart:
-    """Until the next visit, homes are plain parameters for torch functions: `has_torch_function(home)` is False."""
-    return TakingPart(_lenders, None)
+    """Until the next visit, homes are plain parameters for torch functions: `has_torch_function(home)` is False.
+
+    Modules of this thread, and not of others, give homes then.
+    """
+    return TakingPart(_lenders, _Lending(None, threading.get_ident()))
 
 
 def waiting_for_homes(wait: Wait) -> TakingPart:
@@ -130,7 +145,7 @@ def waiting_for_homes(wait: Wait) -> TakingPart:
 
 def lent_for_call(home: Home) -> torch.Tensor:
     """What a module gives for a home that it is asked for: the leaf during a pass, otherwise the home."""
-    if not _lenders or _lenders[-1] is None:
+    if not _lenders or _last_lender() is None:
         return home
     with without_overrides():
         owner = owner_of(home)
@@ -140,7 +155,7 @@ def lent_for_call(home: Home) -> torch.Tensor:
 
 def compound_lent_for_call(weight: Any) -> Any:
     """As `lent_for_call`, for a weight that is not one plain tensor; one that is no business of ours as it is."""
-    compound = compound_of(weight) if _lenders and _lenders[-1] is not None else None
+    compound = compound_of(weight) if _lenders and _last_lender() is not None else None
     if compound is None or (weight is compound.leaf and not isinstance(weight, AwayCompound)):
         return weight
     owner = compound.owner
@@ -149,22 +164,32 @@ def compound_lent_for_call(weight: Any) -> Any:
 
 def _first(lend: Callable[[Lender], torch.Tensor | None]) -> tuple[Lender, torch.Tensor] | None:
     """The innermost lender that has a leaf, and that."""
-    for lender in dict.fromkeys(reversed(_lenders)):
+    for lender in dict.fromkeys(one.lender for one in reversed(_lenders.copy())):
         leaf = None if lender is None else lend(lender)
         if lender is not None and leaf is not None:
             return lender, leaf
     return None
 
 
+def _last_lender() -> Lender | None:
+    """Who began last to lend; None: nobody does, or homes are left as they are on this thread."""
+    this, lenders = threading.get_ident(), _lenders.copy()[::-1]  # other threads begin and end meanwhile
+    own = next((one for one in lenders if one.thread == this), None)
+    if own is not None and own.lender is None:
+        return None
+    return next((one.lender for one in lenders if one.lender is not None), None)
+
+
 def stop_lending(lender: Lender) -> None:
     """After an interrupt that kept visits of this lender from ending."""
-    _lenders[:] = [other for other in _lenders if other is not lender]
-    _watch()
+    with _changing:
+        _lenders[:] = [other for other in _lenders if other.lender is not lender]
+        _watch()
 
 
 def _watch() -> None:
-    """Torch functions that take homes come here exactly while somebody wants that."""
-    wanted = bool(_waits) or bool(_lenders and _lenders[-1] is not None)
+    """Torch functions that take homes come here exactly while somebody wants that. To be called with `_changing`."""
+    wanted = bool(_waits) or bool(_lenders and _lenders[-1].lender is not None)
     if wanted == ("__torch_function__" in Home.__dict__):
         return
     if wanted:
@@ -179,7 +204,7 @@ def _torch_function(_cls: type, func: Any, _types: Any, args: Any = (), kwargs: 
         use = _use_of(func, args, kwargs)
         if _waits and (use in (Use.COMPUTE, Use.WRITE) or func == _grad.__get__):
             tree_map_only(Home, _waited_for, (args, kwargs))
-        if not _lenders or use is None:
+        if use is None or _last_lender() is None:
             return func(*args, **kwargs)
         loans: list[tuple[Lender, Any]] = []
         result = None

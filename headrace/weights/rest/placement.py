@@ -1,5 +1,6 @@
 """In which tier does each block rest? As many on the host as have room there, spread evenly; the rest on disk."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ _RING_SHARE = 1 / 8  # of the host budget, for staging: what is more holds block
 _MOST_RING_SHARE = 1 / 4  # where an eighth is too little for one of the next two
 _ENOUGH_CHUNKS = 16  # the drive has its four, and nobody waits for a thread's turn
 _AHEAD_BLOCKS = 3  # on the device, of the largest: where that has less room, the ring is where the next one comes to
+_HANDED_OUT = 4  # blocks whose memory user code may have at once, and still be looked after
 _FEWEST_CHUNKS = 4  # one that is read, one that leaves, and their followers
 
 
@@ -145,6 +147,7 @@ class Shelf:
         self._device, self._ledger = device, ledger
         self._meter, self._placement, self._materialized, self._disk = meter, placement, materialized, disk
         self._stores: dict[Path, DiskStore] = {}
+        self.in_place = HandedOut()
         self.room: HostRoom | None = None  # for what comes later than the model; None: what there is
         if placement != Placement() and self.store is not None and materialized is None:
             self.store.check_free(placement.disk_bytes)
@@ -364,6 +367,37 @@ class Shelf:
             self.fill(rest, [parameters[index].detach() for index in others], [layouts[index] for index in others])
         for index in moved:
             parameters[index].data = places[index]
+
+
+class ReadInPlace(Protocol):
+    """A block that may be read from a checkpoint in place."""
+
+    rest: Rest
+
+    def move_written(self) -> bool:
+        """It moves to disk if it was written to, unless somebody has its memory; whether nobody has."""
+
+
+class HandedOut:
+    """Blocks that are read from a checkpoint in place, of which user code got memory last (`p.data`).
+
+    What it wrote there takes host memory that is in no budget: so they move to disk when it asks for the next one.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[weakref.ref[ReadInPlace]] = []
+
+    def handed_out(self, block: ReadInPlace) -> None:
+        """User code is about to get memory of a home of this block."""
+        if self._blocks and self._blocks[-1]() is block:
+            return
+        before, self._blocks = self._blocks, []
+        for one in before[-_HANDED_OUT:]:
+            other = one()
+            if other is not None and other is not block and not other.rest.writable and not other.move_written():
+                self._blocks.append(one)
+        if not block.rest.writable:
+            self._blocks.append(weakref.ref(block))
 
 
 class GradientMemory(Protocol):

@@ -52,6 +52,14 @@ class Rest(ABC):
             for number, place in zip(self.homes.layouts, places, strict=True):
                 slots[number].live_at(place, keeps=keeps)
 
+    @property
+    def is_written(self) -> bool:
+        """Whether the places have what only this process has."""
+        return False
+
+    def forget_writes(self) -> None:  # noqa: B027  # nothing to do where they are kept
+        """The homes lie elsewhere now, and nobody has the places: memory that writes to these took is free."""
+
     def was_written(self) -> None:
         """All of it was, past the places."""
         raise NotImplementedError(f"{type(self).__name__} has no files of its own")
@@ -60,6 +68,11 @@ class Rest(ABC):
     def flushed(self) -> bool:
         """Whether the last `flush` is under way or done, and did not fail."""
         return True
+
+    @property
+    def is_as_in_files(self) -> bool:
+        """Whether the places certainly have what the files have without a `flush`."""
+        return False
 
 
 class HostRest(Rest):
@@ -252,9 +265,12 @@ class CheckpointRest(Rest):
         """Whether this process has written to the places, or to their neighbours in the same pages."""
         return any(self._checkpoint.written(name) for name in self._names)
 
+    def forget_writes(self) -> None:
+        for name in self._names:
+            self._checkpoint.forget_writes(name)
+
     @property
     def is_as_in_files(self) -> bool:
-        """Whether the places certainly have what the files have."""
         return all(map(self._checkpoint.as_in_file, self._names))
 
     def digest(self) -> int:
