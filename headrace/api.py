@@ -194,6 +194,15 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
         inventory = take_inventory(model, param_dtype=config.param_dtype)
         budgets = Budgets.of(model, inventory, config)
         if self._node is not None:
+            buffers = {name: one for name, one in model.named_buffers() if one.device.type == "cpu" and one.numel()}
+            shapes = {f"buffer {name!r}": f"{tuple(one.shape)} of {one.dtype}" for name, one in buffers.items()}
+            settings: dict[str, object] = {
+                "onload": config.onload,
+                "param_dtype": config.param_dtype,
+                "grad_dtype": config.grad_dtype,
+            }
+            self._node.check_alike(settings | shapes)
+            self._node.give_first(buffers.values())
             device_bytes, host_bytes = self._node.least([budgets.device_bytes, budgets.host_bytes])
             budgets = replace(budgets, device_bytes=device_bytes, host_bytes=host_bytes, ranks=self._node.size)
         self._budgets = budgets

@@ -11,7 +11,7 @@ import struct
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,6 +170,30 @@ class Node:
         found: list[Any] = [None] * self.world
         distributed.all_gather_object(found, list(values), group=self._mesh_group)
         return [min(each) for each in zip(*found, strict=True)]
+
+    def check_alike(self, settings: Mapping[str, object]) -> None:
+        """Raises StateError on all ranks of the mesh where some have other settings. A collective of these."""
+        found: list[Any] = [None] * self.world
+        distributed.all_gather_object(found, {name: str(value) for name, value in settings.items()}, self._mesh_group)
+        for name in {name: None for one in found for name in one}:
+            ranks: dict[str, list[int]] = {}
+            for rank, one in enumerate(found):
+                ranks.setdefault(one.get(name, "none"), []).append(rank)
+            if len(ranks) > 1:
+                told = ", ".join(f"{value} on ranks {those}" for value, those in ranks.items())
+                raise StateError(f"ranks of the mesh differ in {name}: {told}; give all of them the same")
+
+    @torch.no_grad()
+    def give_first(self, tensors: Iterable[torch.Tensor]) -> None:
+        """What the first rank of the mesh has in these, in host memory, all ranks have. A collective of the mesh."""
+        for tensor in tensors:
+            whole = tensor.detach().reshape(-1).contiguous()
+            with self.together("its buffers, as the first rank has them"):
+                for group in (self.across, self.group):
+                    if group is not None:
+                        distributed.broadcast(whole.view(torch.uint8), group_src=0, group=group)
+            if not torch.equal(whole.view(tensor.shape), tensor):
+                tensor.copy_(whole.view(tensor.shape))
 
     def spread_memory(self, device: torch.device, *, by_ranks: bool) -> None:
         """Memory that is shared from now on lies on the NUMA nodes of all ranks, in turn; `by_ranks`: what each alone

@@ -601,6 +601,44 @@ def models_that_differ() -> None:
     os._exit(0)
 
 
+def buffers_are_the_first_ranks() -> None:
+    """As DDP has it: a checkpoint may be loaded on the first rank alone."""
+    rank = distributed.get_rank()
+    model, first = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH)
+    for one, value in ((model, rank), (first, 0)):
+        one.running_mean.fill_(value + 1)  # type: ignore[union-attr]
+        one.num_batches_tracked.fill_(value + 2)  # type: ignore[union-attr]
+        one.register_buffer("mask", torch.tensor([True, value == 0]))
+        one.register_buffer("same", torch.ones(1).expand(4))
+    with offloaded(model):
+        assert all(torch.equal(a, b) for a, b in zip(model.buffers(), first.buffers(), strict=True))
+        x = torch.randn(3, WIDTH)
+        with torch.no_grad():
+            assert torch.equal(model.eval()(x), first.eval()(x))
+
+
+def settings_that_differ() -> None:
+    """All ranks are told at once."""
+    rank = distributed.get_rank()
+    with (
+        pytest.raises(StateError, match=r"differ in onload: own on ranks \[0\], gather on ranks \[1\]"),
+        offloaded(Model(), onload="gather" if rank else "own"),
+    ):
+        pass
+    with (
+        pytest.raises(StateError, match=r"differ in param_dtype: None on ranks \[0\], torch.bfloat16 on ranks"),
+        offloaded(Model(), param_dtype=torch.bfloat16 if rank else None),
+    ):
+        pass
+    model = Model()
+    model.register_buffer("extra", torch.zeros(2 + rank))
+    with (
+        pytest.raises(StateError, match=r"differ in buffer 'extra': \(2,\) of torch.float32 on ranks \[0\]"),
+        offloaded(model),
+    ):
+        pass
+
+
 def refusals() -> None:
     model = Model()
     with pytest.raises(TypeError, match="mesh is a int; give a DeviceMesh"):

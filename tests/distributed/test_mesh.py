@@ -88,12 +88,14 @@ def test_one_copy_for_a_node(nursery: Nursery, tmp_path: Path, world_size: int) 
     run_ranks(nursery, tmp_path, world_size, "meshed.one_copy_for_a_node")
 
 
-@pytest.mark.core(program="writes")
+@pytest.mark.core(program=["writes", "buffers_are_the_first_ranks", "settings_that_differ"])
 @pytest.mark.parametrize(
     "program",
     [
         "writes",
         "models_that_differ",
+        "buffers_are_the_first_ranks",
+        "settings_that_differ",
         "refusals",
         "few_descriptors",
         "groups_have_one_user",
