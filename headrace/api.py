@@ -355,7 +355,7 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
 
     def note_checkpoint(self, saving: Checkpointed) -> None:
         """The stats count it."""
-        self._meter.checkpoints.append(saving)
+        self._meter.checkpoint_begun(saving)
 
     def _check_between_passes(self, what: str) -> None:
         self._engine.process.check()

@@ -1,7 +1,7 @@
 """How does a directory come into being at one stroke? Under another name, which is exchanged when all is in it.
 
-Whatever ends the process, there is the directory of before or the new one. What a process left that was killed goes
-when the next one saves beside it, or looks for the newest.
+Whatever ends the process, there is the directory of before or the new one, with all that others put into it. What a
+process left that was killed goes when the next one of its host saves beside it, or looks for the newest.
 """
 
 import contextlib
@@ -12,17 +12,19 @@ import re
 import secrets
 import shutil
 import warnings
+from collections.abc import Callable, Set
 from pathlib import Path
 
 from headrace.checkpoint.manifest import MANIFEST, read_manifest
 from headrace.errors import CheckpointError, DiskError
-from headrace.runtime.system import flush_directory, libc, lock_directory
+from headrace.runtime.system import flush_directory, host_name, libc, lock_directory
 
 __all__ = ["NewDirectory", "check_keep", "newest", "remove_older", "restore_interrupted", "write_whole"]
 
 _PREFIX = ".headrace-saving-"
 _BEFORE = ".headrace-before-"
 _AT_FDCWD, _EXCHANGE = -100, 2
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _NUMBER = re.compile(r"(.*?)(\d+)")
 
 
@@ -34,43 +36,63 @@ class NewDirectory:
 
     def __init__(self, path: Path) -> None:
         self.target = path
-        self.path = path.parent / f"{_PREFIX}{path.name}-{secrets.token_hex(4)}"
+        self.path = _other_name(path)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            _make_parents(path.parent)
             restore_interrupted(path.parent)
-            shutil.rmtree(path.parent / f"{_BEFORE}{path.name}", ignore_errors=True)  # `path` has been replaced
+            _remove(path.parent / f"{_BEFORE}{path.name}")  # `path` has been replaced
             _remove_stale(path.parent)
             if path.exists() and not _is_replaceable(path):
                 raise DiskError(
                     errno.EEXIST,
                     f"{path} is there and is no checkpoint of headrace, so it is not replaced; name another directory",
                 )
-            self._lock: int | None = _make_locked(self.path)
+            self._locks = [_make_locked(self.path)]
         except DiskError:
             raise
         except OSError as error:
             raise DiskError(error.errno, f"{path} cannot be made: {error.strerror}; name another directory") from error
 
     def publish(self) -> None:
-        """It is `target` from now on. Raises DiskError."""
+        """It is `target` from now on. Raises DiskError; then `target` is what it was before."""
         try:
-            flush_directory(self.path)
-            if self.target.exists():
-                _exchange(self.path, self.target)
-                _keep_others(self.path, self.target)
-            else:
-                os.rename(self.path, self.target)
-            flush_directory(self.target.parent)
+            replaces = self.target.exists()
+            if replaces:
+                with contextlib.suppress(BlockingIOError):  # whoever locks it keeps it from being taken for a stale one
+                    self._locks.append(lock_directory(self.target))
+                _keep_others(self.target, self.path)
+            _flush_directories(self.path)
+            move: Callable[[Path, Path], None] = _exchange if replaces else os.rename
+            move(self.path, self.target)
+            back = (self.path, self.target) if replaces else (self.target, self.path)
+            with contextlib.ExitStack() as undo:
+                undo.callback(move, back[0], back[1])
+                if replaces:
+                    _keep_others(self.path, self.target)  # what came meanwhile
+                flush_directory(self.target.parent)
+                undo.pop_all()
         except OSError as error:
-            raise DiskError(error.errno, f"{self.target} could not be put in its place: {error.strerror}") from error
-        self.discard()
+            about = f" ({error.filename})" if error.filename else ""
+            raise DiskError(
+                error.errno, f"{self.target} could not be put in its place: {error.strerror}{about}"
+            ) from error
+        _delete(self.path)  # what `target` was before
+        self._unlock()
 
     def discard(self) -> None:
-        """What is left under the other name goes: all of it, or after `publish` what `target` was before."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        """What was made goes, unless it was published."""
+        made = self._locks[0] if self._locks else None
+        with contextlib.suppress(OSError):
+            if made is None or os.path.samestat(os.fstat(made), self.path.stat()):
+                _delete(self.path)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        while self._locks:
+            descriptor = self._locks.pop()
+            if descriptor is not None:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
 
 
 def newest(directory: str | os.PathLike[str]) -> Path | None:
@@ -88,24 +110,28 @@ def newest(directory: str | os.PathLike[str]) -> Path | None:
 def remove_older(path: Path, keep: int) -> None:
     """Of the checkpoints beside `path`, named alike but for the number at the end, the `keep` newest stay."""
     stem, own = _split(path.name)
+    try:
+        beside = _numbered(path.parent)
+    except OSError as error:
+        warnings.warn(f"older checkpoints beside {path} stay: {error.strerror}", RuntimeWarning, stacklevel=2)
+        return
     older = [
         other
-        for other in _numbered(path.parent)
+        for other in beside
         if _split(other.name)[0] == stem and _split(other.name)[1] < own and (other / MANIFEST).is_file()
     ]
     older.sort(key=lambda other: _split(other.name)[1])
     for other in older[: max(0, len(older) - keep + 1)]:
-        # Renamed first: half a checkpoint must not look like one.
-        going = other.parent / f"{_PREFIX}{other.name}-{secrets.token_hex(4)}"
+        # Renamed first, for good: half a checkpoint must not look like one.
+        going = _other_name(other)
         try:
             if other.is_symlink():
                 other.unlink()
                 continue
             os.rename(other, going)
+            _remove(going)
         except OSError as error:
             warnings.warn(f"the older checkpoint {other} stays: {error.strerror}", RuntimeWarning, stacklevel=2)
-            continue
-        shutil.rmtree(going, ignore_errors=True)
 
 
 def check_keep(path: Path, keep: int) -> None:
@@ -135,15 +161,86 @@ def _numbered(directory: Path) -> list[Path]:
     ]
 
 
+def _other_name(path: Path) -> Path:
+    """Under which a directory is made that becomes `path`, or goes. It ends in the host's name.
+
+    Locks of directories are the host's own, also where it shares a filesystem with others.
+    """
+    return path.parent / f"{_PREFIX}{path.name}-{secrets.token_hex(4)}{_own_ending()}"
+
+
+def _own_ending() -> str:
+    return f"@{host_name()}"
+
+
+def _make_parents(directory: Path) -> None:
+    """It is there, safe from a loss of power."""
+    if not directory.is_dir():
+        _make_parents(directory.parent)
+        directory.mkdir(exist_ok=True)
+        flush_directory(directory.parent)
+
+
+def _flush_directories(directory: Path) -> None:
+    """It, and those in it, with the names of all files."""
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                _flush_directories(directory / entry.name)
+    flush_directory(directory)
+
+
+def _remove(directory: Path) -> None:
+    """A directory goes that was put in place of another, or moved away, once that is safe from a loss of power."""
+    if directory.exists():
+        flush_directory(directory.parent)
+        _delete(directory)
+
+
+def _delete(directory: Path) -> None:
+    """What cannot be deleted stays."""
+    with contextlib.suppress(OSError):  # which rmtree raises all the same
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 def _keep_others(before: Path, now: Path) -> None:
-    """What others put beside the files of a checkpoint that was replaced stays there."""
+    """What others put beside the files of a checkpoint that is replaced is beside those of the new one, too."""
     try:
         ours = {MANIFEST, *read_manifest(before).files}
     except CheckpointError:
         ours = set()
-    for entry in before.iterdir():
-        if entry.name not in {name.split("/")[0] for name in ours} and not (now / entry.name).exists():
-            os.rename(entry, now / entry.name)
+    _link_others(before, now, {before / name for name in ours})
+
+
+def _link_others(before: Path, now: Path, ours: Set[Path]) -> None:
+    with os.scandir(before) as entries:
+        for entry in entries:
+            there, place = before / entry.name, now / entry.name
+            if entry.is_dir(follow_symlinks=False):
+                is_ours = any(there in path.parents for path in ours)
+                if not is_ours and not os.path.lexists(place):
+                    place.mkdir()
+                    shutil.copystat(there, place)
+                if is_ours or place.is_dir():
+                    _link_others(there, place, ours)
+            elif there not in ours and not os.path.lexists(place):
+                place.parent.mkdir(exist_ok=True)
+                _link(there, place, is_symlink=entry.is_symlink())
+
+
+def _link(there: Path, place: Path, *, is_symlink: bool) -> None:
+    """The same file; a copy where the filesystem has no links."""
+    if is_symlink:
+        place.symlink_to(os.readlink(there))
+        return
+    try:
+        os.link(there, place)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        shutil.copy2(there, place)
+        with place.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def _is_replaceable(path: Path) -> bool:
@@ -153,25 +250,34 @@ def _is_replaceable(path: Path) -> bool:
 def _make_locked(directory: Path) -> int | None:
     while True:
         directory.mkdir(exist_ok=True)
+        descriptor = None
         try:
             descriptor = lock_directory(directory)
+            if descriptor is None or directory.exists():
+                return descriptor
+            os.close(descriptor)
         except (FileNotFoundError, BlockingIOError):  # another process takes it for a stale one
             continue
-        if descriptor is None or directory.exists():
-            return descriptor
-        os.close(descriptor)
+        except OSError:
+            _delete(directory)
+            if descriptor is not None:
+                os.close(descriptor)
+            raise
 
 
 def _remove_stale(parent: Path) -> None:
-    """Directories that nobody has locked any more were left by processes that ended while they saved."""
+    """Directories that nobody has locked any more were left by processes of this host that ended while they saved."""
     for path in parent.glob(f"{_PREFIX}*"):
+        if not path.name.endswith(_own_ending()):
+            continue
         try:
             descriptor = lock_directory(path)
         except OSError:
             continue
         if descriptor is None:  # it may be in use: nobody can tell
             continue
-        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            _remove(path)
         os.close(descriptor)
 
 
@@ -193,9 +299,11 @@ def _exchange(one: Path, other: Path) -> None:
     if _exchanged(one, other):
         return
     before = other.parent / f"{_BEFORE}{other.name}"
-    os.rename(other, before)
-    os.rename(one, other)
-    os.rename(before, one)
+    with contextlib.ExitStack() as undo:
+        for source, target in ((other, before), (one, other), (before, one)):
+            os.rename(source, target)
+            undo.callback(os.rename, target, source)
+        undo.pop_all()
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -4,13 +4,14 @@ One thread reads the pieces, in the order of the files; what an optimizer is abo
 them. So reading is as far ahead of the drive as there is memory, and training waits for reading alone.
 """
 
+import contextlib
 import errno
 import os
 import threading
 import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
@@ -220,14 +221,15 @@ class Writing:
             if not piece.read.is_open:
                 piece.read.open()
         try:
-            if self._error is None:
+            with contextlib.ExitStack() as closing:
                 for name, file in self._files.items():
-                    _flush(file, name)
+                    closing.callback(_close, file, name)
+                    if self._error is None:
+                        _flush(file, name)
+            if self._error is None:
                 self._finish({name: FileRecord(size, self._checksums[name]) for name, size in self._sizes.items()})
         except BaseException as error:
             self._fail(error)
-        for file in self._files.values():
-            file.close()
         if self._error is not None:
             self._clean_up()
         # The memory goes; the figures are kept.
@@ -300,7 +302,18 @@ def _new_file(path: Path, nbytes: int) -> DirectFile:
 
 
 def _flush(file: DirectFile, name: str) -> None:
-    try:
+    with _told(name):
         os.fsync(file.descriptor)
+
+
+def _close(file: DirectFile, name: str) -> None:
+    with _told(name):
+        file.close()
+
+
+@contextlib.contextmanager
+def _told(name: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise DiskError(error.errno, f"{name} did not reach the drive: {error.strerror}") from error

@@ -1,7 +1,8 @@
 """How are parameters copied as they are now, while training goes on? Whoever writes to them asks here first.
 
 A checkpoint that is written in the background reads parameters and their state in an order of its own. An optimizer
-calls `before_write` for what it is about to change; that waits until these have been read.
+calls `before_write` for what it is about to change; that waits until these have been read. A capture is known to its
+own process: ranks that share parameters meet, after each has called it, before any of them writes.
 """
 
 from collections.abc import Iterable, Sequence

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import os
 import shutil
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ __all__ = [
     "available_cores",
     "flush_directory",
     "free_bytes",
+    "host_name",
     "libc",
     "lock_directory",
     "lock_file",
@@ -121,6 +123,11 @@ def free_bytes(place: int | Path) -> int:
         status = os.statvfs(place)
         return status.f_bavail * status.f_frsize
     return shutil.disk_usage(place).free
+
+
+def host_name() -> str:
+    """What tells this host from others with which it shares a filesystem."""
+    return socket.gethostname()
 
 
 def lock_file(descriptor: int) -> None:

@@ -78,10 +78,23 @@ class Meter:
         self.steps = self.skipped_steps = 0
         self._stall_seconds = self._compute_seconds = 0.0
         self._unread.clear()
-        self.checkpoints: list[Checkpointed] = []
+        self._saved = (0, 0.0, 0.0)  # bytes, seconds, seconds waited, of checkpoints before
+        self._saving: Checkpointed | None = None  # the last one
+
+    def checkpoint_begun(self, saving: Checkpointed) -> None:
+        """A checkpoint is being saved; those before it have ended."""
+        self._saved, self._saving = self._saved_so_far(), saving
+
+    def _saved_so_far(self) -> tuple[int, float, float]:
+        nbytes, seconds, waited_seconds = self._saved
+        if self._saving is None:
+            return self._saved
+        last = self._saving
+        return nbytes + last.nbytes, seconds + last.seconds, waited_seconds + last.waited_seconds
 
     def others(self) -> dict[str, Any]:
         """What the stats say of rows of tables, packed weights, experts, and checkpoints."""
+        saved_bytes, save_seconds, save_wait_seconds = self._saved_so_far()
         return {
             "row_bytes": self.row_bytes,
             "packed_bytes": self.packed_bytes,
@@ -95,9 +108,9 @@ class Meter:
             "expert_kept_bytes": self.expert_kept_bytes,
             "micro_batches_together": self.micro_batches_together,
             "micro_batches_in_turn": self.micro_batches_in_turn,
-            "saved_bytes": sum(saving.nbytes for saving in self.checkpoints),
-            "save_seconds": sum(saving.seconds for saving in self.checkpoints),
-            "save_wait_seconds": sum(saving.waited_seconds for saving in self.checkpoints),
+            "saved_bytes": saved_bytes,
+            "save_seconds": save_seconds,
+            "save_wait_seconds": save_wait_seconds,
         }
 
     def onloaded(self, nbytes: int) -> None:

@@ -138,3 +138,15 @@ def test_what_trains_beside_adapters_and_was_not_saved_is_told(tmp_path: Path) -
     model.base_model.model.lm_head.requires_grad_(True)
     with pytest.warns(RuntimeWarning, match=r"lm_head.weight' \(and 0 more\) can be trained and is not in"):
         headrace.load(tmp_path / "lora", model)
+
+
+def test_files_beside_those_of_an_adapter_stay(tmp_path: Path) -> None:
+    """Also where that adapter is gone by the next save."""
+    model = adapted("default", "other")
+    headrace.save(tmp_path / "last", model)
+    (tmp_path / "last" / "other" / "notes.txt").write_text("mine")
+    headrace.save(tmp_path / "last", model)
+    assert (tmp_path / "last" / "other" / "notes.txt").read_text() == "mine"
+    model.delete_adapter("other")
+    headrace.save(tmp_path / "last", model)
+    assert [path.name for path in (tmp_path / "last" / "other").iterdir()] == ["notes.txt"]

@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,19 @@ def test_a_checkpoint_may_end_within_a_step(tmp_path: Path, held_up: threading.E
     finally:
         hook.remove()
     assert saving.done
+
+
+def test_what_is_counted_of_a_checkpoint_outlives_it(tmp_path: Path) -> None:
+    with run("host", tmp_path / "tiers") as one:
+        first = headrace.save(tmp_path / "step-1", one.model)
+        nbytes, gone = first.nbytes, weakref.ref(first)
+        del first
+        for number in (2, 3):
+            headrace.save(tmp_path / f"step-{number}", one.model)
+        gc.collect()
+        assert gone() is None
+        assert one.handle is not None
+        assert one.handle.stats().saved_bytes == 3 * nbytes
 
 
 @pytest.mark.extended

@@ -1,6 +1,7 @@
 """What does a checkpoint that is damaged, or a drive that fails, do? An error that names file and tensor, no more."""
 
 import errno
+import itertools
 import os
 import random
 import shutil
@@ -13,6 +14,7 @@ import torch
 
 import headrace
 from headrace.cli.main import main
+from tests.checkpoint.faults import Flushed, Nth, Watched, at_each_call, fails
 from tests.checkpoint.runs import Net, Run, run
 from tests.support.compare import assert_same
 
@@ -106,6 +108,68 @@ def test_a_drive_that_fails_leaves_the_checkpoint_of_before(
     one.step()  # nobody waits for what failed
     headrace.load(path, one.model, one.optimizer)
     assert_same(one.values(), wanted)
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_save_that_fails_last_of_all_changes_nothing(tmp_path: Path, exchanges: bool) -> None:
+    """The directory beside it is flushed when the two have changed places already."""
+    watched, calls = Watched(tmp_path / "one"), Nth(10**6, fails)
+    with at_each_call(calls, exchanges=exchanges):
+        headrace.save(watched.path, watched.model)
+    last = len(calls.calls) - calls.calls[::-1].index("fsync") - 1
+    watched = Watched(tmp_path / "other")
+    with at_each_call(Nth(last, fails), exchanges=exchanges), pytest.raises(headrace.DiskError, match="Input/output"):
+        headrace.save(watched.path, watched.model)
+    assert [path.name for path in watched.path.parent.iterdir()] == ["step-2"]
+    assert watched.holds(watched.directory) == 0
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("on", [False, True])
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.filterwarnings("ignore:older checkpoints", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_whichever_call_fails_there_is_what_was_there_or_what_is_saved(
+    tmp_path: Path, exchanges: bool, on: bool
+) -> None:
+    for number in itertools.count():
+        watched = Watched(tmp_path / str(number))
+        calls, failed = Nth(number, fails, on=on), False
+        with at_each_call(calls, exchanges=exchanges):
+            try:
+                headrace.save(watched.path, watched.model, keep=1)
+            except Exception:
+                failed = True
+        if not on:
+            assert watched.holds(watched.directory) == (not failed), calls.calls[number : number + 1]
+        watched.holds(watched.directory)
+        headrace.save(watched.path, watched.model)
+        assert watched.holds(watched.directory) == 1
+        assert [path.name for path in watched.path.parent.iterdir()] == ["step-2"]
+        if not calls.happened:
+            break
+    assert number > 50
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_whenever_the_power_is_lost_there_is_what_was_there_or_what_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+) -> None:
+    watched, flushed = Watched(tmp_path / "now"), Flushed(tmp_path / "now")
+    left: list[Path] = []
+
+    def power_is_lost(_: str) -> None:
+        for removed in (frozenset[int](), flushed.gone()):
+            left.append(tmp_path / str(len(left)))
+            flushed.restore(left[-1], removed=removed)
+
+    monkeypatch.setattr(os, "fsync", flushed.fsync)
+    with at_each_call(power_is_lost, exchanges=exchanges):
+        headrace.save(watched.path, watched.model)
+    flushed.close()
+    held = [watched.holds(directory) for directory in left]
+    assert held == sorted(held)
+    assert set(held) == {0, 1}
 
 
 def test_what_cannot_be_written_to_is_told(saved: tuple[Run, Path], tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import headrace
 from headrace.checkpoint.manifest import MANIFEST, PIECE_BYTES
 from headrace.memory.disk.directory import StoreDirectory
 from headrace.memory.disk.torch_files import open_torch_file
+from headrace.runtime.system import host_name
 from tests.checkpoint.runs import Net, Run, run
 from tests.support.compare import assert_same
 
@@ -291,7 +292,7 @@ def test_directories_that_saves_and_spills_find_are_left_alone(tmp_path: Path) -
     (precious / "file").write_text("mine")
     place = tmp_path / "runs"
     place.mkdir()
-    for name in (".headrace-saving-x", ".headrace-before-x"):
+    for name in (f".headrace-saving-x@{host_name()}", ".headrace-before-x"):
         (place / name).symlink_to(precious)
     model = Net(torch.float32)
     headrace.save(place / "step-1", model)

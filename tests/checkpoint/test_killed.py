@@ -78,3 +78,36 @@ def test_a_killed_run_goes_on(tmp_path: Path, nursery: Nursery, place: str, wait
         shutil.rmtree(tmp_path / "checkpoints")
         (tmp_path / "values.pt").unlink()
     assert went_on > 0, "some run went on from a checkpoint"
+
+
+AT_EACH_CALL = """
+import itertools, os, pathlib, sys, torch, headrace
+sys.path.insert(0, sys.argv[3])
+from tests.checkpoint.faults import Nth, Watched, at_each_call, is_killed
+torch.set_num_threads(1)
+for number in itertools.count():
+    watched = Watched(pathlib.Path(sys.argv[1]) / str(number))
+    child = os.fork()
+    if not child:
+        with at_each_call(Nth(number, is_killed), exchanges=sys.argv[2] == "exchanges"):
+            headrace.save(watched.path, watched.model)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    held = watched.holds(watched.directory)
+    headrace.save(watched.path, watched.model)
+    assert watched.holds(watched.directory) == 1
+    assert [path.name for path in watched.path.parent.iterdir()] == ["step-2"]
+    if code != -9:
+        assert (code, held) == (0, 1)
+        break
+print(number)
+"""
+
+
+@pytest.mark.parametrize("how", ["exchanges", "renames"])
+def test_killed_at_any_call_a_save_leaves_what_was_there_or_what_is_saved(
+    tmp_path: Path, nursery: Nursery, how: str
+) -> None:
+    child = nursery.start(AT_EACH_CALL, tmp_path, how, os.getcwd())
+    assert child.wait() == 0, child.errors
+    assert int(child.read_rest()) > 100

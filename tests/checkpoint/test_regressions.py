@@ -18,6 +18,7 @@ from torch import nn
 import headrace
 import headrace.optim
 from headrace.checkpoint import directory, files, writing
+from headrace.runtime.system import host_name
 from tests.checkpoint.runs import run
 from tests.support.compare import assert_same, assert_same_weights
 from tests.support.models import seeded
@@ -360,15 +361,17 @@ def test_a_crash_between_renames_loses_nothing(tmp_path: Path, monkeypatch: pyte
 def test_looking_for_the_newest_removes_what_a_killed_process_left(tmp_path: Path) -> None:
     model, _ = small()
     headrace.save(tmp_path / "step-1", model)
-    left = tmp_path / ".headrace-saving-step-0-abc"
-    left.mkdir()
-    (left / "model.safetensors").write_bytes(b"half")
+    left, elsewhere = (tmp_path / f".headrace-saving-step-0-abc@{host}" for host in (host_name(), "another-host"))
+    for directory_of_killed in (left, elsewhere):
+        directory_of_killed.mkdir()
+        (directory_of_killed / "model.safetensors").write_bytes(b"half")
     under_way = directory.NewDirectory(tmp_path / "step-3")
     assert headrace.checkpoint.newest(tmp_path) == tmp_path / "step-1"
     assert not left.exists()
     assert under_way.path.exists(), "somebody still writes that"
     under_way.discard()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1"]
+    assert elsewhere.exists(), "whether another host still writes that, its locks do not tell here"
+    assert sorted(tmp_path.iterdir()) == [elsewhere, tmp_path / "step-1"]
 
 
 def test_names_that_lead_out_of_a_checkpoint_are_refused(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import headrace
 from headrace import Offloaded, RankError, StateError, optim
-from tests.support.compare import assert_same_weights
+from headrace.checkpoint.writing import Piece
+from tests.support.compare import assert_same, assert_same_weights
 
 WIDTH, LAYERS = 64, 6
 LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
@@ -303,6 +304,34 @@ def saved(directory: str, steps: int) -> None:
         train_by(model, optimizer, range(steps, steps + 2))
         if distributed.get_rank() == 0:
             torch.save(model.state_dict(), f"{directory}/after.pt")
+
+
+def saved_beside(directory: str, overlap: str) -> None:
+    """The first rank saves while all ranks take a step: the checkpoint has what there was when it was begun."""
+    model, is_first = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4))), distributed.get_rank() == 0
+    with offloaded(model, device_memory="256KiB"):
+        optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9, overlap=overlap)
+        model(torch.full((2, 128), 1.0 + distributed.get_rank())).square().mean().backward()
+        optimizer.step()
+        model(torch.full((2, 128), 2.0 + distributed.get_rank())).square().mean().backward()
+        optimizer.consolidate_state_dict(to=0)
+        fill = Piece.fill
+        with mock.patch.object(Piece, "fill", lambda *given: (time.sleep(0.2), fill(*given))):
+            if is_first:
+                wanted = _copied(model, optimizer)
+                saving = headrace.save(f"{directory}/saved", model, optimizer, wait=False)
+            distributed.barrier()
+            optimizer.step()
+            if is_first:
+                saving.wait()
+    if is_first:
+        headrace.load(f"{directory}/saved", model, again := optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        assert_same(_copied(model, again), wanted)
+
+
+def _copied(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    state = [entry["momentum_buffer"] for _, entry in sorted(optimizer.state_dict()["state"].items())]
+    return [value.detach().clone() for value in (*model.parameters(), *state)]
 
 
 def resumed(directory: str, kind: str, steps: int) -> None:

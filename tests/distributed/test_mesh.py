@@ -70,6 +70,13 @@ def test_a_run_goes_on_elsewhere(nursery: Nursery, tmp_path: Path, world_size: i
         run_ranks(nursery, tmp_path, world_size, f"meshed.resumed, {str(tmp_path / 'saved')!r}, {kind!r}, 3")
 
 
+@pytest.mark.core(overlap="none")
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_no_rank_writes_what_another_is_saving(nursery: Nursery, tmp_path: Path, overlap: str) -> None:
+    (tmp_path / "saved").mkdir()
+    run_ranks(nursery, tmp_path, 2, f"meshed.saved_beside, {str(tmp_path / 'saved')!r}, {overlap!r}")
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(("world_size", "nodes"), [(2, 2), (4, 2)])
 def test_nodes(nursery: Nursery, tmp_path: Path, world_size: int, nodes: int) -> None:

@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from headrace.errors import StateError
 from headrace.runtime.autograd import without_overrides
+from headrace.runtime.capture import before_write
 from headrace.runtime.process_wide import ProcessWide
 from headrace.runtime.tensors import parameters_of
 from headrace.weights.meter import Meter
@@ -138,7 +139,7 @@ class OptimizerSteps:
             self._executor.homes_changed()
 
     def _meet_other_ranks(self, optimizer: Optimizer, common: CommonHomes) -> None:
-        """Nobody reads homes any more, on any rank, and all see the same of them."""
+        """Nobody reads homes any more, on any rank, or saves those that are updated, and all see the same of them."""
         if not self._takes_turns(optimizer):
             name = type(optimizer).__name__
             raise StateError(
@@ -147,6 +148,7 @@ class OptimizerSteps:
             )
         for block in (*self._engine.blocks, *self._engine.residents):
             block.wait_for_reads()
+        before_write(slot.home for slot in self._slots_of(optimizer))  # by other ranks, which know of no capture here
         common.agree(f"{type(optimizer).__name__}.step()")
 
     def _blocks(self) -> list[Block]:
