@@ -8,6 +8,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import partial
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +17,25 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from headrace.errors import StateError
-from headrace.runtime.module_calls import Method, compile_calls, participant_of, take_part, withdraw
+from headrace.runtime.module_calls import (
+    Method,
+    compile_calls,
+    computing_methods,
+    participant_of,
+    take_part,
+    withdraw,
+)
 from headrace.weights.model.compound import is_compound, outer_of
 from headrace.weights.model.home import Home, Leaf, WatchedBuffer, home_of
 from headrace.weights.model.inventory import is_left_to_user
-from headrace.weights.model.module_buffers import plain_buffer
+from headrace.weights.model.module_buffers import HostBuffer, plain_buffer
 from headrace.weights.passes.compiling import compile_blocks, note_not_compiled
-from headrace.weights.passes.stray import compound_lent_for_call, homes_as_they_are, lent_for_call
+from headrace.weights.passes.stray import (
+    compound_lent_for_call,
+    homes_as_they_are,
+    lent_for_call,
+    pass_begins,
+)
 
 if TYPE_CHECKING:
     from headrace.weights.passes.site import Site
@@ -37,6 +50,8 @@ class LendingDict(dict[str, Any]):
         held = super().__getitem__(name)  # so that the compiler can follow
         if type(held) is Home:
             return lent_for_call(held)
+        if isinstance(held, HostBuffer):  # it rests on the host, as outside of passes
+            return super().__getitem__(name) if pass_begins() else held
         return compound_lent_for_call(held) if held is not None and is_compound(held) else held
 
 
@@ -91,8 +106,7 @@ def lend_parameters(module: nn.Module) -> None:
     """The module gives leaves, where it is asked for a parameter during a pass."""
     if module._parameters and not isinstance(module._parameters, Parameters):
         module.__dict__["_parameters"] = Parameters(module._parameters, module)
-    travel = any(isinstance(buffer, WatchedBuffer) for buffer in module._buffers.values())
-    if travel and not isinstance(module._buffers, LendingDict):
+    if module._buffers and not isinstance(module._buffers, LendingDict):
         module.__dict__["_buffers"] = LendingDict(module._buffers)
 
 
@@ -104,6 +118,7 @@ class Managed:
     def __init__(self, module: nn.Module, site: "Site") -> None:
         self.site = site
         self._looks_at_homes = isinstance(module, nn.TransformerEncoder)
+        self._others: dict[str, Method] = {name: partial(self._call, name) for name in computing_methods(type(module))}
         self.leaves_out = _never if self._looks_at_homes else site.is_inside
 
     @property
@@ -113,6 +128,7 @@ class Managed:
         forward |= {} if self.site.picks is None else {"forward": self._pick}
         forward |= {"forward": self._adapt} if self.site.adapts else {}
         return {
+            **self._others,
             **forward,
             "_apply": self._apply,
             "_named_members": self._named_members,
@@ -131,6 +147,11 @@ class Managed:
         if site.is_inside():
             return forward(*args, **kwargs)
         return site.engine.call(site, forward, args, kwargs)
+
+    def _call(self, name: str, _module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # within a pass
+            return own(*args, **kwargs)
+        return self.site.engine.call_method(self.site, name, own, args, kwargs)
 
     def _look_up(self, module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
         table = self.site.table
