@@ -398,3 +398,35 @@ def saved(model: nn.Module) -> Any:
     torch.save(model, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+class Caching(nn.Module):
+    """Keeps what it has made of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Layer(WIDTH) for _ in range(4)))
+        self.register_buffer("table", torch.randn(50, WIDTH))
+        self.made: Tensor | None = None
+        self.all_made: dict[str, list[Tensor]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.made is None:
+            self.made = self.table * 2
+            self.all_made = {"both": [self.made, self.made + 1]}
+        return self.layers(x) + self.made[:5] + self.all_made["both"][1][:5]  # type: ignore[no-any-return]
+
+
+def test_what_a_model_keeps_on_the_device_comes_back_with_it(compute_device: torch.device) -> None:
+    """With `remove()`, and into copies."""
+    model = seeded(Caching)
+    with torch.no_grad():
+        expected = copy.deepcopy(model)(PIXELS)
+        handle = offload(model, compute_device, 0.5)
+        model(PIXELS)
+        assert_same(copy.deepcopy(model)(PIXELS), expected)
+        assert_same(saved(model)(PIXELS), expected)
+        model(PIXELS)
+        handle.remove()
+        assert_same(model(PIXELS), expected)
+    assert model.all_made["both"][0] is model.made

@@ -7,7 +7,7 @@ while the model computes.
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from headrace.runtime.module_calls import (
     take_part,
     withdraw,
 )
+from headrace.runtime.tensors import map_tensors
 from headrace.weights.model.compound import is_compound, outer_of
 from headrace.weights.model.home import Home, Leaf, WatchedBuffer, home_of
 from headrace.weights.model.inventory import is_left_to_user
@@ -40,7 +41,7 @@ from headrace.weights.passes.stray import (
 if TYPE_CHECKING:
     from headrace.weights.passes.site import Site
 
-__all__ = ["Managed", "lend_parameters", "make_managed", "make_plain", "site_of"]
+__all__ = ["Managed", "bring_attributes_back", "lend_parameters", "make_managed", "make_plain", "site_of"]
 
 
 class LendingDict(dict[str, Any]):
@@ -215,14 +216,17 @@ class Managed:
         }
         plain_buffers = {name: plain_buffer(buffer) for name, buffer in buffers.items()}
         leaves = {name: attributes[name] for name in parameters if isinstance(attributes.get(name), Leaf)}
+        made = _attributes_on_host(module, self.site.device, {})
+        kept = {name: attributes[name] for name in made}
         try:
             for name in leaves:
                 del attributes[name]
+            attributes.update(made)
             attributes["_parameters"], attributes["_buffers"] = plain_parameters, plain_buffers
             yield
         finally:
             attributes["_parameters"], attributes["_buffers"] = parameters, buffers
-            attributes.update(leaves)
+            attributes.update({**leaves, **kept})
 
     def _apply(
         self, module: nn.Module, _own: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
@@ -280,6 +284,33 @@ class Managed:
     def _load_from_state_dict(self, _module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> None:
         self.site.engine.wait_until_free()  # homes are about to be written
         own(*args, **kwargs)
+
+
+def bring_attributes_back(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Tensors that modules have made on the device and kept in attributes go to the host."""
+    known: dict[int, torch.Tensor] = {}
+    for module in modules:
+        module.__dict__.update(_attributes_on_host(module, device, known))
+
+
+def _attributes_on_host(module: nn.Module, device: torch.device, known: dict[int, torch.Tensor]) -> dict[str, Any]:
+    """The attributes that have tensors on the device, with copies on the host; `known`: those made before."""
+
+    def on_host(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is not torch.Tensor or tensor.device != device:
+            return tensor
+        if id(tensor) not in known:
+            known[id(tensor)] = tensor.to("cpu")
+        return known[id(tensor)]
+
+    if device.type == "cpu":
+        return {}
+    own = {name: value for name, value in module.__dict__.items() if name not in _OF_MODULES}
+    found = {name: map_tensors(value, on_host) for name, value in own.items()}
+    return {name: value for name, value in found.items() if value is not own[name]}
+
+
+_OF_MODULES = frozenset(nn.Module().__dict__)  # parameters, buffers and hooks have ways of their own
 
 
 def _home_or_own(member: Any) -> Any:
