@@ -8,18 +8,19 @@ modules with hooks, stay on. Unlike a subclass it leaves `type(module)` alone.
 
 import contextlib
 import copy
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-__all__ = ["Method", "Participant", "compile_calls", "participant_of", "take_part", "withdraw"]
+__all__ = ["Method", "Participant", "compile_calls", "computing_methods", "participant_of", "take_part", "withdraw"]
 
 _CALLS = "_compiled_call_impl"
 Method = Callable[..., Any]  # of (module, the method as it would be without us, and its arguments)
@@ -163,6 +164,53 @@ class _Bound:
         if own is None and hasattr(type(module), self._name):
             own = partial(getattr(type(module), self._name), module)
         return self._method(module, own, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Its name, its signature, what was set on the function: those of the method."""
+        return getattr(self._plain(), name)
+
+    @property
+    def __wrapped__(self) -> Any:
+        return self._plain()
+
+    @property
+    def __doc__(self) -> Any:  # type: ignore[override]
+        return self._plain().__doc__
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module(), self._name)
+
+    def _plain(self) -> Any:
+        """The method as it would be without us."""
+        module: Any = self._module()
+        calls = module.__dict__.get(_CALLS)
+        kept = calls.kept.get(self._name) if isinstance(calls, _Calls) else None
+        return getattr(type(module), self._name).__get__(module) if kept is None else kept
+
+
+_computing: "weakref.WeakKeyDictionary[type, tuple[str, ...]]" = weakref.WeakKeyDictionary()
+
+
+def computing_methods(kind: type[nn.Module]) -> tuple[str, ...]:
+    """The methods of a class that may compute as `forward` does: `encode`, `forward_features`, `get_image_features`.
+
+    Public ones that nn.Module does not have, and that take something.
+    """
+    if kind not in _computing:
+        names = [name for name in dir(kind) if not name.startswith("_") and not hasattr(nn.Module, name)]
+        _computing[kind] = tuple(name for name in names if _takes_something(inspect.getattr_static(kind, name)))
+    return _computing[kind]
+
+
+def _takes_something(function: Any) -> bool:
+    if not isinstance(function, FunctionType) or function.__code__.co_flags & _COMPUTE_LATER:
+        return False
+    code = function.__code__
+    several = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    return bool(several) or code.co_argcount + code.co_kwonlyargcount > 1
+
+
+_COMPUTE_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def take_part(module: nn.Module, participant: Participant) -> None:

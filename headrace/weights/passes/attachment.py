@@ -23,7 +23,7 @@ from headrace.weights.model.tables import looks_rows_up
 from headrace.weights.movement.block import Block
 from headrace.weights.passes.adapted import adapts_experts
 from headrace.weights.passes.engine import Engine
-from headrace.weights.passes.managed import lend_parameters, make_managed, make_plain, site_of
+from headrace.weights.passes.managed import bring_attributes_back, lend_parameters, make_managed, make_plain, site_of
 from headrace.weights.passes.refusals import refuse_call, refuse_script
 from headrace.weights.passes.site import Companion, Site
 
@@ -168,6 +168,7 @@ class Attachment:
         self._engine.before_call = lambda: None
         for block in self._blocks():
             block.release()
+        bring_attributes_back(self._modules, self._engine.device)
         for module in list(self._modules):
             managed = site_of(module) is not None
             make_plain(module)

@@ -15,7 +15,7 @@ from headrace.weights.passes.stray import is_lending, lending_leaves
 if TYPE_CHECKING:
     from headrace.weights.passes.engine import Engine
 
-__all__ = ["Call"]
+__all__ = ["Call", "MethodCall"]
 
 
 class Call:
@@ -38,9 +38,18 @@ class Call:
 
     def begin_visit(self) -> None:
         """Its blocks come, and what autograd saves of them becomes handles."""
+        self._visit()
+        with_gradients = torch.is_grad_enabled() or len(self._engine.calls) == 1  # they may be switched on inside
+        self._take_part(with_gradients=with_gradients)
+
+    def _visit(self) -> None:
         engine = self._engine
         engine.visit(self)
         self._ends.append(engine.leave)
+
+    def _take_part(self, *, with_gradients: bool, in_method: bool = False) -> None:
+        """From here to its end, in what is computed with weights."""
+        engine = self._engine
         if not is_lending(engine.lending):
             lending = lending_leaves(engine.lending)
             self._ends.append(lending.end)
@@ -49,8 +58,9 @@ class Call:
             # The cache would keep low-precision copies of the weights on the device, also of weights that changed.
             torch.set_autocast_cache_enabled(False)
             self._ends.append(partial(torch.set_autocast_cache_enabled, True))
-        if torch.is_grad_enabled() or len(engine.calls) == 1:  # gradients may be switched on inside
+        if with_gradients:
             saved = engine.saved_tensors(self.site)
+            saved.in_method = in_method
             saved.push()
             self._ends.append(saved.pop)
 
@@ -63,10 +73,53 @@ class Call:
         bind(blocks)
         self.blocks = (*self.blocks, *blocks)
 
-    def end(self) -> None:
-        """Ends what was begun, in reverse; all of it, whatever is raised meanwhile."""
-        if self._ends:
+    def end(self, but: int = 0) -> None:
+        """Ends what was begun, in reverse, `but` so many that came first; all of it, whatever is raised meanwhile."""
+        if len(self._ends) > but:
             try:
                 self._ends.pop()()
             finally:
-                self.end()
+                self.end(but)
+
+
+class MethodCall(Call):
+    """A call of another method than `forward`, such as `encode`, outside of any pass.
+
+    It is a pass from where it asks a module for a weight or a buffer itself. A call of a module around layers is a pass
+    of its own, also in here, and so this one's ends before it, and before an optimizer's step; the next weight begins
+    another one.
+    """
+
+    def __init__(self, engine: "Engine", site: Site, name: str) -> None:
+        super().__init__(engine, site)
+        self.name = f"{site.name}.{name}"
+        self.used = False  # whether it has been a pass
+        self.begun = False  # ... and is one now
+        self._open = 0  # of `_ends`, those that are not the pass's
+
+    def open(self) -> None:
+        """The method is about to run. What nests with what it may open itself begins here."""
+        self._take_part(with_gradients=torch.is_grad_enabled(), in_method=True)
+        self._open = len(self._ends)
+
+    def begin(self) -> None:
+        """It needs a weight or a buffer."""
+        if not self.begun:
+            self._engine.begin_method(self)
+
+    def begin_visit(self) -> None:
+        """The pass has begun."""
+        self.used = self.begun = True
+        self._ends.append(self._engine.end_pass)
+        self._visit()
+
+    def pause(self) -> None:
+        """What comes next is outside of its pass."""
+        if self.begun:
+            self.begun = False
+            self.end(self._open)
+
+    def break_off(self) -> None:
+        """Nothing of its pass is left."""
+        self.begun = False
+        del self._ends[self._open :]

@@ -4,6 +4,7 @@ Forward: a site's call makes its blocks present, binds their leaves, and packs w
 What backward does with them: backward.py. See docs/design/engine.md.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,9 @@ from torch import nn
 
 from headrace.errors import StateError
 from headrace.planning import Phase
-from headrace.runtime.autograd import without_overrides
+from headrace.runtime.autograd import in_transform, without_overrides
 from headrace.runtime.fibers import own_thread
+from headrace.runtime.tensors import tensors_in
 from headrace.weights.model.module_buffers import ModuleBuffers
 from headrace.weights.movement.averaging import AveragedGradients
 from headrace.weights.movement.batch_sums import BatchSums
@@ -26,7 +28,7 @@ from headrace.weights.movement.residency import Residency
 from headrace.weights.movement.trace import Turn
 from headrace.weights.passes.backward import Backward
 from headrace.weights.passes.binding import Standing, release
-from headrace.weights.passes.call import Call
+from headrace.weights.passes.call import Call, MethodCall
 from headrace.weights.passes.handles import SavedTensors, pop_left_over, saving_is_left_to_autograd
 from headrace.weights.passes.handover import Handover
 from headrace.weights.passes.idle import is_idle
@@ -73,7 +75,8 @@ class Engine:
         self._common = common
         self.calls: list[Call] = []  # visits whose call is under way, outermost first
         self.progress = Progress()
-        self.lending = Lending(executor, residency, self.calls, self.progress)
+        self._methods: dict[int, MethodCall] = {}  # the innermost of each thread, outside of passes
+        self.lending = Lending(executor, residency, self.calls, self.progress, self._methods)
         self._handover = Handover(device, residency)
         self.standing = Standing(self.blocks, self.residents, buffers, residency, executor)
         self.updates = Updates(self.blocks, self.residents)
@@ -141,6 +144,8 @@ class Engine:
         try:
             if not self.progress.in_backward:
                 self._claim()
+                if site.encloses:
+                    self.pause_method()
                 outermost = not self.calls and self.together is None
             if not outermost and not self._is_visit(site):
                 return forward(*args, **kwargs)
@@ -171,6 +176,62 @@ class Engine:
         if torch.is_grad_enabled():
             self._backward.watch_output(site, output)
         return output
+
+    def call_method(
+        self, site: Site, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A method of a managed module other than `forward` was called: it takes its weights where its inputs are."""
+        this = threading.get_ident()
+        if not self._is_outside(this) or not any(one.device == self.device for one in tensors_in((args, kwargs))):
+            return method(*args, **kwargs)
+        call, around = MethodCall(self, site, name), self._methods.get(this)
+        try:
+            self._methods[this] = call
+            call.open()
+            output = method(*args, **kwargs)
+            if call.used:
+                output = self._handover.output(output, outermost=True)
+            call.end()
+        except BaseException:
+            try:
+                call.end()
+            finally:
+                if call.begun:
+                    self._recover()
+                    self._claims.clear()
+            raise
+        finally:
+            self._methods.pop(this, None)
+            if around is not None:
+                self._methods[this] = around
+        if call.used and torch.is_grad_enabled():
+            self._backward.watch_output(site, output)
+        return output
+
+    def _is_outside(self, thread: int) -> bool:
+        """Whether this thread is in no pass now, in no backward, and in no function transform."""
+        if any(call.thread == thread for call in self.calls) or self.together is not None:
+            return False
+        return not self.progress.in_backward and not in_transform()
+
+    def begin_method(self, call: MethodCall) -> None:
+        """A method becomes a pass."""
+        self.process.check()
+        self._claim()
+        try:
+            self._begin_pass(call.name)
+            call.begin_visit()
+        except BaseException:
+            self._recover()
+            self._claims.clear()
+            raise
+
+    def pause_method(self) -> bool:
+        """What comes next on this thread is no part of a method's pass. Whether a method is under way."""
+        method = self._methods.get(threading.get_ident())
+        if method is not None and self.calls and self.calls[-1] is method:
+            method.pause()
+        return method is not None
 
     def note_use(self, *blocks: Block) -> None:
         """Parts of these are used, in a call that may be no visit."""
@@ -316,6 +377,9 @@ class Engine:
             self._executor.slices.put_back_weights()
             pop_left_over(self._residency)
             stop_lending(self.lending)
+            for method in list(self._methods.values()):  # under way, around what was
+                method.break_off()
+                lending_leaves(self.lending).begin()
             self.lending.forget()
             self.standing.reset(())
             self._residency.mend((*self.blocks, *self.residents))

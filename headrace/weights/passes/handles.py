@@ -91,6 +91,7 @@ class SavedTensors:
         self._slices = slices
         self._on_unpack = on_unpack
         self._require = require
+        self.in_method = False  # they were pushed before the pass began, and outlast it
         self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # hooks that are not ours
         self._checkpoint: Callable[..., Any] | None = None  # of them, that of a checkpoint that counts
         self._recompute: Callable[..., Any] | None = None  # ... and how it computes again
@@ -187,7 +188,7 @@ def pop_left_over(residency: Residency) -> None:
     """Takes off the hooks of visits of this model that an interrupt kept from ending."""
     while (hooks := top_hooks(True)) is not None:
         owner: Any = getattr(hooks[0], "__self__", None)
-        if not isinstance(owner, SavedTensors) or owner._residency is not residency:
+        if not isinstance(owner, SavedTensors) or owner._residency is not residency or owner.in_method:
             return
         pop_hooks()
 

@@ -5,7 +5,7 @@ See weights/passes/stray.py for how such uses come here.
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from headrace.weights.movement.block import Block
 from headrace.weights.movement.executor import Executor
 from headrace.weights.movement.residency import Residency
 from headrace.weights.passes.binding import bind, release
-from headrace.weights.passes.call import Call
+from headrace.weights.passes.call import Call, MethodCall
 from headrace.weights.passes.idle import IdleWeight
 from headrace.weights.passes.state import Progress
 from headrace.weights.passes.stray import Use
@@ -26,9 +26,17 @@ __all__ = ["Lending"]
 
 
 class Lending:
-    """Lends the leaves of one model. `calls`: those under way, outermost first."""
+    """Lends the leaves of one model. `calls`: those under way, outermost first; `methods`: of each thread."""
 
-    def __init__(self, executor: Executor, residency: Residency, calls: Sequence[Call], progress: Progress) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        residency: Residency,
+        calls: Sequence[Call],
+        progress: Progress,
+        methods: Mapping[int, MethodCall],
+    ) -> None:
+        self._methods = methods
         self._progress = progress
         self._executor = executor
         self._residency = residency
@@ -41,13 +49,23 @@ class Lending:
         """From now on the block's leaves are lent, too."""
         self._blocks.update(dict.fromkeys(block.slots, block))
 
-    def lend(self, slot: Slot, use: Use) -> torch.Tensor | None:
-        """A module uses a home that no call of its own module brought: a visit as long as the computation."""
+    def lend(self, slot: Slot, use: Use, beside: Collection[torch.device]) -> torch.Tensor | None:
+        """A module uses a home that no call of its own module brought: a visit as long as the computation.
+
+        A method other than `forward` has homes as its caller has them, outside of its pass, where it does not use them
+        with what is on the device: it may update, average or save weights.
+        """
         block = self._blocks.get(slot)
-        if block is None or not (self._in_call() or self._progress.in_backward):
+        method = None if block is None or self._progress.in_backward else self._methods.get(threading.get_ident())
+        if block is None or not (method or self._in_call() or self._progress.in_backward):
             return None
         if use is Use.LOOK:
             return slot.leaf
+        if method is not None and (not self._calls or self._calls[-1] is method):
+            if slot.leaf.device not in beside:
+                method.pause()
+                return None
+            method.begin()
         if use is Use.WRITE:  # as the user would, from outside
             slot.touch()
             return None
@@ -71,7 +89,7 @@ class Lending:
         gradients on; hooks run with gradients off, and see homes as user code does.
         """
         block = self._blocks.get(slot)
-        if block is None or not self.computes:
+        if block is None or not (self.computes or self.begin_method()):
             return None
         if block in self._idle:
             return IdleWeight.of(slot, self._lent_after_all)
@@ -103,6 +121,14 @@ class Lending:
     def is_idle(self, blocks: Sequence[Block]) -> bool:
         """Whether they are of such a call."""
         return bool(self._idle) and all(block in self._idle for block in blocks)
+
+    def begin_method(self) -> bool:
+        """A module is asked for a weight or a buffer outside of any pass. Whether a method has become one by that."""
+        method = None if self._progress.in_backward else self._methods.get(threading.get_ident())
+        if method is None:
+            return False
+        method.begin()
+        return True
 
     def end_of_visit(self) -> None:
         """Backward goes on to another block, or ends: what was lent in between comes back."""

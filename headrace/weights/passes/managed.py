@@ -7,7 +7,8 @@ while the model computes.
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
 
@@ -16,18 +17,31 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from headrace.errors import StateError
-from headrace.runtime.module_calls import Method, compile_calls, participant_of, take_part, withdraw
+from headrace.runtime.module_calls import (
+    Method,
+    compile_calls,
+    computing_methods,
+    participant_of,
+    take_part,
+    withdraw,
+)
+from headrace.runtime.tensors import map_tensors
 from headrace.weights.model.compound import is_compound, outer_of
 from headrace.weights.model.home import Home, Leaf, WatchedBuffer, home_of
 from headrace.weights.model.inventory import is_left_to_user
-from headrace.weights.model.module_buffers import plain_buffer
+from headrace.weights.model.module_buffers import HostBuffer, plain_buffer
 from headrace.weights.passes.compiling import compile_blocks, note_not_compiled
-from headrace.weights.passes.stray import compound_lent_for_call, homes_as_they_are, lent_for_call
+from headrace.weights.passes.stray import (
+    compound_lent_for_call,
+    homes_as_they_are,
+    lent_for_call,
+    pass_begins,
+)
 
 if TYPE_CHECKING:
     from headrace.weights.passes.site import Site
 
-__all__ = ["Managed", "lend_parameters", "make_managed", "make_plain", "site_of"]
+__all__ = ["Managed", "bring_attributes_back", "lend_parameters", "make_managed", "make_plain", "site_of"]
 
 
 class LendingDict(dict[str, Any]):
@@ -37,6 +51,8 @@ class LendingDict(dict[str, Any]):
         held = super().__getitem__(name)  # so that the compiler can follow
         if type(held) is Home:
             return lent_for_call(held)
+        if isinstance(held, HostBuffer):  # it rests on the host, as outside of passes
+            return super().__getitem__(name) if pass_begins() else held
         return compound_lent_for_call(held) if held is not None and is_compound(held) else held
 
 
@@ -91,8 +107,7 @@ def lend_parameters(module: nn.Module) -> None:
     """The module gives leaves, where it is asked for a parameter during a pass."""
     if module._parameters and not isinstance(module._parameters, Parameters):
         module.__dict__["_parameters"] = Parameters(module._parameters, module)
-    travel = any(isinstance(buffer, WatchedBuffer) for buffer in module._buffers.values())
-    if travel and not isinstance(module._buffers, LendingDict):
+    if module._buffers and not isinstance(module._buffers, LendingDict):
         module.__dict__["_buffers"] = LendingDict(module._buffers)
 
 
@@ -104,6 +119,7 @@ class Managed:
     def __init__(self, module: nn.Module, site: "Site") -> None:
         self.site = site
         self._looks_at_homes = isinstance(module, nn.TransformerEncoder)
+        self._others: dict[str, Method] = {name: partial(self._call, name) for name in computing_methods(type(module))}
         self.leaves_out = _never if self._looks_at_homes else site.is_inside
 
     @property
@@ -113,6 +129,7 @@ class Managed:
         forward |= {} if self.site.picks is None else {"forward": self._pick}
         forward |= {"forward": self._adapt} if self.site.adapts else {}
         return {
+            **self._others,
             **forward,
             "_apply": self._apply,
             "_named_members": self._named_members,
@@ -131,6 +148,11 @@ class Managed:
         if site.is_inside():
             return forward(*args, **kwargs)
         return site.engine.call(site, forward, args, kwargs)
+
+    def _call(self, name: str, _module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # within a pass
+            return own(*args, **kwargs)
+        return self.site.engine.call_method(self.site, name, own, args, kwargs)
 
     def _look_up(self, module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
         table = self.site.table
@@ -194,14 +216,17 @@ class Managed:
         }
         plain_buffers = {name: plain_buffer(buffer) for name, buffer in buffers.items()}
         leaves = {name: attributes[name] for name in parameters if isinstance(attributes.get(name), Leaf)}
+        made = _attributes_on_host(module, self.site.device, {})
+        kept = {name: attributes[name] for name in made}
         try:
             for name in leaves:
                 del attributes[name]
+            attributes.update(made)
             attributes["_parameters"], attributes["_buffers"] = plain_parameters, plain_buffers
             yield
         finally:
             attributes["_parameters"], attributes["_buffers"] = parameters, buffers
-            attributes.update(leaves)
+            attributes.update({**leaves, **kept})
 
     def _apply(
         self, module: nn.Module, _own: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
@@ -259,6 +284,33 @@ class Managed:
     def _load_from_state_dict(self, _module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> None:
         self.site.engine.wait_until_free()  # homes are about to be written
         own(*args, **kwargs)
+
+
+def bring_attributes_back(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Tensors that modules have made on the device and kept in attributes go to the host."""
+    known: dict[int, torch.Tensor] = {}
+    for module in modules:
+        module.__dict__.update(_attributes_on_host(module, device, known))
+
+
+def _attributes_on_host(module: nn.Module, device: torch.device, known: dict[int, torch.Tensor]) -> dict[str, Any]:
+    """The attributes that have tensors on the device, with copies on the host; `known`: those made before."""
+
+    def on_host(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is not torch.Tensor or tensor.device != device:
+            return tensor
+        if id(tensor) not in known:
+            known[id(tensor)] = tensor.to("cpu")
+        return known[id(tensor)]
+
+    if device.type == "cpu":
+        return {}
+    own = {name: value for name, value in module.__dict__.items() if name not in _OF_MODULES}
+    found = {name: map_tensors(value, on_host) for name, value in own.items()}
+    return {name: value for name, value in found.items() if value is not own[name]}
+
+
+_OF_MODULES = frozenset(nn.Module().__dict__)  # parameters, buffers and hooks have ways of their own
 
 
 def _home_or_own(member: Any) -> Any:

@@ -106,7 +106,8 @@ class OptimizerSteps:
                     block.make_writable()
                 block.keep_leaf_writes()
         self._within_step.close()  # of one that raised
-        if slots and self._engine.progress.computes:  # a step within a forward computes on the host, as any other
+        in_method = bool(slots) and self._engine.pause_method()
+        if in_method or (slots and self._engine.progress.computes):  # it computes on the host, as any other
             self._within_step.enter_context(homes_as_they_are())
         if slots and not self._waits_by_itself(optimizer):
             self._engine.wait_until_free()

@@ -8,7 +8,7 @@ they come through here as well, and wait.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from enum import Enum, auto
 from typing import Any, NamedTuple, Protocol
 
@@ -29,6 +29,7 @@ __all__ = [
     "is_lending",
     "lending_leaves",
     "lent_for_call",
+    "pass_begins",
     "stop_lending",
     "waiting_for_homes",
 ]
@@ -45,11 +46,16 @@ class Use(Enum):
 class Lender(Protocol):
     """Has the leaves of homes, while a visit of its own is under way."""
 
-    def lend(self, owner: Any, use: Use) -> torch.Tensor | None:
-        """The leaf for a home; None: it is not the lender's, or to be used as it is."""
+    def lend(self, owner: Any, use: Use, beside: Collection[torch.device]) -> torch.Tensor | None:
+        """The leaf for a home; None: it is not the lender's, or to be used as it is. `beside`: where other tensors are
+        that take part.
+        """
 
     def lend_for_call(self, owner: Any) -> torch.Tensor | None:
         """The leaf for a home that a module is asked for, until the call ends; None: not the lender's, or not now."""
+
+    def begin_method(self) -> bool:
+        """A module is asked for a buffer outside of any pass. Whether there is one now."""
 
     def take_back(self, owner: Any, result: Any) -> None:
         """What computed with a leaf that was lent is over, and gave `result`; None where it raised."""
@@ -162,9 +168,20 @@ def compound_lent_for_call(weight: Any) -> Any:
     return compound.outer if _first(lambda lender: lender.lend_for_call(owner)) is None else compound.leaf
 
 
+def pass_begins() -> bool:
+    """A module is asked for a buffer. Whether a pass has begun by that, which has put another in its place."""
+    if _last_lender() is None:
+        return False
+    return any(lender is not None and lender.begin_method() for lender in _innermost_first())
+
+
+def _innermost_first() -> Iterable[Lender | None]:
+    return dict.fromkeys(one.lender for one in reversed(_lenders.copy()))
+
+
 def _first(lend: Callable[[Lender], torch.Tensor | None]) -> tuple[Lender, torch.Tensor] | None:
     """The innermost lender that has a leaf, and that."""
-    for lender in dict.fromkeys(one.lender for one in reversed(_lenders.copy())):
+    for lender in _innermost_first():
         leaf = None if lender is None else lend(lender)
         if lender is not None and leaf is not None:
             return lender, leaf
@@ -210,7 +227,8 @@ def _torch_function(_cls: type, func: Any, _types: Any, args: Any = (), kwargs: 
         result = None
         written = args[0] if _is_in_place(func) and args else None
         try:
-            args, kwargs = tree_map_only(Home, lambda home: _lent(home, use, loans), (args, kwargs))
+            beside = _devices_beside(args, kwargs)
+            args, kwargs = tree_map_only(Home, lambda home: _lent(home, use, beside, loans), (args, kwargs))
             result = func(*args, **kwargs)
             if isinstance(written, Home) and result is args[0]:
                 result = written
@@ -244,6 +262,7 @@ def _use_away_compound(cls: Any, func: Any, types: Any, args: Any = (), kwargs: 
         with without_overrides():
             return func(*args, **kwargs)
     away = {id(leaf): leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, AwayCompound)}
+    beside = _devices_beside(args, kwargs)
     loans: list[tuple[Lender, Any]] = []
     result = None
 
@@ -252,7 +271,7 @@ def _use_away_compound(cls: Any, func: Any, types: Any, args: Any = (), kwargs: 
         if compound is None:
             raise StateError(GONE)
         owner = compound.owner
-        found = _first(lambda lender: lender.lend(owner, Use.COMPUTE))
+        found = _first(lambda lender: lender.lend(owner, Use.COMPUTE, beside))
         if found is None:
             return compound.stand_in(leaf)
         loans.append((found[0], owner))
@@ -304,9 +323,15 @@ def _waited_for(home: Home) -> Home:
     return home
 
 
-def _lent(home: Home, use: Use, loans: list[tuple[Lender, Any]]) -> torch.Tensor:
+def _devices_beside(args: Any, kwargs: Any) -> set[torch.device]:
+    """Where the tensors are that are no homes."""
+    others = tree_flatten((args, kwargs))[0]
+    return {one.device for one in others if isinstance(one, torch.Tensor) and not isinstance(one, Home | AwayCompound)}
+
+
+def _lent(home: Home, use: Use, beside: set[torch.device], loans: list[tuple[Lender, Any]]) -> torch.Tensor:
     owner = owner_of(home)
-    found = _first(lambda lender: lender.lend(owner, use))
+    found = _first(lambda lender: lender.lend(owner, use, beside))
     if found is None:
         return home
     if use is not Use.LOOK:
