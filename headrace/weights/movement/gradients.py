@@ -83,8 +83,8 @@ class Gradients:
                 if slot.gradient_is_watched:
                     slot.look_for_watchers()
                 if slot in memory:
-                    with without_overrides():  # a look at it waits for nobody
-                        beside = slot.gradient_is_watched or slot.home.grad is None
+                    with without_overrides():  # a look at it waits for nobody, and updates let go of it in time
+                        beside = slot.gradient_is_watched or (slot.home.grad is None and not block.being_updated)
                     if beside:  # what comes next lies beside what was there, if somebody has that
                         memory[slot].renew()
                 if slot not in memory and slot.home.requires_grad:
