@@ -136,6 +136,15 @@ class Node:
                 f" ({str(error).splitlines()[0]}); end this run, and go on from its last checkpoint"
             ) from error
 
+    def reduce_across(self, tensor: torch.Tensor, what: str, *, largest: bool = False) -> None:
+        """The sum of what all nodes have in it, or the `largest`, is in it. A collective of ranks of the same number;
+        nothing where there is one node. Raises RankError.
+        """
+        if self.across is not None:
+            with self.together(f"{what} of all nodes"):
+                by = distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM
+                distributed.all_reduce(tensor, by, group=self.across)
+
     @property
     def is_first(self) -> bool:
         """Whether this is the node's first rank, which does what has to be done once for each node."""

@@ -723,6 +723,23 @@ def train(model: nn.Module, passes: int) -> None:
         model(batch(distributed.get_rank(), number)).backward()
 
 
+def a_node_dies() -> None:
+    """Ranks of the other nodes end with an error of ours, and say what they waited for."""
+    rank = distributed.get_rank()
+    os.environ["GROUP_RANK"] = str(rank)
+    model = Model()
+    with offloaded(model):
+        model(batch(rank, 0)).backward()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(
+            RankError, match=r"which gradients there are of all nodes .* go on from its last checkpoint"
+        ):
+            train(model, passes=3)
+        print("done", flush=True)
+        os._exit(0)
+
+
 def fail(how: str, model: nn.Module) -> None:
     def raises(where: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:

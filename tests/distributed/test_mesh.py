@@ -130,6 +130,14 @@ def test_a_rank_fails(nursery: Nursery, tmp_path: Path, how: str, world_size: in
 
 
 @pytest.mark.extended
+def test_a_node_dies(nursery: Nursery, tmp_path: Path) -> None:
+    first, last = start_ranks(nursery, tmp_path, 2, "meshed.a_node_dies")
+    assert first.read_rest() == "done\n", first.errors
+    assert first.wait() == 0, first.errors
+    last.wait()
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize("settings", [{}, {"onload": "gather"}, {"disk": True, "host_memory": "200KiB"}])
 def test_descriptors_are_given_back(nursery: Nursery, tmp_path: Path, settings: dict[str, Any]) -> None:
     settings = settings | ({"disk": str(tmp_path / "weights")} if "disk" in settings else {})

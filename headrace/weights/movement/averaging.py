@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import distributed
 
 from headrace.errors import LayoutError, StateError
 from headrace.memory.arena import aligned, whole_pages
@@ -305,8 +304,7 @@ class AveragedGradients:
     def _add_up(self, given: Round, gives: torch.Tensor, adds: torch.Tensor) -> list[Slot]:
         node, averaged = self._node, []
         anywhere = gives.amax(0)
-        if node.across is not None:
-            distributed.all_reduce(anywhere, distributed.ReduceOp.MAX, group=node.across)
+        node.reduce_across(anywhere, "which gradients there are", largest=True)
         for index, slot in enumerate(given.slots):
             part = self._sums.part(slot.home.numel())
             if not anywhere[index] and not adds[0, index]:
@@ -319,7 +317,7 @@ class AveragedGradients:
             total = None if total is None else total.to(common.dtype)
             if anywhere[index] and node.across is not None:
                 total = torch.zeros_like(common) if total is None else total
-                distributed.all_reduce(total, group=node.across)
+                node.reduce_across(total, f"the gradients of {slot.name!r}")
             if before is not None and not continued:
                 total = before if total is None else total.add_(before)
             if total is not None:
@@ -369,8 +367,7 @@ class AveragedGradients:
         self._counters.post(_ARRIVED, number)
         self._counters.wait(_ARRIVED, number, "the end of its backward")
         agreed = torch.stack(said).amax(0)
-        if self._node.across is not None:
-            distributed.all_reduce(agreed, distributed.ReduceOp.MAX, group=self._node.across)
+        self._node.reduce_across(agreed, "what came late", largest=True)
         self._counters.post(_SUMMED, number)
         return agreed
 
