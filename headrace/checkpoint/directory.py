@@ -19,7 +19,7 @@ from headrace.checkpoint.manifest import MANIFEST, read_manifest
 from headrace.errors import CheckpointError, DiskError
 from headrace.runtime.system import flush_directory, host_name, libc, lock_directory
 
-__all__ = ["NewDirectory", "check_keep", "newest", "remove_older", "restore_interrupted", "write_whole"]
+__all__ = ["NewDirectory", "check_keep", "exchange", "newest", "remove_older", "restore_interrupted", "write_whole"]
 
 _PREFIX = ".headrace-saving-"
 _BEFORE = ".headrace-before-"
@@ -62,7 +62,7 @@ class NewDirectory:
                     self._locks.append(lock_directory(self.target))
                 _keep_others(self.target, self.path)
             _flush_directories(self.path)
-            move: Callable[[Path, Path], None] = _exchange if replaces else os.rename
+            move: Callable[[Path, Path], None] = exchange if replaces else os.rename
             move(self.path, self.target)
             back = (self.path, self.target) if replaces else (self.target, self.path)
             with contextlib.ExitStack() as undo:
@@ -294,7 +294,7 @@ def _exchanged(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number))
 
 
-def _exchange(one: Path, other: Path) -> None:
+def exchange(one: Path, other: Path) -> None:
     """Swaps two directories at one stroke. Where the filesystem cannot, `restore_interrupted` makes up for a crash."""
     if _exchanged(one, other):
         return

@@ -24,6 +24,7 @@ from headrace.errors import DiskError, StateError
 from headrace.memory.disk import DiskStore, Extent, Origin, Request, Slot, StagingRing, TensorAtRest, read_bytes
 from headrace.memory.ledger import Ledger, Tier
 from headrace.optim import eight_bit
+from headrace.runtime.system import host_name
 
 __all__ = ["DiskState", "Part", "Wanted"]
 
@@ -31,7 +32,7 @@ CHUNK_ELEMENTS = 1 << 21  # of one parameter at a time: 8 MiB of float32, what a
 SLOTS = 8  # one is updated, the others are read into or written from
 MOST_BYTES_PER_ELEMENT = 12
 _numbers = itertools.count()
-_PREFIX = "optimizer-"  # of directories; the number of their process follows
+_PREFIX = "optimizer-"  # of directories; the number of their process follows, and its host at the end
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class DiskState:
         self._directory = directory
         self._failed = False  # since when it holds nothing that can be relied on
         _remove_stale(Path(directory).expanduser())
-        own = Path(directory) / f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
+        own = Path(directory) / f"{_PREFIX}{os.getpid()}-{next(_numbers)}@{host_name()}"
         self._ledger = Ledger()
         self._store = DiskStore(own, self._ledger)
         self._ring = StagingRing(CHUNK_ELEMENTS * MOST_BYTES_PER_ELEMENT, SLOTS, torch.device("cpu"), self._ledger)
@@ -301,8 +302,8 @@ def _pairs(parts: list[Part], tensors: Mapping[str, torch.Tensor]) -> Iterator[t
 
 
 def _remove_stale(directory: Path) -> None:
-    """Directories of processes that were killed go: they hold a lock's file, and no bytes."""
-    for path in directory.glob(f"{_PREFIX}*-*"):
+    """Directories of processes that were killed on this host go: they hold a lock's file, and no bytes."""
+    for path in directory.glob(f"{_PREFIX}*-*@{host_name()}"):
         owner = path.name.removeprefix(_PREFIX).split("-")[0]
         if owner.isdigit() and not psutil.pid_exists(int(owner)):
             shutil.rmtree(path, ignore_errors=True)

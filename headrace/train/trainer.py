@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 
 import headrace
+from headrace.checkpoint.directory import exchange
 from headrace.config import counted, format_bytes
 from headrace.errors import HeadraceError, TrainingFailedError, TrainInputError
 from headrace.memory.disk import Checkpoint
@@ -302,8 +303,11 @@ def _evaluate(job: Job, run: Run, past: Past, progress: Progress) -> bool:
         new = config.output_directory / "best.new"
         _save_model(job, new)
         best = config.output_directory / "best"
-        shutil.rmtree(best, ignore_errors=True)
-        new.rename(best)
+        if best.exists():
+            exchange(new, best)  # a kill leaves one of them
+            shutil.rmtree(new, ignore_errors=True)
+        else:
+            new.rename(best)
     job.world.wait()
     past.evaluations.append(measured)
     return True

@@ -18,6 +18,7 @@ from headrace.memory.disk import Access, DirectFile, DiskStore
 from headrace.memory.disk.log import DiskLog
 from headrace.memory.ledger import Ledger
 from headrace.optim import AdamW, disk_state, matrices
+from headrace.runtime.system import host_name
 from tests.optim.references import MATRICES, RULES, copies, give_gradients, parameters, ties_up
 from tests.optim.test_overlap import SETTINGS, batch, decoder, offloaded, train
 from tests.support.compare import assert_same
@@ -202,6 +203,16 @@ def test_resume_from_any_tier_to_any(dtype: torch.dtype, to_disk: bool, tmp_path
             if to_disk:
                 assert all("exp_avg" not in entries for entries in optimizer.entries.values())
     assert_same(ours, theirs)
+
+
+def test_directories_of_killed_processes_go(tmp_path: Path) -> None:
+    gone, elsewhere = (tmp_path / f"optimizer-{2**22 + 1}-0@{host}" for host in (host_name(), "another-host"))
+    for directory in (gone, elsewhere):
+        directory.mkdir()
+    optimizer = AdamW(parameters(shapes=SHAPES), tier="disk", disk=tmp_path)
+    assert not gone.exists()
+    assert elsewhere.exists(), "whether a process of another host is there cannot be told here"
+    del optimizer
 
 
 def test_copies_and_replaced_state(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -40,8 +41,20 @@ def measured(directory: Path, text: bytes, length: int) -> float:
 
 @pytest.mark.parametrize("model_directory", ["gpt2"], indirect=True)
 def test_training_is_the_same_with_evaluation_and_the_best_model_is_kept(
-    settings: Settings, progress: Progress, tmp_path: Path, eval_file: Path, model_directory: Path
+    settings: Settings,
+    progress: Progress,
+    tmp_path: Path,
+    eval_file: Path,
+    model_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    remove = shutil.rmtree
+
+    def removed(path: Path, **settings: Any) -> None:
+        remove(path, **settings)
+        assert "best" not in Path(path).name or (tmp_path / "out" / "best").is_dir(), "one is there at any moment"
+
+    monkeypatch.setattr(shutil, "rmtree", removed)
     common = {"model": model_directory, "device_memory": "75%", "steps": 5, "learning_rate": 3e-2}
     without = train(settings(output=tmp_path / "without", **common), progress)
     config = settings(eval_text=(eval_file,), eval_every=2, **common)

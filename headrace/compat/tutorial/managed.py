@@ -17,6 +17,7 @@ from headrace.memory.disk import DiskStore
 from headrace.memory.ledger import Ledger, Tier
 from headrace.memory.single import TieredTensors
 from headrace.runtime.device import is_accelerator, resolve_device
+from headrace.runtime.system import host_name
 
 __all__ = ["TIERS", "ManagedModel", "OwnDirectory", "device_of"]
 
@@ -37,13 +38,13 @@ class OwnDirectory:
 
     def __init__(self, directory: str, threads: int = 4) -> None:
         self._parent = Path(directory).expanduser()
-        self._own = self._parent / f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
+        self._own = self._parent / f"{_PREFIX}{os.getpid()}-{next(_numbers)}@{host_name()}"
         self._threads = threads
         self.remove = weakref.finalize(self, shutil.rmtree, self._own, ignore_errors=True)
 
     def open_store(self, ledger: Ledger) -> DiskStore:
-        """The store in it. Directories of processes that were killed go: they hold a lock's file, and no bytes."""
-        for path in self._parent.glob(f"{_PREFIX}*-*"):
+        """The store in it. Directories of this host's killed processes go: they hold a lock's file, and no bytes."""
+        for path in self._parent.glob(f"{_PREFIX}*-*@{host_name()}"):
             owner = path.name.removeprefix(_PREFIX).split("-")[0]
             if owner.isdigit() and not psutil.pid_exists(int(owner)):
                 shutil.rmtree(path, ignore_errors=True)
