@@ -210,7 +210,7 @@ class Engine:
 
     def _is_outside(self, thread: int) -> bool:
         """Whether this thread is in no pass now, in no backward, and in no function transform."""
-        if any(call.thread == thread for call in self.calls) or self.together is not None:
+        if (self.calls and self.calls[-1].thread == thread) or self.together is not None:
             return False
         return not self.progress.in_backward and not in_transform()
 
