@@ -4,6 +4,7 @@ import copy
 import errno
 import io
 import os
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -280,3 +281,33 @@ def test_two_optimizers_in_backward(emu_device: ModuleType, tmp_path: Path) -> N
             assert handle.stats().onload_bytes > weight_bytes(model)
         trained.append(list(model.parameters()))
     assert_same(*trained)
+
+
+def test_settings_that_change_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With amsgrad there are more bytes for each element, so parts are of another size; the drive is slow to write."""
+
+    def slowly(file: DirectFile, *arguments: Any) -> Any:
+        time.sleep(0.01)
+        return write(file, *arguments)
+
+    write = DirectFile.write
+    ours, theirs = parameters(torch.bfloat16, SHAPES), parameters(torch.bfloat16, SHAPES)
+    optimizers = [AdamW(ours, tier="disk", disk=tmp_path), AdamW(theirs)]
+    monkeypatch.setattr(DirectFile, "write", slowly)
+    for step, amsgrad in enumerate((False, False, True, False, True)):
+        give_gradients(ours, theirs, step)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["amsgrad"] = amsgrad
+            optimizer.step()
+        assert_same(ours, theirs)
+
+
+def test_state_is_written_in_place_more_than_once(tmp_path: Path) -> None:
+    ours, theirs = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    optimizers = [AdamW(ours, tier="disk", disk=tmp_path), AdamW(theirs)]
+    for step in range(4):
+        give_gradients(ours, theirs, step)
+        for optimizer, weights in zip(optimizers, (ours, theirs), strict=True):
+            optimizer.step()
+            optimizer.state[weights[2]]["exp_avg"].mul_(0.5)
+    assert_same(ours, theirs)
