@@ -118,6 +118,11 @@ class DiskState:
         """The names of the tensors of a parameter that are on disk, in the order in which they came."""
         return tuple(self._written.get(key, ()))
 
+    def drop(self, key: Any, names: Iterable[str]) -> None:
+        """These tensors of a parameter are not needed any more."""
+        for name in names:
+            self._written.get(key, {}).pop(name, None)
+
     def forget(self, parameters: Iterable[torch.Tensor]) -> None:
         """What is on disk of these is not needed any more."""
         gone = set(map(id, parameters))

@@ -267,15 +267,17 @@ class ElementOptimizer(HostOptimizer):
     def _to_disk(
         self, disk: DiskState, parameter: torch.Tensor, group: dict[str, Any], weights: Weights, state: dict[str, Any]
     ) -> None:
-        """State that was lent, loaded or put there by somebody goes to disk; not a master of the other form."""
-        self._settle(state, group, weights)
-        dtypes = {**self._dtypes(group, weights), **weights.master_dtypes}
-        present = {name for name in dtypes if name in state}
-        if not present:
-            return
+        """State that was lent, loaded or put there by somebody goes to disk; not a master of the other form.
+
+        What somebody removed is gone there, too.
+        """
         lent = self._lent.pop(parameter, {})
         if lent:
             disk.take_back(parameter)
+            disk.drop(parameter, lent.keys() - state.keys())
+        self._settle(state, group, weights)
+        dtypes = {**self._dtypes(group, weights), **weights.master_dtypes}
+        present = {name for name in dtypes if name in state}
         if any(state[name] is not lent.get(name) for name in present):
             tensors = {}
             for name, dtype in dtypes.items():
@@ -319,6 +321,7 @@ class ElementOptimizer(HostOptimizer):
         }
         on_disk = None if parameter.device.type != "cpu" else self._disk
         if on_disk is not None and as_kept == set(tensors):
+            self.entries.setdefault(parameter, {})
             on_disk.fill(parameter, parameter.numel(), tensors)
             return
         self.entries[parameter].update({name: one.load() for name, one in tensors.items()})
