@@ -70,6 +70,13 @@ def test_a_run_goes_on_elsewhere(nursery: Nursery, tmp_path: Path, world_size: i
         run_ranks(nursery, tmp_path, world_size, f"meshed.resumed, {str(tmp_path / 'saved')!r}, {kind!r}, 3")
 
 
+@pytest.mark.core(name="Muon", tier="disk")
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_loaded_state(nursery: Nursery, tmp_path: Path, name: str, tier: str) -> None:
+    run_ranks(nursery, tmp_path, 2, f"meshed.loaded_state_is_kept, {str(tmp_path)!r}, {name!r}, {tier!r}")
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(("world_size", "nodes"), [(2, 2), (4, 2)])
 def test_nodes(nursery: Nursery, tmp_path: Path, world_size: int, nodes: int) -> None:
