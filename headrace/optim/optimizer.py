@@ -265,6 +265,8 @@ class HostOptimizer(StateAtRest):
         on_host, on_device = self._divided(device, members)
         if on_device:
             self._perform(on_device, scale)
+            for member in on_device:
+                member.weights.host = member.parameter  # no piece of its memory, which it may leave
         if on_host:
             if device not in self._twins:
                 self._twins[device] = Twins(device, pin=self._options.pin, overlap=self._options.overlap_d2h_h2d)
