@@ -290,6 +290,7 @@ class _State:
         for number, entries in self._saved.tree["state"].items():
             on_disk[number] = {}
             if number in others:
+                state[number] = {}  # there is one
                 continue
             for name, value in entries.items() if streams and isinstance(entries, Mapping) else ():
                 if isinstance(value, torch.Tensor) and value.nbytes > SMALL_BYTES:

@@ -51,12 +51,16 @@ class StateAtRest(Optimizer):
 
         With DTensor parameters a mapping made anew, over the same tensors: what is put into it is seen by nobody.
         """
+        self._join_node()
         self.synchronize()
         self._show_state()
         return self._local_shards.outward(self.entries) if self._local_shards else self.entries
 
     @state.setter
     def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
+        if "param_groups" in self.__dict__:  # what rests elsewhere is needed only if `value` has it
+            self.synchronize()
+            self._show_state()
         self.__dict__["state"] = self._local_shards.inward(value) if self._local_shards else value
 
     def _show_state(self) -> None:
@@ -70,6 +74,7 @@ class StateAtRest(Optimizer):
 
     def state_at_rest(self) -> Mapping[torch.Tensor, Mapping[str, Any]]:
         """As `state`; what is on disk is read when it is wanted. Waits for updates that are under way."""
+        self._join_node()
         self.synchronize()
         self._shares.join(self.entries)
         if self._dealt is not None:
@@ -92,8 +97,10 @@ class StateAtRest(Optimizer):
         if self._dealt is not None:
             others = self._dealt.consolidated
             for number, entries in self._dealt.of_others(parameters_of(self)).items():
-                if number in found["state"]:  # it was updated
-                    found["state"][number] = entries if others is None else others.get(number, {})
+                if others is None and number in found["state"]:  # it was updated, or loaded
+                    found["state"][number] = entries
+                elif others is not None and number in others:
+                    found["state"][number] = others[number]
         return found
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -101,6 +108,7 @@ class StateAtRest(Optimizer):
 
         All ranks call this. Where no parameters are dealt out to ranks it does nothing.
         """
+        self._join_node()
         if self._dealt is None:
             return
         state, ranks = self.state, self._dealt.ranks
@@ -119,6 +127,7 @@ class StateAtRest(Optimizer):
         takes the state of its own.
         """
         before, after = self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks
+        self._join_node()
         with contextlib.suppress(DiskError, StateError):
             self.synchronize()
         state_dict = state_dict.copy()
@@ -148,6 +157,7 @@ class StateAtRest(Optimizer):
 
     def kept_elsewhere(self) -> set[torch.Tensor]:
         """The parameters whose state another rank keeps."""
+        self._join_node()
         return set() if self._dealt is None else {one for one in parameters_of(self) if self._dealt.is_elsewhere(one)}
 
     def held_bytes(self) -> int:
@@ -183,6 +193,10 @@ class StateAtRest(Optimizer):
 
     def synchronize(self) -> None:
         """The host waits for updates that are under way."""
+        raise NotImplementedError
+
+    def _join_node(self) -> None:
+        """Where the parameters are of a model that ranks of a node have in common, these share the work."""
         raise NotImplementedError
 
     def _forget_weights(self) -> None:

@@ -94,6 +94,8 @@ class Twins:
                 _wait(self._leaving)
         for transfer in self._leaving:
             self._lanes.wait(transfer.done)
+        # What follows on the device comes after them, so nobody has to keep its memory, which may be wanted elsewhere.
+        self._leaving[:] = [dataclasses.replace(transfer, copies=()) for transfer in self._leaving]
 
     def held_bytes(self) -> int:
         """Bytes of host memory."""

@@ -102,6 +102,7 @@ class DiskState:
         self._ring = StagingRing(CHUNK_ELEMENTS * MOST_BYTES_PER_ELEMENT, SLOTS, torch.device("cpu"), self._ledger)
         self._extents: dict[Any, dict[str, tuple[Extent, torch.dtype]]] = {}
         self._written: dict[Any, dict[str, None]] = {}  # names of the tensors whose extents hold anything
+        self._chunks: dict[Any, int] = {}  # elements of the parts in which these were written last
         self._busy = threading.Lock()
         weakref.finalize(self, _close, self._store, own)
 
@@ -117,6 +118,11 @@ class DiskState:
     def holds(self, key: Any) -> tuple[str, ...]:
         """The names of the tensors of a parameter that are on disk, in the order in which they came."""
         return tuple(self._written.get(key, ()))
+
+    def drop(self, key: Any, names: Iterable[str]) -> None:
+        """These tensors of a parameter are not needed any more."""
+        for name in names:
+            self._written.get(key, {}).pop(name, None)
 
     def forget(self, parameters: Iterable[torch.Tensor]) -> None:
         """What is on disk of these is not needed any more."""
@@ -197,8 +203,7 @@ class DiskState:
         for name in self.holds(key):
             extent, dtype = self._extents[key][name]
             like = torch.empty(eight_bit.nbytes(elements, dtype) // dtype.itemsize, dtype=dtype, device="meta")
-            chunk = _chunk_elements(self._extents[key][other][1] for other in self.holds(key))
-            origin = self._store.origin(extent, eight_bit.nbytes(chunk, dtype))
+            origin = self._store.origin(extent, eight_bit.nbytes(self._chunks[key], dtype))
             found[name] = TensorAtRest(like, partial(self._read_bytes, origin))
         return found
 
@@ -220,7 +225,7 @@ class DiskState:
 
     def lend(self, key: Any, elements: int) -> dict[str, torch.Tensor]:
         """The tensors of a parameter as memory, flat, read from disk as it is touched; until `take_back`."""
-        self.synchronize()  # parts are written in an order of their own
+        self._end_parts(key)
         lent = {}
         for name in self.holds(key):
             extent, dtype = self._extents[key][name]
@@ -237,7 +242,7 @@ class DiskState:
         used = 0
         for index, one in enumerate(wanted):
             extents = self._extents_of(one)
-            chunk = _chunk_elements(one.dtypes.values())
+            chunk = self._chunk_of(one)
             for start in range(0, one.elements, chunk):
                 stop = min(start + chunk, one.elements)
                 parts = {
@@ -256,6 +261,24 @@ class DiskState:
                 load.append((Part(index, start, stop, {}), stretches))
         if load:
             yield load
+
+    def _chunk_of(self, one: Wanted) -> int:
+        """Elements of each of its parts from now on."""
+        wide = sum(dtype.itemsize for dtype in one.dtypes.values()) > MOST_BYTES_PER_ELEMENT  # float64, amsgrad
+        chunk = CHUNK_ELEMENTS // 2 if wide else CHUNK_ELEMENTS
+        if self._chunks.setdefault(one.key, chunk) != chunk:
+            self._end_parts(one.key)
+            self._chunks[one.key] = chunk
+        return chunk
+
+    def _end_parts(self, key: Any) -> None:
+        """Whatever is done next to a parameter's bytes is not done in the parts of before.
+
+        Those have an order and checksums of their own, so they are waited for and not asked any more.
+        """
+        self.synchronize()
+        for extent, _ in self._extents.get(key, {}).values():
+            self._store.to_mapping(extent).synchronize()
 
     def _extents_of(self, one: Wanted) -> dict[str, Extent]:
         known = self._extents.setdefault(one.key, {})
@@ -286,11 +309,6 @@ class DiskState:
         return [
             self._store.write(stretch.extent, stretch.within(slot)) for _, stretches in load for stretch in stretches
         ]
-
-
-def _chunk_elements(dtypes: Iterable[torch.dtype]) -> int:
-    wide = sum(dtype.itemsize for dtype in dtypes) > MOST_BYTES_PER_ELEMENT  # float64
-    return CHUNK_ELEMENTS // 2 if wide else CHUNK_ELEMENTS
 
 
 def _pairs(parts: list[Part], tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -17,7 +17,7 @@ from headrace.optim.optimizer import HostOptimizer
 from headrace.optim.options import Options
 from headrace.optim.rules import ElementRule
 from headrace.optim.update import Update
-from headrace.optim.weights import FULL, REMAINDER, Weights
+from headrace.optim.weights import Weights
 from headrace.runtime.torch_rules import foreach_add
 
 __all__ = ["ElementOptimizer"]
@@ -197,6 +197,8 @@ class ElementOptimizer(HostOptimizer):
         """`grains`: of their weights, where these are updated in their files."""
         wanted, rules = [], []
         for member in members:
+            if member.weights.other_form(member.state):
+                member.weights.master(member.state)
             self._to_disk(disk, member.parameter, member.group, member.weights, member.state)
             dtypes = {**self._dtypes(member.group, member.weights), **member.weights.master_dtypes}
             fresh = frozenset(dtypes).difference(disk.holds(member.parameter))
@@ -265,15 +267,17 @@ class ElementOptimizer(HostOptimizer):
     def _to_disk(
         self, disk: DiskState, parameter: torch.Tensor, group: dict[str, Any], weights: Weights, state: dict[str, Any]
     ) -> None:
-        """State that was lent, loaded or put there by somebody goes to disk."""
-        self._settle(state, group, weights)
-        dtypes = self._dtypes(group, weights)
-        present = {name for name in (*dtypes, REMAINDER, FULL) if name in state}
-        if not present:
-            return
+        """State that was lent, loaded or put there by somebody goes to disk; not a master of the other form.
+
+        What somebody removed is gone there, too.
+        """
         lent = self._lent.pop(parameter, {})
         if lent:
             disk.take_back(parameter)
+            disk.drop(parameter, lent.keys() - state.keys())
+        self._settle(state, group, weights)
+        dtypes = {**self._dtypes(group, weights), **weights.master_dtypes}
+        present = {name for name in dtypes if name in state}
         if any(state[name] is not lent.get(name) for name in present):
             tensors = {}
             for name, dtype in dtypes.items():
@@ -281,12 +285,9 @@ class ElementOptimizer(HostOptimizer):
                 adopted = None if value is None else weights.adopt(value.to(dtype), dtype)
                 if adopted is not None:
                     tensors[name] = weights.flat(adopted)
-            master = weights.master(state)
-            if master is not None:
-                tensors |= dict.fromkeys(weights.master_dtypes, weights.flat(master))
             disk.keep(parameter, parameter.numel(), tensors)
-        for name in (*dtypes, REMAINDER, FULL):
-            state.pop(name, None)
+        for name in present:
+            del state[name]
 
     def _show_state(self) -> None:
         super()._show_state()
@@ -320,6 +321,7 @@ class ElementOptimizer(HostOptimizer):
         }
         on_disk = None if parameter.device.type != "cpu" else self._disk
         if on_disk is not None and as_kept == set(tensors):
+            self.entries.setdefault(parameter, {})
             on_disk.fill(parameter, parameter.numel(), tensors)
             return
         self.entries[parameter].update({name: one.load() for name, one in tensors.items()})

@@ -226,7 +226,9 @@ def _asked_for(
 
 def _lies_in_file(member: Member) -> bool:
     weights, flat = member.weights, member.weights.host.detach()
-    if weights.packs or not torch.ops.aten.is_non_overlapping_and_dense(flat):
+    if weights.packs or weights.are_to_be_split(member.state):
+        return False
+    if not torch.ops.aten.is_non_overlapping_and_dense(flat):
         return False
     return weights.lies_alike(member.gradient) and origin_of(weights.exposed()) is not None
 

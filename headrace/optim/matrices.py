@@ -109,6 +109,11 @@ class MatrixOptimizer(HostOptimizer):
         for name in large:
             del state[name]
 
+    def _begin_state(self, parameter: torch.Tensor) -> None:
+        super()._begin_state(parameter)
+        if parameter not in self._lent:
+            self._resting.pop(parameter, None)
+
     def _show_state(self) -> None:
         super()._show_state()
         for parameter, shapes in self._resting.items():

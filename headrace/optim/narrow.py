@@ -17,13 +17,17 @@ _MASK = 0xFFFFFFFF
 def join(weight: torch.Tensor, master: torch.Tensor | None, form: Master) -> torch.Tensor:
     """The exact values: the weight itself (not a copy) where it is the master, else a new float32 tensor.
 
-    In full form a master counts where it rounds to the weight that is there; elsewhere somebody wrote the weight.
+    In full form a master counts where it rounds to the weight that is there, a tie to either side, as it may come from
+    split form; elsewhere somebody wrote the weight.
     """
     if master is None:
         return weight
     if form is Master.SPLIT:
         return ((weight.view(torch.int16).to(torch.int32) << 16) + master).view(torch.float32)
-    return torch.where(master.to(weight.dtype) == weight, master, weight.to(torch.float32))
+    counts = master.to(weight.dtype) == weight
+    if weight.dtype == torch.bfloat16:
+        counts |= (_ties_up(master.view(torch.int32)).view(torch.bfloat16) == weight) & ~master.isnan()
+    return torch.where(counts, master, weight.to(torch.float32))
 
 
 def part(exact: torch.Tensor, weight: torch.Tensor, master: torch.Tensor | None, form: Master) -> None:
@@ -33,11 +37,15 @@ def part(exact: torch.Tensor, weight: torch.Tensor, master: torch.Tensor | None,
             weight.copy_(exact)
     elif form is Master.SPLIT:
         bits = torch.where(exact.isnan(), 0x7FC00000, exact.view(torch.int32))
-        weight.view(torch.int16).copy_((bits + 0x8000) >> 16)
+        weight.view(torch.int16).copy_(_ties_up(bits))
         master.copy_(bits)
     else:
         master.copy_(exact)
         weight.copy_(exact)
+
+
+def _ties_up(bits: torch.Tensor) -> torch.Tensor:
+    return ((bits + 0x8000) >> 16).to(torch.int16)
 
 
 def random_bits(places: torch.Tensor) -> torch.Tensor:
@@ -55,4 +63,5 @@ def stochastic_bfloat16(values: torch.Tensor, random: torch.Tensor) -> torch.Ten
     bits = values.view(torch.int32)
     rounded = (bits + (random & 0xFFFF).to(torch.int32)) >> 16
     special = (bits & 0x7F800000) == 0x7F800000
-    return torch.where(special, bits >> 16, rounded).to(torch.int16).view(torch.bfloat16)
+    quiet = values.isnan().to(torch.int32) << 6  # a NaN of which the lower half alone tells would become infinite
+    return torch.where(special, bits >> 16 | quiet, rounded).to(torch.int16).view(torch.bfloat16)

@@ -62,6 +62,7 @@ class HostOptimizer(StateAtRest):
         super().__init__(params, **stock)
         refusals.check_one_model(self._places())
         refusals.check_device_fraction(self._places(), options.device_fraction)
+        self._join_node()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch.optim does. Raises ValueError for a parameter that is in it twice, or in another.
@@ -123,20 +124,22 @@ class HostOptimizer(StateAtRest):
         return loss
 
     def _join_node(self) -> None:
-        """Where the parameters are of a model that ranks of a node have in common, these share the work."""
+        if isinstance(self._dealt, OnNode):
+            return
         common = next((found for one in self._places() if (found := node_of(one)) is not None), None)
-        if common is None or isinstance(self._dealt, OnNode):
+        if common is None:
             return
         refusals.check_on_node(self._options)
         self.synchronize()
-        self._forget_weights()
+        self._shares.join(self.entries)
+        self._weights.clear()
         self._dealt = OnNode(common)
         self._deal_out(list(self._places()), ())
-        for parameter in list(self.entries):
-            if self._dealt.is_elsewhere(parameter):
-                del self.entries[parameter]
-        if self._disk is not None:
-            self._disk.forget(filter(self._dealt.is_elsewhere, self._places()))
+        for parameter in filter(self._dealt.is_elsewhere, self._places()):
+            self._lent.pop(parameter, None)
+            self._begin_state(parameter)
+            if parameter in self.entries:
+                self.entries[parameter] = {}
 
     def _check(self) -> None:
         places = self._places()
@@ -186,13 +189,14 @@ class HostOptimizer(StateAtRest):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim has it. Without `set_to_none` it waits for updates that are under way and read gradients."""
-        if not set_to_none:
+        self._join_node()
+        if set_to_none:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        else:
             self.synchronize()
             super().zero_grad(set_to_none=False)
-            return
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
         if isinstance(self._dealt, OnNode):
             self._dealt.common.discard([one for group in self.param_groups for one in group["params"]])
 
@@ -263,6 +267,8 @@ class HostOptimizer(StateAtRest):
         on_host, on_device = self._divided(device, members)
         if on_device:
             self._perform(on_device, scale)
+            for member in on_device:
+                member.weights.host = member.parameter  # no piece of its memory, which it may leave
         if on_host:
             if device not in self._twins:
                 self._twins[device] = Twins(device, pin=self._options.pin, overlap=self._options.overlap_d2h_h2d)
@@ -312,9 +318,13 @@ class HostOptimizer(StateAtRest):
     def _member(self, index: int, group: dict[str, Any], parameter: Any, gradient: Any = None) -> Member:
         """A parameter and the gradient to update it with; None: its own."""
         weights = self._weights_of(parameter)
+        if parameter not in self.entries:
+            self._begin_state(parameter)
         asks = gradient is None and not self._local_shards and (self.overlaps or self._norms is not None)
         shared = asks and gradient_is_shared(parameter)  # before this has it, too
         gradient = self._local_shards.gradient(parameter) if gradient is None else gradient
+        if isinstance(self._dealt, OnNode):
+            weights.host = self._dealt.place_of(parameter)  # which may have moved to disk
         refusals.check_gradient(type(self).__name__, index, parameter, gradient)
         return Member(
             index=index,
@@ -328,6 +338,12 @@ class HostOptimizer(StateAtRest):
             shared=shared,
         )
 
+    def _begin_state(self, parameter: torch.Tensor) -> None:
+        """It has no state, or none any more: somebody removed it."""
+        self._shares.pieces.pop(parameter, None)
+        if self._disk is not None and parameter not in self._lent:
+            self._disk.forget([parameter])
+
     def _weights_of(self, parameter: torch.Tensor, side: int = 0) -> Weights:
         given = self._local_shards.given(parameter)
         if not self._local_shards.is_stand_in(parameter):
@@ -340,8 +356,6 @@ class HostOptimizer(StateAtRest):
             weights = self._weights[parameter, side] = Weights(
                 parameter, given, self._options.master_form, eight_bits=self._options.state_dtype == "8bit"
             )
-        if isinstance(self._dealt, OnNode):
-            weights.host = self._dealt.place_of(parameter)  # which may have moved to disk
         weights.look()
         return weights
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from headrace.optim import eight_bit, kernel
+from headrace.optim import eight_bit, kernel, narrow
 from headrace.optim.kernel import Master
 from headrace.optim.refusals import check_bytes
 from headrace.runtime.pending import Unit
@@ -99,6 +99,15 @@ class Weights:
         state[self._key] = kept
         return kept
 
+    def other_form(self, state: dict[str, Any]) -> str | None:
+        """The name under which a master of the other form was loaded, of which the next step makes the one to keep."""
+        other = {REMAINDER: FULL, FULL: REMAINDER}.get(self._key or "")
+        return other if other in state and self._key not in state else None
+
+    def are_to_be_split(self, state: dict[str, Any]) -> bool:
+        """Whether `master` writes the weights, too."""
+        return self.other_form(state) == FULL
+
     def _written_by_others(self) -> bool:
         """Whether the weights are not those that we wrote last; a copy of the same values does not count."""
         if self._checksum is None or not self.changed:
@@ -115,7 +124,13 @@ class Weights:
         else:
             full = self.adopt(state.pop(FULL, None), torch.float32)
             if full is not None:
-                kept.copy_(full.view(torch.int32))
+                self._split(full, kept)
+
+    def _split(self, full: torch.Tensor, kept: torch.Tensor) -> None:
+        """Weights become the upper part of the masters `full`, `kept` the remainders: they round ties otherwise."""
+        runs = (tensor.split(kernel.CHUNK_ELEMENTS) for tensor in (self.exposed(), self.flat(full), _flat(kept)))
+        for stored, master, remainder in zip(*runs, strict=True):
+            narrow.part(narrow.join(stored, master, Master.FULL), stored, remainder, Master.SPLIT)
 
     def performed(self, checksum: int | torch.Tensor | None) -> None:
         """An update has been written to `exposed()`; in split form with the checksum of what was written."""
@@ -133,6 +148,7 @@ class Weights:
 
     def broken_off(self) -> None:
         """This step may have written the parameter; what somebody had written before it is still to be noticed."""
+        self._dense = None  # the next one begins with the weights that are there then
         if not self.changed:
             self.written()
 

@@ -1,6 +1,7 @@
 """What the ranks of the tests of `headrace.offload(model, mesh=mesh)` run; see programs.py."""
 
 import contextlib
+import copy
 import os
 import signal
 import time
@@ -223,14 +224,14 @@ def no_sync_is_forgotten_with_its_gradients() -> None:
     rank, world = distributed.get_rank(), distributed.get_world_size()
     model, single = Model(), Model()
     with offloaded(model) as handle:
+        for one in range(world):
+            (single(batch(one, 1)) / world).backward()
         for discard in (model.zero_grad, optim.AdamW(model.parameters()).zero_grad):
-            with handle.no_sync():
-                model(batch(rank, 0)).backward()
-            discard()
-            if discard == model.zero_grad:
+            for to_none in (True, False):
+                with handle.no_sync():
+                    model(batch(rank, 0)).backward()
+                discard(set_to_none=to_none)
                 model(batch(rank, 1)).backward()
-                for one in range(world):
-                    (single(batch(one, 1)) / world).backward()
                 same_gradients(model, single)
                 model.zero_grad()
         if rank == 0:
@@ -367,6 +368,71 @@ def resumed(directory: str, kind: str, steps: int) -> None:
         train_by(model, optimizer, range(steps, steps + 2))
         if distributed.get_world_size() != 3:  # three times a gradient, over three, is something else
             same_weights_as(model, expected)
+
+
+def loaded_state_is_kept(directory: str, name: str, tier: str) -> None:
+    """In whichever way and order it was loaded, each rank has its own part alone, and the next checkpoint has all."""
+    rank = distributed.get_rank()
+    settings: Any = {"tier": "disk", "disk": f"{directory}/state"} if tier == "disk" else {}
+
+    def begun(model: nn.Module, settings: Any) -> Any:
+        return getattr(optim, name)(list(model.named_parameters()), lr=0.01, **settings)
+
+    single = Model()
+    theirs = begun(single, {})
+    train_alone(single, theirs, range(2))
+    if rank == 0:
+        headrace.save(f"{directory}/saved", single, theirs)
+        torch.save((single.state_dict(), theirs.state_dict()), f"{directory}/saved.pt")
+    distributed.barrier()
+    weights, state = torch.load(f"{directory}/saved.pt")
+    train_alone(single, theirs, range(2, 3))
+    for how in ("load", "load_state_dict", "load twice", "load after a step", "load before it is offloaded"):
+        model = Model()
+        early = begun(model, settings) if "before" in how else None
+        if early is not None:
+            headrace.load(f"{directory}/saved", model, early)
+        with offloaded(model):
+            mine = early or begun(model, settings)
+            if "after" in how:
+                train_by(model, mine, range(1))
+            for _ in range(0 if early else 2 if "twice" in how else 1):
+                if how == "load_state_dict":
+                    model.load_state_dict(weights)
+                    mine.load_state_dict(copy.deepcopy(state))
+                else:
+                    headrace.load(f"{directory}/saved", model, mine)
+            mine.zero_grad()
+            if tier == "host":
+                held = torch.tensor([mine.held_bytes()])
+                distributed.all_reduce(held)
+                assert int(held) == theirs.held_bytes(), how
+            with pytest.raises(StateError, match="consolidate_state_dict"):
+                headrace.save(f"{directory}/again", model, mine)
+            mine.consolidate_state_dict(to=0)
+            if rank == 0:
+                same_state(mine.state_dict()["state"], state["state"], how)
+            train_by(model, mine, range(2, 3))
+            assert_same_weights(model, single)
+            mine.consolidate_state_dict(to=0)
+            if rank == 0:
+                same_state(mine.state_dict()["state"], theirs.state_dict()["state"], how)
+            del mine, early
+
+
+def train_alone(model: nn.Module, optimizer: Any, numbers: range) -> None:
+    """As `train_by`, in one process."""
+    for number in numbers:
+        model(batch(0, number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def same_state(found: dict[int, Any], expected: dict[int, Any], how: str) -> None:
+    assert found.keys() == expected.keys(), how
+    for number, entries in expected.items():
+        assert found[number].keys() == entries.keys(), (how, number)
+        assert all(torch.equal(found[number][name], value) for name, value in entries.items()), (how, number)
 
 
 def same_weights_as(model: nn.Module, state: dict[str, torch.Tensor]) -> None:

@@ -77,6 +77,13 @@ def test_no_rank_writes_what_another_is_saving(nursery: Nursery, tmp_path: Path,
     run_ranks(nursery, tmp_path, 2, f"meshed.saved_beside, {str(tmp_path / 'saved')!r}, {overlap!r}")
 
 
+@pytest.mark.core(name="Muon", tier="disk")
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_loaded_state(nursery: Nursery, tmp_path: Path, name: str, tier: str) -> None:
+    run_ranks(nursery, tmp_path, 2, f"meshed.loaded_state_is_kept, {str(tmp_path)!r}, {name!r}, {tier!r}")
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(("world_size", "nodes"), [(2, 2), (4, 2)])
 def test_nodes(nursery: Nursery, tmp_path: Path, world_size: int, nodes: int) -> None:

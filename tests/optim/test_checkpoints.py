@@ -2,6 +2,7 @@
 
 import copy
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 from torch import nn
 
 import headrace.optim
-from headrace.optim import AdamW
-from tests.optim.references import RULES, copies, give_gradients, parameters
+from headrace.optim import AdamW, kernel
+from tests.optim.references import RULES, copies, give_gradients, parameters, ties_up
 from tests.support.compare import assert_same
 
 SMALL = ((5, 3), (7, 9))
@@ -88,27 +89,63 @@ def test_moments_of_narrow_weights_stay_float32() -> None:
     AdamW(parameters(torch.bfloat16, SMALL)).load_state_dict(stock.state_dict())
 
 
+def exact(optimizer: Any) -> list[torch.Tensor]:
+    """The masters of bfloat16 weights, in either form."""
+    found = []
+    for weight, state in optimizer.state.items():
+        bits = weight.detach().view(torch.int16).to(torch.int32) << 16
+        found.append(state["master"] if "master" in state else (bits + state["master_remainder"]).view(torch.float32))
+    return found
+
+
+@pytest.mark.core(tier="host")
 @pytest.mark.parametrize(("source", "target"), [("split", "full"), ("full", "split")])
-def test_master_forms_load_each_other(source: str, target: str) -> None:
-    ours = parameters(torch.bfloat16, SMALL)
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("optimizer_first", [True, False])
+def test_master_forms_load_each_other(
+    source: str, target: str, tier: str, native: bool, optimizer_first: bool, monkeypatch: Any, tmp_path: Path
+) -> None:
+    """They round ties to different sides, so the weights may differ; masters and moments may not."""
+    if not native:
+        monkeypatch.setattr(kernel, "native_library", lambda: None)
+    options = {"tier": "disk", "disk": tmp_path} if tier == "disk" else {}
+    gaps = nn.Parameter(torch.randn(8, 6).to(torch.bfloat16)[:, ::2])
+    ours = [*parameters(torch.bfloat16, SMALL), gaps]
     optimizer = AdamW(ours, master_form=source)
     give_gradients(ours, copies(ours), 0)
     optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for weight, tied, entries in zip(ours, exact(optimizer), saved["state"].values(), strict=True):
+        bits = tied.clone().view(torch.int32)
+        bits.view(-1)[::2] = bits.view(-1)[::2] & ~0xFFFF | 0x8000
+        with torch.no_grad():
+            weight.copy_(ties_up(bits.view(torch.float32)) if source == "split" else bits.view(torch.float32))
+        if source == "split":
+            entries["master_remainder"].copy_(bits)
+        else:
+            entries["master"].copy_(bits.view(torch.float32))
     theirs = copies(ours)
-    other = AdamW(theirs, master_form=target)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    give_gradients(ours, theirs, 1)
-    optimizer.step()
-    other.step()
-    # The forms round ties differently, so the weights may; the exact values may not.
-    for one, two in zip(ours, theirs, strict=True):
-        exact = []
-        for each, stepper in ((one, optimizer), (two, other)):
-            state = stepper.state[each]
-            bits = each.detach().view(torch.int16).to(torch.int32) << 16
-            remainder = state.get("master_remainder")
-            exact.append(state["master"] if remainder is None else (bits + remainder).view(torch.float32))
-        assert (exact[0] != exact[1]).float().mean() < 0.1
+    others = [nn.Parameter(torch.zeros_like(weight)) for weight in theirs[:-1]]
+    others.append(nn.Parameter(torch.zeros(8, 6, dtype=torch.bfloat16)[:, ::2]))
+    other = AdamW(others, master_form=target, **options)
+    optimizer.load_state_dict(saved)
+    if optimizer_first:
+        other.load_state_dict(copy.deepcopy(saved))
+    with torch.no_grad():
+        for parameter, weight in zip(others, theirs, strict=True):
+            parameter.copy_(weight)
+    if not optimizer_first:
+        other.load_state_dict(copy.deepcopy(saved))
+    for step in range(2):
+        give_gradients(ours, others, step)
+        optimizer.step()
+        other.step()
+        assert_same(exact(other), exact(optimizer))
+    assert_same(
+        [state["exp_avg_sq"] for state in other.state.values()],
+        [state["exp_avg_sq"] for state in optimizer.state.values()],
+    )
 
 
 def test_mismatches_are_refused_and_change_nothing() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import headrace.optim
-from headrace.optim import AdamW, kernel, threads
+from headrace.optim import AdamW, kernel, threads, update
 from tests.optim.references import copies, give_gradients, parameters, ties_up
 from tests.support.compare import assert_same
 
@@ -353,3 +353,19 @@ def test_host_bytes_per_parameter() -> None:
 def test_public_names() -> None:
     assert sorted(headrace.optim.__all__) == ["Adafactor", "Adam", "AdamW", "Lion", "Muon", "SGD"]
     assert isinstance(kernel.available(), bool)
+
+
+def test_weights_with_gaps_that_were_written_after_a_step_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = (nn.Parameter(torch.ones(6, 8)[:, ::2]) for _ in range(2))
+    optimizer, reference = AdamW([ours]), AdamW([theirs])
+    give_gradients([ours], [theirs], 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(update, "perform", lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+    with torch.no_grad():
+        ours.fill_(3.0)
+        theirs.fill_(3.0)
+    optimizer.step()
+    reference.step()
+    assert_same([ours], [theirs])

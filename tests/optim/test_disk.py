@@ -4,6 +4,8 @@ import copy
 import errno
 import io
 import os
+import time
+from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -291,3 +293,70 @@ def test_two_optimizers_in_backward(emu_device: ModuleType, tmp_path: Path) -> N
             assert handle.stats().onload_bytes > weight_bytes(model)
         trained.append(list(model.parameters()))
     assert_same(*trained)
+
+
+def test_settings_that_change_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With amsgrad there are more bytes for each element, so parts are of another size; the drive is slow to write."""
+
+    def slowly(file: DirectFile, *arguments: Any) -> Any:
+        time.sleep(0.01)
+        return write(file, *arguments)
+
+    write = DirectFile.write
+    ours, theirs = parameters(torch.bfloat16, SHAPES), parameters(torch.bfloat16, SHAPES)
+    optimizers = [AdamW(ours, tier="disk", disk=tmp_path), AdamW(theirs)]
+    monkeypatch.setattr(DirectFile, "write", slowly)
+    for step, amsgrad in enumerate((False, False, True, False, True)):
+        give_gradients(ours, theirs, step)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["amsgrad"] = amsgrad
+            optimizer.step()
+        assert_same(ours, theirs)
+
+
+def test_state_is_written_in_place_more_than_once(tmp_path: Path) -> None:
+    ours, theirs = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    optimizers = [AdamW(ours, tier="disk", disk=tmp_path), AdamW(theirs)]
+    for step in range(4):
+        give_gradients(ours, theirs, step)
+        for optimizer, weights in zip(optimizers, (ours, theirs), strict=True):
+            optimizer.step()
+            optimizer.state[weights[2]]["exp_avg"].mul_(0.5)
+    assert_same(ours, theirs)
+
+
+@pytest.mark.core(how="clear", name="adamw")
+@pytest.mark.parametrize(
+    "how", ["clear", "clear later", "another dict", "pop", "clear one's own", "delete one's master"]
+)
+@pytest.mark.parametrize("name", ["adamw", "sgd_momentum", "muon"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_that_somebody_removes_is_gone(how: str, name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """As ReLoRA does, to begin an optimizer anew."""
+    own, _, settings = RULES[name]
+    settings = {key: value for key, value in settings.items() if key not in ("fused", "foreach")}
+    ours, theirs = parameters(dtype, MATRICES), parameters(dtype, MATRICES)
+    optimizers = [
+        getattr(headrace.optim, own)(ours, tier="disk", disk=tmp_path, **settings),
+        getattr(headrace.optim, own)(theirs, **settings),
+    ]
+    states: list[Any] = [optimizer.state for optimizer in optimizers]
+    for step in range(5):
+        give_gradients(ours, theirs, step)
+        for optimizer, state, weights in zip(optimizers, states, (ours, theirs), strict=True):
+            if step == 2 and how == "clear later":
+                state.clear()
+            elif step == 2 and how == "clear":
+                optimizer.state.clear()
+            elif step == 2 and how == "another dict":
+                optimizer.state = defaultdict(dict)
+            elif step == 2 and how == "pop":
+                optimizer.state.pop(weights[1])
+            elif step == 2 and how == "clear one's own":
+                optimizer.state[weights[1]].clear()
+            elif step == 2:
+                optimizer.state[weights[1]].pop("master_remainder", None)
+            optimizer.step()
+    assert_same(ours, theirs)
+    shown = [copy.deepcopy(optimizer.state_dict()["state"]) for optimizer in optimizers]
+    assert_same(*([dict(sorted(entries.items())) for entries in state.values()] for state in shown))

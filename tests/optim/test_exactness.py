@@ -203,6 +203,15 @@ def test_bfloat16_state_rounds_without_bias() -> None:
     assert abs(first.double().mean().item() - value) < 2.0**-7 * 0.01
 
 
+def test_a_nan_is_none_the_less_in_bfloat16(path: str) -> None:
+    """Also one of which the lower half of the bits alone tells that it is not infinite."""
+    weight = torch.nn.Parameter(torch.zeros(300))
+    optimizer = headrace.optim.SGD([weight], lr=0.1, momentum=0.9, state_dtype=torch.bfloat16)
+    weight.grad = torch.full((300,), 0x7F800001, dtype=torch.int32).view(torch.float32)
+    optimizer.step()
+    assert optimizer.state[weight]["momentum_buffer"].isnan().all()
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_other_vector_levels(capability: str) -> None:

@@ -253,3 +253,18 @@ def test_narrow_master_on_the_device(emu_device: ModuleType) -> None:
         optimizer.step()
         reference.step()
     assert_same(ours, [ties_up(weight) for weight in exact])
+
+
+@pytest.mark.parametrize("settings", [{}, {"device_fraction": 0.5}, {"device_fraction": 1.0}], ids=str)
+def test_weights_that_leave_the_device_leave_nothing_there(emu_device: ModuleType, settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))).to("emu")
+    optimizer = AdamW(net.parameters(), **settings)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    weights = sum(parameter.nbytes for parameter in net.parameters())
+    before = torch.accelerator.memory_allocated()
+    net.cpu()
+    assert torch.accelerator.memory_allocated() <= before - weights

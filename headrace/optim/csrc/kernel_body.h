@@ -57,11 +57,13 @@ struct SplitWeights {  // ties up in the bits: then 16 more bits tell all floats
   INLINE_MEMBER SplitWeights from(int i) const { return {weight + i, remainder + i, factor + 2u * (uint32_t)i}; }
 };
 
-struct FullWeights {  // the master counts where it rounds to the weight; elsewhere somebody wrote the weight
+struct FullWeights {  // the master counts where it rounds to the weight, ties to either side; else somebody wrote that
   uint16_t *RESTRICT weight;
   float *RESTRICT master;
   INLINE_MEMBER float load(int i) const {
-    return to_bfloat16(master[i]) == weight[i] ? master[i] : from_bfloat16(weight[i]);
+    uint32_t ties_up = (as_bits(master[i]) + 0x8000u) >> 16;
+    bool counts = (to_bfloat16(master[i]) == weight[i]) | ((ties_up == weight[i]) & (master[i] == master[i]));
+    return counts ? master[i] : from_bfloat16(weight[i]);
   }
   INLINE_MEMBER uint32_t store(int i, float value) const {
     master[i] = value;

@@ -46,7 +46,8 @@ INLINE uint32_t random_bits(uint32_t place) {
 INLINE uint16_t to_bfloat16_stochastic(float value, uint32_t random) {
   uint32_t bits = as_bits(value);
   uint32_t rounded = (bits + (random & 0xffffu)) >> 16;
-  return (uint16_t)((bits & 0x7f800000u) == 0x7f800000u ? bits >> 16 : rounded);
+  uint32_t quiet = value != value ? 0x40u : 0u;  // a NaN of which the lower half alone tells would become infinite
+  return (uint16_t)((bits & 0x7f800000u) == 0x7f800000u ? bits >> 16 | quiet : rounded);
 }
 
 // 8-bit state: the largest magnitude of a run of 128 elements, and for each element the upper bits of a float, that of

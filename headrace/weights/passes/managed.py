@@ -261,14 +261,14 @@ class Managed:
 
     def _zero_grad(self, module: nn.Module, own: Any, set_to_none: bool = True) -> None:
         """As nn.Module has it; without waiting for updates under way, which keep the gradients that they read."""
-        if not set_to_none:
+        if set_to_none:
+            self.site.engine.quiesce(updates=False)
+            for part in module.modules():
+                for parameter in part._parameters.values():
+                    if parameter is not None:
+                        _home_or_own(parameter).grad = None
+        else:
             own(set_to_none=False)
-            return
-        self.site.engine.quiesce(updates=False)
-        for part in module.modules():
-            for parameter in part._parameters.values():
-                if parameter is not None:
-                    _home_or_own(parameter).grad = None
         self.site.engine.discard(module.parameters())
 
     def _save_to_state_dict(
