@@ -68,8 +68,9 @@ def test_what_works(transform: Transform) -> None:
             r"call backward\(\)",
         ),
         (lambda model: torch.jit.trace(model, X), r"trace copy\.deepcopy\(model\)"),
+        (lambda model: torch.export.export(model, (X,), strict=False), r"export copy\.deepcopy\(model\)"),
     ],
-    ids=["grad", "vjp", "jacrev", "functional", "trace"],
+    ids=["grad", "vjp", "jacrev", "functional", "trace", "export"],
 )
 def test_what_is_refused(transform: Transform, advice: str) -> None:
     model, handle = offloaded()

@@ -185,7 +185,14 @@ class Managed:
         return True
 
     def stopped(self, module: nn.Module) -> None:
-        """Where torch.compile was given the module, that compiles its blocks from now on."""
+        """Where torch.compile was given the module, that compiles its blocks from now on. Raises StateError in an
+        export.
+        """
+        if torch.compiler.is_exporting():
+            raise StateError(
+                "torch.export would keep what is on the device now as constants; export copy.deepcopy(model), which is"
+                " a plain model, or call remove() on the handle first"
+            )
         wrapper, self.site.compiled_by = self.site.compiled_by, None
         given: Any = None if wrapper is None else wrapper()
         if given is not None:
