@@ -60,8 +60,9 @@ class AdamW(_AdamSteps, torch.optim.AdamW):
       done. "forward": `step()` returns at once; each block's next onload, and any code that reads its parameters, waits
       for that block's update. Always exact, clipping included. "backward": a block's update begins when its last
       gradient has reached the host; `step()` raises StateError if gradients were changed since (clipping, GradScaler,
-      accumulation). See docs/design/optimizers.md for what is waited for. A plain model on an accelerator is refused at
-      the first `step()`; on the CPU its updates are done when that returns.
+      accumulation), or weights were written (by hand, by another optimizer's step before this one's). See
+      docs/design/optimizers.md for what is waited for. A plain model on an accelerator is refused at the first
+      `step()`; on the CPU its updates are done when that returns.
     - `max_grad_norm`: gradients are scaled so that their global norm is at most this, with the arithmetic of
       `torch.nn.utils.clip_grad_norm_` but without writing them; if the norm is not finite, the step is skipped, nothing
       changes, and `skipped_steps` goes up by one (in the stats of an offloaded model, too). With `math.inf` nothing is

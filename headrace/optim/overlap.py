@@ -36,22 +36,26 @@ class Updater:
     ) -> Pending:
         """Performs the update of parameters of `unit`, when `arrived` has returned. Never blocks.
 
-        `others` perform parts of it. The gradients are let go of at its end. If it fails, they are the parameters'
-        again.
+        Another optimizer's update of any of these that was submitted before comes first. `others` perform parts of it.
+        The gradients are let go of at its end. If it fails, they are the parameters' again.
         """
         held = list(members)
+        parameters = [member.parameter for member in members]
+        before = [pending for pending in unit.updates if pending.writes(parameters)]
         work = [perform]  # refers to the optimizer: one that nobody else holds is gone when its last update is done
 
         def job() -> None:
             if arrived is not None:
                 arrived()
+            while before:
+                before.pop().settle_on_all_ranks()
             unit.wait_for_reads()
             work.pop()(held)
             held.clear()  # before anyone is told: gradients lie in memory that the next backward wants back
             if others is not None:
                 others.post()
 
-        pending = Pending(self.run(job), lambda: _give_back(held), others)
+        pending = Pending(self.run(job), lambda: _give_back(held), others, parameters)
         unit.updates.append(pending)
         self._under_way.append(pending)
         return pending

@@ -35,13 +35,22 @@ class OtherRanks(Protocol):
 class Pending:
     """An update that was submitted. What failed in it is raised once, by whoever waits first.
 
-    `others`: perform parts of it; `job` posts when it has performed its own.
+    `others`: perform parts of it; `job` posts when it has performed its own. It writes `parameters`.
     """
 
-    def __init__(self, job: "Future[None]", on_failure: Callable[[], None], others: OtherRanks | None = None) -> None:
+    _written: Collection[int] = ()  # by id: nothing here keeps a model
+
+    def __init__(
+        self,
+        job: "Future[None]",
+        on_failure: Callable[[], None],
+        others: OtherRanks | None = None,
+        parameters: Iterable[torch.Tensor] = (),
+    ) -> None:
         self._job = job
         self._on_failure = on_failure
         self._others = others
+        self._written = set(map(id, parameters))
         self._told = False
 
     def done(self) -> bool:
@@ -52,6 +61,15 @@ class Pending:
     def settle(self) -> None:
         """The host waits until it has ended; what failed in it is for whoever waits."""
         self._job.exception()
+
+    def writes(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether it is an update of any of these."""
+        return not set(map(id, parameters)).isdisjoint(self._written)
+
+    def settle_on_all_ranks(self) -> None:
+        """As `settle`; an update that has not failed here has ended on the other ranks, too. Raises RankError."""
+        if self._job.exception() is None and self._others is not None:
+            self._others.wait()
 
     def wait(self) -> None:
         """The host waits for the update."""

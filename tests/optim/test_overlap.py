@@ -443,3 +443,36 @@ def test_ctrl_c_at_any_moment_of_a_step_is_told(every: int) -> None:
         stats = handle.stats()
         assert stats.onload_bytes > 0
         assert stats.device_peak_bytes <= stats.device_budget_bytes
+
+
+def steps_of_two(overlaps: Sequence[str], steps: int) -> list[nn.Parameter]:
+    """AdamW and then SGD over all parameters of one model."""
+    model = decoder(torch.bfloat16)
+    with offloaded(model):
+        optimizers = [
+            AdamW(model.parameters(), overlap=overlaps[0], **SETTINGS),
+            headrace.optim.SGD(model.parameters(), lr=0.1, overlap=overlaps[1]),
+        ]
+        for step in range(steps):
+            loss_of(model, batch(step)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("second", ["none", "forward"])
+@pytest.mark.parametrize("first", ["forward", "backward"])
+def test_two_optimizers_of_the_same_parameters(
+    emu_device: ModuleType, first: str, second: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their updates come in the order of the calls, however long the first one's take."""
+    slow(monkeypatch, lambda count: 0.002 * (count % 3))
+    assert_same(steps_of_two((first, second), 5), steps_of_two(("none", "none"), 5))
+
+
+@pytest.mark.parametrize("first", ["none", "forward", "backward"])
+def test_an_update_in_backward_that_would_overtake_is_refused(emu_device: ModuleType, first: str) -> None:
+    with pytest.raises(headrace.StateError, match=r"by another optimizer, .*; nothing was updated"):
+        steps_of_two((first, "backward"), 2)
