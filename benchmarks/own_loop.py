@@ -25,7 +25,7 @@ class Layers(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = layer(x)
+            x = x + layer(nn.functional.layer_norm(x, (WIDTH,)))
         return x
 
 

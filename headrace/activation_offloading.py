@@ -90,7 +90,7 @@ def offload_activations(
         tier=tier,
         all_leave=all_leave,
     )
-    if (tier == "disk") != (disk is not None):
+    if (tier == "disk") != bool(disk):
         raise ValueError(f'tier={tier!r}, disk={disk!r}: with tier="disk", and only then, give a directory as disk')
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
@@ -104,7 +104,7 @@ def offload_activations(
     lanes = open_lanes(resolve_device(None if first is None else first.device))
     ledger = Ledger(host_budget_bytes=int(available_host_bytes() * (1 - _HOST_RESERVE)))
     check_targets(model, config)
-    store = None if disk is None else DiskStore(disk, ledger)
+    store = DiskStore(disk, ledger) if disk else None
     return ActivationOffloading(model, config, lanes, ledger, store)
 
 

@@ -237,8 +237,9 @@ def plan(
     - `expert_hit_rate`: of the experts that decoding wants, the share that is on the device, 0 to 1, as a run's stats
       have it (1 - `expert_loads` / `expert_uses`). `RunPlan.decoding` has a rate for it, and others beside.
 
-    Raises ValueError for settings that make no sense, and HardwareNotFound for a machine that is not known. A model
-    that does not fit is not an error: see `RunPlan.fits`.
+    Raises ValueError for settings that make no sense or do nothing here (those of an update for inference, of several
+    devices without `devices`), and HardwareNotFound for a machine that is not known. A model that does not fit is not
+    an error: see `RunPlan.fits`.
     """
     machine = _machine(hardware)
     if drive is not None:
@@ -273,6 +274,20 @@ def plan(
         expert=expert_parallel,
         nodes=nodes,
     )
+    own_state_bytes = _state_bytes(state_dtype)
+    updates = work is not Training.NONE
+    of_update = "of an update, which training='inference' has none of; leave it out"
+    decodes = not updates and spread.devices == 1 and shape.expert_share > 0
+    many = devices is not None or spread.devices > nodes  # devices=1 is where a table of several numbers begins
+    replicas = devices is not None or spread.data > 1
+    _refuse_idle(
+        ("adapter_rank", adapter_rank, work is Training.ADAPTER, "of training='adapter' alone; leave it out"),
+        ("overlap", None if overlap == Overlap.NONE.value else overlap, updates, of_update),
+        ("state_dtype", None if own_state_bytes == 8 else state_dtype, updates, of_update),
+        ("expert_hit_rate", expert_hit_rate, decodes, "of inference with experts on one device; leave it out"),
+        ("zero_stage", zero_stage or None, replicas, "for several replicas; give devices, too, or leave it out"),
+        ("peer", peer, many, "for several devices; give devices, too, or leave it out"),
+    )
     full_width = shape.weight_bytes >= 3.9 * shape.parameters
     return plan_run(
         shape,
@@ -284,7 +299,7 @@ def plan(
             micro_batches=micro_batches,
             gradient_bytes=4 if full_width else 2,
             master_bytes=0 if full_width else 2,  # as headrace.optim keeps it
-            state_bytes=_state_bytes(state_dtype),
+            state_bytes=own_state_bytes,
         ),
         spread,
         overlap=_one_of(Overlap, overlap, "overlap"),
@@ -292,6 +307,13 @@ def plan(
         wanted=wanted(method, optimizer_fraction),
         expert_hit_rate=expert_hit_rate,
     )
+
+
+def _refuse_idle(*settings: tuple[str, Any, bool, str]) -> None:
+    """Raises ValueError for one that is given (not None) where it does not apply."""
+    for name, value, applies, why in settings:
+        if value is not None and not applies:
+            raise ValueError(f"{name}={value!r} is {why}")
 
 
 def _state_bytes(state_dtype: torch.dtype | str) -> float:

@@ -169,6 +169,8 @@ class ActivationConfig:
         )
 
     def __post_init__(self) -> None:
+        if not isinstance(self.all_leave, bool):
+            raise TypeError(f"all_leave={self.all_leave!r} is neither True nor False")
         if self.all_leave and self.device_memory_bytes is not None:
             raise ValueError("all_leave and device_memory are two ways to say how much stays; give one of them")
         if isinstance(self.layers, bool) or (isinstance(self.layers, int) and self.layers < 0):

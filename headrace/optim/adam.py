@@ -41,7 +41,8 @@ class AdamW(_AdamSteps, torch.optim.AdamW):
 
     - `master_dtype`: dtype of the masters of low-precision weights; torch.float32.
     - `master_form`: "split" keeps the 16 bits that a bfloat16 weight lacks (2 bytes per parameter; ties round up);
-      "full" keeps a float32 tensor beside it (4 bytes, ties round to even). float16 weights are always "full".
+      "full" keeps a float32 tensor beside it (4 bytes, ties round to even). float16 weights are always "full",
+      float32 weights are their own masters, with either.
     - `state_dtype`: dtype of the moments: torch.float32, or torch.bfloat16 with stochastic rounding, or "8bit": codes
       relative to the largest of each 128 elements, also rounded stochastically, 1.03 bytes per moment and element. In
       the state these are "exp_avg_8bit" and so on, of shape (runs, 132) and dtype torch.uint8. Tensors of fewer than
@@ -53,9 +54,10 @@ class AdamW(_AdamSteps, torch.optim.AdamW):
       on disk.
     - `device_fraction`: share of the state that lives and is updated on the accelerator of parameters that live there,
       in [0, 1], exact to 128 elements (with `tier="disk"` to a parameter); "auto" takes what is free after the first
-      backward, less a tenth.
+      backward, less a tenth; nothing of an offloaded model, and of one on the CPU, where it means 0.
     - `pin`: host memory for such parameters is page-locked (or only that for their "weights", or for their
-      "gradients"). `overlap_d2h_h2d`: their gradients and weights travel while others are updated.
+      "gradients"). `overlap_d2h_h2d`: their gradients and weights travel while others are updated. Neither says
+      anything of an offloaded model, whose homes `headrace.offload` makes, or of one on the CPU.
     - `overlap`: what the updates of an offloaded model's parameters overlap with. "none": `step()` returns when all is
       done. "forward": `step()` returns at once; each block's next onload, and any code that reads its parameters, waits
       for that block's update. Always exact, clipping included. "backward": a block's update begins when its last

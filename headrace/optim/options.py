@@ -21,6 +21,7 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "overlap": get_args(_Overlap),
     "zero_stage": (1, 2),
     "pin": (True, False, "weights", "gradients"),
+    "overlap_d2h_h2d": (True, False),
 }
 
 
@@ -64,7 +65,7 @@ class Options:
             if value not in allowed:
                 choices = " or ".join(repr(choice) for choice in allowed)
                 raise ValueError(f"{name}={value!r} is not available; allowed: {choices}")
-        if (self.tier == "disk") != (self.disk is not None):
+        if (self.tier == "disk") != bool(self.disk):
             raise ValueError(
                 f'tier={self.tier!r} with disk={self.disk!r}: tier="disk" needs the directory in which state rests,'
                 ' such as disk="/nvme/headrace"; other tiers need none'

@@ -193,6 +193,8 @@ def test_what_is_compiled_as_one_graph(compiles: str) -> None:
     [
         ({"fraction": "0.5"}, "fraction='0.5' is a str"),
         ({"fraction": True}, "fraction=True is a bool"),
+        ({"all_leave": "no"}, "all_leave='no' is neither True nor False"),
+        ({"tier": "disk", "disk": ""}, 'with tier="disk", and only then, give a directory'),
         ({"layers": 1.5}, "layers: 1.5 is a float"),
         ({"layers": [3]}, "layers: 3 is a int"),
         ({"modules": 3}, "modules: 3 is a int"),
