@@ -40,7 +40,7 @@ class EarlyUpdates:
         self._settings_now = weakref.WeakMethod(settings)
         self._proven = False  # one step was watched, and did nothing to gradients
         self._watched: dict[Any, SeenGradient] = {}  # gradients, as they were when backward ended
-        self._versions: dict[Any, int] = {}  # of the weights, at that moment
+        self._versions: dict[Any, int] = {}  # of the weights, at that moment; updates under way go on counting theirs
         self._repeated = False
         self._abandoned = False  # a backward raised after updates in it
         self._loaded = False  # a state was loaded after updates in a backward, whose step has not come
@@ -101,7 +101,7 @@ class EarlyUpdates:
             changed = any(not seen.is_still(parameter.grad) for parameter, seen in self._watched.items())
         if changed:
             self._refuse("gradients were changed after backward (clipping, GradScaler.unscale_, or by hand)")
-        if any(_mark(parameter)[0] != version for parameter, version in self._versions.items()):
+        if any(_mark(one)[0] != version for one, version in self._versions.items() if one not in self.updated):
             self._refuse("weights were written between backward and step(), by hand or by another optimizer")
         if self._used is not None and self._used != self._settings():
             self._refuse("settings of param groups (such as lr) were changed between backward and step()")
