@@ -177,7 +177,11 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
         self._node = None if config.mesh is None else Node(config.mesh)
         self._way = None if self._node is None else way_of(config.onload, self._node, config.device)
         self._attachment: Attachment | None = None
-        self._ledger = Ledger(frozenset({"weights", "buffers"}), self._own_part(config.host_memory_bytes))
+        self._ledger = Ledger(
+            frozenset({"weights", "buffers"}),
+            self._own_part(config.host_memory_bytes),
+            1 if self._node is None else self._node.size,
+        )
         opened = config.checkpoint
         materialized = None if opened is None else materialize(model, opened, self._ledger)
         try:

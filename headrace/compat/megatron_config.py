@@ -9,7 +9,8 @@
 | `clip_grad` belongs to Megatron's wrapper | it is `max_grad_norm` of the optimizer; 0 clips nothing |
 | offloading needs `decoupled_weight_decay` | either |
 | `optimizer_offload_fraction` is not checked | to be in [0, 1] |
-| `use_distributed_optimizer` | accepted: a process updates what it holds |
+| `use_distributed_optimizer` | accepted, shards nothing: each process updates all that it holds. For ZeRO-1 make |
+| | `headrace.optim.AdamW(..., mesh=mesh)` yourself |
 | `use_torch_optimizer_for_cpu_offload` | PyTorch's own class steps; the results are the same; moments are float32 |
 | `use_precision_aware_optimizer` | accepted, changes nothing: the dtypes of moments and masters hold without it |
 | `cfg.model.cpu_offloading...` makes the layers of the model do it | `apply(cfg.model, model)` |

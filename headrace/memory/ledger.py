@@ -82,12 +82,18 @@ class Ledger:
     """Counts bytes by tier and purpose ("weights", "gradients", ...). Safe to call from any thread.
 
     `counted_to_budget` names the purposes whose sum is held to the device budget; its peak is kept apart.
-    `host_budget_bytes` caps the host tier; None: no cap.
+    `host_budget_bytes` caps the host tier; None: no cap. It is the part of one of `ranks`, which share what a user set.
     """
 
-    def __init__(self, counted_to_budget: frozenset[str] = frozenset(), host_budget_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        counted_to_budget: frozenset[str] = frozenset(),
+        host_budget_bytes: int | None = None,
+        ranks: int = 1,
+    ) -> None:
         self._counted_to_budget = counted_to_budget
         self.host_budget_bytes = host_budget_bytes
+        self.ranks = ranks
         self._lock = threading.RLock()
         self._queue: deque[_Change | _End] = deque()  # what is not counted yet
         self._ends: dict[int, _End] = {}  # to come, by identity
@@ -138,9 +144,16 @@ class Ledger:
             held = self.held_bytes(Tier.HOST)
             raise BudgetError(
                 f"{purpose} need {format_bytes(nbytes)} of host memory beside {format_bytes(held)} that are held;"
-                f" host_memory allows {format_bytes(self.host_budget_bytes)}; raise it to at least"
-                f" {format_bytes(held + nbytes, at_least=True)}, or train fewer parameters"
+                f" {self.allowance(self.host_budget_bytes, held + nbytes)}, or train fewer parameters"
             )
+
+    def allowance(self, allowed_bytes: int, wanted_bytes: int) -> str:
+        """What an error says of `host_memory` that allows this process less than it wants, and what to raise it to."""
+        own, of_node = format_bytes(allowed_bytes), format_bytes(self.ranks * allowed_bytes)
+        limit = f"host_memory allows {own}"
+        if self.ranks > 1:
+            limit = f"host_memory={of_node} of the node allows each of its {self.ranks} ranks {own}"
+        return f"{limit}; raise it to at least {format_bytes(self.ranks * wanted_bytes, at_least=True)}"
 
     def add(self, tier: Tier, purpose: str, nbytes: int) -> None:
         """Books `nbytes` more (less, when negative)."""

@@ -117,12 +117,12 @@ class HostPool:
 
     def grow(self, nbytes: int) -> None:
         """Makes another arena."""
-        if self._limit_bytes is not None and self.arena_bytes + whole_pages(nbytes) > self._limit_bytes:
-            wanted_bytes = self.arena_bytes + whole_pages(nbytes)
+        wanted_bytes = self.arena_bytes + whole_pages(nbytes)
+        if self._limit_bytes is not None and wanted_bytes > self._limit_bytes:
+            _, ledger, purpose = self._context
             raise BudgetError(
-                f"{self._context[2]} need {format_bytes(nbytes)} of host memory beside"
-                f" {format_bytes(self.arena_bytes)}; host_memory allows them {format_bytes(self._limit_bytes)}; raise"
-                f" it to at least {format_bytes(wanted_bytes, at_least=True)}"
+                f"{purpose} need {format_bytes(nbytes)} of host memory beside {format_bytes(self.arena_bytes)}; their"
+                f" {ledger.allowance(self._limit_bytes, wanted_bytes)}"
             )
         self._arenas.append(Arena(nbytes, *self._context))
         self._free.append([(0, self._arenas[-1].nbytes)])

@@ -104,6 +104,8 @@ def test_bytes_on_the_device(emulator: Any, offloads: bool) -> None:
     on_device = torch.accelerator.memory_allocated() - held
     assert on_device < 4096 if offloads else on_device >= 8 * count  # moments; and the master
     assert (optimizer.held_bytes() >= 12 * count) == offloads
+    shown = [*optimizer.cpu_params.values(), *optimizer.cpu_m.values(), *optimizer.cpu_v.values()]
+    assert [tensor.device.type for tensor in shown] == ["cpu"] * 3
 
 
 def test_gradients_stay_where_they_are_not_offloaded(emulator: Any) -> None:

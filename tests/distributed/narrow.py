@@ -106,6 +106,13 @@ def a_budget_is_for_both() -> None:
         offloaded(Model(), host_memory=6 * elements, param_dtype=torch.bfloat16),
     ):
         pass
+    with (
+        pytest.raises(headrace.BudgetError, match=r"of the node allows each of its 2 ranks") as error,
+        offloaded(model := Model(), host_memory=6 * elements),
+    ):
+        model(batch(distributed.get_rank(), 0)).sum().backward()
+    with offloaded(model := Model(), host_memory=str(error.value).split("at least ")[1].split(",")[0]):
+        model(batch(distributed.get_rank(), 0)).sum().backward()
 
 
 def goes_on(directory: str) -> None:

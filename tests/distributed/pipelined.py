@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -136,7 +136,7 @@ def a_split_backward_is_refused() -> None:
 
 
 class Parallel(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(
@@ -144,7 +144,6 @@ class Parallel(nn.Module):
             for _ in range(4)
         )
         self.head = nn.Linear(32, 7)
-        mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
         for layer in self.layers:
             parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
@@ -156,12 +155,11 @@ class Parallel(nn.Module):
 
 def tensor_parallel(recomputes: bool) -> None:
     """DTensors are refused; with the lines of the page each rank offloads its shards, and nothing changes."""
-    mine, plain = Parallel(), Parallel()
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    mine, plain = Parallel(mesh), Parallel(mesh)
     with pytest.raises(LayoutError, match=r"'layers.0.up.weight' .* is a DTensor: .*docs/parallel\.md"):
         headrace.offload(mine, device="cpu")
-    lines: dict[str, Any] = {}
-    exec(re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL)[0], lines)
-    lines["keep_own_shards"](mine)
+    keep_own_shards(mine)
     assert not any(isinstance(parameter, DTensor) for parameter in mine.parameters())
     held = sum(parameter.nbytes for parameter in mine.parameters())
     budget = held * 3 // 4
@@ -187,6 +185,38 @@ def tensor_parallel(recomputes: bool) -> None:
         stats = handle.stats()
         assert 0 < stats.device_peak_bytes <= budget
         assert stats.onload_bytes > held
+
+
+def tensor_parallel_replicas() -> None:
+    """Two replicas of two shards: the replicas of a shard share one offloaded copy, and average its gradients."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    mine, plain = Parallel(mesh["shards"]), Parallel(mesh["shards"])
+    keep_own_shards(mine)
+    held = sum(parameter.nbytes for parameter in mine.parameters())
+    with headrace.offload(mine, device="cpu", mesh=mesh["replicas"], device_memory=held * 3 // 4) as handle:
+        optimizers = [optim.AdamW(one.parameters(), lr=0.01) for one in (mine, plain)]
+        for number in range(STEPS):
+            seed = 2 * number + mesh.get_local_rank("replicas")
+            x = torch.randn(3, 32, generator=torch.Generator().manual_seed(seed))
+            for one in (mine, plain):
+                one(x).square().mean().backward()
+            for parameter in plain.parameters():
+                gradient = local(parameter.grad)
+                distributed.all_reduce(gradient, group=mesh["replicas"].get_group())
+                gradient.div_(2)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(whole(mine, name), local(parameter)), name
+        assert handle.stats().device_peak_bytes <= held * 3 // 4 < handle.stats().onload_bytes
+
+
+def keep_own_shards(model: nn.Module) -> None:
+    """As the page has it."""
+    lines: dict[str, Any] = {}
+    exec(re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL)[0], lines)
+    lines["keep_own_shards"](model)
 
 
 def whole(model: nn.Module, name: str) -> torch.Tensor:

@@ -34,3 +34,8 @@ def test_a_split_backward_is_refused(nursery: Nursery, tmp_path: Path) -> None:
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_tensor_parallel(nursery: Nursery, tmp_path: Path, recomputes: bool) -> None:
     run_ranks(nursery, tmp_path, 2, f"pipelined.tensor_parallel, {recomputes}")
+
+
+@pytest.mark.extended
+def test_tensor_parallel_replicas(nursery: Nursery, tmp_path: Path) -> None:
+    run_ranks(nursery, tmp_path, 4, "pipelined.tensor_parallel_replicas")

@@ -57,6 +57,10 @@ def test_the_host_budget_is_asked_before_and_the_advice_is_enough() -> None:
         ledger.check_host(5_000, "gradients")
     advised = str(error.value).split("at least ")[1].split(",")[0]
     Ledger(host_budget_bytes=parse_bytes(advised)).check_host(12_000, "all")
+    with pytest.raises(
+        BudgetError, match=r"host_memory=39.1 KiB of the node allows each of its 4 ranks 9.77 KiB; .* 46.9"
+    ):
+        Ledger(host_budget_bytes=10_000, ranks=4).check_host(12_000, "all")
     assert ledger.held_bytes(Tier.HOST) == 7_000  # asking books nothing
     Ledger().check_host(1 << 60, "weights")  # no budget, no limit
 

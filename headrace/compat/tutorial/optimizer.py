@@ -99,22 +99,22 @@ class CPUOffloadOptimizer(AdamW):
 
     @property
     def cpu_params(self) -> dict[str, torch.Tensor]:
-        """Exact weights in float32 on the host: the masters, or copies of weights that need none."""
+        """Exact weights in float32 on the host: the masters (copied from the device), or copies of weights."""
         return {
-            name: self.state[p]["master"] if "master" in self.state.get(p, {}) else p.detach().float().cpu()
+            name: (self.state[p]["master"] if "master" in self.state.get(p, {}) else p.detach().float()).cpu()
             for name, p in self.gpu_params.items()
         }
 
     @property
     def cpu_m(self) -> dict[str, torch.Tensor]:
-        """First moments, of parameters that were updated."""
+        """First moments on the host, of parameters that were updated."""
         return self._of_state("exp_avg")
 
     @property
     def cpu_v(self) -> dict[str, torch.Tensor]:
-        """Second moments, of parameters that were updated."""
+        """Second moments on the host, of parameters that were updated."""
         return self._of_state("exp_avg_sq")
 
     def _of_state(self, kind: str) -> dict[str, torch.Tensor]:
         states = {name: self.state.get(p, {}) for name, p in self.gpu_params.items()}
-        return {name: state[kind] for name, state in states.items() if kind in state}
+        return {name: state[kind].cpu() for name, state in states.items() if kind in state}

@@ -88,7 +88,14 @@ class RunPlan:
             if helped - {0} and (sharing.gathered, sharing.reduced) != (sharing.loaded, sharing.trained):
                 parts += ["weights gathered among devices"] if sharing.gathered else []
                 parts += ["gradients summed among devices"] if sharing.reduced else []
-        if spread.zero_stage and spread.data > 1:
+        by_optimizer = (  # headrace.optim with mesh= and zero_stage= does it, for replicas whose weights stay
+            spread.zero_stage <= 2
+            and spread.devices == spread.data
+            and spread.expert == 1
+            and not self.method.streamed
+            and self.method.overlap is Overlap.NONE
+        )
+        if spread.zero_stage and spread.data > 1 and not by_optimizer:
             parts.append(f"ZeRO stage {spread.zero_stage} of {spread.data} replicas")
         if self.method.host_share < 1 and self.method.overlap is not Overlap.NONE:
             parts.append(f"overlap={self.method.overlap.value!r} where the device has a share of the optimizer")

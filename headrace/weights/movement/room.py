@@ -59,9 +59,9 @@ class Room:
         ring_bytes = self._ranks * whole_pages(chunk_bytes) * chunks
         if not self._has_room(ring_bytes - sum(block.nbytes for block in self._movable())):
             raise BudgetError(
-                f"host_memory={format_bytes(budget_bytes)} is full, and so few blocks can move to disk (none that"
-                f" somebody refers to, as by kept = p.data) that there is no room for {format_bytes(ring_bytes)} of"
-                " staging memory; raise it by that"
+                f"host_memory={format_bytes(self._ranks * budget_bytes)} is full, and so few blocks can move to"
+                " disk (none that somebody refers to, as by kept = p.data) that there is no room for"
+                f" {format_bytes(ring_bytes)} of staging memory; raise it by that"
             )
         self._free(ring_bytes)
         self._residency.fetch_from(self._open_fetching(chunk_bytes, chunks))

@@ -141,9 +141,11 @@ class Budgets:
         if config.mesh is not None:
             arenas_bytes += sum(whole_pages(inventory.cast_bytes(part.keys)) for part in parts.streamed)
         if arenas_bytes > host_bytes:
+            beside = f" beside {format_bytes(reserved_bytes)} for activations" if reserved_bytes else ""
             raise BudgetError(
-                f"weights need {format_bytes(arenas_bytes)} of host memory in all; host_memory allows"
-                f" {format_bytes(host_bytes)}; raise it to at least {format_bytes(arenas_bytes, at_least=True)},"
+                f"weights need {format_bytes(arenas_bytes)} of host memory in all{beside}; host_memory allows"
+                f" {format_bytes(self.host_bytes)}; raise it to at least"
+                f" {format_bytes(arenas_bytes + reserved_bytes, at_least=True)},"
                 ' or pass a directory, such as disk="/nvme/headrace", where blocks can rest'
             )
         return Placement()
