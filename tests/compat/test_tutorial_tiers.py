@@ -19,6 +19,7 @@ from headrace.compat.tutorial import (
     UnifiedOffloadManager,
 )
 from headrace.memory.ledger import Tier
+from headrace.runtime.system import host_name
 from tests.support.models import linears
 
 pytestmark = pytest.mark.core(device="emu")
@@ -206,12 +207,15 @@ def test_two_managers_share_a_path(nvme: Any, device: torch.device) -> None:
 def test_a_managers_directory_goes_with_it_and_those_of_killed_processes_too(
     nvme: Any, device: torch.device, tmp_path: Path
 ) -> None:
-    (tmp_path / "nvme" / "headrace-tensors-99999999-0").mkdir(parents=True)  # no process has that number
+    """Not those of another host, whose processes nobody here can see."""
+    here, there = (tmp_path / "nvme" / f"headrace-tensors-99999999-0@{host}" for host in (host_name(), "another"))
+    for left in (here, there):
+        left.mkdir(parents=True)  # no process has that number
     manager = nvme(layers(2))
-    assert len(list((tmp_path / "nvme").iterdir())) == 1
-    assert "99999999" not in next((tmp_path / "nvme").iterdir()).name
+    assert not here.exists()
+    assert len(list((tmp_path / "nvme").iterdir())) == 2
     manager.close()
-    assert list((tmp_path / "nvme").iterdir()) == []
+    assert list((tmp_path / "nvme").iterdir()) == [there]
 
 
 def test_errors_say_what_to_do(nvme: Any, device: torch.device, tmp_path: Path) -> None:
