@@ -315,7 +315,9 @@ class _State:
                 state[number] = {}  # there is one
                 continue
             for name, value in entries.items() if streams and isinstance(entries, Mapping) else ():
-                if isinstance(value, torch.Tensor) and value.nbytes > SMALL_BYTES:
+                if not isinstance(value, torch.Tensor) or value.nbytes <= SMALL_BYTES:
+                    continue
+                if torch.ops.aten.is_non_overlapping_and_dense(value):  # all of ours are
                     first = self._saved.content.offset(value)
                     like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
                     at = PlaceInFile(first, like.numel() * like.itemsize)

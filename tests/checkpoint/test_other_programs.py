@@ -269,6 +269,22 @@ def test_a_state_dict_of_copies_is_refused(tmp_path: Path) -> None:
         headrace.load(tmp_path, model)
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_state_with_gaps_between_its_elements(tmp_path: Path, tier: str) -> None:
+    model = nn.Linear(100, 100, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    wide = torch.randn(100, 200)
+    state["state"][0]["exp_avg"] = wide[:, :100]
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "both.pt")
+    place = {"tier": tier, "disk": tmp_path / "tier"} if tier == "disk" else {}
+    again = headrace.optim.AdamW(model.parameters(), **place)
+    headrace.load(tmp_path / "both.pt", model, again)
+    assert torch.equal(again.state[model.weight]["exp_avg"], wide[:, :100])
+
+
 def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
     model = Net(torch.float32)
     (tmp_path / "empty").mkdir()
