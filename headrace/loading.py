@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import warnings
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -69,7 +70,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     if (directory / ".metadata").is_file():
         from headrace.checkpoint.distributed import load_distributed  # here: it takes half a second
 
-        load_distributed(directory, tensors_of(model), optimizers)
+        load_distributed(directory, _places_of(model), optimizers)
         return None
     with contextlib.ExitStack() as stack:
         is_own = any((directory / name).exists() for name in (MANIFEST, EXTRA))
@@ -98,6 +99,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
             try:
                 read_all(_work(wanted))
             finally:
+                # Memory was written past PyTorch; autograd and optimizers are to see that.
+                into = [tensor for one in wanted for tensor in one.into if not tensor.is_inference()]
+                torch.autograd.graph.increment_version(into)
                 for handle in handles:
                     handle.refresh()
         for state in states:
@@ -127,8 +131,8 @@ def _belongs_to_a_weight(name: str, weights: Collection[str]) -> bool:
     return any(".".join(parts[:end]) in weights for end in range(1, len(parts)))
 
 
-def _wanted(contents: Contents, model: nn.Module) -> list[_Wanted]:
-    """What is read of the weights. Raises CheckpointError when they do not fit the model."""
+def _places_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What is loaded into, by name. Raises CheckpointError for copies of the model's tensors."""
     state = tensors_of(model)
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     known = {name for name, tensor in state.items() if id(tensor) in own}
@@ -138,12 +142,19 @@ def _wanted(contents: Contents, model: nn.Module) -> list[_Wanted]:
             f"{strange!r} of the model's state_dict is none of its parameters and buffers: a hook on state_dict makes"
             " it, and nothing can be loaded into it; take the hook off for headrace.load"
         )
+    return state
+
+
+def _wanted(contents: Contents, model: nn.Module) -> list[_Wanted]:
+    """What is read of the weights. Raises CheckpointError when they do not fit the model."""
+    state = _places_of(model)
     prefix = _prefix(set(contents.weights), set(state))
     _check_names(contents, {name.removeprefix(prefix) for name in (*contents.weights, *contents.shared)}, state, model)
-    wanted = []
-    for full_name, saved in contents.weights.items():
-        name = full_name.removeprefix(prefix)
-        into: dict[int, torch.Tensor] = {}
+    saved_as = {name.removeprefix(prefix): saved for name, saved in contents.weights.items()}
+    wanted: list[tuple[SavedTensor, dict[Any, torch.Tensor]]] = []
+    writers: dict[Any, dict[Any, torch.Tensor]] = {}  # by memory: who fills it, the last one as in load_state_dict
+    for name in [name for name in state if name in saved_as]:
+        saved, into = saved_as[name], dict[Any, torch.Tensor]()
         for alias in [name, *(other for other, kept in contents.shared.items() if kept == name)]:
             tensor = state[alias]
             floating = tensor.is_floating_point() and saved.dtype.is_floating_point
@@ -154,9 +165,12 @@ def _wanted(contents: Contents, model: nn.Module) -> list[_Wanted]:
                 )
             found = origin_of(tensor.detach()) if tensor.device.type == "cpu" and tensor.is_contiguous() else None
             if found is None or not found[0].shows(str(saved.file.path), found[1], saved.at.begin, tensor.nbytes):
-                into.setdefault(tensor.data_ptr(), tensor)
-        wanted.append(_Wanted(saved, list(into.values())))
-    return wanted
+                into.setdefault((tensor.data_ptr(), tensor.nbytes), tensor)
+        for memory in into:
+            writers.pop(memory, {}).pop(memory, None)
+            writers[memory] = into
+        wanted.append((saved, into))
+    return [_Wanted(saved, list(into.values())) for saved, into in wanted]
 
 
 def _prefix(saved: set[str], present: set[str]) -> str:
@@ -181,6 +195,14 @@ def _check_names(contents: Contents, saved: set[str], present: Mapping[str, Any]
         raise CheckpointError(
             f"{contents.path} lacks {missing[0]!r} (and {len(missing) - 1} more) of the model; load it into the model"
             " that was saved"
+        )
+    stays = [name for name in missing if present[name].requires_grad]
+    if stays:
+        warnings.warn(
+            f"{stays[0]!r} (and {len(stays) - 1} more) can be trained and is not in {contents.path}, which holds"
+            " adapters and what was trained beside them. It stays as it is",
+            RuntimeWarning,
+            stacklevel=4,
         )
 
 
@@ -293,7 +315,9 @@ class _State:
                 state[number] = {}  # there is one
                 continue
             for name, value in entries.items() if streams and isinstance(entries, Mapping) else ():
-                if isinstance(value, torch.Tensor) and value.nbytes > SMALL_BYTES:
+                if not isinstance(value, torch.Tensor) or value.nbytes <= SMALL_BYTES:
+                    continue
+                if torch.ops.aten.is_non_overlapping_and_dense(value):  # all of ours are
                     first = self._saved.content.offset(value)
                     like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
                     at = PlaceInFile(first, like.numel() * like.itemsize)
@@ -343,9 +367,10 @@ def _convert(optimizer: HostOptimizer, parameter: torch.Tensor, saved: SavedTens
 def _modules_with_state(contents: Contents, model: nn.Module) -> list[tuple[nn.Module, Any]]:
     """The modules that save something of their own (`get_extra_state`), and what that was."""
     modules = {plain_name(name): module for name, module in model.named_modules()}
+    prefix = _prefix(set(contents.weights), set(tensors_of(model)))
     found = []
     for name, value in contents.module_state.items():
-        owner = name.removesuffix(EXTRA_STATE).removesuffix(".")
+        owner = name.removeprefix(prefix).removesuffix(EXTRA_STATE).removesuffix(".")
         if owner not in modules or type(modules[owner]).set_extra_state is nn.Module.set_extra_state:
             raise CheckpointError(
                 f"{contents.path} holds {name!r}, which no module of the model takes (set_extra_state); load it into"

@@ -4,7 +4,6 @@
 """
 
 import sys
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -58,15 +57,6 @@ def with_names_of(contents: Contents, model: nn.Module, tensors: Mapping[str, to
                 f"{contents.path} lacks {lacking[0]!r} (and {len(lacking) - 1} more) of adapter {adapter!r}; load it"
                 " into the model that was saved"
             )
-    loaded = {id(tensors[name]) for name in weights if name in tensors}
-    stays = [name for name, tensor in tensors.items() if tensor.requires_grad and id(tensor) not in loaded]
-    if stays:
-        warnings.warn(
-            f"{stays[0]!r} (and {len(stays) - 1} more) can be trained and is not in {contents.path}: PEFT saves"
-            " adapters and modules_to_save alone. It stays as it is",
-            RuntimeWarning,
-            stacklevel=3,
-        )
     return replace(contents, weights=weights, trained_only=True)
 
 

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
 from headrace.checkpoint.distributed_files import DataPlanner, DataReader
+from headrace.checkpoint.model import EXTRA_STATE
 from headrace.errors import CheckpointError
 from headrace.runtime.tensors import parameters_of
 
@@ -30,6 +31,12 @@ _OPTIMIZERS = re.compile(
 def load_distributed(path: Path, state: Mapping[str, torch.Tensor], optimizers: Sequence[Optimizer]) -> None:
     """Into the tensors of a model's state_dict, and one optimizer. Raises CheckpointError when they do not fit."""
     found = DataReader(path).read_metadata().state_dict_metadata
+    besides = next((key for key in found if EXTRA_STATE in key), None)
+    if besides is not None:
+        raise CheckpointError(
+            f"{path} holds {besides!r}, which a module keeps besides its tensors; load it with"
+            " torch.distributed.checkpoint's own call"
+        )
     weights = _weights(path, state, found)
     if len(optimizers) > 1:
         raise CheckpointError(f"{path}: load the optimizers one by one, with torch.distributed.checkpoint's own call")
@@ -78,9 +85,11 @@ class _OptimizerState:
                 prefix, self._entries[key] = match[1] or "", (by_name[match[2]], match[3])
                 self._wanted[key] = _place(path, key, stored)
         for number, group in enumerate(optimizer.param_groups):
+            # By its number, or (flatten_optimizer_state_dict) by each of its parameters.
+            first = [name for name, tensor in state.items() if any(tensor is one for one in group["params"][:1])]
             for name in group:
-                key = f"{prefix}param_groups.{number}.{name}"
-                if name != "params" and key in found:
+                keys = [f"{prefix}param_groups.{part}.{name}" for part in (str(number), *first)]
+                for key in [key for key in keys if name != "params" and key in found][:1]:
                     self._settings[key], self._wanted[key] = (number, name), _place(path, key, found[key])
         if not self._entries:
             raise CheckpointError(f"{path} holds no state of an optimizer of these parameters; load the model alone")

@@ -13,12 +13,14 @@
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from headrace.checkpoint.contents import Contents, SavedOptimizer, SavedTensor, opener
+from headrace.checkpoint.model import EXTRA_STATE
 from headrace.checkpoint.reading import PlaceInFile, SavedFile
 from headrace.errors import CheckpointError
 from headrace.memory.disk.checkpoint_files import find_files
@@ -63,14 +65,21 @@ def _weights(path: Path, opened: Callable[[str], SavedFile]) -> dict[str, SavedT
     for file, names in find_files(path).items():
         saved = opened(str(file))
         if file.suffix == ".safetensors":
-            for record in read_header(saved.descriptor, str(file)):
-                if names is None or record.name in names:
-                    at = PlaceInFile(record.offset, record.nbytes)
-                    weights[record.name] = SavedTensor(record.name, saved, at, record.dtype, record.shape)
+            found = {
+                record.name: SavedTensor(
+                    record.name, saved, PlaceInFile(record.offset, record.nbytes), record.dtype, record.shape
+                )
+                for record in read_header(saved.descriptor, str(file))
+            }
         else:
             content = open_torch_file(file)
             found = _tensors(content.tree, content, saved)
-            weights |= {name: one for name, one in found.items() if names is None or name in names}
+        for name in found if names is None else found.keys() & names:
+            if name in weights:
+                raise CheckpointError(
+                    f"{name!r} is in {weights[name].file.path} and in {file}; give the path of one of the files"
+                )
+            weights[name] = found[name]
     return weights
 
 
@@ -98,19 +107,36 @@ def _torch_checkpoint(path: Path, file: SavedFile) -> Contents:
     several = [states] if isinstance(states, Mapping) else states
     optimizers = [SavedOptimizer(state, content, file) for state in several if _is_optimizer(state)]
     if inner is None:
-        return Contents(path=path, weights=_tensors(tree, content, file))
-    rest = {name: value for name, value in tree.items() if name not in (inner, *_OPTIMIZERS)}
-    return Contents(path=path, weights=_tensors(tree[inner], content, file), optimizers=optimizers, extra=rest)
+        return Contents(path=path, weights=_tensors(tree, content, file), module_state=_module_state(tree))
+    # A copy: the tensors are memory of the file, which may be written anew while they are in use.
+    rest = deepcopy({name: value for name, value in tree.items() if name not in (inner, *_OPTIMIZERS)})
+    return Contents(
+        path=path,
+        weights=_tensors(tree[inner], content, file),
+        optimizers=optimizers,
+        module_state=_module_state(tree[inner]),
+        extra=rest,
+    )
+
+
+def _module_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What modules saved besides, as `get_extra_state` gave it."""
+    return {name: deepcopy(value) for name, value in state.items() if _is_module_state(name)}
+
+
+def _is_module_state(name: Any) -> bool:
+    return isinstance(name, str) and name.endswith(EXTRA_STATE)
 
 
 def _tensors(tree: Any, content: TorchFile, file: SavedFile) -> dict[str, SavedTensor]:
     found = {}
     for name, tensor in tree.items() if isinstance(tree, Mapping) else ():
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, torch.Tensor) or _is_module_state(name):
             continue
-        if not tensor.is_contiguous():
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             raise CheckpointError(
-                f"{name!r} is not contiguous in {file.path}; save it as a safetensors file, or with .contiguous()"
+                f"{name!r} is not contiguous in {file.path}, or a view of what has other signs; save it as a"
+                " safetensors file, or with .resolve_conj().resolve_neg().contiguous()"
             )
         at = PlaceInFile(content.offset(tensor), tensor.numel() * tensor.element_size())
         found[name] = SavedTensor(name, file, at, tensor.dtype, tuple(tensor.shape))

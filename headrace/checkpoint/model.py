@@ -73,7 +73,10 @@ def _take_all(model: nn.Module, tensors: Mapping[str, torch.Tensor], saved: Save
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     first: dict[Any, str] = {}
     # Buffers come first in the file: a forward may write to them, so they are read before saving returns.
-    order = sorted(tensors, key=lambda name: (isinstance(tensors[name], nn.Parameter), name in tied))
+    # Of the names of one tensor, one that is saved comes first.
+    order = sorted(
+        tensors, key=lambda name: (isinstance(tensors[name], nn.Parameter), name in tied or name in left_out)
+    )
     for name in order:
         tensor = tensors[name]
         if name not in left_out:

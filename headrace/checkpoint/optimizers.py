@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
+_PLAIN = ("torch.optim.", "headrace.")  # modules of classes whose `state` is all; not that of torch.distributed.optim
 
 
 def optimizer_file(number: int) -> str:
@@ -58,15 +59,13 @@ def state_of_optimizer(optimizer: Optimizer, state: Mapping[Any, Mapping[str, An
 def _is_made_otherwise(optimizer: Optimizer) -> bool:
     """Whether hooks, or its own class, have a part in its state_dict."""
     hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
-    return any(hooks) or not type(optimizer).state_dict.__module__.startswith(("torch.", "headrace."))
+    return any(hooks) or not type(optimizer).state_dict.__module__.startswith(_PLAIN)
 
 
 def is_loaded_otherwise(optimizer: Optimizer) -> bool:
     """Whether hooks, or its own class, change a state_dict before it is loaded."""
     own = type(optimizer).load_state_dict
-    return bool(optimizer._optimizer_load_state_dict_pre_hooks) or not own.__module__.startswith(
-        ("torch.", "headrace.")
-    )
+    return bool(optimizer._optimizer_load_state_dict_pre_hooks) or not own.__module__.startswith(_PLAIN)
 
 
 def check_sound(saved: SavedOptimizer) -> None:

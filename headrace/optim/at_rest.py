@@ -139,6 +139,7 @@ class StateAtRest(Optimizer):
         if self._local_shards:
             groups, state_dict["state"] = self._local_shards.loaded(groups, state_dict)
         values = values_from(groups, state_dict, self.ELEMENTWISE, self._options.moment_dtype)
+        self._take_apart(values)
         before_write(parameters_of(self))
         self._forget_weights()
         if self._disk is not None:
@@ -197,6 +198,10 @@ class StateAtRest(Optimizer):
 
     def _join_node(self) -> None:
         """Where the parameters are of a model that ranks of a node have in common, these share the work."""
+        raise NotImplementedError
+
+    def _take_apart(self, state: Mapping[Any, Any]) -> None:
+        """What is shown of a parameter's state on disk, and is another one's in `state`, becomes memory."""
         raise NotImplementedError
 
     def _forget_weights(self) -> None:

@@ -247,6 +247,7 @@ class HostOptimizer(StateAtRest):
         begun = [parameter for parameter in gradients if parameter in places]
         if not begun:  # all are another optimizer's
             return begun
+        self._take_apart(self.entries)
         members = [self._member(*places[parameter], parameter, gradients[parameter]) for parameter in begun]
         self._submit(unit, members, 1.0, arrived)
         return begun
@@ -297,6 +298,7 @@ class HostOptimizer(StateAtRest):
     def _members(self) -> list[Member]:
         """The parameters that have a gradient."""
         updated = {} if self._early is None else self._early.updated
+        self._take_apart(self.entries)
         members = []
         for parameter, (index, group) in self._places().items():
             with without_overrides():  # another optimizer may be updating others beside it
@@ -343,6 +345,13 @@ class HostOptimizer(StateAtRest):
         self._shares.pieces.pop(parameter, None)
         if self._disk is not None and parameter not in self._lent:
             self._disk.forget([parameter])
+
+    def _take_apart(self, state: Mapping[Any, Any]) -> None:
+        owners = {_memory(value): parameter for parameter, lent in list(self._lent.items()) for value in lent.values()}
+        for parameter, entries in list(state.items()) if owners else ():
+            for name, value in list(entries.items()):
+                if isinstance(value, torch.Tensor) and owners.get(_memory(value), parameter) is not parameter:
+                    entries[name] = value.clone()
 
     def _weights_of(self, parameter: torch.Tensor, side: int = 0) -> Weights:
         given = self._local_shards.given(parameter)
@@ -413,3 +422,7 @@ class HostOptimizer(StateAtRest):
         self._shares = Shares()
         self._lent: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # state on disk that `state` shows
         self._twins: dict[torch.device, Twins] = {}
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

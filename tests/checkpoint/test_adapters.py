@@ -140,6 +140,12 @@ def test_what_trains_beside_adapters_and_was_not_saved_is_told(tmp_path: Path) -
         headrace.load(tmp_path / "lora", model)
 
 
+def test_adapters_that_a_checkpoint_of_ours_lacks_are_told(tmp_path: Path) -> None:
+    headrace.save(tmp_path / "one", adapted(target_modules=["q_proj"]))
+    with pytest.warns(RuntimeWarning, match=r"v_proj.* \(and 3 more\) can be trained and is not in"):
+        headrace.load(tmp_path / "one", adapted())
+
+
 def test_files_beside_those_of_an_adapter_stay(tmp_path: Path) -> None:
     """Also where that adapter is gone by the next save."""
     model = adapted("default", "other")

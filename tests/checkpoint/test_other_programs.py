@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import headrace
 import headrace.optim
@@ -189,6 +190,99 @@ def test_distributed_checkpoints(tmp_path: Path, place: str, named: bool) -> Non
         other.step()
     with pytest.raises(headrace.CheckpointError, match="does not hold all weights"):
         headrace.load(tmp_path / "dcp", torch.nn.LSTM(2, 2))
+
+
+def test_a_tensor_that_is_in_two_files_is_refused(tmp_path: Path) -> None:
+    """Which accelerate writes for two models, and diffusers for two dtypes."""
+    for number, name in enumerate(("model", "model_1")):
+        save_file({"weight": torch.full((2, 2), number), "bias": torch.zeros(2)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(
+        headrace.CheckpointError, match=r"model\.safetensors and in .*model_1\.safetensors; give the path"
+    ):
+        headrace.load(tmp_path, nn.Linear(2, 2))
+
+
+class _Counting(nn.Linear):
+    seen = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_what_modules_keep_besides_is_loaded(tmp_path: Path, prefix: str) -> None:
+    model, again = (nn.Sequential(_Counting(2, 2)) for _ in range(2))
+    model[0].seen = 7
+    torch.save({"state_dict": model.state_dict(prefix=prefix)}, tmp_path / "last.ckpt")
+    headrace.load(tmp_path / "last.ckpt", again)
+    assert again[0].seen == 7
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_modules_keep_besides_is_refused_in_distributed_checkpoints(tmp_path: Path) -> None:
+    model = _Counting(2, 2)
+    dcp.save({"model": model.state_dict()}, storage_writer=FileSystemWriter(tmp_path, thread_count=2), no_dist=True)
+    with pytest.raises(headrace.CheckpointError, match=r"'model._extra_state.seen', which a module keeps besides"):
+        headrace.load(tmp_path, model)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
+def test_settings_of_flat_distributed_checkpoints(tmp_path: Path) -> None:
+    model, again = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer, other = (torch.optim.AdamW(one.parameters(), lr=0.5) for one in (model, again))
+    model(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.125
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    parts = zip(("model", "optimizer"), get_state_dict(model, optimizer, options=flat), strict=True)
+    dcp.save(dict(parts), storage_writer=FileSystemWriter(tmp_path, thread_count=2), no_dist=True)
+    headrace.load(tmp_path, again, other)
+    assert other.param_groups[0]["lr"] == 0.125
+    assert_same(values(model, optimizer), values(again, other))
+
+
+def test_what_is_returned_outlives_the_file(tmp_path: Path) -> None:
+    model, path = nn.Linear(2, 2), tmp_path / "last.ckpt"
+    torch.save({"state_dict": model.state_dict(), "average": torch.ones(5000)}, path)
+    extra = headrace.load(path, model)
+    torch.save({"state_dict": model.state_dict(), "average": torch.zeros(5000)}, path)
+    assert torch.equal(extra["average"], torch.ones(5000))
+
+
+def test_views_with_other_signs_are_refused(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.register_buffer("buffer", torch.ones(2, dtype=torch.complex64))
+    torch.save({"buffer": model.buffer.conj()}, tmp_path / "one.pt")
+    with pytest.raises(headrace.CheckpointError, match=r"resolve_conj\(\)"):
+        headrace.load(tmp_path / "one.pt", model)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
+def test_a_state_dict_of_copies_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    dcp.save(model.state_dict(), storage_writer=FileSystemWriter(tmp_path, thread_count=2), no_dist=True)
+    model._register_state_dict_hook(lambda _, state, *__: {name: value.clone() for name, value in state.items()})
+    with pytest.raises(headrace.CheckpointError, match="none of its parameters and buffers"):
+        headrace.load(tmp_path, model)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_state_with_gaps_between_its_elements(tmp_path: Path, tier: str) -> None:
+    model = nn.Linear(100, 100, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    wide = torch.randn(100, 200)
+    state["state"][0]["exp_avg"] = wide[:, :100]
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "both.pt")
+    place = {"tier": tier, "disk": tmp_path / "tier"} if tier == "disk" else {}
+    again = headrace.optim.AdamW(model.parameters(), **place)
+    headrace.load(tmp_path / "both.pt", model, again)
+    assert torch.equal(again.state[model.weight]["exp_avg"], wide[:, :100])
 
 
 def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:

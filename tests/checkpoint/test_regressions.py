@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import headrace
 import headrace.optim
@@ -241,6 +242,80 @@ def test_a_state_dict_of_copies_is_refused(tmp_path: Path) -> None:
     model._register_state_dict_hook(lambda _, state, *__: {name: value.clone() for name, value in state.items()})
     with pytest.raises(headrace.CheckpointError, match="none of its parameters and buffers"):
         headrace.load(tmp_path / "one", model)
+
+
+class _Tied(nn.Module):
+    _keys_to_ignore_on_save = ("first.weight",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(1024, 2048, bias=False) for _ in range(2))
+        self.second.weight = self.first.weight
+
+
+def test_a_name_that_is_left_out_leaves_out_no_other(tmp_path: Path) -> None:
+    model, again = _Tied(), _Tied()
+    headrace.save(tmp_path / "one", model)
+    headrace.load(tmp_path / "one", again)
+    assert_same_weights(model, again)
+
+
+def test_of_two_tensors_for_the_same_memory_the_last_one_is_loaded(tmp_path: Path) -> None:
+    """As load_state_dict does it; not pieces of both."""
+    apart = nn.ModuleDict({name: nn.Linear(1024, 2048, bias=False) for name in ("first", "second")})
+    headrace.save(tmp_path / "one", apart)
+    tied = _Tied()
+    headrace.load(tmp_path / "one", tied)
+    assert torch.equal(tied.first.weight, apart["second"].weight)
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_loaded_weights_count_as_written(tmp_path: Path, offloaded: bool) -> None:
+    """Also for an optimizer that loads nothing: what it keeps of the weights before is void."""
+    trained = []
+    for load in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(torch.bfloat16)
+        handle = headrace.offload(model, device="cpu", device_memory="64KiB") if offloaded else None
+        optimizer = headrace.optim.AdamW(model.parameters(), lr=1e-3)
+        headrace.save(tmp_path / "one", model)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        for step in range(4):
+            model(torch.ones(8, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                headrace.load(tmp_path / "one", model) if load else model.load_state_dict(before)
+        trained.append([*model.state_dict().values(), *optimizer.state_dict()["state"][0].values()])
+        trained[-1] = [value.clone() for value in trained[-1]]
+        if handle is not None:
+            handle.remove()
+    assert_same(*trained)
+
+
+def test_weights_that_a_backward_needs_are_not_loaded_without_a_word(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    headrace.save(tmp_path / "one", model)
+    loss = model(torch.ones(2, 2, requires_grad=True)).sum()
+    headrace.load(tmp_path / "one", model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_an_optimizer_of_ranks_that_has_its_state_elsewhere(tmp_path: Path) -> None:
+    """`state` of PyTorch's ZeRO-1 is empty: its state_dict() is what there is."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        model = nn.Linear(2, 2)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+        model(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+        optimizer.consolidate_state_dict(to=0)
+        headrace.save(tmp_path / "one", model, optimizer)
+        saved = torch.load(tmp_path / "one" / "optimizer.pt")["state"]
+        assert torch.equal(saved[0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_conjugated_tensors(tmp_path: Path) -> None:

@@ -360,3 +360,31 @@ def test_state_that_somebody_removes_is_gone(how: str, name: str, dtype: torch.d
     assert_same(ours, theirs)
     shown = [copy.deepcopy(optimizer.state_dict()["state"]) for optimizer in optimizers]
     assert_same(*([dict(sorted(entries.items())) for entries in state.values()] for state in shown))
+
+
+@pytest.mark.parametrize("how", ["loads", "entries", "tensors"])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_parameters_may_exchange_their_state(how: str, name: str, tmp_path: Path) -> None:
+    own, _, settings = RULES[name]
+    settings = {key: value for key, value in settings.items() if key not in ("fused", "foreach")}
+    shapes = ((150, 130), (150, 130))
+    ours, theirs = parameters(shapes=shapes), parameters(shapes=shapes)
+    optimizers = [
+        getattr(headrace.optim, own)(ours, tier="disk", disk=tmp_path, **settings),
+        getattr(headrace.optim, own)(theirs, **settings),
+    ]
+    for step in range(4):
+        give_gradients(ours, theirs, step)
+        for optimizer, (first, second) in zip(optimizers, (ours, theirs), strict=True):
+            if step == 2 and how == "loads":
+                whole = optimizer.state_dict()
+                whole["state"][0], whole["state"][1] = whole["state"][1], whole["state"][0]
+                optimizer.load_state_dict(whole)
+            elif step == 2 and how == "entries":
+                optimizer.state[first], optimizer.state[second] = optimizer.state[second], optimizer.state[first]
+            elif step == 2:
+                state = optimizer.state
+                for key in list(state[first]):
+                    state[first][key], state[second][key] = state[second][key], state[first][key]
+            optimizer.step()
+    assert_same(ours, theirs)
