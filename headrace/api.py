@@ -213,6 +213,7 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
         self._ledger.host_budget_bytes = self._own_part(budgets.host_bytes)
         cut = partial(partition, model, inventory, config.blocks, config.resident, tables_by_rows=self._node is None)
         parts = budgets.checked(inventory, cut, config.device)
+        inventory.check_together(part.keys for part in (*parts.streamed, *parts.resident))
         activations = budgets.share_for_activations(inventory, parts, config)
         placement = budgets.place(inventory, parts, replace(config, activations=activations), materialized)
         if activations is not None and activations.host_memory_bytes:

@@ -252,6 +252,30 @@ def test_parameters_that_have_no_plain_bytes(model: Decoder, make: Any, reason: 
     refused(put(model, make()), headrace.LayoutError, match)
 
 
+def interleaved() -> nn.Sequential:
+    """Columns of one matrix, in two blocks."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    both = torch.randn(8, 16)
+    model[0].weight, model[1].weight = nn.Parameter(both[:, :8]), nn.Parameter(both[:, 8:])
+    return model
+
+
+def in_one_memory() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = nn.Parameter(model[0].weight.detach().t())
+    return model
+
+
+def test_two_parameters_in_the_same_memory(compute_device: torch.device) -> None:
+    """They are refused where a write to one would no longer be one to the other, and both may be written to."""
+    model = in_one_memory()
+    for settings in ({"blocks": [*model]}, {"blocks": [model], "param_dtype": torch.bfloat16}):
+        with pytest.raises(headrace.LayoutError, match="are two that lie in the same memory"):
+            headrace.offload(model, device=compute_device, **settings)  # type: ignore[arg-type]
+    for works, blocks in ((model, [model]), (interleaved(), None), (in_one_memory().requires_grad_(False), None)):
+        headrace.offload(works, device=compute_device, blocks=blocks or [*works]).remove()
+
+
 def test_a_scripted_part(compute_device: torch.device) -> None:
     """A class that nothing can be mixed into."""
     model = Decoder()

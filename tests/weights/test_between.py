@@ -57,6 +57,39 @@ def test_a_gradient_that_needs_no_weight_is_not_lost_after_remove(compute_device
         loss.backward()
 
 
+class Borrowing(nn.Module):
+    """Computes with the weights of a module that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lender, self.inner = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        borrowed = nn.functional.linear(hidden, self.lender.weight) + self.lender.bias
+        return self.inner(borrowed)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("thaws", [False, True])
+def test_a_weight_of_no_call_is_frozen_or_thawed_before_backward(compute_device: torch.device, thaws: bool) -> None:
+    model = Borrowing()
+    plain = copy.deepcopy(model)
+
+    def run(model: Borrowing) -> list[Any]:
+        found = []
+        for _ in range(2):
+            model.lender.requires_grad_(not thaws)
+            loss = model(torch.ones(2, 8)).sum()
+            model.lender.requires_grad_(thaws)
+            loss.backward()
+            found.append(on_cpu(gradients_of(model)))
+            model.zero_grad()
+        return found
+
+    with headrace.offload(model, device=compute_device, device_memory=4096, blocks=[model.lender, model.inner]):
+        found = run(model)
+    assert_same(found, run(plain))
+
+
 def test_refresh_before_backward(decoder: Decoder, tokens: torch.Tensor, compute_device: torch.device) -> None:
     """Backward computes with what was written, as a plain model's does after a write through a kept `p.data`."""
 

@@ -246,6 +246,34 @@ def test_a_home_that_is_written_to_within_a_call(compute_device: torch.device, b
         del kept
 
 
+class WritesOneRow(nn.Module):
+    """Of its weight, whose `data` it looks at in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.writes = False
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        data = self.inner.weight.data
+        if self.writes:
+            data[0] = 0.5
+        return self.inner(hidden.to(data.dtype))  # type: ignore[no-any-return]
+
+
+def test_a_look_at_data_takes_nothing_from_what_travels_in_a_smaller_dtype(compute_device: torch.device) -> None:
+    model = nn.Sequential(WritesOneRow(), WritesOneRow())
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    settings: dict[str, Any] = {"device": compute_device, "blocks": [*model], "param_dtype": torch.bfloat16}
+    with headrace.offload(model, **settings), torch.no_grad():
+        model(torch.randn(2, 8))
+        assert_same([parameter.detach() for parameter in model.parameters()], expected)
+        model[0].writes = True
+        expected[0][0] = 0.5
+        model(torch.randn(2, 8))
+        assert_same([parameter.detach() for parameter in model.parameters()], expected)
+
+
 class Forwarding(nn.Module):
     """As PEFT's models: what it has not, the module inside may have."""
 

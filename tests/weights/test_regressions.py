@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import headrace
 from tests.support.compare import assert_same, assert_same_gradients
@@ -185,3 +186,29 @@ def test_a_pattern_means_the_outermost_modules_that_match(decoder: Decoder) -> N
         assert [block.name for block in handle.settled_blocks("a look") if "layers" in block.name] == [
             f"layers.{index}" for index in range(5)
         ]
+
+
+class SparseAndDense(nn.Module):
+    """Its table gets a dense gradient of a nested backward, and then a sparse one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8, sparse=True)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.table.weight
+        self.unused = nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.head, self.table(ids), use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def test_a_sparse_gradient_after_a_dense_one_that_has_not_left() -> None:
+    model = SparseAndDense()
+    plain = copy.deepcopy(model)
+    with headrace.offload(model, device="cpu", blocks=[model.unused]):
+        for step in range(2):
+            ids = torch.tensor([[1, 2, 3 + step]])
+            for one in (model, plain):
+                one.zero_grad()
+                one(ids).square().sum().backward()
+            assert_same_gradients(model, plain, some_missing=True)

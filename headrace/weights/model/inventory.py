@@ -1,5 +1,6 @@
 """What does a model hold? Every parameter once, with all the places that keep it, and the modules that own it."""
 
+import itertools
 import weakref
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from headrace.errors import LayoutError
 from headrace.memory.arena import aligned
 from headrace.weights.model.compound import Compound, TravellingBuffer, compound_of, is_compound
 from headrace.weights.model.home import WatchedBuffer
-from headrace.weights.model.layout import by_storage, check_can_travel, lay_out, travel_dtype
+from headrace.weights.model.layout import by_storage, check_can_travel, lay_out, overlap, travel_dtype
 from headrace.weights.model.module_buffers import may_rest_on_host, overlapping_buffers
 from headrace.weights.model.places import Member, Place
 
@@ -94,6 +95,27 @@ class Inventory:
     def shares_storage(self, key: int) -> bool:
         """Whether others lie in the same storage."""
         return key in self._sharing
+
+    def check_together(self, parts: Iterable[Collection[int]]) -> None:
+        """Raises LayoutError for trained parameters that have elements in common, and would not have them in blocks.
+
+        `parts`: the parameters of each block. Those of one keep what they share, unless they travel in another dtype.
+        """
+        number = {key: index for index, keys in enumerate(parts) for key in keys}
+        members = [member for member in self.members.values() if member.compound is None]
+        for group in by_storage([member.parameter for member in members], None):
+            in_order = sorted(group, key=lambda index: members[index].parameter.storage_offset())
+            for pair in itertools.pairwise(members[index] for index in in_order):
+                one, other = (member.parameter for member in pair)
+                casts = travel_dtype(one, self.param_dtype) != one.dtype
+                apart = casts or number.get(id(one)) != number.get(id(other))
+                if apart and (one.requires_grad or other.requires_grad) and overlap(one, other):
+                    raise LayoutError(
+                        f"parameters {pair[0].name!r} and {pair[1].name!r} are two that lie in the same memory, and"
+                        f" would no longer do so {'as casts' if casts else 'in different blocks'}. Tie them, so that"
+                        " both modules have one Parameter (a.weight = b.weight), or give each memory of its own"
+                        " (nn.Parameter(weight.detach().clone()))"
+                    )
 
     @cached_property
     def _sharing(self) -> frozenset[int]:

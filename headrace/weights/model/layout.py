@@ -12,7 +12,7 @@ from headrace.runtime.autograd import address_of
 from headrace.weights.model.home import Home, Part, PartHome
 from headrace.weights.model.slot import Layout
 
-__all__ = ["by_storage", "check_can_travel", "lay_out", "travel_dtype"]
+__all__ = ["by_storage", "check_can_travel", "lay_out", "overlap", "travel_dtype"]
 
 
 def travel_dtype(parameter: nn.Parameter, param_dtype: torch.dtype | None) -> torch.dtype:
@@ -92,6 +92,19 @@ def by_storage(parameters: Sequence[nn.Parameter], param_dtype: torch.dtype | No
         alone = casts or not parameter.numel()
         groups[index if alone else (address_of(parameter.untyped_storage()),)].append(index)
     return list(groups.values())
+
+
+def overlap(one: nn.Parameter, other: nn.Parameter) -> bool:
+    """Whether two parameters of one storage have elements in common."""
+    (begin, stop), (begin_of_other, stop_of_other) = _span(one), _span(other)
+    if stop <= begin_of_other or stop_of_other <= begin or not (one.numel() and other.numel()):
+        return False
+    if one.dtype != other.dtype:
+        return True
+    first = min(one.storage_offset(), other.storage_offset())
+    seen = torch.zeros(max(stop, stop_of_other) // one.element_size() - first, dtype=torch.bool, device="cpu")
+    seen.as_strided(one.shape, one.stride(), one.storage_offset() - first).fill_(True)
+    return bool(seen.as_strided(other.shape, other.stride(), other.storage_offset() - first).any())
 
 
 def _alone(parameter: nn.Parameter, offset: int, dtype: torch.dtype) -> Layout:

@@ -198,13 +198,22 @@ class Slot:
         self._leaf_version = self.leaf._version
         written = raw_data(self.leaf)
         self._check_shape(written)
-        self.data.copy_(written)  # leaves no trace in the version: the device copy is what it should be
+        self.keep(self.data, written)  # leaves no trace in the version: the device copy is what it should be
         self._cast = None
         place = self.layout.view(buffer)
         if written.data_ptr() != place.data_ptr():  # `weight.data = t`
             place.copy_(written)
             self.leaf.point(place)
         return True
+
+    def keep(self, data: torch.Tensor, written: torch.Tensor) -> None:
+        """The home's data, or a part of it, gets what the model has now of that. Where it has written nothing, a home
+        that casts keeps what the cast has lost.
+        """
+        if self.casts:
+            written = written.to("cpu")
+            written = torch.where(data.to(written.dtype) == written, data, written)
+        data.copy_(written)
 
     @property
     def cast_is_old(self) -> bool:

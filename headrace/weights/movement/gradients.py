@@ -297,6 +297,10 @@ class Gradients:
         for slot, gradients, rows in ready:
             gradient = gradients[0]
             if gradient.layout != torch.strided:
+                if slot in self._arriving:  # a dense one, which has to be there
+                    self._send(direct, staged, what)
+                    direct, staged = [], []
+                    self._wait_for_sent()
                 self._take_sparse(slot, gradient)
             elif (rows is None or _has_experts(slot)) and self._goes_straight(slot, gradient):
                 target = self._memory[slot].renewed()

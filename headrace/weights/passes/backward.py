@@ -150,6 +150,9 @@ class Backward:
                 " there, and return that"
             )
         with without_overrides():
+            if not slot.home.requires_grad:  # frozen since, which autograd asks its own leaves
+                slot.leaf.grad = None
+                return
             (self.batch_sums or self._gradients).take(slot)
 
     def begin(self) -> None:

@@ -128,7 +128,7 @@ class Asked:
                 self.whole = True
                 slot = self._block.slots[one.place]
                 slot.touch()
-                slot.data[one.number].copy_(one.alias)
+                slot.keep(slot.data[one.number], one.alias)
             view = one.view()
             if view is not None:
                 with torch.no_grad():
