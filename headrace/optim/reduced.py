@@ -56,7 +56,8 @@ class Reduced(Replicas):
         self._in_flight: deque[_Bucket] = deque()
         self._in_flight_bytes = 0
         self._before: dict[torch.Tensor, torch.Tensor] = {}  # averages of earlier backwards, which are added to
-        self._given: dict[torch.Tensor, torch.Tensor] = {}  # what `.grad` is since a backward
+        # What `.grad` is since a backward, as long as somebody has that.
+        self._given: dict[torch.Tensor, weakref.ref[torch.Tensor]] = {}
         self._present: _Backward | None = None  # the backward under way
         self._has_failed = self._is_alone = False
         self.number = next(_numbers)
@@ -88,7 +89,7 @@ class Reduced(Replicas):
         def reduced() -> list[Member]:
             found = look()
             for member in found:
-                if self._given.get(member.parameter) is not member.parameter.grad:
+                if not self._is_given(member.parameter, member.parameter.grad):
                     raise StateError(
                         f"the gradient of parameter {member.index}, of shape {tuple(member.parameter.shape)}, was not"
                         " averaged by backward(): it was set by hand, or the parameter was frozen when the optimizer"
@@ -123,11 +124,17 @@ class Reduced(Replicas):
         self._buckets += neighbours.values()
         self._places = {parameter: place for place, bucket in enumerate(self._buckets) for parameter in bucket}
 
+    def _is_given(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
+        """Whether that is what a backward gave the parameter."""
+        given = self._given.get(parameter)
+        return gradient is not None and given is not None and given() is gradient
+
     def _before_accumulation(self, parameter: torch.Tensor) -> None:
         """A gradient is about to be added to what there is: that is an average already."""
-        if parameter.grad is not None and parameter.grad is self._given.get(parameter):
+        gradient = parameter.grad
+        if gradient is not None and self._is_given(parameter, gradient):
             if not self.is_elsewhere(parameter):
-                self._before[parameter] = parameter.grad
+                self._before[parameter] = gradient
             parameter.grad = None
 
     def _after_accumulation(self, parameter: torch.Tensor) -> None:
@@ -135,7 +142,7 @@ class Reduced(Replicas):
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
-        if gradient is self._given.get(parameter):
+        if self._is_given(parameter, gradient):
             raise StateError(
                 f"a parameter of shape {tuple(parameter.shape)} has another dtype or device than when its gradient was"
                 " averaged (zero_stage=2); call zero_grad() after such a change of the model"
@@ -206,7 +213,7 @@ class Reduced(Replicas):
                 )
             else:
                 parameter.grad = self._before.pop(parameter)
-            self._given[parameter] = parameter.grad
+            self._given[parameter] = weakref.ref(parameter.grad)
 
     @torch.no_grad()
     def _reduce(
@@ -237,7 +244,7 @@ class Reduced(Replicas):
         self._apart.wait(bucket.work)
         for parameter, gradient in bucket.averages():
             before = self._before.get(parameter)
-            if before is None and parameter.grad is not None and parameter.grad is self._given.get(parameter):
+            if before is None and self._is_given(parameter, parameter.grad):
                 before = parameter.grad  # this rank's backward has not used it
             self._before[parameter] = gradient if before is None else before.add_(gradient)
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -298,7 +299,9 @@ def gradients_are_at_their_owners(name: str) -> None:
         if world == 2:
             assert mine.last_grad_norm == float(norm) > LIMIT
             assert same(ours, theirs.module)
+        gone = [weakref.ref(one.grad) for one in trained if one.grad is not None]
         mine.zero_grad()
+        assert not any(one() is not None for one in gone)  # before the next backward needs the memory
         theirs.zero_grad()
     assert alike(ours)
     if world > 2:
