@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import headrace
 from tests.support.compare import Outcome, assert_same, assert_same_gradients, same
@@ -387,3 +388,36 @@ def test_a_copy_is_marked_too() -> None:
         forwards(model, torch.device("cpu"))
         assert handle.stats().expert_loads > 0
     assert same(forwards(model, torch.device("cpu"))[0], forwards(model_of("loop"), torch.device("cpu"))[0])
+
+
+def test_a_nested_backward_adds_up_what_is_its_own(compute_device: torch.device) -> None:
+    """Several parts of the outer one are there already, and autograd adds these up by themselves."""
+    torch.manual_seed(0)
+    layer, other = Experts("loop"), nn.Linear(FEATURES, FEATURES)
+    model = nn.Sequential(headrace.experts(layer, argument="chosen"), other)
+    plain = copy.deepcopy(model)
+
+    def losses(model: nn.Module, device: torch.device | str) -> torch.Tensor:
+        total = torch.zeros((), device=device)
+        for seed in range(3):
+            tokens = torch.randn(6, FEATURES, generator=torch.Generator().manual_seed(seed)).to(device)
+            shares, chosen = torch.ones(6, 2, device=device), torch.tensor([[0, 1]] * 6, device=device)
+            call = partial(model.get_submodule("0"), chosen=chosen, shares=shares)
+            hidden = checkpoint(call, tokens.requires_grad_(), use_reentrant=True)
+            total = total + call(model.get_submodule("1")(hidden)).square().mean()
+        return total
+
+    class Whole(nn.Module):
+        def __init__(self, layers: nn.Sequential) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, device: torch.device | str) -> torch.Tensor:
+            return losses(self.layers, device)
+
+    whole = Whole(model)
+    with headrace.offload(whole, device=compute_device, device_memory=weight_bytes(model) // 2) as handle:
+        whole(compute_device).backward()
+        assert handle.stats().expert_loads > 0
+        losses(plain, "cpu").backward()
+        assert_same_gradients(model, plain)

@@ -15,7 +15,7 @@ from headrace.errors import StateError
 from headrace.memory.arena import aligned
 from headrace.memory.disk import Request
 from headrace.memory.ledger import Ledger, Tier
-from headrace.runtime.autograd import without_overrides, without_transforms
+from headrace.runtime.autograd import backward_task, without_overrides, without_transforms
 from headrace.runtime.holders import gradient_is_shared
 from headrace.runtime.lanes import Copy, Event, Lane, Lanes, Transfer
 from headrace.runtime.pending import Unit
@@ -56,7 +56,8 @@ class Gradients:
         # Complete on the device, not submitted yet; of a table, the gradient may be that of some rows.
         self._ready: list[tuple[Slot, list[torch.Tensor], torch.Tensor | None]] = []
         self._ready_bytes = 0
-        self._of_rows: dict[Slot, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # not complete yet
+        # Not complete yet, of each backward: a nested one adds up its own.
+        self._of_rows: dict[tuple[Slot, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         # Submitted, with the count of blocks before; they hold the device gradients until compute has waited for them.
         self._leaving: deque[tuple[int, Transfer]] = deque()
         self._sending: list[Copy] = []  # being submitted: alive even if that is interrupted
@@ -137,7 +138,7 @@ class Gradients:
     def take_rows(self, slot: Slot, rows: torch.Tensor, gradient: torch.Tensor) -> None:
         """A gradient of some rows of a table, or of some experts, which are named once each; others may follow."""
         refuse_graph(slot, gradient)
-        self._of_rows.setdefault(slot, []).append((rows, gradient))
+        self._of_rows.setdefault((slot, backward_task()), []).append((rows, gradient))
 
     def add_up_rows(self, slot: Slot) -> None:
         """No others follow: they are one gradient, as if they had been added up as tables."""
@@ -148,7 +149,7 @@ class Gradients:
 
     def rows_of(self, slot: Slot) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What `take_rows` was given, for who adds it up itself."""
-        return self._of_rows.pop(slot, [])
+        return self._of_rows.pop((slot, backward_task()), [])
 
     def continued(self, slot: Slot) -> torch.Tensor | None:
         """A copy on the device of the gradient that the home has already, to which `keep` is given the sum: that takes
