@@ -200,16 +200,17 @@ def test_micro_batches_that_take_different_ways() -> None:
 
 
 class Routed(nn.Module):
-    """Calls its experts in an order that depends on the input."""
+    """Calls its experts in an order that depends on the input, and has a parameter that stays on the device."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.shift = nn.Parameter(torch.randn(WIDTH))
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for expert in x[0, 0, :4].argsort().tolist():
             x = x + self.experts[expert](x).tanh()
-        return x
+        return x + self.shift * x.tanh()
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])

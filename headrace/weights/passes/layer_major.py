@@ -5,8 +5,9 @@ stops where it calls a block; backward goes through the stretches of all graphs 
 docs/design/layer_major.md.
 """
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -137,7 +138,7 @@ class LayerMajor:
             shared = None if self._states is None else self._states.shared_buffer()
             if shared is not None:
                 raise CannotCutError(f"buffer {shared!r} is written and used with another block's turn in between")
-            apart = self._apart(len(members))
+            apart = self._apart(members)
             among = self._gradients, self._lanes, self._ledger, self._meter
             batch_sums = BatchSums(*among, len(members), *apart)
             engine.backward_together(batch_sums, partial(self._backward, batch_sums, in_backward))
@@ -219,7 +220,7 @@ class LayerMajor:
                 self._computed_again.setdefault(block, set()).add(function)
 
     # between ----------------------------------------------------------------------------------------------------------
-    def _apart(self, count: int) -> tuple[set[Slot], set[Slot]]:
+    def _apart(self, members: Sequence[_Member]) -> tuple[set[Slot], set[Slot]]:
         """Parameters that get gradients in several groups; and those of them that reentrant checkpoints give them to.
 
         Raises CannotCutError for others than the model's that do, and where these take more host memory than there is.
@@ -233,6 +234,7 @@ class LayerMajor:
                 for leaf in member.stretches.leaves(stretch, owners, member.number):
                     used_in.setdefault(leaf, set()).add(index)
         self._check_owners(used_in)
+        count = len(members)
         several = [leaf for leaf, used in used_in.items() if len(used) > 1]
         uses = {leaf.owner(): len(used) for leaf, used in used_in.items() if isinstance(leaf, Leaf)}
         one_by_one: dict[Slot, int] = {}  # their graphs are not there yet
@@ -243,6 +245,9 @@ class LayerMajor:
                 in_all = again + uses.get(slot, 0)
                 if slot.home.requires_grad and uses.get(slot, 0) <= 1 and (in_all > 1 or not in_order):
                     one_by_one[slot] = in_all
+        if not _checkpoints_in_order(members, groups):  # and nobody sees which of those that stay these use
+            stay = [slot for block in self._engine.residents for slot in block.slots if slot.home.requires_grad]
+            one_by_one |= {slot: 1 + uses.get(slot, 0) for slot in stay if uses.get(slot, 0) <= 1}
         apart = {slot: used for slot, used in uses.items() if slot is not None and used > 1} | one_by_one
         others = [leaf for leaf in several if not isinstance(leaf, Leaf) and not self._is_passing(leaf, used_in[leaf])]
         if others:
@@ -282,3 +287,9 @@ class LayerMajor:
                     member.stretches.backward(stretch)
                 batch_sums.leave_block()
         batch_sums.end()
+
+
+def _checkpoints_in_order(members: Sequence[_Member], groups: Mapping[tuple[int, int], int]) -> bool:
+    """Whether the turns of each reentrant checkpoint come together. `groups`: of each member's stretches."""
+    turns = ([groups[member.number, stretch] for stretch in member.stretches.checkpoints] for member in members)
+    return all(len(set(of_each)) == 1 for of_each in itertools.zip_longest(*turns))

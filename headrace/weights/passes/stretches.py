@@ -125,7 +125,8 @@ def _watch_functions() -> Callable[[], None]:
             if torch.is_grad_enabled():
                 stretches.function += 1
             if cls is CheckpointFunction and torch.is_grad_enabled():
-                stretches.begin()  # its node comes before those of the blocks that it calls, and calls them in backward
+                # Its node comes before those of the blocks that it calls, and calls them in backward.
+                stretches.checkpoints.append(stretches.begin())
             args, kwargs = stretches.taken((args, kwargs))
         return own.__func__(cls, *args, **kwargs)
 
@@ -151,6 +152,7 @@ class Stretches:
         self.in_visit = 0  # how many calls of visits are under way: what they are given is replaced, nothing inside
         self.function = 0  # number of the last function between visits: visits without gradients are within it
         self.of_nodes = 0  # the last stretch that began with gradients: it has the node of what computes without
+        self.checkpoints: list[int] = []  # the stretches that have the nodes of reentrant ones
         self._begins = [-1]  # the first number that autograd gives nodes of each stretch
         self._carrier = torch.zeros((), requires_grad=True, device="cpu")
         self._here: dict[tuple[Any, int], tuple[torch.Tensor, torch.Tensor, int]] = {}  # of the present stretch
