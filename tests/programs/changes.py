@@ -109,12 +109,16 @@ def load_state(world: World, rng: random.Random) -> None:
 
 
 def assign_state(world: World, rng: random.Random) -> None:
-    """Parameters become other objects, tied ones several; so the optimizer is a new one."""
+    """Parameters become other objects, tied ones several; so the optimizer is a new one.
+
+    The first call moves them, and whoever took their `data` before that has other memory (docs/limits.md).
+    """
     if world.model.spec.tied_head or world.model.spec.tied_layers:
         return
     world.model.load_state_dict(scaled_state(world), assign=True)
     world.names = {}
     world.new_optimizer(rng)
+    world.forward(world.batch(rng))
 
 
 def swap_average(world: World, rng: random.Random) -> None:
