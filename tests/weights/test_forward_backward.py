@@ -200,11 +200,11 @@ def test_micro_batches_that_take_different_ways() -> None:
 
 
 class Routed(nn.Module):
-    """Calls its experts in an order that depends on the input, and has a parameter that stays on the device."""
+    """Calls its experts in an order that depends on the input. `shift` stays on the device, and others have it, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, shift: nn.Parameter) -> None:
         super().__init__()
-        self.shift = nn.Parameter(torch.randn(WIDTH))
+        self.shift = shift
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -218,7 +218,8 @@ def test_micro_batches_that_call_blocks_in_another_order(checkpointing: str) -> 
     """A reentrant checkpoint's backward gives the gradients of all that it computes again: in the loop's order, too."""
 
     def make() -> Stack:
-        return Stack((Layer(WIDTH), Routed(), Routed(), Layer(WIDTH)), checkpointing=checkpointing)
+        shift = nn.Parameter(torch.randn(WIDTH))
+        return Stack((Layer(WIDTH), Routed(shift), Routed(shift), Layer(WIDTH)), checkpointing=checkpointing)
 
     model, plain = built(make), built(make)
     blocks = [block for layer in model.layers for block in getattr(layer, "experts", [layer])]

@@ -5,7 +5,6 @@ stops where it calls a block; backward goes through the stretches of all graphs 
 docs/design/layer_major.md.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -245,7 +244,7 @@ class LayerMajor:
                 in_all = again + uses.get(slot, 0)
                 if slot.home.requires_grad and uses.get(slot, 0) <= 1 and (in_all > 1 or not in_order):
                     one_by_one[slot] = in_all
-        if not _checkpoints_in_order(members, groups):  # and nobody sees which of those that stay these use
+        if not _have_one_turn(members, groups):  # and nobody sees what checkpoints use of that which stays
             stay = [slot for block in self._engine.residents for slot in block.slots if slot.home.requires_grad]
             one_by_one |= {slot: 1 + uses.get(slot, 0) for slot in stay if uses.get(slot, 0) <= 1}
         apart = {slot: used for slot, used in uses.items() if slot is not None and used > 1} | one_by_one
@@ -289,7 +288,6 @@ class LayerMajor:
         batch_sums.end()
 
 
-def _checkpoints_in_order(members: Sequence[_Member], groups: Mapping[tuple[int, int], int]) -> bool:
-    """Whether the turns of each reentrant checkpoint come together. `groups`: of each member's stretches."""
-    turns = ([groups[member.number, stretch] for stretch in member.stretches.checkpoints] for member in members)
-    return all(len(set(of_each)) == 1 for of_each in itertools.zip_longest(*turns))
+def _have_one_turn(members: Sequence[_Member], groups: Mapping[tuple[int, int], int]) -> bool:
+    """Whether all that reentrant checkpoints give comes in one turn of all. `groups`: of each member's stretches."""
+    return len({groups[member.number, stretch] for member in members for stretch in member.stretches.checkpoints}) <= 1
