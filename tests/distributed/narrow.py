@@ -106,13 +106,18 @@ def a_budget_is_for_both() -> None:
         offloaded(Model(), host_memory=6 * elements, param_dtype=torch.bfloat16),
     ):
         pass
-    with (
-        pytest.raises(headrace.BudgetError, match=r"of the node allows each of its 2 ranks") as error,
-        offloaded(model := Model(), host_memory=6 * elements),
-    ):
-        model(batch(distributed.get_rank(), 0)).sum().backward()
-    with offloaded(model := Model(), host_memory=str(error.value).split("at least ")[1].split(",")[0]):
-        model(batch(distributed.get_rank(), 0)).sum().backward()
+    host_memory: Any = 6 * elements
+    told: list[str] = []
+    while len(told) < 20:  # block by block: whoever follows the advice gets on
+        try:
+            with offloaded(model := Model(), host_memory=host_memory):
+                model(batch(distributed.get_rank(), 0)).sum().backward()
+            break
+        except headrace.BudgetError as error:
+            told.append(str(error))
+            host_memory = told[-1].split("at least ")[1].split(",")[0]
+    assert 0 < len(told) < 20
+    assert all("of the node allows each of its 2 ranks" in one for one in told)
 
 
 def goes_on(directory: str) -> None:
