@@ -6,6 +6,7 @@ its own is asked all the same (it may give a masked weight), and comes to the le
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -134,6 +135,10 @@ class Places:
                 for name, _, leaf in held:
                     if attributes.get(name) is leaf:
                         del attributes[name]
+
+    def of_several_modules(self) -> set[Slot]:
+        """Whose parameter several modules have."""
+        return {slot for slot, count in Counter(slot for _, slot in self._attributes).items() if count > 1}
 
     def adopt_replacements(self) -> None:
         """Parameters that the user put in the place of homes become the homes."""

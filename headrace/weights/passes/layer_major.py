@@ -5,6 +5,7 @@ stops where it calls a block; backward goes through the stretches of all graphs 
 docs/design/layer_major.md.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -237,15 +238,17 @@ class LayerMajor:
         several = [leaf for leaf, used in used_in.items() if len(used) > 1]
         uses = {leaf.owner(): len(used) for leaf, used in used_in.items() if isinstance(leaf, Leaf)}
         one_by_one: dict[Slot, int] = {}  # their graphs are not there yet
+        often = False  # whether a block is computed again for several checkpoints of a micro-batch
         for block, functions in self._computed_again.items():
             again = max(Counter(number for number, _, _ in functions).values())
+            often |= again > 1
             in_order = len({groups[number, stretch] for number, _, stretch in functions}) == 1
             for slot in block.slots:
                 in_all = again + uses.get(slot, 0)
                 if slot.home.requires_grad and uses.get(slot, 0) <= 1 and (in_all > 1 or not in_order):
                     one_by_one[slot] = in_all
-        if not _have_one_turn(members, groups):  # and nobody sees what checkpoints use of that which stays
-            stay = [slot for block in self._engine.residents for slot in block.slots if slot.home.requires_grad]
+        if any(member.stretches.checkpoints for member in members):
+            stay = self._staying(any_of_them=often or not _in_order(members, groups))
             one_by_one |= {slot: 1 + uses.get(slot, 0) for slot in stay if uses.get(slot, 0) <= 1}
         apart = {slot: used for slot, used in uses.items() if slot is not None and used > 1} | one_by_one
         others = [leaf for leaf in several if not isinstance(leaf, Leaf) and not self._is_passing(leaf, used_in[leaf])]
@@ -261,6 +264,14 @@ class LayerMajor:
                 " micro-batches"
             )
         return set(apart), set(one_by_one)
+
+    def _staying(self, *, any_of_them: bool) -> Iterable[Slot]:
+        """Trained parameters that stay on the device and that several checkpoints may use, which nobody sees: those of
+        several modules, or `any_of_them`.
+        """
+        for block in self._engine.residents:
+            of_several = block.places.of_several_modules()
+            yield from (one for one in block.slots if one.home.requires_grad and (any_of_them or one in of_several))
 
     def _check_owners(self, leaves: Iterable[torch.Tensor]) -> None:
         own = {slot for block in (*self._engine.blocks, *self._engine.residents) for slot in block.slots}
@@ -288,6 +299,7 @@ class LayerMajor:
         batch_sums.end()
 
 
-def _have_one_turn(members: Sequence[_Member], groups: Mapping[tuple[int, int], int]) -> bool:
-    """Whether all that reentrant checkpoints give comes in one turn of all. `groups`: of each member's stretches."""
-    return len({groups[member.number, stretch] for member in members for stretch in member.stretches.checkpoints}) <= 1
+def _in_order(members: Sequence[_Member], groups: Mapping[tuple[int, int], int]) -> bool:
+    """Whether the turns of each reentrant checkpoint come together. `groups`: of each member's stretches."""
+    turns = ([groups[member.number, stretch] for stretch in member.stretches.checkpoints] for member in members)
+    return all(len(set(of_each)) == 1 for of_each in itertools.zip_longest(*turns))
