@@ -18,6 +18,10 @@ import headrace
 from headrace.checkpoint import directory
 from headrace.runtime.system import libc
 
+EVERY = int(
+    os.environ.get("EVERY_CALL", "3")
+)  # EVERY_CALL=1 pytest -m extended tests/checkpoint strikes at all of them
+
 _CALLS = [
     (os, name)
     for name in (

@@ -14,7 +14,7 @@ import torch
 
 import headrace
 from headrace.cli.main import main
-from tests.checkpoint.faults import Flushed, Nth, Watched, at_each_call, fails
+from tests.checkpoint.faults import EVERY, Flushed, Nth, Watched, at_each_call, fails
 from tests.checkpoint.runs import Net, Run, run
 from tests.support.compare import assert_same
 
@@ -131,7 +131,7 @@ def test_a_save_that_fails_last_of_all_changes_nothing(tmp_path: Path, exchanges
 def test_whichever_call_fails_there_is_what_was_there_or_what_is_saved(
     tmp_path: Path, exchanges: bool, on: bool
 ) -> None:
-    for number in itertools.count():
+    for number in itertools.count(step=EVERY):
         watched = Watched(tmp_path / str(number))
         calls, failed = Nth(number, fails, on=on), False
         with at_each_call(calls, exchanges=exchanges):

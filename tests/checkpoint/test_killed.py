@@ -83,9 +83,9 @@ def test_a_killed_run_goes_on(tmp_path: Path, nursery: Nursery, place: str, wait
 AT_EACH_CALL = """
 import itertools, os, pathlib, sys, torch, headrace
 sys.path.insert(0, sys.argv[3])
-from tests.checkpoint.faults import Nth, Watched, at_each_call, is_killed
+from tests.checkpoint.faults import EVERY, Nth, Watched, at_each_call, is_killed
 torch.set_num_threads(1)
-for number in itertools.count():
+for number in itertools.count(step=EVERY):
     watched = Watched(pathlib.Path(sys.argv[1]) / str(number))
     child = os.fork()
     if not child:
