@@ -21,7 +21,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 from headrace.cli.main import build_parser, main
 from headrace.train.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, byte_tokenizer
@@ -51,8 +51,10 @@ def page_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)  # examples run on the CPU
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     ids = {"vocab_size": VOCABULARY_SIZE, "bos_token_id": None, "eos_token_id": END_ID, "pad_token_id": PAD_ID}
-    config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, **ids)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, **ids)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "my-model")
+    MixtralConfig(**sizes, **ids).save_pretrained(tmp_path / "my-mixture")
     tokenizer = byte_tokenizer(longest=256)
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(tmp_path / "my-model")
