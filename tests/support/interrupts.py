@@ -48,4 +48,5 @@ def interrupted_at(moment: int, action: Callable[[], Any], within: str = "") -> 
         return True
     finally:
         sys.settrace(before)
+        last.clear()  # frames refer to what traces them: nothing may keep what they hold
     return False
