@@ -166,8 +166,12 @@ class Slices:
 
     def _made_anew(self, bank: Bank) -> Bank:
         place = self._banks.index(bank)
+        self._residency.intact = False  # Ctrl-C may come in between, in a backward, too
+        del self._banks[place]  # first: what is not counted any more is not there
         self._let_go(bank)
-        self._banks[place] = new = Bank(self._residency.allot(bank.buffer.nbytes), bank.slots, bank.blocks)
+        new = Bank(self._residency.allot(bank.buffer.nbytes), bank.slots, bank.blocks)
+        self._banks.insert(place, new)
+        self._residency.intact = True
         return new
 
     def _let_go(self, bank: Bank) -> None:
