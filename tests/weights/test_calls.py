@@ -1,0 +1,104 @@
+"""What does a visit cost the host? Python calls of ours, which the machine's speed does not change.
+
+The limits are only ever lowered. `benchmarks/overhead.py` has what it comes to in time.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import headrace
+from benchmarks.overhead import PARAMETERS, WIDTH, Layer
+from tests.support.models import seeded
+
+PACKAGE = str(Path(headrace.__file__).parent)
+EXPERTS = 8
+LIMITS = {  # of a layer of 12 parameters, in forward and backward together where it is trained
+    "training streamed": 1150,
+    "training resident": 745,
+    "inference streamed": 320,
+    "inference resident": 52,
+}
+
+
+def calls_in(run: Callable[[], object]) -> Counter[str]:
+    """How often each function of the package is called on this thread."""
+    calls: Counter[str] = Counter()
+
+    def note(frame: Any, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE):
+            calls[f"{code.co_filename.removeprefix(PACKAGE)}: {code.co_qualname}"] += 1
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def train(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).sum().backward()
+
+
+@torch.inference_mode()
+def infer(model: nn.Module, x: torch.Tensor) -> None:
+    model(x)
+
+
+def calls_of_pass(kind: str, layers: int) -> Counter[str]:
+    """What one pass calls when its plan is learned."""
+    run = train if kind.startswith("training") else infer
+    model = seeded(lambda: nn.Sequential(*(Layer() for _ in range(layers))))
+    block_bytes = sum(parameter.nbytes for parameter in model[0].parameters()) + PARAMETERS * 64
+    room = 4 if kind.endswith("streamed") else layers + 1
+    x = torch.ones(4, WIDTH)
+    with headrace.offload(model, device="cpu", device_memory=room * block_bytes, blocks=list(model)) as handle:
+        for _ in range(6):
+            run(model, x)
+            model.zero_grad()
+        before = handle.stats().onload_bytes
+        calls = calls_in(lambda: run(model, x))
+        assert (handle.stats().onload_bytes > before) is kind.endswith("streamed")
+    return calls
+
+
+@pytest.mark.parametrize("kind", LIMITS)
+def test_calls_of_a_visit(kind: str) -> None:
+    few, many = calls_of_pass(kind, 8), calls_of_pass(kind, 16)
+    each = Counter({name: (many[name] - few[name]) / 8 for name in many})
+    assert each.total() <= LIMITS[kind], "\n".join(f"{count:6.1f} {name}" for name, count in each.most_common(40))
+
+
+class Routed(nn.Module):
+    """Of its experts, the same two are called by every pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.experts[1](self.norm(x)) + self.experts[4](x)
+
+
+def calls_of_experts(layers: int) -> float:
+    """Of each layer."""
+    model = seeded(lambda: nn.Sequential(*(Routed() for _ in range(layers)))).eval()
+    used_bytes = layers * (3 * (4 * WIDTH * WIDTH + 64) + 128)
+    with headrace.offload(model, device="cpu", device_memory=used_bytes) as handle:
+        for _ in range(5):
+            infer(model, torch.ones(4, WIDTH))
+        assert handle.stats().expert_uses == 5 * 2 * layers
+        return calls_in(lambda: infer(model, torch.ones(4, WIDTH))).total() / layers
+
+
+def test_calls_of_an_expert_do_not_grow_with_the_model() -> None:
+    assert calls_of_experts(32) <= 1.1 * calls_of_experts(8)
