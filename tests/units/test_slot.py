@@ -66,7 +66,7 @@ def weight() -> nn.Parameter:
 def slot(weight: nn.Parameter) -> Slot:
     block = block_of(weight)
     loaded(block)
-    assert not block.slots[0].stale
+    assert block.is_current
     block.slots[0].block = block  # type: ignore[attr-defined]  # kept alive
     return block.slots[0]
 
@@ -112,9 +112,9 @@ def change_through_set(home: nn.Parameter) -> None:
 )
 def test_a_write_makes_the_device_copy_stale(slot: Slot, change) -> None:
     change(slot.home)
-    assert slot.stale
+    assert not slot.block.is_current
     buffer = loaded(slot.block)
-    assert not slot.stale
+    assert slot.block.is_current
     assert torch.equal(slot.layout.view(buffer), slot.home.detach())
 
 
@@ -123,8 +123,8 @@ def test_reading_makes_nothing_stale(slot: Slot) -> None:
     home.detach().sum()
     assert (home.shape, home.dtype, home.device, home.is_leaf) == ((2, 3), torch.float32, CPU, True)
     home.numel(), home.data_ptr(), repr(home), home * 2
-    assert not slot.stale
-    assert not slot.changed_since_load
+    assert slot.block.is_current
+    assert not slot.block.changed_since_load
 
 
 def test_the_token_tells_what_autograd_would_notice(slot: Slot) -> None:
@@ -134,7 +134,8 @@ def test_the_token_tells_what_autograd_would_notice(slot: Slot) -> None:
     assert slot.token == token
     change_in_place(slot.home)
     assert slot.token != token
-    assert slot.changed_since_load
+    assert not slot.block.is_current
+    assert slot.block.changed_since_load
 
 
 def test_data_waits_for_copies_that_read_the_home(slot: Slot) -> None:
@@ -196,7 +197,7 @@ def test_an_absent_leaf_is_nan_of_the_right_shape_and_no_memory(slot: Slot) -> N
         assert slot.leaf.isnan().all()
         assert slot.leaf.untyped_storage().nbytes() == 4
     assert torch.equal(slot.leaf, slot.home)  # whoever kept it, and uses it
-    assert slot.stale
+    assert not slot.block.is_current
 
 
 def test_binding_swaps_leaf_and_home(weight: nn.Parameter) -> None:
@@ -268,7 +269,7 @@ def test_it_is_shown_as_a_parameter(weight: nn.Parameter) -> None:
     before = repr(weight)
     block = block_of(weight)
     assert repr(weight) == before
-    assert not block.slots[0].changed_since_load
+    assert not block.changed_since_load
 
 
 def test_two_in_one_deepcopy_are_one_copy(weight: nn.Parameter) -> None:

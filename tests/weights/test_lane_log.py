@@ -437,9 +437,7 @@ def _run_experts(log: LaneLog, model: Any) -> None:
 @pytest.mark.emu("lazy")
 @pytest.mark.usefixtures("emu_device")
 @pytest.mark.parametrize("run", SCENARIOS, ids=lambda run: run.__name__)
-def test_lane_log(
-    run: Scenario, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_lane_log(run: Scenario, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     with recording(monkeypatch) as log:
         log.begin("offload()")
         run(log)

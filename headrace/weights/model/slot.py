@@ -84,14 +84,13 @@ class Slot:
         self._home_place: torch.Tensor | None = None  # of a home that casts, where ranks have one copy of it
         self.untraced_changes = 0  # writes that a hook reported: fused optimizers leave no trace in _version
         self.unit: Unit | None = None  # what it travels with
-        self.on_change: Callable[[], None] = _nothing  # called when the home may have changed without a trace in it
+        self.on_change: Callable[[Slot, bool], None] = _nothing  # see `Block`: the home may have changed
+        self.generation = 0  # of its block, when what the home holds last changed
         self._before_touch = before_touch
         self.before_write = before_write  # as in Owner
         self._times_given = 0  # how often the home got other data (`p.data = t`)
         self._data_number = 0  # which of these it has; 0: its own
-        self._touches = 0  # how often the home's `data` was handed out or re-pointed
-        self._loaded: object = None  # fingerprint of what the device copy was made of
-        self._cast: object = None  # fingerprint of what the cast in `rest` was made of
+        self._cast = -1  # the generation of what the cast in `rest` was made of
         self.loaded_token: Token = _NEVER  # of the contents that the device copy was made of
         self.on_gradient: Callable[[Slot], None] | None = None  # called when the leaf's gradient is complete
         self._hook: RemovableHandle | None = None
@@ -125,34 +124,9 @@ class Slot:
         return Token(self.home._version, self.untraced_changes, self._data_number)
 
     @property
-    def stale(self) -> bool:
-        """Whether the device copy may differ from the home."""
-        home = self.home  # `fingerprint` by hand: asked at every visit
-        return self._loaded != (home._version, self.untraced_changes, self._touches, home.data_ptr())
-
-    @property
-    def changed_since_load(self) -> bool:
-        """Whether the home changed after the last device copy was made, whether that is still there or not."""
-        seen = self.loaded_token
-        return seen != _NEVER and (seen.version, seen.untraced_changes) != (self.home._version, self.untraced_changes)
-
-    def mark_loaded(self) -> None:
-        """A device copy of what the home holds now is being made."""
-        self._loaded = self._read()
-        self.loaded_token = self.token
-
-    @property
-    def mark(self) -> object:
-        """What `mark_loaded` has noted."""
-        return self._loaded
-
-    def mark_loaded_again(self, mark: object) -> None:
-        """A device copy of what the home held at that mark, and holds now, is being made."""
-        self._loaded = mark
-
-    def mark_absent(self) -> None:
-        """There is no device copy."""
-        self._loaded = None
+    def others_may_write(self) -> bool:
+        """Whether other processes may write what is read, at any time and unnoticed."""
+        return not self.in_place and self.data.untyped_storage().is_shared()
 
     @property
     def gradient_is_watched(self) -> bool:
@@ -199,7 +173,7 @@ class Slot:
         written = raw_data(self.leaf)
         self._check_shape(written)
         self.keep(self.data, written)  # leaves no trace in the version: the device copy is what it should be
-        self._cast = None
+        self._cast = -1
         place = self.layout.view(buffer)
         if written.data_ptr() != place.data_ptr():  # `weight.data = t`
             place.copy_(written)
@@ -217,7 +191,8 @@ class Slot:
 
     @property
     def cast_is_old(self) -> bool:
-        return self.casts and self._cast != self.fingerprint
+        """Whether the home may have changed since `cast`, as far as its block has looked."""
+        return self.casts and (self._cast != self.generation or self.others_may_write)
 
     def cast(self) -> None:
         """Casts the home into `rest`. Nobody may be reading there."""
@@ -226,7 +201,7 @@ class Slot:
 
     def is_cast(self) -> None:
         """`rest` has the cast of what the home holds."""
-        self._cast = self._read()
+        self._cast = self.generation
 
     def follow_requires_grad(self) -> None:
         """The leaf wants a gradient exactly when the home does."""
@@ -313,8 +288,7 @@ class Slot:
             place.copy_(self.data)
             self.give(place)
             self.home.point(place)
-            torch.autograd.graph.increment_version(self.home)  # its address is as before, for whoever compares that
-            self._home_changed()
+            self._home_changed(written=True)
 
     def release(self) -> None:
         """The home is an ordinary Parameter again; its data stays where it is. Nothing refers back to the slot."""
@@ -346,15 +320,6 @@ class Slot:
         self.rest = rest
         self._rest_address = rest.data_ptr()  # a tensor that goes to other processes moves, with all of its storage
 
-    def _read(self) -> object:
-        """Fingerprint of what is read now; of none where other processes may write it at any time."""
-        return None if not self.in_place and self.data.untyped_storage().is_shared() else self.fingerprint
-
-    @property
-    def fingerprint(self) -> object:
-        """Differs when what the home holds may do, whether autograd would notice or not."""
-        return self.home._version, self.untraced_changes, self._touches, self.home.data_ptr()
-
     def wait_for_updates(self) -> None:
         """The host waits until no optimizer writes the home any more."""
         if self.unit is not None:
@@ -363,8 +328,7 @@ class Slot:
     def touch(self) -> None:
         """The home's data is about to be handed out, and may be written through what was."""
         self._before_touch()
-        self._touches += 1
-        self._home_changed()
+        self._home_changed(written=False)
 
     def give(self, data: torch.Tensor) -> None:
         """`home.data = data` follows: what autograd saved of the data before is not what the home holds then."""
@@ -375,11 +339,11 @@ class Slot:
     def changed_untraced(self) -> None:
         """The home was written, or is being written, in a way that leaves no trace in its version."""
         self.untraced_changes += 1
-        self._home_changed()
+        self._home_changed(written=True)
 
-    def _home_changed(self) -> None:
+    def _home_changed(self, *, written: bool) -> None:
         self.leaf.__class__ = AwayLeaf  # whoever uses it, also where it is bound, has the home brought once more
-        self.on_change()
+        self.on_change(self, written)
 
 
 def _pass_on_gradient(slot: Slot | None) -> None:
@@ -391,5 +355,5 @@ def _refuse_gradient(_leaf: torch.Tensor) -> None:
     raise StateError(REMOVED)
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     pass

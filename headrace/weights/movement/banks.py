@@ -37,18 +37,18 @@ class Bank:
         self.passing = False  # whether that uses nearly all of them
         self.read: dict[int, Event] = {}  # ends of copies out of slots
         self._holds: list[Key | None] = [None] * slots
-        self._contents: dict[int, object] = {}  # of a block's homes when its experts were loaded
+        self._generations: dict[int, int] = {}  # of a block's homes when its experts were loaded
 
-    def forget_stale(self, block: Block, contents: object) -> None:
-        """Experts of the block that were loaded from other contents of its homes are gone."""
-        if self._contents.get(block.index) != contents:
+    def forget_stale(self, block: Block, generation: int) -> None:
+        """Experts of the block that were loaded from another generation of its homes are gone."""
+        if self._generations.get(block.index) != generation:
             for key in [key for key in self.places if key[0] == block.index]:
                 self.forget(self.places[key])
-            self._contents[block.index] = contents
+            self._generations[block.index] = generation
 
-    def contents_of(self, block: Block) -> object:
-        """What its homes held when its experts were loaded."""
-        return self._contents.get(block.index)
+    def generation_of(self, block: Block) -> int:
+        """The generation of its homes when its experts were loaded; -1: none was."""
+        return self._generations.get(block.index, -1)
 
     def expert_in(self, slot: int) -> Key | None:
         """What is in the slot, or on its way."""

@@ -1,9 +1,10 @@
 """What is a block? The parameters that travel together: one byte range in host memory, one buffer on the device."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
+from operator import attrgetter
 
 import torch
 
@@ -15,7 +16,6 @@ from headrace.runtime.capture import before_write
 from headrace.runtime.lanes import Copy, Event, LateTransfer, Transfer
 from headrace.runtime.pending import LostUpdate, Pending, Watcher
 from headrace.weights.model.experts import Experts
-from headrace.weights.model.home import Home
 from headrace.weights.model.layout import lay_out
 from headrace.weights.model.places import Member, Places
 from headrace.weights.model.slot import Slot
@@ -26,6 +26,9 @@ from headrace.weights.rest.pieces import Range
 from headrace.weights.rest.placement import Shelf
 
 __all__ = ["Block", "Presence"]
+
+_VERSION_OF: Callable[[torch.Tensor], int] = attrgetter("_version")
+_ADDRESS_OF = torch.Tensor.data_ptr
 
 
 class Presence(Enum):
@@ -70,16 +73,16 @@ class Block(HomesInFiles):
         self.updates: list[Pending] = []  # write the homes; whoever reads those waits for them
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()  # are told when gradients are complete
         self.common: object = None
-        self.agreed: object = None  # contents of which this rank knows whether they are its own alone
+        self.agreed = -1  # the generation of which this rank knows whether it is its own alone
         self.order = -1  # its place among those that a forward needs first
         self._presence = Presence.ABSENT
         self._last_read: Event | None = None  # the end of the last copy that reads the homes
-        self._changes = 0  # of homes, that left no trace in them
-        self._homes: list[Home] | None = None
-        self._not_stale: tuple[int, list[int], list[int]] | None = None  # signature when the copy was what homes hold
-        # The signature with which a copy of all was made last, and what the slots noted then.
-        self._loaded: tuple[object, list[object]] | None = None
-        self._current_at = -1  # when the device copy was last found to be what the homes hold, see `is_current`
+        self.generation = 0  # of what the homes hold, as far as anybody has looked: see `look`
+        self.loaded = -1  # the generation that the device copy has; -1: there is none
+        self._last_loaded = -1  # ... and that the last one had, which may be gone
+        self._written = 0  # the generation at which a home was last written to, and not just handed out
+        self._as_arena = -1  # at which generation a copy of the arena was all that it took
+        self._others_may_write = False  # other processes, unnoticed
         parameters = [member.parameter for member in members]
         layouts, self.nbytes = lay_out(parameters, param_dtype)
         self.rest = shelf.rest_for(name, parameters, layouts, self.nbytes)
@@ -95,6 +98,10 @@ class Block(HomesInFiles):
             slot.unit = self
             slot.on_change = self._changed
         self.rest.take_homes(self.slots)
+        self._homes = [slot.home for slot in self.slots]
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
+        self.see_homes()
         self.compounds = list(dict.fromkeys(member.compound for member in members if member.compound is not None))
         self._leaves = Leaves(self.slots, self.compounds)
         self.slots_by_offset = sorted(self.slots, key=lambda slot: slot.layout.offset)
@@ -103,8 +110,8 @@ class Block(HomesInFiles):
             [(place, slot) for member, slot in zip(members, self.slots, strict=True) for place in member.places]
         )
         self._own_references = self._references()  # to the memory of homes, beside which nobody has any yet
-        self._flushed: object = self.contents if self.rest.filled else None  # the contents that the files have
-        self._flush(self.contents)
+        self._flushed = self.generation if self.rest.filled else -1
+        self._flush(self.generation)
 
     @property
     def presence(self) -> Presence:
@@ -125,55 +132,57 @@ class Block(HomesInFiles):
         self._presence = Presence.ABSENT
         self._leaves.are(present=False)
 
-    @property
-    def stale(self) -> bool:
-        """Whether the device copy may differ from a home."""
-        self._notice_writes()
-        if self._not_stale is not None and self._signature() == self._not_stale:
-            return False
-        if any(slot.stale for slot in self.slots):
-            return True
-        self._not_stale = self._signature()
-        return False
+    def look(self) -> int:
+        """The generation of what the homes hold now: another number than before where one of them may have changed.
 
-    def _signature(self) -> tuple[int, list[int], list[int]]:
-        """Differs when anything does by which slots tell that their homes have changed. Quicker than to ask them."""
-        if (homes := self._homes) is None:
-            homes = self._homes = [slot.home for slot in self.slots]
-        return self._changes, [home._version for home in homes], [home.data_ptr() for home in homes]
-
-    def is_current(self, moment: int) -> bool:
-        """Whether the device copy is what the homes hold. `moment` counts when homes may have changed without notice.
-
-        That is between passes. While one is under way, whatever is written to a home comes to know of it.
+        Writes through `data`, and those that an optimizer tells of, raise it by themselves (`_changed`). Of all others
+        autograd counts the version; who puts other memory in a home's place, its address.
         """
-        if self._current_at != moment:
-            if self.stale:
-                return False
-            self._current_at = moment
-        return True
+        for compound in self.compounds:
+            compound.notice_writes()
+        homes = self._homes
+        versions, addresses = list(map(_VERSION_OF, homes)), list(map(_ADDRESS_OF, homes))
+        if versions != self._versions or addresses != self._addresses:
+            self.generation += 1
+            seen = zip(self.slots, versions, self._versions, addresses, self._addresses, strict=True)
+            for slot, version, last_version, address, last_address in seen:
+                if version != last_version:
+                    self._written = slot.generation = self.generation
+                elif address != last_address:
+                    slot.generation = self.generation
+            self._versions, self._addresses = versions, addresses
+        return self.generation
+
+    def see_homes(self) -> None:
+        """They lie elsewhere, or are others: another generation, and what `look` compares with from now on."""
+        self._homes = [slot.home for slot in self.slots]
+        self._versions = list(map(_VERSION_OF, self._homes))
+        self._addresses = list(map(_ADDRESS_OF, self._homes))
+        self.generation += 1
+        for slot in self.slots:
+            slot.generation = self.generation
 
     @property
-    def is_known_current(self) -> bool:
-        """Whether nothing was written to a home since `is_current` said so, nor to a tensor that shares its version."""
-        self._notice_writes()
-        if self._current_at < 0 or self._not_stale is None:
-            return False
-        with without_overrides():
-            return [home._version for home in self._homes or ()] == self._not_stale[1]
+    def is_current(self) -> bool:
+        """Whether the device copy, if there is one, is what the homes hold."""
+        return self.look() == self.loaded and not self._others_may_write
 
-    def _changed(self) -> None:
+    def _changed(self, slot: Slot, written: bool) -> None:
+        """A home may have changed: it was `written`, or just handed out."""
+        self.generation += 1
+        slot.generation = self.generation
+        if written:
+            self._written = self.generation
         self._leaves.touched()
         if self.users:
             self.places.hide_leaves()  # modules that are asked for one have it brought once more
-        self._current_at = -1
-        self._changes += 1
-        self._homes = None
+        if self._homes[self.slots.index(slot)] is not slot.home:
+            self._homes = [one.home for one in self.slots]
 
     @property
     def changed_since_load(self) -> bool:
-        """Whether a home changed after the last device copy was made, present or not."""
-        return any(slot.changed_since_load for slot in self.slots)
+        """Whether a home was written to after the last device copy was made, present or not."""
+        return 0 <= self._last_loaded < self._written
 
     # bytes ------------------------------------------------------------------------------------------------------------
     def copies_in(self, *, only_changes: bool = False) -> list[Copy]:
@@ -187,15 +196,12 @@ class Block(HomesInFiles):
             raise StateError(f"block {self.name!r} has no buffer to copy into")
         self.wait_for_updates()
         self.keep_leaf_writes()  # they would be written over
-        signature = self._signature()
-        if self._loaded is not None and self._loaded[0] == signature and not only_changes:  # as the last time
-            for slot, mark in zip(self.slots, self._loaded[1], strict=True):
-                slot.check_shape()
-                slot.mark_loaded_again(mark)
-            self._not_stale = signature
+        generation = self.look()
+        if self._as_arena == generation and not only_changes:  # nor has a shape changed
+            self.loaded = self._last_loaded = generation
             return [] if self.rest.memory is None else [(self.buffer, self.rest.memory)]
         self.make_homes_readable()
-        changed = [slot for slot in self.slots if slot.stale]
+        changed = [slot for slot in self.slots if slot.generation > self.loaded or slot.others_may_write]
         copies: list[Copy] = []
         if not only_changes or self.is_fetched or 2 * len(changed) > len(self.slots):
             if self.rest.memory is not None:
@@ -204,10 +210,10 @@ class Block(HomesInFiles):
         # Detached: a view would keep its base, of which `is_free` does not know.
         copies += [(slot.layout.view(self.buffer).detach(), slot.source) for slot in changed if slot.layout.nbytes]
         for slot in self.slots:
-            slot.mark_loaded()
-        self._not_stale, self._current_at = None, -1  # looked at when it is asked for: nothing may have been noticed
-        marks = [slot.mark for slot in self.slots]
-        self._loaded = (self._signature(), marks) if all(slot.in_place for slot in self.slots) else None
+            slot.loaded_token = slot.token
+        self.loaded = self._last_loaded = generation
+        self._others_may_write = any(slot.others_may_write for slot in self.slots)
+        self._as_arena = generation if all(slot.in_place for slot in self.slots) else -1
         return copies
 
     @property
@@ -230,21 +236,19 @@ class Block(HomesInFiles):
         """What brings from disk what the homes hold now, in pieces of `chunk_bytes` at most; of `ranges` alone, which
         are `always` the same.
         """
-        contents = self.readable_contents()
+        generation = self.readable_generation()
         nbytes = self.nbytes if ranges is None else sum(nbytes for _, nbytes, _ in ranges)
         pieces = self.rest.pieces(chunk_bytes, ranges)
         if ranges is None:
-            pieces = self.packed.pieces(pieces, self.slots, way, contents, self.rest, chunk_bytes)
-        flush = partial(_flush, weakref.ref(self), contents, ranges if always else None)
-        fetch = Fetch(pieces, nbytes, contents, flush, way)
+            pieces = self.packed.pieces(pieces, self.slots, way, generation, self.rest, chunk_bytes)
+        flush = partial(_flush, weakref.ref(self), generation, ranges if always else None)
+        fetch = Fetch(pieces, nbytes, generation, flush, way)
         self.read_until(fetch)
         return fetch
 
     def point_leaves(self, buffer: torch.Tensor | None) -> None:
         """Leaves become views of `buffer`; without one, NaN of the right shape, of no memory and read-only."""
-        if buffer is None:
-            self._current_at = -1
-            self._not_stale = None
+        self.loaded = -1
         self._leaves.point(buffer)
 
     def read_until(self, done: Event) -> None:
@@ -300,9 +304,18 @@ class Block(HomesInFiles):
                 self.wait_until_free()
                 before_write(slot.home for slot in self.slots)
                 for slot in self.slots:
-                    self._kept_leaf_writes += slot.keep_leaf_writes(self.buffer)
+                    if slot.keep_leaf_writes(self.buffer):
+                        self._changed_alike(slot)
             self._leaves.writes_are_kept()
         return True
+
+    def _changed_alike(self, slot: Slot) -> None:
+        """Of the device copy, the home has now what the leaf has: they are no more different than they were."""
+        was_current = self.loaded == self.generation
+        self.generation += 1
+        slot.generation = self.generation
+        if was_current:
+            self.loaded = self.generation
 
     def _before_touch(self) -> None:
         self._shelf.in_place.handed_out(self)
@@ -347,8 +360,8 @@ class Block(HomesInFiles):
             compound.release()
 
 
-def _flush(block: "weakref.ref[Block]", contents: object, ranges: Sequence[Range] | None) -> None:
+def _flush(block: "weakref.ref[Block]", generation: int, ranges: Sequence[Range] | None) -> None:
     """For a thread, which does not keep a model alive that nobody else does."""
     present = block()
     if present is not None:
-        present._flush(contents, ranges)
+        present._flush(generation, ranges)

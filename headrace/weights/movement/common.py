@@ -156,7 +156,7 @@ class CommonHomes:
     def _look(self) -> None:
         """Without gradients a pass computes with what this rank has, whatever others do."""
         for block in self._blocks():
-            if block.contents != block.agreed:
+            if block.look() != block.agreed:
                 written = self._is_written(block)
                 if isinstance(block.rest, SharedRest):
                     block.rest.reads_own(written)
@@ -167,7 +167,7 @@ class CommonHomes:
                     )
                 if written:
                     _renew(block)
-                block.agreed = block.contents
+                block.agreed = block.look()
 
     def _check_alike(self, blocks: Sequence[Block], written: Sequence[int], said: Counters, what: str) -> None:
         """Raises StateError where ranks have written different values."""
@@ -192,13 +192,13 @@ class CommonHomes:
             self._accept(block)
 
     def _accept(self, block: Block) -> None:
-        block.agreed = block.contents
+        block.agreed = block.look()
         for slot in block.slots if block.rest.homes is not None else ():
             slot.is_cast()  # which all ranks see, too
 
     def unwritten(self) -> list[Block]:
         """Blocks that nobody but headrace has written since."""
-        return [block for block in self._blocks() if block.contents == block.agreed]
+        return [block for block in self._blocks() if block.look() == block.agreed]
 
     def still_unwritten(self, blocks: Iterable[Block]) -> None:
         """These have other contents only as somebody says that an optimizer has stepped."""
@@ -245,7 +245,7 @@ class CommonHomes:
             for slot in block.slots:
                 slot.return_home()
         is_own = isinstance(block.rest, SharedRest) and block.rest.is_own
-        if block.contents == block.agreed and not is_own:
+        if block.look() == block.agreed and not is_own:
             return False
         block.make_homes_readable()
         written = block.rest.is_written

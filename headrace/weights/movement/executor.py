@@ -53,12 +53,13 @@ class Executor:
         self._at_boundary: list[Block] = []  # loads that wait for the homes to change
         self._put_off: dict[Block, None] = {}  # loads that wait for the update of their homes, or for a pause to end
         self._pauses = 0  # how many are under way
-        self._moment = 0  # counts when homes may have changed without notice, see `Block.is_current`
         self._clock = 0  # visits so far
         self._cycle_clock = 0  # those before the cycle under way
         self._last_used: dict[Block, int] = {}
         self._planner = Planner(self._blocks, residency, meter, max_ahead)
         self._rows_bytes = max((FEWEST_ROWS * block.row_bytes for block in self._blocks), default=0)  # asked for so far
+        self._whole_bytes = -1  # of blocks that travel whole; -1: not added up yet
+        self._has_tables = False  # whose rows travel
         self.rows = Rows(self._blocks, self, residency, lanes, meter)
         self.called = CalledExperts(self._blocks, self, residency, meter)
         self.slices = Slices(self._blocks, self, residency, lanes, meter)
@@ -83,7 +84,6 @@ class Executor:
 
     def begin_backward(self) -> None:
         """A backward begins: a part of the cycle of its forward, unless another backward has ended that."""
-        self._moment += 1
         if self._entry is None:
             self._open(Entry("", Phase.BACKWARD, True))
 
@@ -119,15 +119,13 @@ class Executor:
         self._fetch_ahead(but_not=frozenset())
 
     def _note_changes(self) -> None:
-        self._moment += 1
-        moment = self._moment
         for block in self._blocks:
-            if not block.is_current(moment) and block.changed_since_load:
+            if not block.is_current and block.changed_since_load:
                 self._changed_now.add(block.index)
 
     def _drop_old_copies(self, *, renew: bool = True) -> None:
         for block in list(self._residency.present()):
-            if block.index >= 0 and block.presence is not Presence.RESERVED and not block.is_current(self._moment):
+            if block.index >= 0 and block.presence is not Presence.RESERVED and not block.is_current:
                 self.evict(block)
         gathers = self._gathers
         if gathers is not None and self._entry is None:
@@ -140,7 +138,7 @@ class Executor:
             self.prefetch(block)
 
     def _old_residents(self) -> list[Block]:
-        return [one for one in self._residency.present() if one.index < 0 and not one.is_current(self._moment)]
+        return [one for one in self._residency.present() if one.index < 0 and not one.is_current]
 
     def replan(self) -> None:
         """The budget for blocks that come and go has changed."""
@@ -162,13 +160,16 @@ class Executor:
     def travels_whole(self, block: Block) -> None:
         """More than parts of it was needed: it travels as other blocks do from now on."""
         block.row_bytes, block.experts = 0, None
+        self._whole_bytes = -1
         self.replan()
 
     @property
     def bytes_beside_experts(self) -> int:
         """What all other blocks take, and rows of tables."""
-        whole_bytes = sum(block.nbytes for block in self._blocks if not (block.travels_in_parts or block.called))
-        return whole_bytes + (self._rows_bytes if any(block.row_bytes for block in self._blocks) else 0)
+        if self._whole_bytes < 0:
+            self._whole_bytes = sum(one.nbytes for one in self._blocks if not (one.travels_in_parts or one.called))
+            self._has_tables = any(block.row_bytes for block in self._blocks)
+        return self._whole_bytes + (self._rows_bytes if self._has_tables else 0)
 
     def clear_for_rows(self, nbytes: int) -> int:
         """Makes room for rows of a table, as far as that goes: what is free then. Plans leave it free from now on."""
@@ -233,7 +234,7 @@ class Executor:
             self._residency.make_room(block, keep, self._next_use)
             self._residency.onload(block)
             self._meter.demand_onloads += late
-        elif not (block.is_current(self._moment) and block.is_known_current):
+        elif not block.is_current:
             self._meter.demand_onloads += late and block.presence is not Presence.RESERVED
             self._residency.renew(block)
 
@@ -241,7 +242,7 @@ class Executor:
         """The block comes before it is needed, if there is room for it."""
         if block.buffer is None and self._residency.fits(block):
             self._residency.reserve(block)
-        if block.buffer is not None and not block.is_current(self._moment):
+        if block.buffer is not None and not block.is_current:
             if self._pauses or block.being_updated or self._put_off:  # loads keep the order in which they are needed
                 self._put_off[block] = None
             else:
@@ -267,7 +268,7 @@ class Executor:
             is_used = to_the_end or reached < math.inf
             if is_used and block.buffer is None and self._residency.fits(block):
                 self._residency.reserve(block)
-            if is_used and block.buffer is not None and not block.is_current(self._moment):
+            if is_used and block.buffer is not None and not block.is_current:
                 self._residency.renew(block, gathered=True)
             else:
                 gathers.take_part(block)
@@ -346,7 +347,7 @@ class Executor:
 
     def _are_here(self, blocks: Sequence[Block]) -> bool:
         for block in blocks:
-            if block.presence is not Presence.PRESENT or block.updates or not block.is_current(self._moment):
+            if block.presence is not Presence.PRESENT or block.updates or not block.is_current:
                 return False
         return True
 

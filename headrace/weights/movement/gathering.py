@@ -288,9 +288,8 @@ class OwnPart:
         """From the memory where the block rests."""
         return [(buffer[at : at + nbytes].detach(), memory[at : at + nbytes]) for at, nbytes, _ in self.ranges]
 
-    @property
-    def contents(self) -> object:
-        return self.block.contents
+    def look(self) -> int:
+        return self.block.look()
 
     def fetch(self, chunk_bytes: int, way: Way) -> Fetch:
         """As the block's."""

@@ -24,7 +24,7 @@ FEWEST_SLOTS = 2  # one expert leaves the host while another takes its place
 class GivenUp:
     """`nbytes` of slots of `slot_bytes` in host memory, at least FEWEST_SLOTS, for experts of so many layers.
 
-    An expert is what its block's homes had when it came to the device, their contents: of other contents it is nothing.
+    An expert is of the generation that its block's homes had when it came to the device: of another one it is nothing.
     """
 
     def __init__(self, nbytes: int, slot_bytes: int, layers: int, lanes: Lanes, ledger: Ledger, meter: Meter) -> None:
@@ -38,20 +38,20 @@ class GivenUp:
         self._free = deque(range(slots))  # what was read longest ago comes first
         self._read: dict[int, Event] = {}  # ends of the last copies out of free slots
         self._places: dict[Key, int] = {}
-        self._contents: dict[Key, object] = {}
+        self._generations: dict[Key, int] = {}
 
     def used(self, layer: int, experts: Iterable[int], *, passing: bool) -> None:
         """A call of the layer has used these, wherever they were."""
         self._keeping.used(layer, experts, passing=passing)
 
-    def take(self, key: Key, contents: object, *, passing: bool) -> int | None:
+    def take(self, key: Key, generation: int, *, passing: bool) -> int | None:
         """The slot of an expert that goes to the device, and then stays there alone; None where it is not here.
 
         `passing`: for a call that uses nearly all of its layer's.
         """
         self._keeping.came(key, passing=passing)  # what it is worth when the device gives it up
         slot = self._places.pop(key, None)
-        if slot is None or self._contents.pop(key) == contents:
+        if slot is None or self._generations.pop(key) == generation:
             return slot
         self._free.append(slot)
         return None
@@ -65,7 +65,7 @@ class GivenUp:
         self._read[slot] = read
         self._free.append(slot)
 
-    def keep(self, key: Key, contents: object, source: torch.Tensor, wanted: Collection[Key]) -> None:
+    def keep(self, key: Key, generation: int, source: torch.Tensor, wanted: Collection[Key]) -> None:
         """The device gives an expert up, which has arrived in `source`. It may be the one that finds no room here.
 
         Those that are wanted do not make room.
@@ -88,7 +88,7 @@ class GivenUp:
         elif read is not None:
             self._lanes.copy(Lane.OFFLOAD, (), read)
         self._meter.expert_given_up(self._lanes.copy(Lane.OFFLOAD, [(self.memory(slot), source)], self._lanes.mark()))
-        self._contents[key] = contents
+        self._generations[key] = generation
         self._places[key] = slot
 
     def all_left(self) -> Event:
@@ -104,6 +104,6 @@ class GivenUp:
     def _forget(self, key: Key) -> None:
         slot = self._places.pop(key, None)
         if slot is not None:
-            del self._contents[key]
+            del self._generations[key]
             self._keeping.went(key)
             self._free.append(slot)

@@ -23,47 +23,42 @@ class HomesInFiles:
     rest: Rest
     common: object
     _shelf: Shelf
-    _flushed: object  # the contents that the files have
+    generation: int  # see Block
+    loaded: int
+    _flushed: int  # the generation that the files have; -1: none
     _flushed_ranges: Sequence[Range] | None = None  # of which alone that is known; None: of all
-    _kept_leaf_writes = 0  # how often homes got what the model had written to leaves: no fingerprint tells
 
     @property
     def is_fetched(self) -> bool:
         """Whether it has to be fetched before it can be copied to the device: it does not rest in host memory."""
         return self.rest.memory is None
 
-    @property
-    def contents(self) -> object:
-        """Differs when what the homes hold may do."""
-        self._notice_writes()
-        return self._kept_leaf_writes, *(slot.fingerprint for slot in self.slots)
-
     def flush(self) -> None:
         """Begins to bring to the files what was written to the homes, as the next fetch would."""
         if self.is_fetched and self.rest.writable:
             self.make_homes_readable()
-            self._flush(self.contents)
+            self._flush(self.look())
 
-    def readable_contents(self) -> object:
+    def readable_generation(self) -> int:
         """What the homes hold, which may be read until the next update, and is where it can be fetched from."""
         self.make_homes_readable()
         if self.is_fetched:
             self._leave_checkpoint()
-        return self.contents
+        return self.look()
 
     def readable_table(self) -> torch.Tensor:
         """The home of a table, whose rows may be read until the next update."""
         self.keep_leaf_writes()
         self.wait_for_updates()
         self.slots[0].check_shape()
-        if self.is_fetched and self.contents != self._flushed:  # what was written leaves host memory
+        if self.is_fetched and self.look() != self._flushed:  # what was written leaves host memory
             self._leave_checkpoint()
-            self._flush(self.contents)
+            self._flush(self.look())
         return self.slots[0].data
 
     def _leave_checkpoint(self) -> None:
         """Homes in a checkpoint that were written to move to where that is kept; not if they were only handed out."""
-        if self.contents != self._flushed and not self.rest.writable:
+        if self.look() != self._flushed and not self.rest.writable:
             if self.rest.is_as_in_files and all(slot.in_place for slot in self.slots):
                 self.is_flushed()
             else:
@@ -77,12 +72,15 @@ class HomesInFiles:
     def spill(self, *, keeps: bool = True) -> None:
         """The block moves to the disk tier, from host memory or a checkpoint. Its memory goes with its last user."""
         self.wait_until_free()
-        before, memory_is_kept = self.rest, self.memory_is_kept
+        before, memory_is_kept, was_loaded = self.rest, self.memory_is_kept, self.look() == self.loaded
         rest, keeps = self._shelf.hand_on(self.name, self.nbytes, self.rest, self.slots, keeps=keeps)
         for slot, place in zip(self.slots, rest.places([slot.layout for slot in self.slots]), strict=True):
             slot.move_to(place, keeps=keeps)
-        self.rest, self._flushed, self._flushed_ranges = rest, None, None
+        self.rest, self._flushed, self._flushed_ranges = rest, -1, None
         rest.take_homes(self.slots, keeps=keeps)
+        self.see_homes()
+        if was_loaded and keeps:
+            self.loaded = self.generation  # they hold what they held
         if rest.filled:
             self.is_flushed()
         if not memory_is_kept:
@@ -91,18 +89,19 @@ class HomesInFiles:
     def make_homes_readable(self) -> None:
         """No update is under way, and what travels in another dtype is what the homes hold."""
         self.wait_for_updates()
+        self.look()
         for slot in self.slots:
             slot.check_shape()
             if slot.cast_is_old:
                 self.wait_for_reads()
                 slot.cast()
 
-    def _flush(self, contents: object, ranges: Sequence[Range] | None = None) -> None:
-        """The files of a block on disk get these contents of its homes, if they have others; `ranges`: to be read."""
+    def _flush(self, generation: int, ranges: Sequence[Range] | None = None) -> None:
+        """The files of a block on disk get this generation, if they have another one; `ranges`: to be read."""
         known = self._flushed_ranges in (None, ranges)
-        if self.is_fetched and (contents != self._flushed or not self.rest.flushed or not known):
+        if self.is_fetched and (generation != self._flushed or not self.rest.flushed or not known):
             self.rest.flush(ranges)
-            self._flushed, self._flushed_ranges = contents, ranges
+            self._flushed, self._flushed_ranges = generation, ranges
 
     def move_written(self) -> bool:
         """What may have been written to a checkpoint in place moves, unless somebody has it; whether nobody has."""
@@ -133,11 +132,11 @@ class HomesInFiles:
     @property
     def in_files(self) -> bool:
         """Whether the files have what the homes hold."""
-        return self.rest.has_own_files and self._flushed == self.contents and self.rest.flushed
+        return self.rest.has_own_files and self._flushed == self.look() and self.rest.flushed
 
     def is_flushed(self) -> None:
         """The files have what the homes hold, whoever has had a look at them."""
-        self._flushed, self._flushed_ranges = self.contents, None
+        self._flushed, self._flushed_ranges = self.look(), None
 
     @property
     def memory_is_kept(self) -> bool:
@@ -160,6 +159,10 @@ class HomesInFiles:
         """The host may read and write the homes: nobody else does."""
         raise NotImplementedError
 
-    def _notice_writes(self) -> None:
-        for compound in self.compounds:
-            compound.notice_writes()
+    def look(self) -> int:
+        """The generation of what the homes hold now."""
+        raise NotImplementedError
+
+    def see_homes(self) -> None:
+        """They lie elsewhere, or are others: another generation, and what `look` compares with from now on."""
+        raise NotImplementedError

@@ -44,7 +44,6 @@ class Leaves:
             for slot in self._slots:
                 if buffer is None:
                     point(slot.leaf, slot.absent)
-                    slot.mark_absent()
                     continue
                 dtype = slot.layout.dtype
                 if dtype not in typed:

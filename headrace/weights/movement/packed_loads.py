@@ -191,12 +191,12 @@ class PackedLoads:
             return None
         if block.memory_is_kept:  # whoever keeps it may write to it, unnoticed
             return None
-        contents = block.contents, block.rest
+        of = block.look(), block.rest
         packed = self._blocks.get(block)
-        if packed is None or packed.of != contents:
+        if packed is None or packed.of != of:
             if packed is not None:
                 self._drop(packed)
-            packed = self._blocks[block] = _PackedBlock(contents)
+            packed = self._blocks[block] = _PackedBlock(of)
         packed.loads += 1
         if packed.loads > _LOADS_BEFORE and not packed.is_asked_for and self._thread is not None:
             packed.is_asked_for = True

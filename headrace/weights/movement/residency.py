@@ -59,6 +59,7 @@ class Residency:
         self.budget_bytes = budget_bytes
         self.ledger = ledger
         self.held_bytes = 0
+        self._residents_bytes = 0  # of these, by blocks that stay
         self._lanes = pace.lanes
         self._meter = meter
         self.pace = pace
@@ -80,8 +81,7 @@ class Residency:
     @property
     def streaming_budget_bytes(self) -> int:
         """What the budget leaves for blocks that come and go."""
-        residents_bytes = sum(block.nbytes for block in self.present() if block.index < 0)
-        return self.budget_bytes - residents_bytes - self.packed_loads.held_bytes
+        return self.budget_bytes - self._residents_bytes - self.packed_loads.held_bytes
 
     @property
     def streams_from_disk(self) -> bool:
@@ -98,6 +98,10 @@ class Residency:
         """The blocks that have a buffer."""
         return self._addresses.blocks()
 
+    def _hold(self, block: Block) -> None:
+        self.held_bytes += block.nbytes
+        self._residents_bytes += block.nbytes if block.index < 0 else 0
+
     def fits(self, block: Block) -> bool:
         """Whether the block can be onloaded without an eviction."""
         return self.held_bytes + block.nbytes <= self.budget_bytes
@@ -112,7 +116,7 @@ class Residency:
         self.intact = False
         with plain_tensors():
             buffer = self._buffers.allocate(block.nbytes)
-            self.held_bytes += block.nbytes
+            self._hold(block)
             try:
                 self._addresses.add(block, buffer)
                 block.buffer = buffer
@@ -247,6 +251,7 @@ class Residency:
             block.point_leaves(None)
         self._addresses.remove(block, buffer)
         self.held_bytes -= block.nbytes
+        self._residents_bytes -= block.nbytes if block.index < 0 else 0
         block.buffer = block.arrival = None  # only now: after Ctrl-C before, `mend` finds it
         self._buffers.release(buffer)
 
@@ -366,7 +371,9 @@ class Residency:
                 if buffer is not None:
                     self._buffers.release(buffer)
         self._addresses.reset(held)
-        self.held_bytes = sum(block.nbytes for block in held)
+        self.held_bytes = self._residents_bytes = 0
+        for block in held:
+            self._hold(block)
         self.held_bytes += self.packed_loads.held_bytes + (0 if self.beside is None else self.beside.held_bytes)
         self._buffers.rebook(self.held_bytes)
         self.intact = True

@@ -236,7 +236,7 @@ class Slices:
     def _look_at(self, block: Block, bank: Bank, count: int) -> None:
         """Experts of the block may be read, and what is in the bank is what homes hold."""
         block.keep_leaf_writes()
-        bank.forget_stale(block, block.readable_contents())
+        bank.forget_stale(block, block.readable_generation())
         self._meter.experts_used(count)
 
     def _used(self, block: Block, bank: Bank, experts: Collection[int]) -> None:
@@ -252,7 +252,7 @@ class Slices:
         host_bank = self._host_banks.get(block, bank)
         if host_bank is bank:
             return
-        host_bank.forget_stale(block, block.readable_contents())
+        host_bank.forget_stale(block, block.readable_generation())
         host_bank.passing = bank.passing
         for expert in experts:
             if any((block.index, expert) in one.places for one in (host_bank, bank)):
@@ -308,7 +308,7 @@ class Slices:
         key = block.index, expert
         host, kept = self._given_up, None
         if host is not None and block.is_fetched:
-            kept = host.take(key, bank.contents_of(block), passing=bank.passing)
+            kept = host.take(key, bank.generation_of(block), passing=bank.passing)
         self._empty(bank, slot, wanted)
         host_bank = self._host_banks.get(block, bank)
         here = None if host_bank is bank else host_bank.places.get(key)
@@ -364,7 +364,7 @@ class Slices:
         key = bank.expert_in(slot)
         if self._given_up is not None and key is not None and (block := self.block_of(key)).is_fetched:
             with plain_tensors(), torch.no_grad():
-                self._given_up.keep(key, bank.contents_of(block), bank.memory(slot, self.slot_bytes), wanted)
+                self._given_up.keep(key, bank.generation_of(block), bank.memory(slot, self.slot_bytes), wanted)
         bank.forget(slot)
 
     def _settle(self, bank: Bank, slot: int) -> None:
@@ -381,9 +381,9 @@ class _OneExpert:
         self._ranges = ranges
         self.nbytes = sum(nbytes for _, nbytes, _ in ranges)
 
-    @property
-    def contents(self) -> object:
-        return self._block.contents
+    def look(self) -> int:
+        """As its block's."""
+        return self._block.look()
 
     def fetch(self, chunk_bytes: int, way: Way) -> Fetch:
         """As a block's."""

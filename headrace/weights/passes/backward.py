@@ -119,7 +119,7 @@ class Backward:
         if block.presence in (Presence.ABSENT, Presence.RESERVED):
             with without_overrides():
                 self._executor.visit((block,), Phase.BACKWARD, block.name)
-        elif block.presence is Presence.ARRIVING and block.stale:  # what comes may be of neither contents
+        elif block.presence is Presence.ARRIVING and not block.is_current:  # what comes may be of neither contents
             with without_overrides():
                 self._executor.bring(block)
         self._residency.arrive(block)

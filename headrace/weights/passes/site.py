@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import is_autocast_cache_enabled, is_autocast_enabled, is_grad_enabled, nn
 
+from headrace.runtime.autograd import without_overrides
 from headrace.weights.movement.block import Block
 from headrace.weights.passes.stray import is_lending
 
@@ -75,7 +76,8 @@ class Site:
         """Whether the call of a layer has nothing to do where all blocks are bound for a forward without gradients."""
         if is_grad_enabled() or (is_autocast_cache_enabled() and is_autocast_enabled(self.device.type)):
             return False  # there are gradients after all, or a cache that would keep copies of weights
-        for block in self.blocks:
-            if not block.is_known_current:
-                return False
+        with without_overrides():
+            for block in self.blocks:
+                if not block.is_current:
+                    return False
         return is_lending(self.engine.lending)

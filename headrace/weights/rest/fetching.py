@@ -63,7 +63,7 @@ class Fetch:
 
     pieces: Sequence[Piece]
     nbytes: int  # of the block
-    contents: object  # of its homes when the fetch was submitted
+    generation: int  # of what its homes held when the fetch was submitted
     before: Callable[[], None]  # to be done ahead of the first read
     way: Way
     arrived: "Job[Transfer]" = field(default_factory=Job)
@@ -273,8 +273,8 @@ class Fetchable(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    @property
-    def contents(self) -> object: ...
+    def look(self) -> int:
+        """The generation of what its homes hold."""
 
     def fetch(self, chunk_bytes: int, way: Way) -> Fetch:
         """What brings from disk what its homes hold now."""
@@ -312,7 +312,7 @@ class Fetching:
         if self._promised or (self._turns is not None and device_bytes >= _ENOUGH_BLOCKS * block.nbytes):
             return False
         fetch = self._ahead.get(block)
-        if fetch is not None and not (fetch.is_guess and fetch.contents == block.contents):
+        if fetch is not None and not (fetch.is_guess and fetch.generation == block.look()):
             self._withdraw(block)
             fetch = None
         room = self._chunks - sum(fetch.ahead for fetch in self._ahead.values())
@@ -325,9 +325,9 @@ class Fetching:
         return fetch.ahead == len(fetch.pieces)
 
     def onload(self, block: Fetchable, target: Target) -> Fetch:
-        """The block goes to `target`: as it was fetched ahead, if it has the same contents still; else it is now."""
+        """The block goes to `target`: as it was fetched ahead, if its homes hold the same still; else it is now."""
         fetch = self._ahead.get(block)
-        if fetch is not None and fetch.contents == block.contents:
+        if fetch is not None and fetch.generation == block.look():
             # Those before it, which nobody came for, would keep it waiting; so would those behind it, where a rest of
             # it is still to be read: after Ctrl-C it may not be the last one.
             others, at = list(self._ahead), list(self._ahead).index(block)
