@@ -1,8 +1,8 @@
 """Does everything move when it always did? Copies and waits of whole steps, scenario by scenario, as text.
 
 A golden text says nothing of how it is done inside: where one changes, the device sees something else. `pytest
-tests/weights/test_lane_log.py --update-golden` writes them anew; say in the commit why. Updates beside a pass, blocks on
-disk, packed transport and ranks are in none: when their copies go depends on how fast threads are.
+tests/weights/test_lane_log.py --update-golden` writes them anew; say in the commit why. Updates beside a pass, blocks
+on disk, packed transport and ranks are in none: when their copies go depends on how fast threads are.
 """
 
 import contextlib

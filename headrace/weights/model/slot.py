@@ -94,7 +94,7 @@ class Slot:
         self.loaded_token: Token = _NEVER  # of the contents that the device copy was made of
         self.on_gradient: Callable[[Slot], None] | None = None  # called when the leaf's gradient is complete
         self._hook: RemovableHandle | None = None
-        self._node_is_watched = True  # until somebody looks
+        self.node_is_watched = True  # until somebody looks
         fresh = torch.empty(0, dtype=layout.dtype, device=absent.device)  # whose version no other leaf counts
         self.leaf = Leaf(fresh, requires_grad=parameter.requires_grad)
         self.leaf.__dict__.update(
@@ -131,19 +131,19 @@ class Slot:
     @property
     def gradient_is_watched(self) -> bool:
         """Whether somebody may have hooks that see a gradient before it is accumulated, or as it is."""
-        return self._node_is_watched or bool(self.home._backward_hooks)
+        return self.node_is_watched or bool(self.home._backward_hooks)
 
     def watch_node(self) -> None:
         """As in Owner: from now on autograd accumulates the gradient."""
-        self._node_is_watched = True
+        self.node_is_watched = True
 
     def look_for_watchers(self) -> None:
         """A pass with gradients begins: graphs that had the node may be gone, and whoever asked for it may not keep it.
 
         A frozen home has a node that nobody can find before it is thawed.
         """
-        if self._node_is_watched and self.home.requires_grad:
-            self._node_is_watched = node_is_kept(self.home)
+        if self.node_is_watched and self.home.requires_grad:
+            self.node_is_watched = node_is_kept(self.home)
 
     @property
     def data(self) -> torch.Tensor:
@@ -210,8 +210,15 @@ class Slot:
             self.leaf.requires_grad_(wanted)
         if wanted and self._hook is None and self.on_gradient is not None:
             own = weakref.ref(self)  # a cycle through autograd's hooks is never collected
+
+            @unseen
+            def complete(_leaf: torch.Tensor) -> None:
+                slot = own()
+                if slot is not None and slot.on_gradient is not None:
+                    slot.on_gradient(slot)
+
             register: Any = self.leaf.register_post_accumulate_grad_hook
-            self._hook = register(unseen(lambda _: _pass_on_gradient(own())))
+            self._hook = register(complete)
 
     def fits(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter can be the home."""
@@ -239,7 +246,7 @@ class Slot:
                 " remove() on the handle before such a change, and offload the model again after it"
             )
         self._before_touch()
-        self._node_is_watched = True
+        self.node_is_watched = True
         if not self.casts or self._home_place is not None:
             self.home.point(self.data.clone())  # whoever still holds it keeps its contents
         as_parameter(self.home)
@@ -344,11 +351,6 @@ class Slot:
     def _home_changed(self, *, written: bool) -> None:
         self.leaf.__class__ = AwayLeaf  # whoever uses it, also where it is bound, has the home brought once more
         self.on_change(self, written)
-
-
-def _pass_on_gradient(slot: Slot | None) -> None:
-    if slot is not None and slot.on_gradient is not None:
-        slot.on_gradient(slot)
 
 
 def _refuse_gradient(_leaf: torch.Tensor) -> None:

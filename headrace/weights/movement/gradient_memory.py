@@ -32,65 +32,52 @@ class HostGradient:
         offset: int,
         make: Callable[[int], GradientMemory],
     ) -> None:
-        self._place = _Place(memory, offset)
-        self._make = make  # more, in whatever tier has room
-        self._layout = (slot.layout.shape, _dense_stride(slot))
-        self._lent: list[_Place] = []  # on disk: the user may refer to them; extents are not freed, so used again
+        self.dtype = dtype
+        self.next: torch.Tensor | None = None  # what `fresh` gives, once `renew` has made it
+        self.disk: DiskGradients | None = None  # where on disk it rests; None: in host memory, or it has no bytes
         self._nbytes = slot.home.numel() * dtype.itemsize
-        self._dtype = dtype
-
-    @property
-    def disk(self) -> DiskGradients | None:
-        """Where on disk it rests; None: in host memory, or nowhere, having no bytes."""
-        memory = self._place.memory
-        return memory if isinstance(memory, DiskGradients) and self._nbytes else None
+        self._layout = (slot.layout.shape, _dense_stride(slot))
+        self._make = make  # more, in whatever tier has room
+        self._lent: StorageWeakRef | None = None  # the storage of the tensor that was made last
+        self._others: list[tuple[GradientMemory, int, StorageWeakRef]] = []  # on disk: extents are not freed, so used again
+        self._lie_in(memory, offset)
 
     def renew(self) -> None:
-        """Finds the memory that `fresh` gives next: another, where somebody refers to what was lent last."""
-        if not self._nbytes or not self._place.in_use:
-            return
-        if self.disk is not None:
-            self._lent.append(self._place)
-        free = next((place for place in self._lent if not place.in_use), None)
-        if free is None:
-            free = _Place(self._make(self._nbytes), 0)
-        else:
-            self._lent.remove(free)
-        self._place = free
-
-    def fresh(self) -> torch.Tensor:
-        """A tensor of the home's shape and strides, in memory that nobody refers to. Contents are arbitrary.
+        """Makes the tensor that `fresh` gives next, if there is none: elsewhere, where somebody has the last one.
 
         Its storage is its own alone: whoever else refers to that is the user (see runtime/holders.py).
         """
-        self.renew()
-        return self.renewed()
-
-    def renewed(self) -> torch.Tensor:
-        """As `fresh`, right after `renew`."""
+        if self.next is not None:
+            return
         if not self._nbytes:
-            return torch.empty(self._layout[0], dtype=self._dtype, device="cpu")
-        return self._place.lend(self._nbytes, self._dtype).as_strided_(*self._layout)
+            self.next = torch.empty(self._layout[0], dtype=self.dtype, device="cpu")
+            return
+        if self._lent is not None and not self._lent.expired():
+            self._move(self._lent)
+        flat = self._memory.tensor(self._offset, self._nbytes, self.dtype)
+        self._lent = StorageWeakRef(flat.untyped_storage())
+        self.next = flat.as_strided_(*self._layout)
 
+    def fresh(self) -> torch.Tensor:
+        """A tensor of the home's shape and strides, in memory that nobody refers to. Contents are arbitrary."""
+        self.renew()
+        fresh, self.next = self.next, None
+        return fresh  # type: ignore[return-value]
 
-class _Place:
-    """Bytes of gradient memory, which come as a tensor with a storage of its own each time that they are lent."""
+    def _move(self, lent: StorageWeakRef) -> None:
+        """The user has what was lent: to memory that nobody has."""
+        if self.disk is not None:
+            self._others.append((self._memory, self._offset, lent))
+        for number, (memory, offset, other) in enumerate(self._others):
+            if other.expired():
+                del self._others[number]
+                self._lie_in(memory, offset)
+                return
+        self._lie_in(self._make(self._nbytes), 0)
 
-    def __init__(self, memory: GradientMemory, offset: int) -> None:
-        self.memory = memory
-        self._offset = offset
-        self._storage: StorageWeakRef | None = None
-
-    @property
-    def in_use(self) -> bool:
-        """Whether the storage that was lent is still there: as a tensor, a view, an array or the storage object."""
-        return self._storage is not None and not self._storage.expired()
-
-    def lend(self, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """The bytes as elements, shape (elements,)."""
-        flat = self.memory.tensor(self._offset, nbytes, dtype)
-        self._storage = StorageWeakRef(flat.untyped_storage())
-        return flat
+    def _lie_in(self, memory: GradientMemory, offset: int) -> None:
+        self._memory, self._offset = memory, offset
+        self.disk = memory if isinstance(memory, DiskGradients) and self._nbytes else None
 
 
 def _dense_stride(slot: Slot) -> tuple[int, ...]:

@@ -77,25 +77,36 @@ class Gradients:
         And looks who watches gradients.
         """
         wanted: list[tuple[Block, list[Slot], list[int]]] = []
-        memory = self._memory
-        for block in blocks:
-            slots: list[Slot] = []
-            for slot in block.slots:
-                if slot.gradient_is_watched:
-                    slot.look_for_watchers()
-                if slot in memory:
-                    with without_overrides():  # a look at it waits for nobody, and updates let go of it in time
-                        beside = slot.gradient_is_watched or (slot.home.grad is None and not block.being_updated)
-                    if beside:  # what comes next lies beside what was there, if somebody has that
-                        memory[slot].renew()
-                if slot not in memory and slot.home.requires_grad:
-                    slots.append(slot)
-            if slots:
-                sizes = [aligned(slot.home.numel() * self.dtype(slot).itemsize) for slot in slots]
-                wanted.append((block, slots, sizes))
-        self._shelf.check_gradients(sum(sum(sizes) for _, _, sizes in wanted))
-        with without_transforms():  # memory of ours, in whatever transform the model is called
+        # Memory of ours, in whatever transform the model is called; and a look at a gradient waits for nobody.
+        with without_transforms(), without_overrides():
+            for block in blocks:
+                slots = self._renew_memory(block)
+                if slots:
+                    sizes = [aligned(slot.home.numel() * self.dtype(slot).itemsize) for slot in slots]
+                    wanted.append((block, slots, sizes))
+            self._shelf.check_gradients(sum(sum(sizes) for _, _, sizes in wanted))
             self._make(wanted)
+
+    def _renew_memory(self, block: Block) -> list[Slot]:
+        """Where gradients of the block come next lies beside what was there, if somebody has that. Those without any.
+
+        Memory that an update still reads is free in time.
+        """
+        missing: list[Slot] = []
+        being_updated = bool(block.updates) and block.being_updated
+        for slot in block.slots:
+            home = slot.home
+            if slot.node_is_watched or home._backward_hooks:
+                slot.look_for_watchers()
+            memory = self._memory.get(slot)
+            if memory is None:
+                if home.requires_grad:
+                    missing.append(slot)
+            elif memory.next is None and (
+                (home.grad is None and not being_updated) or slot.node_is_watched or home._backward_hooks
+            ):
+                memory.renew()
+        return missing
 
     def _make(self, wanted: "list[tuple[Block, list[Slot], list[int]]]") -> None:
         for block, slots, sizes in wanted:
@@ -132,8 +143,9 @@ class Gradients:
         gradient = slot.leaf.grad
         slot.leaf.grad = None
         if gradient is not None:
-            refuse_graph(slot, gradient)
-            self.keep(slot, gradient)
+            if gradient.requires_grad:
+                refuse_graph(slot, gradient)
+            self.keep_rows(slot, [gradient], None)
 
     def take_rows(self, slot: Slot, rows: torch.Tensor, gradient: torch.Tensor) -> None:
         """A gradient of some rows of a table, or of some experts, which are named once each; others may follow."""
@@ -172,7 +184,9 @@ class Gradients:
             self.prepare([slot.unit])
         self._announced.discard(slot)  # it was not complete
         self._ready.append((slot, gradients, rows))
-        self._ready_bytes += sum(one.nbytes for one in gradients if one.layout == torch.strided)
+        for gradient in gradients:
+            if gradient.layout == torch.strided:
+                self._ready_bytes += gradient.nbytes
         if slot.unit is not None and slot.unit.watchers:
             complete = self._arrivals.complete(slot, slot.unit)
             if complete:
@@ -232,15 +246,20 @@ class Gradients:
         hooked: dict[Slot, None] = {}
         seen: dict[Slot, list[torch.Tensor]] = {}
         for slot in slots:
-            if slot.gradient_is_watched:
+            home = slot.home
+            if slot.node_is_watched or home._backward_hooks:
                 hooked[slot] = None
                 if slot in arrived:
                     seen[slot] = [arrived.pop(slot)]
-            elif late_hooks(slot.home):
+            elif home._post_accumulate_grad_hooks:
                 hooked[slot] = None
         with without_overrides():  # homes may be being updated already
             for slot, gradient in arrived.items():
-                accumulate(slot.home, gradient)
+                home = slot.home
+                if home.grad is None and home.grad_dtype == gradient.dtype:
+                    home.grad = gradient
+                else:
+                    accumulate(home, gradient)
             self._arrivals.end(completed=True)
             tell_watchers([slot for slot in slots if slot not in hooked], announced)
         try:
@@ -295,17 +314,31 @@ class Gradients:
         self._ledger.add(Tier.DEVICE, _PURPOSE, self._ready_bytes)
         ready, self._ready, self._ready_bytes = self._ready, [], 0
         what = ready[0][0].name if ready else ""
+        arriving = self._arriving
         for slot, gradients, rows in ready:
             gradient = gradients[0]
-            if gradient.layout != torch.strided:
+            memory = self._memory[slot]
+            if (
+                slot.home.grad is None
+                and rows is None
+                and slot not in arriving
+                and gradient.dtype is memory.dtype
+                and gradient.layout is torch.strided
+                and memory.disk is None
+            ):  # as most come: into memory that `prepare` has made
+                target, memory.next = memory.next if memory.next is not None else memory.fresh(), None
+                arriving[slot] = target
+                same = gradient.stride() == target.stride()
+                direct.append((target, gradient if same else laid_out_like(gradient, target)))
+            elif gradient.layout != torch.strided:
                 if slot in self._arriving:  # a dense one, which has to be there
                     self._send(direct, staged, what)
                     direct, staged = [], []
                     self._wait_for_sent()
                 self._take_sparse(slot, gradient)
             elif (rows is None or _has_experts(slot)) and self._goes_straight(slot, gradient):
-                target = self._memory[slot].renewed()
-                self._arriving[slot] = target
+                target = memory.fresh()
+                arriving[slot] = target
                 if rows is None:
                     direct.append((target, laid_out_like(gradient, target)))
                 else:
@@ -314,7 +347,7 @@ class Gradients:
                     staged += rest_of(target, rows, None, adds=False, large=True)
             else:
                 target, adds = self._destination(slot)
-                disk = self._memory[slot].disk
+                disk = memory.disk
                 if rows is not None:
                     staged += rest_of(target, rows, disk, adds=adds, large=_has_experts(slot))
                 for source, part, of in self._parts(gradients, target, rows):
@@ -354,8 +387,9 @@ class Gradients:
         """Whether a copy into fresh memory is all that the home needs."""
         if slot in self._arriving or self._is_added_in_place(slot):
             return False
-        self._memory[slot].renew()
-        return gradient.dtype == self.dtype(slot) and self._memory[slot].disk is None
+        memory = self._memory[slot]
+        memory.renew()
+        return gradient.dtype == memory.dtype and memory.disk is None
 
     def _destination(self, slot: Slot) -> tuple[torch.Tensor, bool]:
         """Where a staged gradient goes, and whether it is added to what is there."""

@@ -142,7 +142,8 @@ class Backward:
 
     def gradient_ready(self, slot: Slot) -> None:
         """The gradient of a leaf is complete, as far as is known."""
-        self._begin()  # a block that saves nothing is never unpacked
+        if self._present is None:  # a block that saves nothing is never unpacked
+            self._begin()
         if slot in self._within:
             raise StateError(
                 f"{self._within[slot]} calls backward() for parameter {slot.name!r}, which it has saved: that gradient"
