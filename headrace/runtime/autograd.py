@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 __all__ = [
     "NO_TASK",
     "EndOfBackward",
+    "FunctionNode",
     "WeakTensor",
     "address_of",
     "backward_task",
@@ -46,7 +47,7 @@ __all__ = [
     "no_override",
     "pop_hooks",
     "push_hooks",
-    "running_function",
+    "running_node",
     "runs_in_backward",
     "sequence_number",
     "storage_use_count",
@@ -138,13 +139,8 @@ class EndOfBackward:
 # The node of the graph that this thread computes the backward of, or None. Relies on nodes of users' own Functions
 # being objects of `torch.autograd.function.BackwardCFunction`, and on hooks that are registered on a node while it
 # computes being called after it.
-_running_node: Callable[[], Any] = torch._C._current_autograd_node
-
-
-def running_function() -> Any:
-    """The node of a user's own `torch.autograd.Function` whose `backward` this thread is in; None: of no such."""
-    node = _running_node()
-    return node if isinstance(node, torch.autograd.function.BackwardCFunction) else None
+running_node: Callable[[], Any] = torch._C._current_autograd_node
+FunctionNode = torch.autograd.function.BackwardCFunction
 
 
 # Whether the backward that this thread runs goes through a node of the graph, is to or has. Relies on nodes in Python

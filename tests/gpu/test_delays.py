@@ -71,7 +71,7 @@ def without_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def arrive(self: Residency, block: Any) -> None:
         if block.arrival is not None:
-            block._presence = type(block.presence).PRESENT
+            block.presence = type(block.presence).PRESENT
 
     monkeypatch.setattr(Residency, "arrive", arrive)
 

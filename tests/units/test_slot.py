@@ -293,11 +293,11 @@ def test_parameters_that_shared_a_storage_still_do() -> None:
 def test_presence_changes_only_as_its_table_says(weight: nn.Parameter) -> None:
     block = block_of(weight)
     with pytest.raises(StateError, match="block 'block' is ABSENT and cannot become PRESENT"):
-        block.presence = Presence.PRESENT
-    block.presence = Presence.RESERVED
-    block.presence = Presence.ARRIVING
+        block.becomes(Presence.PRESENT)
+    block.becomes(Presence.RESERVED)
+    block.becomes(Presence.ARRIVING)
     with pytest.raises(StateError, match="ARRIVING and cannot become ABSENT"):
-        block.presence = Presence.ABSENT
+        block.becomes(Presence.ABSENT)
     with pytest.raises(StateError, match="has no buffer to copy into"):
         block.copies_in()
 
@@ -305,7 +305,7 @@ def test_presence_changes_only_as_its_table_says(weight: nn.Parameter) -> None:
 def test_ctrl_c_as_a_block_goes_leaves_none_that_seems_present(monkeypatch: pytest.MonkeyPatch) -> None:
     block = block_of(nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2)))
     for presence in (Presence.RESERVED, Presence.ARRIVING, Presence.PRESENT):
-        block.presence = presence
+        block.becomes(presence)
 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -313,7 +313,7 @@ def test_ctrl_c_as_a_block_goes_leaves_none_that_seems_present(monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr(Leaves, "are", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            block.presence = Presence.ABSENT
+            block.becomes(Presence.ABSENT)
     assert block.presence is Presence.ABSENT
     block.lost()  # as whoever mends it says
     assert all(type(slot.leaf) is AwayLeaf for slot in block.slots)

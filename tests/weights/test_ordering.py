@@ -76,7 +76,7 @@ def evict_without_arrival(self: Residency, block: Block) -> None:
     arrive, self.arrive = self.arrive, lambda block: None
     try:
         if block.buffer is not None:
-            block._presence = Presence.PRESENT
+            block.presence = Presence.PRESENT
         _evict(self, block)
     finally:
         self.arrive = arrive
@@ -118,7 +118,7 @@ def test_edge_1_onload_waits_for_the_allocation(emu_device, decoder, tokens, mon
 def test_edge_2_compute_waits_for_the_arrival(emu_device, decoder, tokens, monkeypatch):
     def arrive(self: Residency, block: Block) -> None:
         if block.arrival is not None and block.presence is not Presence.PRESENT:
-            block.presence = Presence.PRESENT
+            block.becomes(Presence.PRESENT)
 
     monkeypatch.setattr(Residency, "arrive", arrive)
     train(emu_device, decoder, tokens)

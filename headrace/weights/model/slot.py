@@ -89,7 +89,7 @@ class Slot:
         self._before_touch = before_touch
         self.before_write = before_write  # as in Owner
         self._times_given = 0  # how often the home got other data (`p.data = t`)
-        self._data_number = 0  # which of these it has; 0: its own
+        self.data_number = 0  # which of these it has; 0: its own
         self._cast = -1  # the generation of what the cast in `rest` was made of
         self.loaded_token: Token = _NEVER  # of the contents that the device copy was made of
         self.on_gradient: Callable[[Slot], None] | None = None  # called when the leaf's gradient is complete
@@ -121,7 +121,7 @@ class Slot:
     @property
     def token(self) -> Token:
         """Differs when the home's contents do, as far as autograd would notice."""
-        return Token(self.home._version, self.untraced_changes, self._data_number)
+        return Token(self.home._version, self.untraced_changes, self.data_number)
 
     @property
     def others_may_write(self) -> bool:
@@ -341,7 +341,7 @@ class Slot:
         """`home.data = data` follows: what autograd saved of the data before is not what the home holds then."""
         if data.data_ptr() != self.data.data_ptr():
             self._times_given += 1
-            self._data_number = 0 if data.data_ptr() == self._rest_address else self._times_given
+            self.data_number = 0 if data.data_ptr() == self._rest_address else self._times_given
 
     def changed_untraced(self) -> None:
         """The home was written, or is being written, in a way that leaves no trace in its version."""

@@ -20,6 +20,7 @@ class Addresses:
         self._by_storage: dict[int, Block] = {}
         # Where buffers begin, ascending, where each ends, and whose it is: in one list, as Ctrl-C may come in between.
         self._in_order: list[tuple[int, int, Block]] = []
+        self.first, self.last = 0, -1  # what lies in a buffer lies between these, and is not empty
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """The block in whose buffer `tensor` lies; None for any other tensor."""
@@ -49,6 +50,7 @@ class Addresses:
             begin = buffer.data_ptr()
             index = bisect_right(self._in_order, (begin, math.inf))
             self._in_order.insert(index, (begin, begin + buffer.nbytes, block))
+            self.first, self.last = self._in_order[0][0], self._in_order[-1][1]
 
     def remove(self, block: Block, buffer: torch.Tensor) -> None:
         """The inverse of `add`, also where that was interrupted."""

@@ -75,7 +75,7 @@ class Block(HomesInFiles):
         self.common: object = None
         self.agreed = -1  # the generation of which this rank knows whether it is its own alone
         self.order = -1  # its place among those that a forward needs first
-        self._presence = Presence.ABSENT
+        self.presence = Presence.ABSENT  # changes by `becomes` alone
         self._last_read: Event | None = None  # the end of the last copy that reads the homes
         self.generation = 0  # of what the homes hold, as far as anybody has looked: see `look`
         self.loaded = -1  # the generation that the device copy has; -1: there is none
@@ -113,23 +113,20 @@ class Block(HomesInFiles):
         self._flushed = self.generation if self.rest.filled else -1
         self._flush(self.generation)
 
-    @property
-    def presence(self) -> Presence:
-        return self._presence
-
-    @presence.setter
-    def presence(self, new: Presence) -> None:
-        if new not in _NEXT[self._presence]:
-            raise StateError(f"block {self.name!r} is {self._presence.name} and cannot become {new.name}")
+    def becomes(self, new: Presence) -> None:
+        """The device copy stands elsewhere. Raises StateError where it cannot have come there."""
+        was = self.presence
+        if new not in _NEXT[was]:
+            raise StateError(f"block {self.name!r} is {was.name} and cannot become {new.name}")
         if new is Presence.PRESENT:  # which it is with all of its leaves, also where Ctrl-C keeps some from following
             self._leaves.are(present=True)
-        was, self._presence = self._presence, new
+        self.presence = new
         if was is Presence.PRESENT:
             self._leaves.are(present=False)
 
     def lost(self) -> None:
         """A copy was broken off: the block is ABSENT, whatever it was before."""
-        self._presence = Presence.ABSENT
+        self.presence = Presence.ABSENT
         self._leaves.are(present=False)
 
     def look(self) -> int:
@@ -300,7 +297,7 @@ class Block(HomesInFiles):
         with without_overrides():
             if not self._leaves.may_be_written():
                 return False
-            if self.buffer is not None and self._presence is Presence.PRESENT:
+            if self.buffer is not None and self.presence is Presence.PRESENT:
                 self.wait_until_free()
                 before_write(slot.home for slot in self.slots)
                 for slot in self.slots:

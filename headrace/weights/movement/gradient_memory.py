@@ -39,7 +39,8 @@ class HostGradient:
         self._layout = (slot.layout.shape, _dense_stride(slot))
         self._make = make  # more, in whatever tier has room
         self._lent: StorageWeakRef | None = None  # the storage of the tensor that was made last
-        self._others: list[tuple[GradientMemory, int, StorageWeakRef]] = []  # on disk: extents are not freed, so used again
+        # On disk, what the user had: extents are not freed, so they are used again.
+        self._others: list[tuple[GradientMemory, int, StorageWeakRef]] = []
         self._lie_in(memory, offset)
 
     def renew(self) -> None:

@@ -75,8 +75,8 @@ class Residency:
         self._submitted: dict[Block, int] = {}  # the numbers of copies under way
         self._submissions = 0
         self.intact = True  # otherwise an interrupt has struck amid an onload or an eviction, see `mend`
-        self._addresses = Addresses(device)
-        self.block_of = self._addresses.block_of
+        self.addresses = Addresses(device)
+        self.block_of = self.addresses.block_of
 
     @property
     def streaming_budget_bytes(self) -> int:
@@ -96,7 +96,7 @@ class Residency:
 
     def present(self) -> Collection[Block]:
         """The blocks that have a buffer."""
-        return self._addresses.blocks()
+        return self.addresses.blocks()
 
     def _hold(self, block: Block) -> None:
         self.held_bytes += block.nbytes
@@ -118,11 +118,11 @@ class Residency:
             buffer = self._buffers.allocate(block.nbytes)
             self._hold(block)
             try:
-                self._addresses.add(block, buffer)
+                self.addresses.add(block, buffer)
                 block.buffer = buffer
                 block.point_leaves(buffer)
                 block.allocated = self._lanes.mark()  # what used this memory before is ordered before the copy
-                block.presence = Presence.RESERVED
+                block.becomes(Presence.RESERVED)
             except BaseException:
                 self._undo(block, buffer)
                 raise
@@ -159,7 +159,7 @@ class Residency:
                 raise
             self.rely_on(done, self._submitted.pop(block, None))
             self._meter.arrived(block.arrival, block.name)
-            block.presence = Presence.PRESENT
+            block.becomes(Presence.PRESENT)
 
     def next_number(self) -> int:
         """Of a copy from host memory, which is about to be submitted."""
@@ -230,7 +230,7 @@ class Residency:
         # The memory goes back to the compute lane, so a copy into it must come before.
         if self._outlive(block) and block.buffer is not None:
             block.keep_leaf_writes()
-            block.presence = Presence.ABSENT
+            block.becomes(Presence.ABSENT)
             self._let_go(block, block.buffer)
         self.intact = True
 
@@ -249,7 +249,7 @@ class Residency:
     def _let_go(self, block: Block, buffer: torch.Tensor) -> None:
         with plain_tensors():
             block.point_leaves(None)
-        self._addresses.remove(block, buffer)
+        self.addresses.remove(block, buffer)
         self.held_bytes -= block.nbytes
         self._residents_bytes -= block.nbytes if block.index < 0 else 0
         block.buffer = block.arrival = None  # only now: after Ctrl-C before, `mend` finds it
@@ -359,7 +359,7 @@ class Residency:
             if block.is_fetched:
                 block.wait_for_reads()  # one that was just being asked for keeps chunks of the ring until it is
             buffer = block.buffer
-            if block.presence is not Presence.ABSENT and self._addresses.has(block):
+            if block.presence is not Presence.ABSENT and self.addresses.has(block):
                 held.append(block)
             elif buffer is not None or block.presence is not Presence.ABSENT:
                 self._finish_copies(block)
@@ -370,7 +370,7 @@ class Residency:
                 block.buffer = None
                 if buffer is not None:
                     self._buffers.release(buffer)
-        self._addresses.reset(held)
+        self.addresses.reset(held)
         self.held_bytes = self._residents_bytes = 0
         for block in held:
             self._hold(block)
@@ -409,6 +409,6 @@ class Residency:
             fetch = self.fetching.onload(block, Target(buffer, after, copies))
             block.read_until(fetch)
             block.arrival = LateTransfer(Lane.ONLOAD, block.nbytes, fetch.arrived)
-        block.presence = Presence.ARRIVING
+        block.becomes(Presence.ARRIVING)
         if by is None:
             self._meter.onloaded(block.arrival.nbytes)

@@ -15,7 +15,7 @@ import torch
 
 from headrace.errors import StateError
 from headrace.planning import Phase
-from headrace.runtime.autograd import EndOfBackward, running_function, unseen, without_overrides
+from headrace.runtime.autograd import EndOfBackward, unseen, without_overrides
 from headrace.runtime.tensors import tensors_in
 from headrace.runtime.threads import on_own_thread
 from headrace.weights.model.slot import REMOVED, Slot
@@ -65,7 +65,7 @@ class Backward:
         self._updates = updates
         self._calls = calls
         self._recover = recover
-        self._site: Site | None = None  # that it is at
+        self.site: Site | None = None  # that it is at
         self._present: object | None = None  # the one under way
         self._ending: Callable[[], EndOfBackward | None] = lambda: None  # gone when autograd is done with it
         self._computing_again = contextlib.ExitStack()  # functions may be called again in it
@@ -97,7 +97,7 @@ class Backward:
 
     def reach(self, site: Site) -> None:
         """Something of the site's forward is needed: its blocks come, and those of the last site may go."""
-        if site is self._site or not self._progress.in_backward:
+        if site is self.site or not self._progress.in_backward:
             return
         if self.refused:
             raise StateError(REMOVED)
@@ -106,13 +106,13 @@ class Backward:
             return
         with without_overrides():
             self._gradients.leave_block()
-            last, self._site = self._site, None
+            last, self.site = self.site, None
             if last is not None:
                 release(last.blocks)
             self._lending.end_of_visit()
             self._executor.visit(site.blocks, Phase.BACKWARD, site.name)
             bind(site.blocks, adopts=False)
-            self._site = site
+            self.site = site
 
     def require(self, block: Block, slot: Slot) -> None:
         """It needs the weight of a slot, whose block its site may not have brought."""
@@ -123,13 +123,10 @@ class Backward:
             with without_overrides():
                 self._executor.bring(block)
         self._residency.arrive(block)
-        if slot.leaf.requires_grad:
-            self._note_function(slot)
 
-    def _note_function(self, slot: Slot) -> None:
+    def note_function(self, slot: Slot, function: Any) -> None:
         """An autograd Function of the user's has a weight now that it has saved. Checkpoints compute with copies."""
-        function = running_function()
-        if function is None or function.name() == "CheckpointFunctionBackward":
+        if function.name() == "CheckpointFunctionBackward":
             return
 
         @unseen
@@ -181,7 +178,7 @@ class Backward:
         if self._present is not None:
             return
         self._gradients.abandon()  # what is left of a backward whose end was interrupted
-        self._site = None
+        self.site = None
         self._within.clear()
         present = object()
         end = EndOfBackward(functools.partial(self._ended, present))
@@ -217,9 +214,9 @@ class Backward:
         self._computing_again.close()
         self._present = None
         self.ended += 1
-        if self._site is not None:
-            release(self._site.blocks)
-            self._site = None
+        if self.site is not None:
+            release(self.site.blocks)
+            self.site = None
         self._lending.end_of_visit()
         self._standing.end()
         if completed:
@@ -241,7 +238,7 @@ class Backward:
 
     def undo(self) -> None:
         """Nothing of it is under way any more."""
-        self._site = None
+        self.site = None
         if self._present is not None:
             self._present = None
             self._executor.abandon_cycle()

@@ -6,7 +6,6 @@ What backward does with them: backward.py. See docs/design/engine.md.
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -388,12 +387,7 @@ class Engine:
 
     def saved_tensors(self, site: Site) -> SavedTensors:
         """Hooks for what autograd saves in a visit of the site."""
-        return SavedTensors(
-            self._residency,
-            self._executor.slices,
-            partial(self._backward.reach, site),
-            self._backward.require,
-        )
+        return SavedTensors(self._residency, self._executor.slices, self._backward, site)
 
     def visit(self, call: Call) -> None:
         """A site's call, or its recomputation, makes its blocks present."""

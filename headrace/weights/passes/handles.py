@@ -11,28 +11,31 @@ that was a visit in forward may be none, because its block is there already.
 import contextlib
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.utils.checkpoint
 
 from headrace.errors import WeightChangedError
 from headrace.runtime.autograd import (
+    FunctionNode,
     check_version,
     has_storage,
     is_wrapper,
     neg_view,
     pop_hooks,
     push_hooks,
+    running_node,
     top_hooks,
     unseen,
     without_overrides,
 )
 from headrace.weights.model.slot import Slot, Token
-from headrace.weights.movement.block import Block
+from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.residency import Residency
 from headrace.weights.movement.slices import Slices
 from headrace.weights.passes.picked import Picked, picked_of
+from headrace.weights.passes.site import Site
 
 __all__ = ["Handle", "SavedTensors", "is_checkpointed", "pop_left_over", "saving_is_left_to_autograd"]
 
@@ -77,20 +80,30 @@ class _Wrapper(NamedTuple):
     stride: tuple[int, ...]
 
 
-class SavedTensors:
-    """The saved-tensor hooks of one visit. `on_unpack` makes the site's blocks present; `require` that of a slot."""
+class Reached(Protocol):
+    """The backward of the model. `site`: that it is at."""
 
-    def __init__(
-        self,
-        residency: Residency,
-        slices: Slices,
-        on_unpack: Callable[[], object],
-        require: Callable[[Block, Slot], None],
-    ) -> None:
+    site: Site | None
+
+    def reach(self, site: Site) -> None:
+        """Something of the site's forward is needed: its blocks come."""
+
+    def require(self, block: Block, slot: Slot) -> None:
+        """It needs the weight of a slot, whose block its site may not have brought."""
+
+    def note_function(self, slot: Slot, function: Any) -> None:
+        """An autograd Function of the user's has a weight now that it has saved."""
+
+
+class SavedTensors:
+    """The saved-tensor hooks of one visit of a site."""
+
+    def __init__(self, residency: Residency, slices: Slices, backward: Reached, site: Site) -> None:
         self._residency = residency
+        self._addresses = residency.addresses
         self._slices = slices
-        self._on_unpack = on_unpack
-        self._require = require
+        self._backward = backward
+        self._site = site
         self.in_method = False  # they were pushed before the pass began, and outlast it
         self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # hooks that are not ours
         self._checkpoint: Callable[..., Any] | None = None  # of them, that of a checkpoint that counts
@@ -118,7 +131,10 @@ class SavedTensors:
     def _pack(self, tensor: torch.Tensor) -> Any:
         packed: Handle | Picked | _Wrapper | None
         if type(tensor) is torch.Tensor or not is_wrapper(tensor):
-            packed = self._pack_weight(tensor)
+            picks = self._slices.travel
+            address = tensor.data_ptr() if has_storage(tensor) else -1
+            near = self._addresses.first <= address < self._addresses.last or not address
+            packed = self._pack_weight(tensor) if near or picks else None
         else:
             packed = self._pack_wrapper(tensor)
         if packed is not None:
@@ -156,18 +172,27 @@ class SavedTensors:
 
     @unseen
     def _unpack(self, packed: Any) -> torch.Tensor:
-        self._on_unpack()
+        backward, site = self._backward, self._site
+        if backward.site is not site:
+            backward.reach(site)
         if isinstance(packed, _Saved):
-            check_version(packed.tensor, packed.version)
+            if packed.tensor._version != packed.version:
+                check_version(packed.tensor, packed.version)
             return packed.tensor
         if isinstance(packed, Handle | Picked):
             if packed.recompute is not None:
                 _compute_again(packed.recompute)
-                self._on_unpack()
+                backward.reach(site)
+            slot = packed.slot
             if isinstance(packed, Picked):
-                check_unchanged(packed.slot, packed.token)
+                check_unchanged(slot, packed.token)
                 return packed.weight(self._slices)
-            self._require(packed.block, packed.slot)
+            if packed.block.presence is not Presence.PRESENT:
+                backward.require(packed.block, slot)
+            if slot.leaf.requires_grad:
+                node = running_node()
+                if isinstance(node, FunctionNode):
+                    backward.note_function(slot, node)
             return _weight(packed)
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
@@ -267,8 +292,11 @@ def check_unchanged(slot: Slot, before: Token) -> None:
 
 def _weight(handle: Handle) -> torch.Tensor:
     """The weight as it was saved. Raises WeightChangedError when its home has other contents now."""
-    slot = handle.slot
-    check_unchanged(slot, handle.token)
+    slot, token = handle.slot, handle.token
+    with without_overrides():
+        version = slot.home._version
+    if (version, slot.untraced_changes, slot.data_number) != token:
+        check_unchanged(slot, token)
     if slot.leaf._version != handle.leaf_version:
         raise WeightChangedError(
             f"parameter {slot.name!r} was modified in place by the model itself after forward had used it (version"
