@@ -3,6 +3,8 @@
 import contextlib
 import gc
 import sys
+from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 
@@ -14,66 +16,95 @@ from headrace.runtime.device import is_accelerator
 __all__ = ["DeviceBuffers", "plain_tensors", "references_beside"]
 
 _PURPOSE = "weights"
+_VIEWS = "headrace_views"  # the attribute of a buffer that has its views, so that they live as long as it does
+_OWN = "headrace_own"  # ... and how many of these lie in it, as one without elements does not
+
+
+class Viewed(Protocol):
+    """Where a tensor lies in a buffer."""
+
+    def view(self, block_bytes: torch.Tensor) -> torch.Tensor:
+        """The tensor."""
 
 
 class DeviceBuffers:
     """Allocates and releases buffers on one device, and books them.
 
-    An accelerator has a caching allocator with stream order; its buffers are booked from allocation to release. On the
-    CPU fresh memory costs page faults (a quarter of a second for each GiB, as much as a copy), so released buffers that
-    nobody else refers to are kept and handed out again, as far as all buffers together stay within `budget_bytes`; they
-    are booked until their memory is truly gone, so a stray reference shows.
+    Released buffers that nobody else refers to are kept and handed out again, as far as all buffers together stay
+    within `budget_bytes`. Fresh memory costs page faults on the CPU (a quarter of a second for each GiB, as much as a
+    copy), and the views that were made of it anywhere. On an accelerator a buffer is booked from allocation to release;
+    on the CPU until its memory is truly gone, so that a stray reference shows.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger, budget_bytes: int) -> None:
         self._device = device
         self._ledger = ledger
         self._budget_bytes = budget_bytes
-        self._pooled = not is_accelerator(device)
+        self._on_cpu = not is_accelerator(device)
         self._free: list[torch.Tensor] = []  # kept; what was released last comes last
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A uint8 tensor of shape (nbytes,). Contents are arbitrary."""
-        if not self._pooled:
-            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            self._ledger.add(Tier.DEVICE, _PURPOSE, nbytes)
-            return buffer
         if not nbytes:
-            return torch.empty(0, dtype=torch.uint8, device="cpu")
+            return torch.empty(0, dtype=torch.uint8, device=self._device)
+        buffer = self._kept(nbytes)
+        if buffer is None:
+            while self._is_over_with(nbytes) and self._free:
+                del self._free[0]
+            if self._on_cpu:
+                return self._mapped(nbytes)
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        if not self._on_cpu:
+            self._ledger.add(Tier.DEVICE, _PURPOSE, nbytes)
+        return buffer
+
+    def views(self, buffer: torch.Tensor, kind: object, layouts: Iterable[Viewed]) -> list[torch.Tensor]:
+        """The views that `layouts` make of a buffer, which are kept with it. `kind`: the same for equal layouts."""
+        known: dict[object, list[torch.Tensor]] = buffer.__dict__.setdefault(_VIEWS, {})
+        if kind not in known:
+            known[kind] = views = [layout.view(buffer).detach() for layout in layouts]
+            buffer.__dict__[_OWN] = buffer.__dict__.get(_OWN, 0) + sum(view.nbytes > 0 for view in views)
+        return known[kind]
+
+    def release(self, buffer: torch.Tensor) -> None:
+        """The caller's reference ends here; others keep the memory alive."""
+        if not self._on_cpu:
+            self._ledger.add(Tier.DEVICE, _PURPOSE, -buffer.nbytes)
+        if buffer.nbytes and not references_beside(buffer):
+            self._free.append(buffer)
+
+    def rebook(self, nbytes: int) -> None:
+        """After Ctrl-C, which may have kept a buffer from being booked or released: buffers of `nbytes` are in use."""
+        if not self._on_cpu:  # where memory itself is booked
+            self._ledger.add(Tier.DEVICE, _PURPOSE, nbytes - self._ledger.held_bytes(Tier.DEVICE, _PURPOSE))
+
+    def close(self) -> None:
+        """Lets go of what is kept."""
+        self._free.clear()
+
+    def _kept(self, nbytes: int) -> torch.Tensor | None:
         for index in reversed(range(len(self._free))):
             if self._free[index].nbytes == nbytes:
                 return self._free.pop(index)
-        while self._is_over_with(nbytes) and self._free:
-            del self._free[0]
+        return None
+
+    def _is_over_with(self, nbytes: int) -> bool:
+        held_bytes = self._ledger.held_bytes(Tier.DEVICE, _PURPOSE)
+        if not self._on_cpu:
+            held_bytes += sum(buffer.nbytes for buffer in self._free)
+        return held_bytes + nbytes > self._budget_bytes
+
+    def _mapped(self, nbytes: int) -> torch.Tensor:
         if self._is_over_with(nbytes):
             gc.collect(1)  # frames of an interrupt may keep what was released
         mapping = map_pages(nbytes, touched=False)
         self._ledger.book(mapping, Tier.DEVICE, _PURPOSE, nbytes)
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
-    def release(self, buffer: torch.Tensor) -> None:
-        """The caller's reference ends here; others keep the memory alive."""
-        if not self._pooled:
-            self._ledger.add(Tier.DEVICE, _PURPOSE, -buffer.nbytes)
-        elif _sole_owner(buffer):
-            self._free.append(buffer)
-
-    def rebook(self, nbytes: int) -> None:
-        """After Ctrl-C, which may have kept a buffer from being booked or released: buffers of `nbytes` are in use."""
-        if not self._pooled:  # where memory itself is booked
-            self._ledger.add(Tier.DEVICE, _PURPOSE, nbytes - self._ledger.held_bytes(Tier.DEVICE, _PURPOSE))
-
-    def _is_over_with(self, nbytes: int) -> bool:
-        return self._ledger.held_bytes(Tier.DEVICE, _PURPOSE) + nbytes > self._budget_bytes
-
-    def close(self) -> None:
-        """Lets go of what is kept."""
-        self._free.clear()
-
 
 def references_beside(buffer: torch.Tensor) -> int:
-    """How many tensors and storage objects share the memory of a buffer."""
-    return sum(_references(buffer)) - sum(_SOLE_REFERENCES)
+    """How many tensors and storage objects share the memory of a buffer, but for views that are kept with it."""
+    return sum(_references(buffer)) - sum(_SOLE_REFERENCES) - int(buffer.__dict__.get(_OWN, 0))
 
 
 def _references(buffer: torch.Tensor) -> tuple[int, int]:
@@ -83,11 +114,6 @@ def _references(buffer: torch.Tensor) -> tuple[int, int]:
 
 
 _SOLE_REFERENCES = _references(torch.empty(1, device="cpu"))
-
-
-def _sole_owner(buffer: torch.Tensor) -> bool:
-    """Whether nobody else refers to the memory: no view, no storage object."""
-    return _references(buffer) == _SOLE_REFERENCES
 
 
 def plain_tensors() -> contextlib.AbstractContextManager[object]:

@@ -101,15 +101,18 @@ def test_close_lets_go_of_what_is_kept(buffers: DeviceBuffers, ledger: Ledger) -
 
 
 @pytest.mark.emu("lazy", allocator="exact")
-def test_an_accelerators_allocator_gets_its_memory_back(emu_device, ledger: Ledger) -> None:
+def test_an_accelerators_memory_is_kept_until_it_is_needed(emu_device, ledger: Ledger) -> None:
     buffers = DeviceBuffers(torch.device("emu", 0), ledger, 1 << 20)
     before_bytes = emu_device.stats()["allocated_bytes"]
-    buffer = buffers.allocate(1 << 20)
-    assert emu_device.stats()["allocated_bytes"] == before_bytes + (1 << 20)
-    buffers.release(buffer)
-    del buffer
+    for nbytes in (1 << 20, 1 << 20, 3 << 18):
+        buffer = buffers.allocate(nbytes)
+        assert emu_device.stats()["allocated_bytes"] == before_bytes + nbytes
+        assert ledger.held_bytes(Tier.DEVICE) == nbytes
+        buffers.release(buffer)
+        del buffer
+        assert ledger.held_bytes(Tier.DEVICE) == 0
+    buffers.close()
     assert emu_device.stats()["allocated_bytes"] == before_bytes
-    assert ledger.held_bytes(Tier.DEVICE) == 0
 
 
 FORKS = """

@@ -51,7 +51,7 @@ def loaded(block: Block) -> torch.Tensor:
     """A buffer with what the block's homes hold, made as a load makes it."""
     buffer = torch.zeros(block.nbytes, dtype=torch.uint8)
     block.buffer = buffer
-    block.point_leaves(buffer)
+    block.point_leaves([layout.view(buffer) for layout in block.layouts])
     for destination, source in block.copies_in():
         destination.copy_(source.detach())
     return buffer

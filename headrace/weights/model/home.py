@@ -31,7 +31,6 @@ __all__ = [
     "as_parameter",
     "home_of",
     "owner_of",
-    "point",
     "raw_data",
 ]
 
@@ -252,11 +251,6 @@ class AwayLeaf(Leaf):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return home_of(self).__reduce_ex__(protocol)
-
-
-def point(leaf: Leaf, value: torch.Tensor) -> None:
-    """`leaf.data = value`, unnoticed; to be called where torch functions are off."""
-    data_of.__set__(leaf, value)
 
 
 def as_home(parameter: nn.Parameter, owner: Owner) -> Home:

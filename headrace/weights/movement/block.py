@@ -18,7 +18,7 @@ from headrace.runtime.pending import LostUpdate, Pending, Watcher
 from headrace.weights.model.experts import Experts
 from headrace.weights.model.layout import lay_out
 from headrace.weights.model.places import Member, Places
-from headrace.weights.model.slot import Slot
+from headrace.weights.model.slot import Layout, Slot
 from headrace.weights.movement.homes_in_files import HomesInFiles
 from headrace.weights.movement.leaves import AbsentLeaves, Leaves
 from headrace.weights.rest.fetching import Fetch, Way
@@ -27,6 +27,7 @@ from headrace.weights.rest.placement import Shelf
 
 __all__ = ["Block", "Presence"]
 
+_KINDS: dict[tuple[Layout, ...], int] = {}  # of blocks that lie in their buffers alike
 _VERSION_OF: Callable[[torch.Tensor], int] = attrgetter("_version")
 _ADDRESS_OF = torch.Tensor.data_ptr
 
@@ -85,6 +86,7 @@ class Block(HomesInFiles):
         self._others_may_write = False  # other processes, unnoticed
         parameters = [member.parameter for member in members]
         layouts, self.nbytes = lay_out(parameters, param_dtype)
+        self.layouts, self.kind = layouts, _KINDS.setdefault(tuple(layouts), len(_KINDS))
         self.rest = shelf.rest_for(name, parameters, layouts, self.nbytes)
         self._shelf = shelf
         self.packed = shelf.packed_copy(name)
@@ -243,10 +245,10 @@ class Block(HomesInFiles):
         self.read_until(fetch)
         return fetch
 
-    def point_leaves(self, buffer: torch.Tensor | None) -> None:
-        """Leaves become views of `buffer`; without one, NaN of the right shape, of no memory and read-only."""
+    def point_leaves(self, views: Sequence[torch.Tensor] | None) -> None:
+        """Leaves become `views` of a buffer; without, NaN of the right shape, of no memory and read-only."""
         self.loaded = -1
-        self._leaves.point(buffer)
+        self._leaves.point(views)
 
     def read_until(self, done: Event) -> None:
         """The homes are being read, and may not be written before `done`."""
@@ -344,10 +346,12 @@ class Block(HomesInFiles):
         """
         if self.users and (not self.may_be_taken_back or self._leaves.are_kept(self.places.references)):
             return False
+        if self.buffer is None:
+            return True
         views = self._leaves.views
-        if self.arrival is not None:
-            views += sum(destination is not self.buffer for destination, _ in self.arrival.copies)
-        return self.buffer is None or references_beside(self.buffer) <= views
+        for destination, _ in () if self.arrival is None else self.arrival.copies:
+            views += destination is not self.buffer
+        return references_beside(self.buffer) <= views
 
     def release(self) -> None:
         """Homes are ordinary parameters again."""

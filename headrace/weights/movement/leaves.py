@@ -1,16 +1,20 @@
 """What computes in the place of a block's homes? Its leaves: views of its buffer, or of nothing while that is away."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import torch
 
-from headrace.runtime.autograd import without_overrides
+from headrace.runtime.autograd import data_of, without_overrides
 from headrace.weights.model.compound import Compound
-from headrace.weights.model.home import AwayLeaf, Leaf, point
+from headrace.weights.model.home import AwayLeaf, Leaf
 from headrace.weights.model.slot import Layout, Slot
 
 __all__ = ["AbsentLeaves", "Leaves"]
+
+_VERSION_OF: Callable[[Leaf], int] = attrgetter("_version")
+_HANDED_OUT: Callable[[Leaf], bool] = attrgetter("handed_out")
 
 
 class Leaves:
@@ -19,6 +23,8 @@ class Leaves:
     def __init__(self, slots: Sequence[Slot], compounds: Sequence[Compound]) -> None:
         self._slots, self._compounds = slots, compounds
         self._leaves = [slot.leaf for slot in slots]
+        self._absent = [slot.absent for slot in slots]
+        self._with_bytes = sum(slot.layout.nbytes > 0 for slot in slots)
         self._kept_versions: list[int] = []
         by_home = {id(slot.home): slot.leaf for slot in slots}
         for compound in compounds:
@@ -27,8 +33,8 @@ class Leaves:
     def are(self, *, present: bool) -> None:
         """Whether their memory is on the device; else who keeps one has its block brought when it is used."""
         kind = Leaf if present else AwayLeaf
-        for slot in self._slots:
-            slot.leaf.__class__ = kind
+        for leaf in self._leaves:
+            leaf.__class__ = kind
         for compound in self._compounds:
             compound.leaf_is(present=present)
 
@@ -37,35 +43,27 @@ class Leaves:
         for compound in self._compounds:
             compound.leaf_is(present=False)
 
-    def point(self, buffer: torch.Tensor | None) -> None:
-        """They become views of `buffer`; without one, NaN of the right shape, of no memory and read-only."""
-        typed: dict[torch.dtype, torch.Tensor] = {}  # the buffer in each dtype
+    def point(self, views: Sequence[torch.Tensor] | None) -> None:
+        """They become these views of a buffer; without, NaN of the right shape, of no memory and read-only."""
         with without_overrides():
-            for slot in self._slots:
-                if buffer is None:
-                    point(slot.leaf, slot.absent)
-                    continue
-                dtype = slot.layout.dtype
-                if dtype not in typed:
-                    typed[dtype] = buffer.view(dtype)
-                point(slot.leaf, slot.layout.view(typed[dtype]))
+            for leaf, view in zip(self._leaves, self._absent if views is None else views, strict=True):
+                data_of.__set__(leaf, view)
             for compound in self._compounds:
                 compound.follow()
 
     @property
     def views(self) -> int:
         """How many of them lie in the buffer."""
-        own = sum(compound.own_views for compound in self._compounds)
-        return own + sum(slot.layout.nbytes > 0 for slot in self._slots)
+        own = sum(compound.own_views for compound in self._compounds) if self._compounds else 0
+        return own + self._with_bytes
 
     def may_be_written(self) -> bool:
         """Whether the model may have written to one since `writes_are_kept`. Where torch functions are off."""
-        versions = [leaf._version for leaf in self._leaves]
-        return versions != self._kept_versions or True in [leaf.handed_out for leaf in self._leaves]
+        return list(map(_VERSION_OF, self._leaves)) != self._kept_versions or True in map(_HANDED_OUT, self._leaves)
 
     def writes_are_kept(self) -> None:
         """What was written to them until now is the homes', too."""
-        self._kept_versions = [leaf._version for leaf in self._leaves]
+        self._kept_versions = list(map(_VERSION_OF, self._leaves))
 
     def are_no_longer_handed_out(self) -> None:
         """Nobody has the `data` of one any more."""

@@ -120,7 +120,7 @@ class Residency:
             try:
                 self.addresses.add(block, buffer)
                 block.buffer = buffer
-                block.point_leaves(buffer)
+                block.point_leaves(self._buffers.views(buffer, block.kind, block.layouts))
                 block.allocated = self._lanes.mark()  # what used this memory before is ordered before the copy
                 block.becomes(Presence.RESERVED)
             except BaseException:
