@@ -195,6 +195,11 @@ class Ledger:
         sums = self._counted()
         return sums.tier_held.get(tier, 0) if purpose is None else sums.held.get((tier, purpose), 0)
 
+    def held_in_tiers(self) -> tuple[int, int, int]:
+        """Bytes held now: on the device, in host memory, on disk."""
+        held = self._counted().tier_held
+        return held.get(Tier.DEVICE, 0), held.get(Tier.HOST, 0), held.get(Tier.DISK, 0)
+
     def peak_bytes(self, tier: Tier, purpose: str | None = None) -> int:
         """The most bytes held at once since the last `reset_peaks`, for one purpose or in all."""
         sums = self._counted()

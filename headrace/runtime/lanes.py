@@ -301,7 +301,10 @@ class ThreadLanes(Lanes):
             return time.perf_counter()
 
         done = _JobEvent(self._threads[lane].submit(job))
-        return Transfer(lane, tuple(copies), sum(source.nbytes for _, source in copies), _JobEvent(begun), done)
+        nbytes = 0
+        for _, source in copies:
+            nbytes += source.nbytes
+        return Transfer(lane, tuple(copies), nbytes, _JobEvent(begun), done)
 
     def together(self, lane: Among, job: Callable[[], None], nbytes: int, after: Event) -> Transfer:
         begun: Job[float] = Job()
@@ -331,8 +334,9 @@ class ThreadLanes(Lanes):
         return time.perf_counter()
 
     def seconds(self, begin: Tick, end: Tick) -> float:
-        moments = [tick.reached_at() if isinstance(tick, _JobEvent) else tick for tick in (begin, end)]
-        return float(moments[1] - moments[0])
+        begun: float = begin.reached_at() if isinstance(begin, _JobEvent) else begin
+        ended: float = end.reached_at() if isinstance(end, _JobEvent) else end
+        return ended - begun
 
     def seconds_to_host(self, begin: Tick, moment: float) -> float:
         return self.seconds(begin, moment)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headrace.memory.disk import Access, DiskLog
-from headrace.memory.ledger import Ledger, Tier
+from headrace.memory.ledger import Ledger
 from headrace.planning import Phase
 from headrace.runtime.lanes import Among, Lane, Lanes, LateTransfer, Tick, Transfer
 from headrace.runtime.link import LaneUse, LinkSpeed
@@ -202,8 +202,7 @@ class Meter:
         """What is held now, by the ledger."""
         if self._ledger is None:
             return None
-        held = self._ledger.held_bytes
-        return Sample(0.0, held(Tier.DEVICE), held(Tier.HOST), held(Tier.DISK), time.time_ns())
+        return Sample(0.0, *self._ledger.held_in_tiers(), time.time_ns())
 
     def spans(self, others: Sequence[Moved], waits: Sequence[Waited]) -> list[Span]:
         """The last cycle and the copies since its beginning, of `others` too, with their `waits`. Waits for them."""

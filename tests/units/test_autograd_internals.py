@@ -17,6 +17,7 @@ from headrace.runtime import torch_rules
 from headrace.runtime.autograd import (
     NO_TASK,
     EndOfBackward,
+    FunctionNode,
     WeakTensor,
     address_of,
     backward_task,
@@ -34,7 +35,7 @@ from headrace.runtime.autograd import (
     no_override,
     pop_hooks,
     push_hooks,
-    running_function,
+    running_node,
     runs_in_backward,
     sequence_number,
     storage_use_count,
@@ -368,7 +369,7 @@ def test_runs_in_backward_of_nodes_that_it_goes_through() -> None:
 
 
 class Doubling(torch.autograd.Function):
-    """Notes what `running_function` says in its backward, and what hooks see that are registered there."""
+    """Notes what `running_node` says in its backward, and what hooks see that are registered there."""
 
     seen: ClassVar[list[Any]] = []
 
@@ -378,21 +379,22 @@ class Doubling(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        node = running_function()
+        node = running_node()
+        assert isinstance(node, FunctionNode)
         Doubling.seen.append(node.name())
         hook = node.register_hook(lambda *_: (hook.remove(), Doubling.seen.append("over"))[0])
         return gradients[0] * 2
 
 
-def test_running_function_of_users_alone_and_hooks_that_are_registered_in_it() -> None:
+def test_the_running_node_and_hooks_that_are_registered_in_it() -> None:
     Doubling.seen.clear()
-    assert running_function() is None
+    assert running_node() is None
     hidden = torch.ones(2, requires_grad=True).exp()
-    hidden.register_hook(lambda _: Doubling.seen.append(running_function()))
+    hidden.register_hook(lambda _: Doubling.seen.append(isinstance(running_node(), FunctionNode)))
     result = Doubling.apply(hidden).sum()  # type: ignore[no-untyped-call]
     for _ in range(2):
         result.backward(retain_graph=True)
-    assert Doubling.seen == ["DoublingBackward", "over", None] * 2
+    assert Doubling.seen == ["DoublingBackward", "over", False] * 2
 
 
 def test_in_gradient_transform_and_no_other() -> None:

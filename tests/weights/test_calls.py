@@ -20,10 +20,10 @@ from tests.support.models import seeded
 PACKAGE = str(Path(headrace.__file__).parent)
 EXPERTS = 8
 LIMITS = {  # of a layer of 12 parameters, in forward and backward together where it is trained
-    "training streamed": 1150,
-    "training resident": 745,
-    "inference streamed": 320,
-    "inference resident": 52,
+    "training streamed": 413,
+    "training resident": 274,
+    "inference streamed": 130,
+    "inference resident": 30,
 }
 
 

@@ -123,8 +123,9 @@ class Places:
         for place, compound in self.compounds:
             if place.get() is compound.leaf:
                 place.put(compound.outer)
-        for compound in {compound for _, compound in self.compounds}:
-            compound.undo_rewrites()
+        if self.compounds:
+            for compound in {compound for _, compound in self.compounds}:
+                compound.undo_rewrites()
 
     def hide_leaves(self) -> None:
         """Modules find the parameters in `_parameters` when they are asked for them."""

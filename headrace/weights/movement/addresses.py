@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, ValuesView
+from collections.abc import Iterable, KeysView
 
 import torch
 
@@ -17,44 +17,55 @@ class Addresses:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._by_storage: dict[int, Block] = {}
+        self._buffers: dict[Block, torch.Tensor] = {}
         # Where buffers begin, ascending, where each ends, and whose it is: in one list, as Ctrl-C may come in between.
         self._in_order: list[tuple[int, int, Block]] = []
         self.first, self.last = 0, -1  # what lies in a buffer lies between these, and is not empty
 
+    def may_have(self, tensor: torch.Tensor) -> bool:
+        """Whether `block_of` is worth asking: False where it would give None."""
+        if not has_storage(tensor):  # sparse, or of a function transform
+            return False
+        address = tensor.data_ptr()
+        return self.first <= address < self.last or not address
+
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """The block in whose buffer `tensor` lies; None for any other tensor."""
-        if not has_storage(tensor):  # sparse, or of a function transform
+        if not has_storage(tensor):
             return None
         address = tensor.data_ptr()
         if not address:
-            return self._by_storage.get(address_of(tensor.untyped_storage()))
+            return self._block_of_empty(tensor)
         index = bisect_right(self._in_order, (address, math.inf)) - 1  # quicker than by its storage
         if index < 0:
             return None
         _, end, block = self._in_order[index]
         return block if address < end and tensor.device == self._device else None
 
-    def blocks(self) -> ValuesView[Block]:
+    def _block_of_empty(self, tensor: torch.Tensor) -> Block | None:
+        storage = _storage_of(tensor)
+        return next((block for block, buffer in self._buffers.items() if _storage_of(buffer) == storage), None)
+
+    def blocks(self) -> KeysView[Block]:
         """All of them."""
-        return self._by_storage.values()
+        return self._buffers.keys()
 
     def has(self, block: Block) -> bool:
         """Whether the block is known by the buffer that it has."""
-        return block.buffer is not None and self._by_storage.get(_storage_of(block.buffer)) is block
+        return block.buffer is not None and self._buffers.get(block) is block.buffer
 
     def add(self, block: Block, buffer: torch.Tensor) -> None:
         """The buffer is the block's from now on."""
-        self._by_storage[_storage_of(buffer)] = block
+        self._buffers[block] = buffer
         if buffer.nbytes:
             begin = buffer.data_ptr()
             index = bisect_right(self._in_order, (begin, math.inf))
             self._in_order.insert(index, (begin, begin + buffer.nbytes, block))
             self.first, self.last = self._in_order[0][0], self._in_order[-1][1]
 
-    def remove(self, block: Block, buffer: torch.Tensor) -> None:
+    def remove(self, block: Block) -> None:
         """The inverse of `add`, also where that was interrupted."""
-        self._by_storage.pop(_storage_of(buffer), None)
+        self._buffers.pop(block, None)
         for index, (_, _, other) in enumerate(self._in_order):
             if other is block:
                 del self._in_order[index]
@@ -62,11 +73,11 @@ class Addresses:
 
     def reset(self, blocks: Iterable[Block]) -> None:
         """Exactly these have a buffer, whatever was known."""
-        self._by_storage, self._in_order = {}, []
+        self._buffers, self._in_order = {}, []
         for block in blocks:
             if block.buffer is not None:
                 self.add(block, block.buffer)
 
 
-def _storage_of(buffer: torch.Tensor) -> int:
-    return address_of(buffer.untyped_storage())
+def _storage_of(tensor: torch.Tensor) -> int:
+    return address_of(tensor.untyped_storage())

@@ -181,7 +181,13 @@ class Block(HomesInFiles):
     @property
     def changed_since_load(self) -> bool:
         """Whether a home was written to after the last device copy was made, present or not."""
+        self.look()
         return 0 <= self._last_loaded < self._written
+
+    @property
+    def was_current(self) -> bool:
+        """As `is_current`, when somebody looked last."""
+        return self.loaded == self.generation and not self._others_may_write
 
     # bytes ------------------------------------------------------------------------------------------------------------
     def copies_in(self, *, only_changes: bool = False) -> list[Copy]:
@@ -193,8 +199,10 @@ class Block(HomesInFiles):
         """
         if self.buffer is None:
             raise StateError(f"block {self.name!r} has no buffer to copy into")
-        self.wait_for_updates()
-        self.keep_leaf_writes()  # they would be written over
+        if self.updates:
+            self.wait_for_updates()
+        if self.presence is Presence.PRESENT:
+            self.keep_leaf_writes()  # they would be written over
         generation = self.look()
         if self._as_arena == generation and not only_changes:  # nor has a shape changed
             self.loaded = self._last_loaded = generation

@@ -53,11 +53,11 @@ class CalledExperts:
         """A forward begins, or a backward that is not its forward's."""
         self._forward.clear()
 
-    def visit(self, blocks: Sequence[Block], phase: Phase, name: str) -> None:
+    def visit(self, blocks: tuple[Block, ...], phase: Phase, name: str) -> None:
         """Makes these present, and in backward submits the one that is needed next."""
         called = [block for block in blocks if block.called is not None]
         if len(called) < len(blocks):  # it shares weights
-            self._executor.visit([block for block in blocks if block.called is None], phase, name)
+            self._executor.visit(tuple(block for block in blocks if block.called is None), phase, name)
         for block in called:
             self._note_use(block)
             with self._counting():

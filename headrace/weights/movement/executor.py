@@ -57,9 +57,10 @@ class Executor:
         self._cycle_clock = 0  # those before the cycle under way
         self._last_used: dict[Block, int] = {}
         self._planner = Planner(self._blocks, residency, meter, max_ahead)
+        self._has_called = any(block.called is not None for block in self._blocks)
+        self._indexes: dict[tuple[Block, ...], tuple[int, ...]] = {}  # of the blocks of each kind of visit
         self._rows_bytes = max((FEWEST_ROWS * block.row_bytes for block in self._blocks), default=0)  # asked for so far
-        self._whole_bytes = -1  # of blocks that travel whole; -1: not added up yet
-        self._has_tables = False  # whose rows travel
+        self._sort_blocks()
         self.rows = Rows(self._blocks, self, residency, lanes, meter)
         self.called = CalledExperts(self._blocks, self, residency, meter)
         self.slices = Slices(self._blocks, self, residency, lanes, meter)
@@ -120,12 +121,12 @@ class Executor:
 
     def _note_changes(self) -> None:
         for block in self._blocks:
-            if not block.is_current and block.changed_since_load:
+            if block.changed_since_load and not block.was_current:
                 self._changed_now.add(block.index)
 
     def _drop_old_copies(self, *, renew: bool = True) -> None:
         for block in list(self._residency.present()):
-            if block.index >= 0 and block.presence is not Presence.RESERVED and not block.is_current:
+            if block.index >= 0 and block.presence is not Presence.RESERVED and not block.was_current:
                 self.evict(block)
         gathers = self._gathers
         if gathers is not None and self._entry is None:
@@ -154,21 +155,24 @@ class Executor:
         """The inverse. With `loads`, those that were put off go at the next visit; now, if no cycle is under way."""
         self._pauses -= 1
         if loads and not self._pauses and self._entry is None:
+            self._note_changes()
             self._drop_old_copies()
             self._load_updated()
 
     def travels_whole(self, block: Block) -> None:
         """More than parts of it was needed: it travels as other blocks do from now on."""
         block.row_bytes, block.experts = 0, None
-        self._whole_bytes = -1
+        self._sort_blocks()
         self.replan()
+
+    def _sort_blocks(self) -> None:
+        self.whole_blocks = [block for block in self._blocks if not block.travels_in_parts]
+        self._whole_bytes = sum(block.nbytes for block in self.whole_blocks if block.called is None)
+        self._has_tables = any(block.row_bytes for block in self._blocks)
 
     @property
     def bytes_beside_experts(self) -> int:
         """What all other blocks take, and rows of tables."""
-        if self._whole_bytes < 0:
-            self._whole_bytes = sum(one.nbytes for one in self._blocks if not (one.travels_in_parts or one.called))
-            self._has_tables = any(block.row_bytes for block in self._blocks)
         return self._whole_bytes + (self._rows_bytes if self._has_tables else 0)
 
     def clear_for_rows(self, nbytes: int) -> int:
@@ -183,15 +187,18 @@ class Executor:
         return self._residency.clear(nbytes, (), self._next_use)
 
     # visits -----------------------------------------------------------------------------------------------------------
-    def visit(self, blocks: Sequence[Block], phase: Phase, name: str) -> None:
+    def visit(self, blocks: tuple[Block, ...], phase: Phase, name: str) -> None:
         """Makes the blocks present, and does what the plan has for this visit; experts that are called are in none."""
-        if any(block.called for block in blocks):
+        if self._has_called and any(block.called for block in blocks):
             self._clock += 1
             self.called.visit(blocks, phase, name)
             return
-        key: VisitKey = (tuple([block.index for block in blocks if block.index >= 0]), phase)
+        indexes = self._indexes.get(blocks)
+        if indexes is None:
+            indexes = self._indexes[blocks] = tuple(block.index for block in blocks if block.index >= 0)
+        key: VisitKey = (indexes, phase)
         asked = self._lanes.tick()
-        again = bool(self._records) and (self._records[-1].blocks, self._records[-1].phase) == key
+        again = bool(self._records) and self._records[-1].phase is phase and self._records[-1].blocks == indexes
         again |= not self.turn.counts()
         step = None if self._course is None or again else self._course.advance(key)
         if step is not None:
@@ -207,9 +214,11 @@ class Executor:
         elif step is not None:
             for index in step.loads:
                 self.prefetch(self._blocks[index])
-        self._fetch_ahead(but_not=self._changed)
+        if self._residency.fetching is not None:
+            self._fetch_ahead(but_not=self._changed)
         for block in blocks:  # last: where this makes the host wait, the lanes and the drive have what comes next
-            self._residency.arrive(block)
+            if block.presence is Presence.ARRIVING:
+                self._residency.arrive(block)
             if phase is Phase.FORWARD and self._last_used.get(block, -1) < self._cycle_clock:
                 block.order = len(self._records)
             self._last_used[block] = self._clock
@@ -329,7 +338,7 @@ class Executor:
             and self._course is not None
             and self._course.trace.refined
             and self.bytes_beside_experts + self.slices.bytes_wanted <= self._residency.streaming_budget_bytes
-            and self._are_here([block for block in self._blocks if not block.travels_in_parts])
+            and self._are_here(self.whole_blocks)
             and not self._needs_whole(self._course.trace)
         )
         if self.everything_is_here:  # one record for all of it
@@ -347,7 +356,7 @@ class Executor:
 
     def _are_here(self, blocks: Sequence[Block]) -> bool:
         for block in blocks:
-            if block.presence is not Presence.PRESENT or block.updates or not block.is_current:
+            if block.presence is not Presence.PRESENT or block.updates or not block.was_current:
                 return False
         return True
 

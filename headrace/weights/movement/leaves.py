@@ -25,7 +25,8 @@ class Leaves:
         self._leaves = [slot.leaf for slot in slots]
         self._absent = [slot.absent for slot in slots]
         self._with_bytes = sum(slot.layout.nbytes > 0 for slot in slots)
-        self._kept_versions: list[int] = []
+        with without_overrides():
+            self.writes_are_kept()
         by_home = {id(slot.home): slot.leaf for slot in slots}
         for compound in compounds:
             compound.make_leaf({path: by_home[id(part)] for path, part in compound.parts.items()})

@@ -240,16 +240,17 @@ class Residency:
         That is nobody's fault to hear of: pages that user code writes while they come from disk are not what they were
         when they were handed over; a rank has failed. Whoever needs the block is told what fails then.
         """
-        try:
-            self.arrive(block)
-        except (DiskError, RankError):
-            return False
+        if block.presence is Presence.ARRIVING:
+            try:
+                self.arrive(block)
+            except (DiskError, RankError):
+                return False
         return True
 
     def _let_go(self, block: Block, buffer: torch.Tensor) -> None:
         with plain_tensors():
             block.point_leaves(None)
-        self.addresses.remove(block, buffer)
+        self.addresses.remove(block)
         self.held_bytes -= block.nbytes
         self._residents_bytes -= block.nbytes if block.index < 0 else 0
         block.buffer = block.arrival = None  # only now: after Ctrl-C before, `mend` finds it

@@ -71,7 +71,7 @@ class Standing:
         bound = (
             *self.residents,
             self.buffers,
-            *(block for block in self.blocks if everything and not block.travels_in_parts),
+            *(self._executor.whole_blocks if everything else ()),
         )
         bind(bound, adopts=bool(forward_on))
         self._bound.append(bound)

@@ -38,14 +38,11 @@ class Call:
 
     def begin_visit(self) -> None:
         """Its blocks come, and what autograd saves of them becomes handles."""
-        self._visit()
-        with_gradients = torch.is_grad_enabled() or len(self._engine.calls) == 1  # they may be switched on inside
-        self._take_part(with_gradients=with_gradients)
-
-    def _visit(self) -> None:
         engine = self._engine
         engine.visit(self)
         self._ends.append(engine.leave)
+        with_gradients = torch.is_grad_enabled() or len(engine.calls) == 1  # they may be switched on inside
+        self._take_part(with_gradients=with_gradients)
 
     def _take_part(self, *, with_gradients: bool, in_method: bool = False) -> None:
         """From here to its end, in what is computed with weights."""
@@ -71,7 +68,7 @@ class Call:
     def hold(self, blocks: Sequence[Block]) -> None:
         """These blocks stay bound until the call ends."""
         bind(blocks)
-        self.blocks = (*self.blocks, *blocks)
+        self.blocks = (*self.blocks, *blocks) if self.blocks else tuple(blocks)
 
     def end(self, but: int = 0) -> None:
         """Ends what was begun, in reverse, `but` so many that came first; all of it, whatever is raised meanwhile."""
@@ -111,7 +108,8 @@ class MethodCall(Call):
         """The pass has begun."""
         self.used = self.begun = True
         self._ends.append(self._engine.end_pass)
-        self._visit()
+        self._engine.visit(self)
+        self._ends.append(self._engine.leave)
 
     def pause(self) -> None:
         """What comes next is outside of its pass."""

@@ -148,7 +148,7 @@ class Engine:
                 outermost = not self.calls and self.together is None
             if not outermost and not self._is_visit(site):
                 return forward(*args, **kwargs)
-            if self.calls and is_idle(site.blocks, args, kwargs):
+            if self.calls and site.may_be_idle and is_idle(site.blocks, args, kwargs):
                 with self.lending.idle(site.blocks[0]):
                     return forward(*args, **kwargs)
             if outermost:
@@ -263,10 +263,14 @@ class Engine:
             return site.encloses or (not self.calls and self.progress.in_backward and saving_is_left_to_autograd())
         if not site.main and all(block.users for block in site.blocks):  # as Site.is_inside, on whatever thread
             return False
-        if self.lending.is_idle(site.blocks):
+        if site.may_be_idle and self.lending.is_idle(site.blocks):
             return False
-        called = {block for call in self.calls for block in call.blocks}
-        return not called.issuperset(site.blocks)
+        missing = list(site.blocks)
+        for call in self.calls:
+            for block in call.blocks:
+                if block in missing:
+                    missing.remove(block)
+        return bool(missing)
 
     def release_everything(self) -> None:
         """Homes are bound everywhere; nothing is under way, and nothing will be."""
@@ -398,7 +402,8 @@ class Engine:
             elif site.blocks:
                 self._executor.visit(site.blocks, Phase.FORWARD, site.name)
             self.calls.append(call)
-            call.hold(site.blocks)
+            if site.blocks:
+                call.hold(site.blocks)
 
     def leave(self) -> None:
         """The innermost visit's call ends."""

@@ -39,6 +39,10 @@ class Handover:
         A weight itself may go on inside the model, where it comes back when it is used; the user gets a copy.
         """
 
+        addresses = self._residency.addresses
+        if type(output) is torch.Tensor and not addresses.may_have(output):
+            return output
+
         def outlives(tensor: torch.Tensor) -> bool:
             if isinstance(tensor, Leaf):
                 return not outermost

@@ -49,6 +49,7 @@ class Site:
         self.blocks = blocks
         self.main = main
         self._may_be_inside = bool(blocks) and not main
+        self.may_be_idle = len(blocks) == 1 and blocks[0].called is not None
         self.encloses = encloses
         self.table = table  # that the module looks rows up in, of which those alone travel
         self.picks = picks  # the module picks experts, which alone travel; the site of a call that needs them all

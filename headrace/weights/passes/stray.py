@@ -133,6 +133,12 @@ def lending_leaves(lender: Lender) -> TakingPart:
 
 def is_lending(lender: Lender) -> bool:
     """Whether they do now, and nobody began later."""
+    try:
+        last = _lenders[-1]
+    except IndexError:
+        return False
+    if last.thread == threading.get_ident():
+        return last.lender is lender
     return _last_lender() is lender
 
 
@@ -191,10 +197,15 @@ def _first(lend: Callable[[Lender], torch.Tensor | None]) -> tuple[Lender, torch
 def _last_lender() -> Lender | None:
     """Who began last to lend; None: nobody does, or homes are left as they are on this thread."""
     this, lenders = threading.get_ident(), _lenders.copy()[::-1]  # other threads begin and end meanwhile
-    own = next((one for one in lenders if one.thread == this), None)
-    if own is not None and own.lender is None:
-        return None
-    return next((one.lender for one in lenders if one.lender is not None), None)
+    for one in lenders:
+        if one.thread == this:
+            if one.lender is None:
+                return None
+            break
+    for one in lenders:
+        if one.lender is not None:
+            return one.lender
+    return None
 
 
 def stop_lending(lender: Lender) -> None:
