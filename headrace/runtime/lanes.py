@@ -6,6 +6,7 @@ unpacked where they arrived, and two on which devices send each other what they 
 interface: streams and events on an accelerator, worker threads where the compute device is the CPU itself.
 """
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ __all__ = [
     "open_lanes",
 ]
 
+_AT_ONCE_BYTES = 256 * 2**10  # that a thread copies about as quickly as it wakes another one
 _LONG_SECONDS = 0.1  # to wait for a transfer to be submitted, which takes other ranks
 _T = TypeVar("_T")
 Copy = tuple[torch.Tensor, torch.Tensor]  # destination, source: the same shape and number of bytes
@@ -259,6 +261,20 @@ class _Reached:
         return True
 
 
+_REACHED = _Reached()
+
+
+class _Passed(_Reached):
+    """... of one of which it is known when it was."""
+
+    def __init__(self, moment: float) -> None:
+        self._moment = moment
+
+    def reached_at(self) -> float:
+        """Seconds of `time.perf_counter`."""
+        return self._moment
+
+
 class _JobEvent:
     """The end of a job on a worker thread."""
 
@@ -276,16 +292,31 @@ class _JobEvent:
 
 
 class ThreadLanes(Lanes):
-    """Lanes where the CPU computes: a worker thread for each direction; a copy releases the interpreter lock."""
+    """Lanes where the CPU computes: a worker thread for each direction; a copy releases the interpreter lock.
+
+    A small copy into an idle lane is made at once, by the thread that submits it: to wake another takes longer.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._threads = {lane: OneThread(f"headrace-{lane.value}") for lane in Lane}
+        self._copying = {lane: threading.Lock() for lane in Lane}
+        self._last: dict[Lane, Future[float]] = {}  # the last job of each thread
 
     def mark(self) -> Event:
-        return _Reached()
+        return _REACHED
 
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Event) -> Transfer:
+        nbytes = 0
+        for _, source in copies:
+            nbytes += source.nbytes
+        last = self._last.get(lane)
+        if nbytes <= _AT_ONCE_BYTES and after is _REACHED and (last is None or last.done()):
+            begun_at = time.perf_counter()
+            with self._copying[lane], torch.inference_mode():
+                for destination, source in copies:
+                    destination.copy_(source)
+            return Transfer(lane, tuple(copies), nbytes, begun_at, _Passed(time.perf_counter()))
         begun: Job[float] = Job()
         pending = list(copies)
 
@@ -294,17 +325,14 @@ class ThreadLanes(Lanes):
                 after.synchronize()
             finally:
                 begun.set_result(time.perf_counter())
-            with torch.inference_mode():  # no autograd bookkeeping on this thread
+            with self._copying[lane], torch.inference_mode():  # no autograd bookkeeping on this thread
                 for _ in range(len(pending)):
                     pending[0][0].copy_(pending[0][1])
                     del pending[0]  # this thread may outlive the job by a moment, and then holds no memory
             return time.perf_counter()
 
-        done = _JobEvent(self._threads[lane].submit(job))
-        nbytes = 0
-        for _, source in copies:
-            nbytes += source.nbytes
-        return Transfer(lane, tuple(copies), nbytes, _JobEvent(begun), done)
+        self._last[lane] = submitted = self._threads[lane].submit(job)
+        return Transfer(lane, tuple(copies), nbytes, _JobEvent(begun), _JobEvent(submitted))
 
     def together(self, lane: Among, job: Callable[[], None], nbytes: int, after: Event) -> Transfer:
         begun: Job[float] = Job()
@@ -334,8 +362,8 @@ class ThreadLanes(Lanes):
         return time.perf_counter()
 
     def seconds(self, begin: Tick, end: Tick) -> float:
-        begun: float = begin.reached_at() if isinstance(begin, _JobEvent) else begin
-        ended: float = end.reached_at() if isinstance(end, _JobEvent) else end
+        begun: float = begin.reached_at() if isinstance(begin, _JobEvent | _Passed) else begin
+        ended: float = end.reached_at() if isinstance(end, _JobEvent | _Passed) else end
         return ended - begun
 
     def seconds_to_host(self, begin: Tick, moment: float) -> float:

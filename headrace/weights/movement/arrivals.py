@@ -62,10 +62,12 @@ class Arrivals:
 def tell_watchers(slots: Iterable[Slot], announced: Collection[Slot]) -> None:
     """Those of the units: the gradients are in homes."""
     watched: dict[Watcher, dict[Any, bool]] = {}
+    unit, watchers = None, []
     for slot in slots:
-        if slot.unit is None or not slot.unit.watchers:
-            continue
-        for watcher in slot.unit.watchers:
+        if slot.unit is not unit:
+            unit = slot.unit
+            watchers = [] if unit is None else list(unit.watchers)
+        for watcher in watchers:
             watched.setdefault(watcher, {})[slot.home] = slot in announced
     for watcher, homes in watched.items():
         watcher.delivered(homes)
