@@ -63,7 +63,7 @@ class DeviceBuffers:
         known: dict[object, list[torch.Tensor]] = buffer.__dict__.setdefault(_VIEWS, {})
         if kind not in known:
             known[kind] = views = [layout.view(buffer).detach() for layout in layouts]
-            buffer.__dict__[_OWN] = buffer.__dict__.get(_OWN, 0) + sum(view.nbytes > 0 for view in views)
+            buffer.__dict__[_OWN] = buffer.__dict__.get(_OWN, _looking) + sum(view.nbytes > 0 for view in views)
         return known[kind]
 
     def release(self, buffer: torch.Tensor) -> None:
@@ -104,16 +104,12 @@ class DeviceBuffers:
 
 def references_beside(buffer: torch.Tensor) -> int:
     """How many tensors and storage objects share the memory of a buffer, but for views that are kept with it."""
-    return sum(_references(buffer)) - sum(_SOLE_REFERENCES) - int(buffer.__dict__.get(_OWN, 0))
+    storage = buffer.untyped_storage()  # which counts as well: tensors in C++, and holders of its one Python object
+    return storage_use_count(address_of(storage)) + sys.getrefcount(storage) - buffer.__dict__.get(_OWN, _looking)  # type: ignore[no-any-return]
 
 
-def _references(buffer: torch.Tensor) -> tuple[int, int]:
-    """How many refer to the storage: tensors in C++, and holders of its one Python object. Looking counts too."""
-    storage = buffer.untyped_storage()
-    return storage_use_count(address_of(storage)), sys.getrefcount(storage)
-
-
-_SOLE_REFERENCES = _references(torch.empty(1, device="cpu"))
+_looking = 0
+_looking = references_beside(torch.empty(1, device="cpu"))
 
 
 def plain_tensors() -> contextlib.AbstractContextManager[object]:

@@ -197,7 +197,8 @@ class Ledger:
 
     def held_in_tiers(self) -> tuple[int, int, int]:
         """Bytes held now: on the device, in host memory, on disk."""
-        held = self._counted().tier_held
+        sums = self._counted() if self._queue else self._sums
+        held = sums.tier_held
         return held.get(Tier.DEVICE, 0), held.get(Tier.HOST, 0), held.get(Tier.DISK, 0)
 
     def peak_bytes(self, tier: Tier, purpose: str | None = None) -> int:

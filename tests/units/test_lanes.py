@@ -118,7 +118,8 @@ def test_what_fails_in_a_copy_reaches_the_caller(lanes: Lanes) -> None:
 
 def test_what_fails_before_a_copy_reaches_its_waiter_and_its_clock() -> None:
     lanes = open_lanes(torch.device("cpu"))
-    first = lanes.copy(Lane.ONLOAD, [(torch.zeros(3), torch.zeros(2))], lanes.mark())
+    large = 2**17  # so that a thread copies it
+    first = lanes.copy(Lane.ONLOAD, [(torch.zeros(large + 1), torch.zeros(large))], lanes.mark())
     second = lanes.copy(Lane.OFFLOAD, [(torch.zeros(1), torch.ones(1))], first.done)
     with pytest.raises(RuntimeError, match="size"):
         lanes.wait(second.done)

@@ -120,11 +120,9 @@ class AveragedGradients:
             self._halves = [SharedArena(node, nbytes, *where, by_ranks=True) for _ in range(2)]
             self._half_bytes = largest_bytes
 
-    def take(self, slot: Slot) -> None:
+    def take(self, slot: Slot, gradient: torch.Tensor) -> None:
         """The leaf's gradient is complete: from here on it is ours."""
-        gradient = slot.leaf.grad
-        slot.leaf.grad = None
-        if gradient is None or not isinstance(slot.unit, Block):
+        if not isinstance(slot.unit, Block):
             return
         if gradient.layout != torch.strided:
             raise LayoutError(
@@ -132,8 +130,6 @@ class AveragedGradients:
                 " average; make it a dense one: sparse=False"
             )
         refuse_hooks(slot.unit)  # that came since forward
-        if gradient.requires_grad:
-            raise StateError(f"backward(create_graph=True) reached parameter {slot.name!r}, whose gradient leaves")
         if not self.synchronises:
             add_up(self._of_this_backward, slot, gradient.detach().to("cpu", self._dtype(slot)))
         elif self._places[slot.unit] < self._next:

@@ -13,7 +13,7 @@ from headrace.runtime.autograd import without_overrides
 from headrace.runtime.lanes import Lane, Lanes, Transfer
 from headrace.weights.meter import Meter
 from headrace.weights.model.slot import Slot
-from headrace.weights.movement.gradients import Gradients, refuse_graph
+from headrace.weights.movement.gradients import Gradients
 from headrace.weights.movement.staged import sum_of_rows
 
 __all__ = ["BatchSums", "bytes_apart"]
@@ -58,17 +58,12 @@ class BatchSums:
         self._waiting: list[dict[Slot, list[_Part]]] = [{} for _ in range(count)]  # of each micro-batch
         self._leaving: list[Transfer] = []  # which compute has not waited for
 
-    def take(self, slot: Slot) -> None:
+    def take(self, slot: Slot, gradient: torch.Tensor) -> None:
         """The leaf has a gradient of the present micro-batch."""
-        gradient = slot.leaf.grad
-        slot.leaf.grad = None
-        if gradient is None:
-            return
-        refuse_graph(slot, gradient)
         if slot in self._apart:
             self._put_aside(slot, gradient, None)
         elif gradient.layout != torch.strided or slot in self._of_rows:
-            self._gradients.keep(slot, gradient)
+            self._gradients.take(slot, gradient)
         elif slot in self._sums:
             self._sums[slot].add_(gradient)
         else:
@@ -85,16 +80,16 @@ class BatchSums:
             self._put_aside(slot, torch.cat(gradients), rows)
         else:
             if slot in self._sums:
-                self._gradients.keep(slot, self._sums.pop(slot))
+                self._gradients.take(slot, self._sums.pop(slot))
             self._of_rows.add(slot)
-            self._gradients.keep_rows(slot, gradients, rows)
+            self._gradients.take(slot, *gradients, rows=rows)
 
     def leave_block(self) -> None:
         """All micro-batches have been at the block: sums go."""
         sums, self._sums = self._sums, {}
         self._of_rows.clear()
         for slot, gradient in sums.items():
-            self._gradients.keep(slot, gradient)
+            self._gradients.take(slot, gradient)
         leaving, self._leaving = self._leaving, []
         for transfer in leaving:
             self._lanes.wait(transfer.done)
@@ -118,7 +113,7 @@ class BatchSums:
                 for gradient in dense[:1]:
                     self._gradients.add_on_host(slot, gradient, None)
                 for other in () if dense else sparse:
-                    self._gradients.keep(slot, other)
+                    self._gradients.take(slot, other)
                 of_rows = [(part.rows, part.gradient) for part in parts if part.rows is not None]
                 if of_rows:
                     rows, gradients = sum_of_rows(of_rows)
@@ -127,7 +122,7 @@ class BatchSums:
 
     def _add(self, slot: Slot, part: _Part) -> None:
         if part.transfer is None:
-            self._gradients.keep(slot, part.gradient)
+            self._gradients.take(slot, part.gradient)
         else:
             self._gradients.add_on_host(slot, part.gradient, part.rows)
 

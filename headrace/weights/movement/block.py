@@ -271,7 +271,10 @@ class Block(HomesInFiles):
     @property
     def being_updated(self) -> bool:
         """Whether an optimizer still writes the homes, or failed to and nobody was told yet."""
-        return any(not update.done() for update in self.updates)
+        for update in self.updates:  # noqa: SIM110  # asked at every visit
+            if not update.done():
+                return True
+        return False
 
     def wait_for_updates(self) -> None:
         """The host waits until no optimizer writes the homes any more. Raises what failed in an update."""

@@ -6,7 +6,7 @@ adds, casts or copies.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -54,7 +54,7 @@ class Gradients:
         self._memory: dict[Slot, HostGradient] = {}
         self._staging = Staging(lanes.device, ledger, shelf.most_staged_bytes)
         # Complete on the device, not submitted yet; of a table, the gradient may be that of some rows.
-        self._ready: list[tuple[Slot, list[torch.Tensor], torch.Tensor | None]] = []
+        self._ready: list[tuple[Slot, Sequence[torch.Tensor], torch.Tensor | None]] = []
         self._ready_bytes = 0
         # Not complete yet, of each backward: a nested one adds up its own.
         self._of_rows: dict[tuple[Slot, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -122,7 +122,7 @@ class Gradients:
             self._shelf.make_room(self._staging.missing_bytes)
 
     def add_on_host(self, slot: Slot, gradient: torch.Tensor, rows: torch.Tensor | None) -> None:
-        """As `keep`, at once, of what is in host memory already."""
+        """As `take`, at once, of what is in host memory already."""
         self._submit_ready()
         self._staging.wait()
         target, adds = self._destination(slot)
@@ -138,15 +138,6 @@ class Gradients:
                 return slot.name
         return None
 
-    def take(self, slot: Slot) -> None:
-        """The leaf's gradient is complete: from here on it is ours."""
-        gradient = slot.leaf.grad
-        slot.leaf.grad = None
-        if gradient is not None:
-            if gradient.requires_grad:
-                refuse_graph(slot, gradient)
-            self.keep_rows(slot, [gradient], None)
-
     def take_rows(self, slot: Slot, rows: torch.Tensor, gradient: torch.Tensor) -> None:
         """A gradient of some rows of a table, or of some experts, which are named once each; others may follow."""
         refuse_graph(slot, gradient)
@@ -157,14 +148,14 @@ class Gradients:
         parts = self.rows_of(slot)
         if parts:
             rows, gradients = sum_of_rows(parts)
-            self.keep_rows(slot, gradients, rows)
+            self.take(slot, *gradients, rows=rows)
 
     def rows_of(self, slot: Slot) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What `take_rows` was given, for who adds it up itself."""
         return self._of_rows.pop((slot, backward_task()), [])
 
     def continued(self, slot: Slot) -> torch.Tensor | None:
-        """A copy on the device of the gradient that the home has already, to which `keep` is given the sum: that takes
+        """A copy on the device of the gradient that the home has already, to which `take` is given the sum: that takes
         its place. None: there is none that could be added to.
         """
         there = slot.home.grad
@@ -174,12 +165,11 @@ class Gradients:
         self._replaced.add(slot)
         return there.to(self._lanes.device, copy=True)
 
-    def keep(self, slot: Slot, gradient: torch.Tensor) -> None:
-        """A complete gradient on the device goes to its home with its block's."""
-        self.keep_rows(slot, [gradient], None)
+    def take(self, slot: Slot, *gradients: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+        """A complete gradient on the device goes to its home with its block's.
 
-    def keep_rows(self, slot: Slot, gradients: list[torch.Tensor], rows: torch.Tensor | None) -> None:
-        """As `keep`, with that of some rows of a table, or of some experts, in pieces; `rows` None: of all, in one."""
+        With `rows`, that of some rows of a table, or of some experts, in pieces; without, that of all, in one.
+        """
         if slot not in self._memory and isinstance(slot.unit, Block):  # of a forward within a backward
             self.prepare([slot.unit])
         self._announced.discard(slot)  # it was not complete
@@ -359,7 +349,7 @@ class Gradients:
         self._send(direct, staged, what)
 
     def _parts(
-        self, gradients: list[torch.Tensor], target: torch.Tensor, rows: torch.Tensor | None
+        self, gradients: Sequence[torch.Tensor], target: torch.Tensor, rows: torch.Tensor | None
     ) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         """What fits into staging memory at once, where it goes, and which rows of that it is."""
         if rows is None:

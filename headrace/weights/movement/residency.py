@@ -132,7 +132,7 @@ class Residency:
         """Submits copies of what changed in the homes since the buffer was filled: all, if it never was; or `gathered`,
         of this rank's part of all, as every rank does.
         """
-        if not self._outlive(block):
+        if block.presence is Presence.ARRIVING and not self._outlive(block):
             self.reserve(block)
         buffer = block.buffer
         if buffer is None:
@@ -226,9 +226,11 @@ class Residency:
     def evict(self, block: Block) -> None:
         """Lets go of the buffer. Whoever still refers to its memory keeps it, and reads right values."""
         self.intact = False
-        block.take_back()
+        if block.lent:
+            block.take_back()
         # The memory goes back to the compute lane, so a copy into it must come before.
-        if self._outlive(block) and block.buffer is not None:
+        outlived = block.presence is not Presence.ARRIVING or self._outlive(block)
+        if outlived and block.buffer is not None:
             block.keep_leaf_writes()
             block.becomes(Presence.ABSENT)
             self._let_go(block, block.buffer)
@@ -240,11 +242,10 @@ class Residency:
         That is nobody's fault to hear of: pages that user code writes while they come from disk are not what they were
         when they were handed over; a rank has failed. Whoever needs the block is told what fails then.
         """
-        if block.presence is Presence.ARRIVING:
-            try:
-                self.arrive(block)
-            except (DiskError, RankError):
-                return False
+        try:
+            self.arrive(block)
+        except (DiskError, RankError):
+            return False
         return True
 
     def _let_go(self, block: Block, buffer: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ from headrace.weights.movement.averaging import AveragedGradients
 from headrace.weights.movement.batch_sums import BatchSums
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.executor import Executor
-from headrace.weights.movement.gradients import Gradients
+from headrace.weights.movement.gradients import Gradients, refuse_graph
 from headrace.weights.movement.residency import Residency
 from headrace.weights.passes.binding import Standing, bind, release
 from headrace.weights.passes.call import Call
@@ -151,7 +151,13 @@ class Backward:
             if not slot.home.requires_grad:  # frozen since, which autograd asks its own leaves
                 slot.leaf.grad = None
                 return
-            (self.batch_sums or self._gradients).take(slot)
+            gradient = slot.leaf.grad
+            slot.leaf.grad = None
+            if gradient is None:
+                return
+            if gradient.requires_grad:
+                refuse_graph(slot, gradient)
+            (self.batch_sums or self._gradients).take(slot, gradient)
 
     def begin(self) -> None:
         """One begins that consists of several."""

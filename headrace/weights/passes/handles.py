@@ -148,9 +148,23 @@ class SavedTensors:
 
     def _pack_weight(self, tensor: torch.Tensor) -> Handle | Picked | None:
         """The handle of what lies in a block, or in a bank of experts; None for any other."""
-        block = self._residency.block_of(tensor)
+        block = self._addresses.block_of(tensor)
         if block is not None:
-            return _handle_of(block, tensor, self._recompute)
+            dtype, offset = tensor.dtype, tensor.storage_offset()
+            slot = block.slots_by_offset[bisect_right(block.slot_offsets, offset * dtype.itemsize) - 1]
+            return Handle(
+                block,
+                slot,
+                slot.loaded_token,
+                slot.leaf._version,
+                dtype,
+                tensor.size(),
+                tensor.stride(),
+                int(offset),
+                tensor.is_conj(),
+                tensor.is_neg(),
+                self._recompute,
+            )
         picks = self._slices.travel and has_storage(tensor)
         return picked_of(self._slices, tensor, self._recompute) if picks else None
 
@@ -253,24 +267,6 @@ def _compute_again(unpack: Callable[[Any], Any]) -> None:
     """
     with contextlib.suppress(_ComputedAgainError):
         unpack(_NOTHING)
-
-
-def _handle_of(block: Block, tensor: torch.Tensor, recompute: Callable[[Any], Any] | None) -> Handle:
-    dtype, offset = tensor.dtype, int(tensor.storage_offset())
-    slot = block.slots_by_offset[bisect_right(block.slot_offsets, offset * dtype.itemsize) - 1]
-    return Handle(
-        block,
-        slot,
-        slot.loaded_token,
-        slot.leaf._version,
-        dtype,
-        tensor.size(),
-        tensor.stride(),
-        offset,
-        tensor.is_conj(),
-        tensor.is_neg(),
-        recompute,
-    )
 
 
 def check_unchanged(slot: Slot, before: Token) -> None:
