@@ -6,6 +6,7 @@ unpacked where they arrived, and two on which devices send each other what they 
 interface: streams and events on an accelerator, worker threads where the compute device is the CPU itself.
 """
 
+import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -155,8 +156,12 @@ class Lanes(ABC):
         """The present moment of the compute lane, to be timed later."""
 
     @abstractmethod
+    def intervals(self, ticks: Sequence[Tick]) -> list[float]:
+        """Seconds from each tick to the next. Waits until all are reached: not for the hot path."""
+
     def seconds(self, begin: Tick, end: Tick) -> float:
-        """Seconds between two ticks. Waits until both are reached: not for the hot path."""
+        """Seconds between two ticks. Waits until both are reached."""
+        return self.intervals((begin, end))[0]
 
     @abstractmethod
     def seconds_to_host(self, begin: Tick, moment: float) -> float:
@@ -234,11 +239,11 @@ class StreamLanes(Lanes):
     def tick(self) -> Tick:
         return self._tick_on(torch.accelerator.current_stream(self.device))
 
-    def seconds(self, begin: Tick, end: Tick) -> float:
-        for tick in (begin, end):
+    def intervals(self, ticks: Sequence[Tick]) -> list[float]:
+        for tick in ticks:
             if not tick.query():
                 tick.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
+        return [float(begin.elapsed_time(end)) / 1e3 for begin, end in itertools.pairwise(ticks)]
 
     def seconds_to_host(self, begin: Tick, moment: float) -> float:
         now = self.tick()
@@ -350,7 +355,8 @@ class ThreadLanes(Lanes):
         return self.tick()
 
     def wait(self, event: Event) -> None:
-        event.synchronize()
+        if not isinstance(event, _Reached):
+            event.synchronize()
 
     def compute_stream(self) -> Any:
         return None
@@ -361,10 +367,9 @@ class ThreadLanes(Lanes):
     def tick(self) -> Tick:
         return time.perf_counter()
 
-    def seconds(self, begin: Tick, end: Tick) -> float:
-        begun: float = begin.reached_at() if isinstance(begin, _JobEvent | _Passed) else begin
-        ended: float = end.reached_at() if isinstance(end, _JobEvent | _Passed) else end
-        return ended - begun
+    def intervals(self, ticks: Sequence[Tick]) -> list[float]:
+        moments = [tick if type(tick) is float else tick.reached_at() for tick in ticks]
+        return [end - begin for begin, end in itertools.pairwise(moments)]
 
     def seconds_to_host(self, begin: Tick, moment: float) -> float:
         return self.seconds(begin, moment)

@@ -192,11 +192,9 @@ class Meter:
 
     def timings(self, visits: list[VisitRecord], end: Tick) -> list[Timing]:
         """The seconds of each visit of a cycle; waits until they are known."""
-        ends = [visit.asked for visit in visits[1:]] + [end]
-        return [
-            Timing(self._lanes.seconds(visit.asked, visit.began), self._lanes.seconds(visit.began, stop))
-            for visit, stop in zip(visits, ends, strict=True)
-        ]
+        ticks = [tick for visit in visits for tick in (visit.asked, visit.began)]
+        seconds = self._lanes.intervals([*ticks, end])
+        return [Timing(*pair) for pair in zip(seconds[::2], seconds[1::2], strict=True)]
 
     def sample(self) -> Sample | None:
         """What is held now, by the ledger."""

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.errors import LayoutError, StateError
 from headrace.memory.disk import copy_on_disk
-from headrace.runtime.autograd import unseen, without_overrides
+from headrace.runtime.autograd import without_overrides
 from headrace.runtime.pending import Unit
 from headrace.weights.model.accumulation import node_is_kept
 from headrace.weights.model.data_parallel import ADVICE
@@ -92,7 +92,7 @@ class Slot:
         self.data_number = 0  # which of these it has; 0: its own
         self._cast = -1  # the generation of what the cast in `rest` was made of
         self.loaded_token: Token = _NEVER  # of the contents that the device copy was made of
-        self.on_gradient: Callable[[Slot], None] | None = None  # called when the leaf's gradient is complete
+        self.on_gradient: Callable[[Leaf], None] | None = None  # called when the leaf's gradient is complete
         self._hook: RemovableHandle | None = None
         self.node_is_watched = True  # until somebody looks
         fresh = torch.empty(0, dtype=layout.dtype, device=absent.device)  # whose version no other leaf counts
@@ -209,16 +209,8 @@ class Slot:
         if self.leaf.requires_grad != wanted:
             self.leaf.requires_grad_(wanted)
         if wanted and self._hook is None and self.on_gradient is not None:
-            own = weakref.ref(self)  # a cycle through autograd's hooks is never collected
-
-            @unseen
-            def complete(_leaf: torch.Tensor) -> None:
-                slot = own()
-                if slot is not None and slot.on_gradient is not None:
-                    slot.on_gradient(slot)
-
             register: Any = self.leaf.register_post_accumulate_grad_hook
-            self._hook = register(complete)
+            self._hook = register(self.on_gradient)
 
     def fits(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter can be the home."""

@@ -18,6 +18,7 @@ from headrace.planning import Phase
 from headrace.runtime.autograd import EndOfBackward, unseen, without_overrides
 from headrace.runtime.tensors import tensors_in
 from headrace.runtime.threads import on_own_thread
+from headrace.weights.model.home import Leaf
 from headrace.weights.model.slot import REMOVED, Slot
 from headrace.weights.movement.averaging import AveragedGradients
 from headrace.weights.movement.batch_sums import BatchSums
@@ -74,6 +75,8 @@ class Backward:
         self.refused = False  # the model was let go of
         self.ended = 0  # how many have
         self.batch_sums: BatchSums | None = None  # of several micro-batches, for the backward under way
+        # The hook of all leaves. Weakly: a cycle through autograd's hooks is never collected.
+        self.on_gradient = functools.partial(_take_gradient, weakref.ref(self))
 
     @property
     def is_under_way(self) -> bool:
@@ -136,28 +139,6 @@ class Backward:
 
         self._within[slot] = function.name()
         hook = function.register_hook(over)
-
-    def gradient_ready(self, slot: Slot) -> None:
-        """The gradient of a leaf is complete, as far as is known."""
-        if self._present is None:  # a block that saves nothing is never unpacked
-            self._begin()
-        if slot in self._within:
-            raise StateError(
-                f"{self._within[slot]} calls backward() for parameter {slot.name!r}, which it has saved: that gradient"
-                " leaves the device, and is no `.grad` of what it saved; use torch.autograd.grad(output, [..., weight])"
-                " there, and return that"
-            )
-        with without_overrides():
-            if not slot.home.requires_grad:  # frozen since, which autograd asks its own leaves
-                slot.leaf.grad = None
-                return
-            gradient = slot.leaf.grad
-            slot.leaf.grad = None
-            if gradient is None:
-                return
-            if gradient.requires_grad:
-                refuse_graph(slot, gradient)
-            (self.batch_sums or self._gradients).take(slot, gradient)
 
     def begin(self) -> None:
         """One begins that consists of several."""
@@ -257,3 +238,30 @@ class Backward:
                 for slot in block.slots:
                     slot.leaf.grad = None
         self._gradients.abandon()
+
+
+@unseen
+def _take_gradient(backward: "weakref.ref[Backward]", leaf: Leaf) -> None:
+    """The gradient of a leaf is complete, as far as is known. Called by autograd, on the thread of the device."""
+    self, slot = backward(), leaf.owner()
+    if self is None or slot is None or slot.on_gradient is None:  # the model was let go of
+        return
+    if self._present is None:  # a block that saves nothing is never unpacked
+        self._begin()
+    if slot in self._within:
+        raise StateError(
+            f"{self._within[slot]} calls backward() for parameter {slot.name!r}, which it has saved: that gradient"
+            " leaves the device, and is no `.grad` of what it saved; use torch.autograd.grad(output, [..., weight])"
+            " there, and return that"
+        )
+    with without_overrides():
+        if not slot.home.requires_grad:  # frozen since, which autograd asks its own leaves
+            slot.leaf.grad = None
+            return
+        gradient = slot.leaf.grad
+        slot.leaf.grad = None
+        if gradient is None:
+            return
+        if gradient.requires_grad:
+            refuse_graph(slot, gradient)
+        (self.batch_sums or self._gradients).take(slot, gradient)

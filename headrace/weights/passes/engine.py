@@ -104,7 +104,7 @@ class Engine:
         """The gradients of a block come here."""
         with without_overrides():  # a leaf that is away
             for slot in block.slots:
-                slot.on_gradient = self._backward.gradient_ready
+                slot.on_gradient = self._backward.on_gradient
                 slot.follow_requires_grad()
         self.lending.add(block)
 

@@ -207,7 +207,21 @@ class SavedTensors:
                 node = running_node()
                 if isinstance(node, FunctionNode):
                     backward.note_function(slot, node)
-            return _weight(packed)
+            token, leaf = packed.token, slot.leaf
+            with without_overrides():
+                version = slot.home._version
+            if (version, slot.untraced_changes, slot.data_number) != token:
+                check_unchanged(slot, token)
+            if leaf._version != packed.leaf_version:
+                _refuse_own_write(packed)
+            buffer = packed.block.buffer
+            if buffer is None:
+                raise WeightChangedError(f"block {packed.block.name!r} is not present")
+            weight = torch.empty(0, dtype=packed.dtype, device=buffer.device)
+            weight.set_(buffer.untyped_storage(), packed.offset, packed.size, packed.stride)
+            if packed.conjugated:
+                weight = weight.conj()
+            return neg_view(weight) if packed.negated else weight
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
         wrapped: _Wrapper = packed
@@ -286,22 +300,9 @@ def check_unchanged(slot: Slot, before: Token) -> None:
     )
 
 
-def _weight(handle: Handle) -> torch.Tensor:
-    """The weight as it was saved. Raises WeightChangedError when its home has other contents now."""
-    slot, token = handle.slot, handle.token
-    with without_overrides():
-        version = slot.home._version
-    if (version, slot.untraced_changes, slot.data_number) != token:
-        check_unchanged(slot, token)
-    if slot.leaf._version != handle.leaf_version:
-        raise WeightChangedError(
-            f"parameter {slot.name!r} was modified in place by the model itself after forward had used it (version"
-            f" {slot.leaf._version}; expected version {handle.leaf_version}); use it after the change, or a clone of it"
-        )
-    if handle.block.buffer is None:
-        raise WeightChangedError(f"block {handle.block.name!r} is not present")
-    weight = torch.empty(0, dtype=handle.dtype, device=handle.block.buffer.device)
-    weight.set_(handle.block.buffer.untyped_storage(), handle.offset, handle.size, handle.stride)
-    if handle.conjugated:
-        weight = weight.conj()
-    return neg_view(weight) if handle.negated else weight
+def _refuse_own_write(handle: Handle) -> None:
+    slot = handle.slot
+    raise WeightChangedError(
+        f"parameter {slot.name!r} was modified in place by the model itself after forward had used it (version"
+        f" {slot.leaf._version}; expected version {handle.leaf_version}); use it after the change, or a clone of it"
+    )

@@ -20,7 +20,7 @@ class OwnProcess:
 
     def check(self) -> None:
         """Raises StateError in any other process."""
-        if not self.is_this:
+        if os.getpid() != self._number:
             raise StateError(
                 f"process {self._number} offloaded this model, and this one was forked from it: it can read parameters"
                 " and state_dict(), not compute; compute in that process, or load the model here"
