@@ -47,7 +47,11 @@ class DeviceBuffers:
         """A uint8 tensor of shape (nbytes,). Contents are arbitrary."""
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8, device=self._device)
-        buffer = self._kept(nbytes)
+        buffer = None
+        for index in reversed(range(len(self._free))):
+            if self._free[index].nbytes == nbytes:
+                buffer = self._free.pop(index)
+                break
         if buffer is None:
             while self._is_over_with(nbytes) and self._free:
                 del self._free[0]
@@ -81,12 +85,6 @@ class DeviceBuffers:
     def close(self) -> None:
         """Lets go of what is kept."""
         self._free.clear()
-
-    def _kept(self, nbytes: int) -> torch.Tensor | None:
-        for index in reversed(range(len(self._free))):
-            if self._free[index].nbytes == nbytes:
-                return self._free.pop(index)
-        return None
 
     def _is_over_with(self, nbytes: int) -> bool:
         held_bytes = self._ledger.held_bytes(Tier.DEVICE, _PURPOSE)

@@ -4,6 +4,7 @@ Copies are done at once, in the order in which they are submitted, and clocks ti
 made of these seconds, so that they do not depend on the machine.
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -107,8 +108,8 @@ class RecordingLanes(Lanes):
     def tick(self) -> Tick:
         return _Moment(self._log, "", self._log.clock)
 
-    def seconds(self, begin: Tick, end: Tick) -> float:
-        return float(end.tick - begin.tick) * 1e-6
+    def intervals(self, ticks: Sequence[Tick]) -> list[float]:
+        return [float(end.tick - begin.tick) * 1e-6 for begin, end in itertools.pairwise(ticks)]
 
     def seconds_to_host(self, begin: Tick, moment: float) -> float:
         return 0.0

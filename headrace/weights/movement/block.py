@@ -83,7 +83,6 @@ class Block(HomesInFiles):
         self._last_loaded = -1  # ... and that the last one had, which may be gone
         self._written = 0  # the generation at which a home was last written to, and not just handed out
         self._as_arena = -1  # at which generation a copy of the arena was all that it took
-        self._others_may_write = False  # other processes, unnoticed
         parameters = [member.parameter for member in members]
         layouts, self.nbytes = lay_out(parameters, param_dtype)
         self.layouts, self.kind = layouts, _KINDS.setdefault(tuple(layouts), len(_KINDS))
@@ -164,7 +163,7 @@ class Block(HomesInFiles):
     @property
     def is_current(self) -> bool:
         """Whether the device copy, if there is one, is what the homes hold."""
-        return self.look() == self.loaded and not self._others_may_write
+        return self.look() == self.loaded
 
     def _changed(self, slot: Slot, written: bool) -> None:
         """A home may have changed: it was `written`, or just handed out."""
@@ -180,14 +179,8 @@ class Block(HomesInFiles):
 
     @property
     def changed_since_load(self) -> bool:
-        """Whether a home was written to after the last device copy was made, present or not."""
-        self.look()
+        """Whether a home was written to between the last device copy, present or not, and the last look."""
         return 0 <= self._last_loaded < self._written
-
-    @property
-    def was_current(self) -> bool:
-        """As `is_current`, when somebody looked last."""
-        return self.loaded == self.generation and not self._others_may_write
 
     # bytes ------------------------------------------------------------------------------------------------------------
     def copies_in(self, *, only_changes: bool = False) -> list[Copy]:
@@ -219,7 +212,8 @@ class Block(HomesInFiles):
         for slot in self.slots:
             slot.loaded_token = slot.token
         self.loaded = self._last_loaded = generation
-        self._others_may_write = any(slot.others_may_write for slot in self.slots)
+        if any(slot.others_may_write for slot in self.slots):
+            self.loaded = -1  # nobody can say
         self._as_arena = generation if all(slot.in_place for slot in self.slots) else -1
         return copies
 

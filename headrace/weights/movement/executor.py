@@ -22,7 +22,7 @@ from headrace.weights.movement.planner import Planner
 from headrace.weights.movement.residency import Residency
 from headrace.weights.movement.rows import Rows
 from headrace.weights.movement.slices import Slices
-from headrace.weights.movement.trace import Course, Entry, Trace, TraceBook, Turn, VisitKey
+from headrace.weights.movement.trace import Course, Entry, Trace, TraceBook, VisitKey
 
 __all__ = ["Executor"]
 
@@ -47,7 +47,7 @@ class Executor:
         self.plan: Plan | None = None  # the plan that is followed, or was last
         self._entry: Entry | None = None  # of the cycle under way
         self._records: list[VisitRecord] = []
-        self.turn = Turn()  # of the micro-batch that computes
+        self.take_turn(first=True, last=True)
         self._changed: frozenset[int] = frozenset()  # streamed blocks whose homes changed before this cycle
         self._changed_now: set[int] = set()  # those that changed after it began
         self._at_boundary: list[Block] = []  # loads that wait for the homes to change
@@ -77,6 +77,13 @@ class Executor:
     def gradients_follow(self) -> bool:
         """Whether the cycle under way has a backward, or is in it, also where gradients are off within."""
         return self._entry is not None and self._entry.gradients
+
+    def take_turn(self, *, first: bool, last: bool) -> None:
+        """Another of several micro-batches computes, which make the same visits one after the other before the trace
+        goes on. The last one's count, so that nothing goes which the others need; and the `first` of all, with which
+        loads of what comes behind them begin.
+        """
+        self._is_first, self._is_last = first, last
 
     def end_pass(self) -> None:
         """The outermost forward ends: without gradients, no backward can follow."""
@@ -121,12 +128,12 @@ class Executor:
 
     def _note_changes(self) -> None:
         for block in self._blocks:
-            if block.changed_since_load and not block.was_current:
+            if block.look() != block.loaded and block.changed_since_load:
                 self._changed_now.add(block.index)
 
     def _drop_old_copies(self, *, renew: bool = True) -> None:
         for block in list(self._residency.present()):
-            if block.index >= 0 and block.presence is not Presence.RESERVED and not block.was_current:
+            if block.index >= 0 and block.presence is not Presence.RESERVED and block.loaded != block.generation:
                 self.evict(block)
         gathers = self._gathers
         if gathers is not None and self._entry is None:
@@ -167,6 +174,7 @@ class Executor:
 
     def _sort_blocks(self) -> None:
         self.whole_blocks = [block for block in self._blocks if not block.travels_in_parts]
+        self._in_parts = {block.index for block in self._blocks if block.travels_in_parts}
         self._whole_bytes = sum(block.nbytes for block in self.whole_blocks if block.called is None)
         self._has_tables = any(block.row_bytes for block in self._blocks)
 
@@ -199,7 +207,8 @@ class Executor:
         key: VisitKey = (indexes, phase)
         asked = self._lanes.tick()
         again = bool(self._records) and self._records[-1].phase is phase and self._records[-1].blocks == indexes
-        again |= not self.turn.counts()
+        again |= not (self._is_first or self._is_last)
+        self._is_first = False
         step = None if self._course is None or again else self._course.advance(key)
         if step is not None:
             for index in step.evictions:
@@ -224,8 +233,8 @@ class Executor:
             self._last_used[block] = self._clock
         self._clock += 1
         if not again and not self.everything_is_here and len(self._records) < _MOST_RECORDED_VISITS:
-            began, held = self._lanes.tick(), self._meter.sample()
-            self._records.append(VisitRecord(*key, name, asked, began, self._meter.lane_use.unplanned_bytes, held))
+            began, held, use = self._lanes.tick(), self._meter.sample(), self._meter.lane_use
+            self._records.append(VisitRecord(*key, name, asked, began, use.activations_bytes + use.experts_bytes, held))
 
     def bring(self, block: Block, keep: Sequence[Block] = ()) -> None:
         """Submits what it takes to make one block present and current; compute has yet to wait for its arrival."""
@@ -317,7 +326,8 @@ class Executor:
         self._meter.cycle_begins()
         self.called.begin_cycle()
         last, self._course = self._course, None
-        self._entry, self.turn, self._records = entry, Turn(), []
+        self._entry, self._records = entry, []
+        self.take_turn(first=True, last=True)
         self._cycle_clock = self._clock
         self._note_changes()
         self._changed, self._changed_now = frozenset(self._changed_now), set()
@@ -356,13 +366,13 @@ class Executor:
 
     def _are_here(self, blocks: Sequence[Block]) -> bool:
         for block in blocks:
-            if block.presence is not Presence.PRESENT or block.updates or not block.was_current:
+            if block.presence is not Presence.PRESENT or block.updates or block.loaded != block.generation:
                 return False
         return True
 
     def _needs_whole(self, trace: Trace) -> bool:
         """Whether it needs all of a block that travels in parts."""
-        in_parts = {block.index for block in self._blocks if block.travels_in_parts}
+        in_parts = self._in_parts
         return bool(in_parts) and any(not in_parts.isdisjoint(blocks) for blocks, _ in trace.visits)
 
     def _close(self) -> None:

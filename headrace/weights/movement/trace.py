@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from headrace.planning import Phase, Plan, Step
 
-__all__ = ["MOST_PLANS", "MOST_TRACES", "Course", "Entry", "Trace", "TraceBook", "Turn", "VisitKey"]
+__all__ = ["MOST_PLANS", "MOST_TRACES", "Course", "Entry", "Trace", "TraceBook", "VisitKey"]
 
 MOST_TRACES = 64  # that are remembered: where layers are skipped at random, every cycle has a trace of its own
 MOST_PLANS = 8  # of one trace, each for other blocks that change
@@ -50,23 +50,6 @@ class Trace:
         self.plans.move_to_end(key)
         if len(self.plans) > MOST_PLANS:
             self.plans.popitem(last=False)
-
-
-class Turn:
-    """One of several micro-batches computes, which make the same visits one after the other before the trace goes on.
-
-    The last one's count, so that nothing goes which the others need; and the `first` of all, with which loads of what
-    comes behind them begin.
-    """
-
-    def __init__(self, *, first: bool = True, last: bool = True) -> None:
-        self._counts = first
-        self._last = last
-
-    def counts(self) -> bool:
-        """Whether this visit, the next one of the turn, goes on along the trace."""
-        counts, self._counts = self._counts or self._last, False
-        return counts
 
 
 class Course:

@@ -1,14 +1,14 @@
 """What has one call of a managed module begun? Exactly that ends with the call, whatever happens."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headrace.runtime.autograd import pop_hooks
 from headrace.weights.movement.block import Block
-from headrace.weights.passes.binding import bind
 from headrace.weights.passes.site import Site
 from headrace.weights.passes.stray import is_lending, lending_leaves
 
@@ -56,19 +56,12 @@ class Call:
             torch.set_autocast_cache_enabled(False)
             self._ends.append(partial(torch.set_autocast_cache_enabled, True))
         if with_gradients:
-            saved = engine.saved_tensors(self.site)
-            saved.in_method = in_method
-            saved.push()
-            self._ends.append(saved.pop)
+            engine.saved_tensors(self.site).push(in_method=in_method)
+            self._ends.append(pop_hooks)
 
     def at_its_end(self, end: Callable[[], object]) -> None:
         """Something else has begun that ends with it."""
         self._ends.append(end)
-
-    def hold(self, blocks: Sequence[Block]) -> None:
-        """These blocks stay bound until the call ends."""
-        bind(blocks)
-        self.blocks = (*self.blocks, *blocks) if self.blocks else tuple(blocks)
 
     def end(self, but: int = 0) -> None:
         """Ends what was begun, in reverse, `but` so many that came first; all of it, whatever is raised meanwhile."""

@@ -24,9 +24,8 @@ from headrace.weights.movement.common import CommonHomes
 from headrace.weights.movement.executor import Executor
 from headrace.weights.movement.gradients import Gradients
 from headrace.weights.movement.residency import Residency
-from headrace.weights.movement.trace import Turn
 from headrace.weights.passes.backward import Backward
-from headrace.weights.passes.binding import Standing, release
+from headrace.weights.passes.binding import Standing, bind, release
 from headrace.weights.passes.call import Call, MethodCall
 from headrace.weights.passes.handles import SavedTensors, pop_left_over, saving_is_left_to_autograd
 from headrace.weights.passes.handover import Handover
@@ -340,7 +339,7 @@ class Engine:
 
     def take_turn(self, *, first: bool, last: bool) -> None:
         """Another of the micro-batches that go through the same blocks goes on."""
-        self._executor.turn = Turn(first=first, last=last)
+        self._executor.take_turn(first=first, last=last)
 
     def backward_together(self, batch_sums: BatchSums, backward: Callable[[], None]) -> None:
         """One backward that consists of those that `backward` calls; gradients come to `batch_sums`."""
@@ -402,8 +401,8 @@ class Engine:
             elif site.blocks:
                 self._executor.visit(site.blocks, Phase.FORWARD, site.name)
             self.calls.append(call)
-            if site.blocks:
-                call.hold(site.blocks)
+            bind(site.blocks)
+            call.blocks = site.blocks
 
     def leave(self) -> None:
         """The innermost visit's call ends."""

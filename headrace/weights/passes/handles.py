@@ -109,8 +109,9 @@ class SavedTensors:
         self._checkpoint: Callable[..., Any] | None = None  # of them, that of a checkpoint that counts
         self._recompute: Callable[..., Any] | None = None  # ... and how it computes again
 
-    def push(self) -> None:
-        """From now on autograd saves through these hooks."""
+    def push(self, *, in_method: bool) -> None:
+        """From now on autograd saves through these hooks, until they are popped. `in_method`: beyond this pass."""
+        self.in_method = in_method
         self._outer = top_hooks(True)
         if self._outer is not None:
             pack: Any = self._outer[0]
@@ -121,11 +122,6 @@ class SavedTensors:
             elif getattr(pack, "__module__", "") == torch.utils.checkpoint.__name__:
                 self._checkpoint, self._recompute = self._outer
         push_hooks(self._pack, self._unpack)
-
-    @staticmethod
-    def pop() -> None:
-        """The hooks that were on top before are again."""
-        pop_hooks()
 
     @unseen
     def _pack(self, tensor: torch.Tensor) -> Any:

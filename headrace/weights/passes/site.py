@@ -79,6 +79,6 @@ class Site:
             return False  # there are gradients after all, or a cache that would keep copies of weights
         with without_overrides():
             for block in self.blocks:
-                if not block.is_current:
+                if block.look() != block.loaded:
                     return False
         return is_lending(self.engine.lending)
