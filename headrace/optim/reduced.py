@@ -89,7 +89,8 @@ class Reduced(Replicas):
         def reduced() -> list[Member]:
             found = look()
             for member in found:
-                if not self._is_given(member.parameter, member.parameter.grad):
+                # Zeros on all ranks are their own average: torch.distributed.checkpoint steps with them to make state.
+                if not self._is_given(member.parameter, member.parameter.grad) and member.gradient.any():
                     raise StateError(
                         f"the gradient of parameter {member.index}, of shape {tuple(member.parameter.shape)}, was not"
                         " averaged by backward(): it was set by hand, or the parameter was frozen when the optimizer"

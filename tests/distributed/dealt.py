@@ -639,16 +639,17 @@ def continued(path: Path, name: str, dtype: torch.dtype, expected: nn.Module | N
         assert same(models[0], expected)
 
 
-def saved_by_dcp(directory: Path, name: str, dtype: torch.dtype) -> None:
-    model = parallel(Model(all_used=True).to(dtype))
-    mine = getattr(optim, name)(model.parameters(), lr=0.01, mesh=mesh())
+def saved_by_dcp(directory: Path, name: str, dtype: torch.dtype, zero_stage: int) -> None:
+    whole = Model(all_used=True).to(dtype)
+    model = parallel(whole) if zero_stage == 1 else whole
+    mine = getattr(optim, name)(model.parameters(), lr=0.01, mesh=mesh(), zero_stage=zero_stage)
     train(model, mine, range(2))
     weights, state = get_state_dict(model, mine)
     checkpoint.save({"model": weights, "optimizer": state}, checkpoint_id=directory / "dcp")
     mine.consolidate_state_dict()
     full = get_state_dict(model, mine, options=StateDictOptions(full_state_dict=True, cpu_offload=True))[1]
     if distributed.get_rank() == 0:
-        torch.save({"model": model.module.state_dict(), "optimizer": mine.state_dict()}, directory / "saved.pt")
+        torch.save({"model": whole.state_dict(), "optimizer": mine.state_dict()}, directory / "saved.pt")
         assert all(full["state"].values())
     resumed_by_dcp(directory, name, dtype)
 
@@ -657,14 +658,15 @@ def resumed_by_dcp(directory: Path, name: str, dtype: torch.dtype) -> None:
     """On any number of ranks; weights and state as in the file that holds all of them."""
     distributed.barrier()
     saved = torch.load(directory / "saved.pt")
-    settings: list[dict[str, Any]] = [{"mesh": mesh()}, {}]
+    settings: list[dict[str, Any]] = [{"mesh": mesh(), "zero_stage": 2}, {"mesh": mesh()}, {}]
     for shared in settings:
-        model = parallel(Model(all_used=True).to(dtype))
+        whole = Model(all_used=True).to(dtype)
+        model = whole if "zero_stage" in shared else parallel(whole)
         optimizer = getattr(optim, name)(model.parameters(), lr=0.01, **shared)
         weights, state = get_state_dict(model, optimizer)
         checkpoint.load({"model": weights, "optimizer": state}, checkpoint_id=directory / "dcp")
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-        assert same(model.module, _loaded(saved["model"], dtype))
+        assert same(whole, _loaded(saved["model"], dtype))
         last = distributed.get_world_size() - 1
         optimizer.consolidate_state_dict(to=last)
         if distributed.get_rank() == last:
