@@ -903,7 +903,13 @@ def ranks_disagree() -> None:
         optim.AdamW(named.items(), mesh=mesh()).step()
     named["layers.1.weight"].requires_grad_(True)
     optimizer = optim.AdamW(named.items(), mesh=mesh())
+    optimizer.param_groups[0]["betas"] = (0.9, 0.99 + 0.009 * rank)
     gradients(model)
+    with pytest.raises(
+        StateError, match=r"differ in param_groups\[0\]\['betas'\]: \(0.9, 0.999\) on rank 1, \(0.9, 0.99\)"
+    ):
+        optimizer.step()
+    optimizer.param_groups[0]["betas"] = (0.9, 0.999)
     before = copy.deepcopy(model)
     if rank == 1:
         named["layers.2.bias"].grad = None
