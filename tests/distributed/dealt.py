@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint as checkpoint_again
 
 import headrace
 from headrace import RankError, StateError, optim
+from headrace.compat.megatron import OptimizerConfig
 from headrace.optim.reduced import Reduced
 from headrace.runtime.ranks import Ranks
 from tests.distributed.programs import LIMIT, _mesh, same, sharded
@@ -144,6 +145,24 @@ def as_in_one_process(name: str, dtype: torch.dtype, settings: dict[str, Any], d
     assert mine.skipped_steps == 0
     if not disk:
         _shares_are_even(mine, optimizer)
+
+
+def megatrons_distributed_optimizer() -> None:
+    """Of its config, over a mesh: steps are those of ours with that mesh, and each rank has a part of the state."""
+    models, optimizers = [Model(), Model(), Model()], []
+    for model, settings in zip(models[:2], ({"use_distributed_optimizer": True}, {}), strict=True):
+        config = OptimizerConfig(lr=0.01, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0, **settings)
+        optimizers.append(config.optimizer_for(model, **({"mesh": mesh()} if settings else {})))
+    optimizers.append(optim.AdamW(models[2].parameters(), lr=0.01, mesh=mesh(), max_grad_norm=1.0))
+    for model, optimizer in zip(models, optimizers, strict=True):
+        wrapped = parallel(model)
+        train(wrapped, optimizer, range(STEPS))
+    assert same(models[0], models[2])
+    assert same(models[0], models[1])
+    held = held_of_all(optimizers[0])
+    assert max(held) < 0.7 * optimizers[1].held_bytes()
+    with pytest.raises(ValueError, match="mesh with use_distributed_optimizer=False"):
+        OptimizerConfig().optimizer_for(models[0], mesh=mesh())
 
 
 def more_ranks_than_parameters() -> None:

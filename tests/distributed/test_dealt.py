@@ -73,6 +73,7 @@ def test_four_ranks(nursery: Nursery, tmp_path: Path, program: str) -> None:
         "micro_batches_are_added_up, 8192, 8192",
         "ranks_use_different_parameters",
         "optimizers_end_in_one_order",
+        "megatrons_distributed_optimizer",
         "another_dtype_comes_later",
         "parameters_that_are_used_again",
         "zero_stage_two_is_misused",
