@@ -9,8 +9,8 @@
 | `clip_grad` belongs to Megatron's wrapper | it is `max_grad_norm` of the optimizer; 0 clips nothing |
 | offloading needs `decoupled_weight_decay` | either |
 | `optimizer_offload_fraction` is not checked | to be in [0, 1] |
-| `use_distributed_optimizer` | accepted, shards nothing: each process updates all that it holds. For ZeRO-1 make |
-| | `headrace.optim.AdamW(..., mesh=mesh)` yourself |
+| `use_distributed_optimizer` over the data-parallel group | the same, over `config.optimizer_for(model, mesh=mesh)`; |
+| | without a mesh each process updates all that it holds |
 | `use_torch_optimizer_for_cpu_offload` | PyTorch's own class steps; the results are the same; moments are float32 |
 | `use_precision_aware_optimizer` | accepted, changes nothing: the dtypes of moments and masters hold without it |
 | `cfg.model.cpu_offloading...` makes the layers of the model do it | `apply(cfg.model, model)` |
@@ -89,9 +89,14 @@ class OptimizerConfig(Settings):
         if self.optimizer_cuda_graph:
             raise ValueError("optimizer_cuda_graph=True: an update on the host is no part of a graph; set it to False")
 
-    def optimizer_for(self, params: nn.Module | Iterable[Any]) -> HybridDeviceOptimizer:
-        """The optimizer of a model, of parameters, or of groups of them. Raises what `validate` raises."""
+    def optimizer_for(self, params: nn.Module | Iterable[Any], *, mesh: Any = None) -> HybridDeviceOptimizer:
+        """The optimizer of a model, of parameters, or of groups of them. Raises what `validate` raises.
+
+        `mesh`: the DeviceMesh of replicas over which `use_distributed_optimizer` deals state and updates out.
+        """
         self.validate()
+        if mesh is not None and not self.use_distributed_optimizer:
+            raise ValueError("mesh with use_distributed_optimizer=False, which deals nothing out; set it to True")
         by_torch = self.use_torch_optimizer_for_cpu_offload and self.optimizer_cpu_offload
         settings: dict[str, Any] = {"weight_decay": self.weight_decay}
         if self.lr is not None:
@@ -126,6 +131,7 @@ class OptimizerConfig(Settings):
             use_torch_optimizer=by_torch,
             max_grad_norm=self.clip_grad or None,
             master_form="split" if self.store_param_remainders else "full",
+            mesh=mesh,
             **settings,
         )
 
@@ -221,6 +227,8 @@ def _value(text: str, before: Any, path: str) -> Any:
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{path}={text}: give a dtype such as bfloat16")
         return dtype
+    if isinstance(before, list):
+        return [item for item in (one.strip(" \"'") for one in text.strip("[]").split(",")) if item]
     if isinstance(before, str):
         return text.strip("\"'")
     for kind in (int,) if isinstance(before, int) else (int, float):

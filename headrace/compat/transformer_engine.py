@@ -12,13 +12,14 @@
 | no recomputation, one pipeline stage | any; several forwards may come before their backwards |
 | CUDA graphs refused | refused, and capturing raises StateError |
 | `manual_synchronization`, `offload_stream` | refused: plan and lanes are headrace's |
-| `fine_grained_activation_offloading` | refused: `headrace.offload_activations(model, modules=[...])` |
+| `fine_grained_activation_offloading`: what the modules `offload_modules` save leaves | modules whose names have one |
+| | of these in them, such as "mlp" |
 | pinned memory per tensor, and copies on one stream for both directions | one arena, and a lane for each direction |
 """
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -199,18 +200,22 @@ class CPUOffloadConfig(Settings):
     recompute_granularity: str | None = None
     cuda_graph_impl: str = "none"
     fine_grained_activation_offloading: bool = False
+    offload_modules: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.validate()
 
     def validate(self) -> None:
         """Raises ValueError for settings that cannot work."""
-        if self.fine_grained_activation_offloading:
-            also = "; with cpu_offloading it says for a second time what leaves" if self.cpu_offloading else ""
+        if self.fine_grained_activation_offloading and self.cpu_offloading:
             raise ValueError(
-                "fine_grained_activation_offloading=True is not a matter of layers, which is all that this config"
-                f" offloads{also}; set it to False, and name the modules:"
-                " headrace.offload_activations(model, modules=[...])"
+                "fine_grained_activation_offloading=True with cpu_offloading=True says for a second time what leaves;"
+                " set one of them to False (headrace.offload_activations(model, layers=N, modules=[...]) takes both)"
+            )
+        if self.fine_grained_activation_offloading and not self.offload_modules:
+            raise ValueError(
+                "fine_grained_activation_offloading=True names no modules; give parts of their names in the model, such"
+                ' as offload_modules=["mlp"]'
             )
         if not self.cpu_offloading:
             return
@@ -231,13 +236,16 @@ class CPUOffloadConfig(Settings):
         self, model: nn.Module, device_memory: Size | None, min_bytes: Size | None
     ) -> headrace.Offloaded | headrace.ActivationOffloading | None:
         self.validate()
-        if not self.cpu_offloading or self.cpu_offloading_num_layers == 0:
-            return None
-        settings = {
+        settings: dict[str, Any] = {
             "device_memory": device_memory,
             "min_bytes": _MIN_BYTES if min_bytes is None else min_bytes,
             "all_leave": device_memory is None,
         }
+        if self.fine_grained_activation_offloading:
+            modules = [f"*{name}*" for name in self.offload_modules]
+            return headrace.offload_activations(model, modules=modules, **settings)
+        if not self.cpu_offloading or self.cpu_offloading_num_layers == 0:
+            return None
         return _offload_model(
             model,
             self.cpu_offloading_num_layers,

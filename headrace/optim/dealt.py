@@ -1,7 +1,8 @@
 """How do ranks take a step together of which each performs a part? They agree first, and tell each other what failed.
 
-All that decides about a collective is agreed before it: which parameters there are, who updates them, which have
-gradients. An exception on one rank becomes one on each, that names the rank. See docs/design/optimizers.md.
+All that decides about a collective, or about results, is agreed before it: which parameters there are, who updates
+them, with which settings, which have gradients. An exception on one rank becomes one on each, that names the rank.
+See docs/design/optimizers.md.
 """
 
 import hashlib
@@ -30,6 +31,7 @@ class Dealt:
         self.deal = deal
         self.consolidated: Consolidated | None = None  # by consolidate_state_dict(), until the next step
         self._described: list[str] | None = None  # all parameters
+        self._loaded = 0  # how often state was
 
     def take(self, parameters: Sequence[torch.Tensor]) -> None:
         """Deals these out, too."""
@@ -39,10 +41,13 @@ class Dealt:
         """Whether another rank updates it, and keeps its state."""
         return self.deal.owner(parameter) not in (None, self.ranks.own)
 
-    def agree(self, look: Callable[[], list[Member]], groups: Sequence[dict[str, Any]]) -> list[Member]:
+    def agree(
+        self, look: Callable[[], list[Member]], groups: Sequence[dict[str, Any]], settings: Mapping[str, object]
+    ) -> list[Member]:
         """`look()`: what of the parameters in `groups` has a gradient, alike on all ranks. A collective.
 
-        Raises what that raises, and StateError where another rank failed, or has other parameters or gradients.
+        Raises what that raises, and StateError where another rank failed, or has other parameters, settings or
+        gradients.
         """
         found: list[Member] = []
         error = None
@@ -50,17 +55,28 @@ class Dealt:
             found = look()
         except Exception as failure:
             error = failure
-        indexes = [member.index for member in found]
+        gradients = {member.index: self._seen(member) for member in found}
+        settings = {name: str(value) for name, value in settings.items()} | {
+            "how often state was loaded": str(self._loaded)
+        }
         if self._described is None:
             self._described = _described(groups)
-        own = [int(error is not None), _digest(self._described), _digest(self.deal.owners), _digest(indexes)]
-        if len(set(map(tuple, self.ranks.numbers(own)))) > 1 or error is not None:
-            told = self.ranks.objects((_text(error), self._described, indexes))
+        alike = [_digest(each) for each in (self._described, self.deal.owners, settings, gradients)]
+        if len(set(map(tuple, self.ranks.numbers([int(error is not None), *alike])))) > 1 or error is not None:
+            told = self.ranks.objects((_text(error), self._described, settings, gradients))
             if error is not None:
                 raise error
             self._refuse(told)
+        self._agreed(alike)
         self.consolidated = None  # what was put together is of another step
         return found
+
+    def _seen(self, member: Member) -> int:
+        """What of a gradient's values the ranks compare."""
+        return 0
+
+    def _agreed(self, alike: Sequence[int]) -> None:
+        """The ranks have all of this alike."""
 
     def update(self, members: Sequence[Member], perform: Perform) -> None:
         """Each rank calls `perform` for its own, and all get all updated weights. A collective.
@@ -82,13 +98,13 @@ class Dealt:
                     " updated, and weights are alike on all: load a checkpoint, weights and state, on every rank"
                 )
 
-    def _refuse(self, told: list[tuple[str | None, list[str], list[int]]]) -> None:
+    def _refuse(self, told: list[tuple[str | None, list[str], dict[str, str], dict[int, int]]]) -> None:
         named = self.ranks.named
-        for rank, (text, _, _) in enumerate(told):
+        for rank, (text, *_) in enumerate(told):
             if text is not None:
                 raise StateError(f"{named(rank)} could not take the step, so no rank has updated anything: {text}")
-        _, first, present = told[0]
-        for rank, (_, descriptions, _) in enumerate(told):
+        _, first, settings, present = told[0]
+        for rank, (_, descriptions, *_) in enumerate(told):
             if len(descriptions) != len(first):
                 longer, place = max(descriptions, first, key=len), min(len(descriptions), len(first))
                 raise StateError(
@@ -101,7 +117,14 @@ class Dealt:
                         f"{named(rank)} has {one} where {named(0)} has {other}; give the same parameters, in the same"
                         " order, on every rank"
                     )
-        for rank, (_, _, others) in enumerate(told):
+        for rank, (_, _, found, _) in enumerate(told):
+            for name in settings | found:
+                if settings.get(name) != found.get(name):
+                    raise StateError(
+                        f"ranks differ in {name}: {found.get(name)} on {named(rank)}, {settings.get(name)} on"
+                        f" {named(0)}; nothing was updated. Give the same on every rank"
+                    )
+        for rank, (*_, others) in enumerate(told):
             for index in sorted(set(present).symmetric_difference(others)):
                 has, lacks = (0, rank) if index in present else (rank, 0)
                 raise StateError(
@@ -109,6 +132,12 @@ class Dealt:
                     " Gradients must be averaged over all ranks before step(): DistributedDataParallel(...,"
                     " find_unused_parameters=True) does it where ranks use different parameters"
                 )
+            for index, seen in present.items():
+                if seen != others[index]:
+                    raise StateError(
+                        f"the gradient of {first[index]} has other values on {named(rank)} than on {named(0)}; nothing"
+                        " was updated. Write the same into gradients on every rank: clip and scale them on all or none"
+                    )
         raise StateError("ranks have dealt out their parameters differently: freeze the same ones on every rank")
 
     # state ------------------------------------------------------------------------------------------------------------
@@ -126,6 +155,7 @@ class Dealt:
         Raises ValueError where that is on another rank.
         """
         self.consolidated = None
+        self._loaded += 1
         pairs = zip(state_dict["param_groups"], groups, strict=False)
         of_numbers = {
             number: parameter

@@ -1,6 +1,7 @@
 """How do the ranks of a node update the one copy that they have of a model? Each its own parameters, for all."""
 
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from headrace.runtime.pending import OWNER, unit_of
 from headrace.runtime.ranks import Ranks
 
 __all__ = ["OnNode", "node_of"]
+
+_SEEN = 64  # elements of each gradient at most, of which the ranks tell each other
 
 
 class OnNode(Dealt):
@@ -28,7 +31,9 @@ class OnNode(Dealt):
         self._described = None
         self.deal.take(parameters)
 
-    def agree(self, look: Callable[[], list[Member]], groups: Sequence[dict[str, Any]]) -> list[Member]:
+    def agree(
+        self, look: Callable[[], list[Member]], groups: Sequence[dict[str, Any]], settings: Mapping[str, object]
+    ) -> list[Member]:
         for group in groups:
             for parameter in group["params"]:
                 if node_of(parameter) is not self.common:
@@ -36,7 +41,15 @@ class OnNode(Dealt):
                         f"a parameter of shape {tuple(parameter.shape)} is not, or no more, one of the model that this"
                         " optimizer's other ones belong to, which is offloaded on several ranks; make a new optimizer"
                     )
-        return super().agree(look, groups)
+        return super().agree(look, groups, settings)
+
+    def _seen(self, member: Member) -> int:
+        """All have the same average, of which each may have written its own view: clipping and scaling write all."""
+        row = member.gradient[(0,) * (member.gradient.dim() - 1)] if member.gradient.numel() else member.gradient
+        return zlib.crc32(row[..., :_SEEN].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+    def _agreed(self, alike: Sequence[int]) -> None:
+        self.common.note_step(alike)
 
     def update(self, members: Sequence[Member], perform: Perform) -> None:
         error = None

@@ -107,7 +107,10 @@ class HostOptimizer(StateAtRest):
                 loss = closure()
             if isinstance(self._dealt, OnNode):
                 self._dealt.common.agree("what its closure wrote")
-        members = self._begin() if self._dealt is None else self._dealt.agree(self._begin, self.param_groups)
+        if self._dealt is None:
+            members = self._begin()
+        else:
+            members = self._dealt.agree(self._begin, self.param_groups, self._deciding())
         scale = self._clipping_factor(members)
         self.last_step_skipped = scale is None
         if scale is None:
@@ -416,6 +419,15 @@ class HostOptimizer(StateAtRest):
     def _settings(self) -> list[dict[str, Any]]:
         """The settings of all groups, to be compared."""
         return [comparable(group) for group in self.param_groups]
+
+    def _deciding(self) -> dict[str, object]:
+        """What decides about results and is not in gradients: on all ranks the same."""
+        found: dict[str, object] = {"the class of optimizer": type(self).__name__}
+        found |= {name: getattr(self._options, name) for name in ("max_grad_norm", "state_dtype", "overlap")}
+        for number, group in enumerate(self._settings()):
+            plain = (name for name in self.defaults if isinstance(group.get(name), float | int | str | tuple | list))
+            found |= {f"param_groups[{number}][{name!r}]": group[name] for name in plain}
+        return found
 
     def _forget_weights(self) -> None:
         self._weights: dict[tuple[torch.Tensor, int], Weights] = {}

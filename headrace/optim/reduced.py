@@ -9,7 +9,7 @@ for that; then ranks tell each other what they had.
 import gc
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -83,13 +83,16 @@ class Reduced(Replicas):
         self.ranks.spread((0, parameter.detach()) for parameter in parameters)
         torch.autograd.graph.increment_version(list(parameters))
 
-    def agree(self, look: Callable[[], list[Member]], groups: Sequence[dict[str, Any]]) -> list[Member]:
+    def agree(
+        self, look: Callable[[], list[Member]], groups: Sequence[dict[str, Any]], settings: Mapping[str, object]
+    ) -> list[Member]:
         self._check()  # alone: the others may still be in the backward, and its collectives
 
         def reduced() -> list[Member]:
             found = look()
             for member in found:
-                if not self._is_given(member.parameter, member.parameter.grad):
+                # Zeros on all ranks are their own average: torch.distributed.checkpoint steps with them to make state.
+                if not self._is_given(member.parameter, member.parameter.grad) and member.gradient.any():
                     raise StateError(
                         f"the gradient of parameter {member.index}, of shape {tuple(member.parameter.shape)}, was not"
                         " averaged by backward(): it was set by hand, or the parameter was frozen when the optimizer"
@@ -97,7 +100,7 @@ class Reduced(Replicas):
                     )
             return found
 
-        return super().agree(reduced, groups)
+        return super().agree(reduced, groups, settings)
 
     # backward ---------------------------------------------------------------------------------------------------------
     def _lay_out(self) -> None:

@@ -170,6 +170,21 @@ def test_a_config_alone_offloads_a_model(device: torch.device, activations: bool
     handle.remove()
 
 
+def test_modules_of_a_config_leave(device: torch.device) -> None:
+    expected = step(Stack(LAYERS).to(device), rows(device))
+    moved = []
+    for modules in ("[layers.0]", '["layers.0", "layers.3"]'):
+        config = ConfigContainer(model=CPUOffloadConfig(num_layers=LAYERS))
+        override(config, ["model.fine_grained_activation_offloading=True", f"model.offload_modules={modules}"])
+        model = Stack(LAYERS).to(device)
+        handle = apply(config.model, model, min_bytes=0)
+        assert isinstance(handle, headrace.ActivationOffloading)
+        for _ in range(3):
+            assert_same(step(model, rows(device)), expected)
+        moved.append(handle.stats().offload_bytes)
+    assert 0 < moved[0] < moved[1]
+
+
 def test_nothing_to_offload(device: torch.device) -> None:
     model = Stack(LAYERS)
     assert apply(CPUOffloadConfig(num_layers=LAYERS, cpu_offloading_num_layers=3), model) is None

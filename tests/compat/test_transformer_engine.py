@@ -212,10 +212,10 @@ def test_configs_that_are_refused(settings: dict[str, Any], text: str) -> None:
     CPUOffloadConfig(num_layers=8, **settings)  # off: nothing is checked
 
 
-@pytest.mark.parametrize("cpu_offloading", [False, True])
-def test_what_leaves_by_module_is_refused(cpu_offloading: bool) -> None:
-    with pytest.raises(ValueError, match="modules="):
-        CPUOffloadConfig(num_layers=8, cpu_offloading=cpu_offloading, fine_grained_activation_offloading=True)
+@pytest.mark.parametrize(("settings", "text"), [({}, "offload_modules="), ({"cpu_offloading": True}, "a second time")])
+def test_what_leaves_by_module_is_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        CPUOffloadConfig(num_layers=8, fine_grained_activation_offloading=True, **settings)
 
 
 def test_configs_of_the_original_pages() -> None:

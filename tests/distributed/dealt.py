@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint as checkpoint_again
 
 import headrace
 from headrace import RankError, StateError, optim
+from headrace.compat.megatron import OptimizerConfig
 from headrace.optim.reduced import Reduced
 from headrace.runtime.ranks import Ranks
 from tests.distributed.programs import LIMIT, _mesh, same, sharded
@@ -144,6 +145,24 @@ def as_in_one_process(name: str, dtype: torch.dtype, settings: dict[str, Any], d
     assert mine.skipped_steps == 0
     if not disk:
         _shares_are_even(mine, optimizer)
+
+
+def megatrons_distributed_optimizer() -> None:
+    """Of its config, over a mesh: steps are those of ours with that mesh, and each rank has a part of the state."""
+    models, optimizers = [Model(), Model(), Model()], []
+    for model, settings in zip(models[:2], ({"use_distributed_optimizer": True}, {}), strict=True):
+        config = OptimizerConfig(lr=0.01, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0, **settings)
+        optimizers.append(config.optimizer_for(model, **({"mesh": mesh()} if settings else {})))
+    optimizers.append(optim.AdamW(models[2].parameters(), lr=0.01, mesh=mesh(), max_grad_norm=1.0))
+    for model, optimizer in zip(models, optimizers, strict=True):
+        wrapped = parallel(model)
+        train(wrapped, optimizer, range(STEPS))
+    assert same(models[0], models[2])
+    assert same(models[0], models[1])
+    held = held_of_all(optimizers[0])
+    assert max(held) < 0.7 * optimizers[1].held_bytes()
+    with pytest.raises(ValueError, match="mesh with use_distributed_optimizer=False"):
+        OptimizerConfig().optimizer_for(models[0], mesh=mesh())
 
 
 def more_ranks_than_parameters() -> None:
@@ -639,16 +658,17 @@ def continued(path: Path, name: str, dtype: torch.dtype, expected: nn.Module | N
         assert same(models[0], expected)
 
 
-def saved_by_dcp(directory: Path, name: str, dtype: torch.dtype) -> None:
-    model = parallel(Model(all_used=True).to(dtype))
-    mine = getattr(optim, name)(model.parameters(), lr=0.01, mesh=mesh())
+def saved_by_dcp(directory: Path, name: str, dtype: torch.dtype, zero_stage: int) -> None:
+    whole = Model(all_used=True).to(dtype)
+    model = parallel(whole) if zero_stage == 1 else whole
+    mine = getattr(optim, name)(model.parameters(), lr=0.01, mesh=mesh(), zero_stage=zero_stage)
     train(model, mine, range(2))
     weights, state = get_state_dict(model, mine)
     checkpoint.save({"model": weights, "optimizer": state}, checkpoint_id=directory / "dcp")
     mine.consolidate_state_dict()
     full = get_state_dict(model, mine, options=StateDictOptions(full_state_dict=True, cpu_offload=True))[1]
     if distributed.get_rank() == 0:
-        torch.save({"model": model.module.state_dict(), "optimizer": mine.state_dict()}, directory / "saved.pt")
+        torch.save({"model": whole.state_dict(), "optimizer": mine.state_dict()}, directory / "saved.pt")
         assert all(full["state"].values())
     resumed_by_dcp(directory, name, dtype)
 
@@ -657,14 +677,15 @@ def resumed_by_dcp(directory: Path, name: str, dtype: torch.dtype) -> None:
     """On any number of ranks; weights and state as in the file that holds all of them."""
     distributed.barrier()
     saved = torch.load(directory / "saved.pt")
-    settings: list[dict[str, Any]] = [{"mesh": mesh()}, {}]
+    settings: list[dict[str, Any]] = [{"mesh": mesh(), "zero_stage": 2}, {"mesh": mesh()}, {}]
     for shared in settings:
-        model = parallel(Model(all_used=True).to(dtype))
+        whole = Model(all_used=True).to(dtype)
+        model = whole if "zero_stage" in shared else parallel(whole)
         optimizer = getattr(optim, name)(model.parameters(), lr=0.01, **shared)
         weights, state = get_state_dict(model, optimizer)
         checkpoint.load({"model": weights, "optimizer": state}, checkpoint_id=directory / "dcp")
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-        assert same(model.module, _loaded(saved["model"], dtype))
+        assert same(whole, _loaded(saved["model"], dtype))
         last = distributed.get_world_size() - 1
         optimizer.consolidate_state_dict(to=last)
         if distributed.get_rank() == last:
@@ -901,7 +922,13 @@ def ranks_disagree() -> None:
         optim.AdamW(named.items(), mesh=mesh()).step()
     named["layers.1.weight"].requires_grad_(True)
     optimizer = optim.AdamW(named.items(), mesh=mesh())
+    optimizer.param_groups[0]["betas"] = (0.9, 0.99 + 0.009 * rank)
     gradients(model)
+    with pytest.raises(
+        StateError, match=r"differ in param_groups\[0\]\['betas'\]: \(0.9, 0.999\) on rank 1, \(0.9, 0.99\)"
+    ):
+        optimizer.step()
+    optimizer.param_groups[0]["betas"] = (0.9, 0.999)
     before = copy.deepcopy(model)
     if rank == 1:
         named["layers.2.bias"].grad = None

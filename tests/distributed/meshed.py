@@ -734,6 +734,95 @@ def settings_that_differ() -> None:
         pass
 
 
+def written(model: nn.Module, optimizer: Any) -> None:
+    with torch.no_grad():
+        model.head.weight.mul_(2)  # type: ignore[union-attr,operator]
+
+
+def another_lr(model: nn.Module, optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] = 0.5
+
+
+def clipped(model: nn.Module, optimizer: Any) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def clipped_by_nothing(model: nn.Module, optimizer: Any) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+
+
+def discarded(model: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+
+
+def discarded_once(model: nn.Module, optimizer: Any) -> None:
+    model.head.weight.grad = None  # type: ignore[union-attr,assignment]
+
+
+def state_loaded(model: nn.Module, optimizer: Any) -> None:
+    optimizer.load_state_dict(optim.AdamW(model.parameters(), lr=0.01).state_dict())
+
+
+def frozen(model: nn.Module, optimizer: Any) -> None:
+    model.head.requires_grad_(False)  # type: ignore[union-attr]
+
+
+def stepped(model: nn.Module, optimizer: Any) -> None:
+    optimizer.step()
+
+
+def does_alone(change: Callable[[nn.Module, Any], None]) -> None:
+    """The first rank alone does that, between a backward and a step, and goes on as the others do."""
+    model = Model()
+    with offloaded(model):
+        optimizer = optim.AdamW(model.parameters(), lr=0.01)
+        for number in range(4):
+            model(batch(distributed.get_rank(), number)).backward()
+            if number == 1 and distributed.get_rank() == 0:
+                change(model, optimizer)
+            if number != 1 or change is not stepped:
+                optimizer.step()
+            if change is not discarded:
+                optimizer.zero_grad()
+
+
+def nodes_that_differ() -> None:
+    """Each rank is a node: the same is a copy of its own there. No node goes on to another step."""
+    os.environ["GROUP_RANK"] = str(distributed.get_rank())
+    of_steps, of_gradients = "nodes differ in optimizers' steps", "'head.weight' has a gradient already on some nodes"
+    for change, said in (
+        (written, "nodes differ in what was written into weights"),
+        (another_lr, of_steps),
+        (clipped, of_steps),
+        (discarded_once, of_steps),
+        (state_loaded, of_steps),
+        (stepped, of_steps),
+        (discarded, of_gradients),
+        (frozen, "nodes differ in which parameters are trained"),
+    ):
+        with pytest.raises(StateError, match=said):
+            does_alone(change)
+    does_alone(clipped_by_nothing)
+
+
+def ranks_that_differ() -> None:
+    """Of one node, whose step says at once what differs."""
+    for change, said in (
+        (another_lr, r"differ in param_groups\[0\]\['lr'\]: 0.01 on rank 1, 0.5 on rank 0; nothing was updated"),
+        (clipped, r"the gradient of parameter 1 .* has other values on rank 1 than on rank 0; nothing was updated"),
+        (state_loaded, "ranks differ in how often state was loaded: 0 on rank 1, 1 on rank 0"),
+    ):
+        with pytest.raises(StateError, match=said):
+            does_alone(change)
+    does_alone(clipped_by_nothing)
+    model = Model()
+    with offloaded(model):
+        optimizer = (optim.AdamW, optim.Adam)[distributed.get_rank()](model.parameters())
+        model(batch(distributed.get_rank(), 0)).backward()
+        with pytest.raises(StateError, match="differ in the class of optimizer: Adam on rank 1, AdamW on"):
+            optimizer.step()
+
+
 def refusals() -> None:
     model = Model()
     with pytest.raises(TypeError, match="mesh is a int; give a DeviceMesh"):

@@ -73,6 +73,7 @@ def test_four_ranks(nursery: Nursery, tmp_path: Path, program: str) -> None:
         "micro_batches_are_added_up, 8192, 8192",
         "ranks_use_different_parameters",
         "optimizers_end_in_one_order",
+        "megatrons_distributed_optimizer",
         "another_dtype_comes_later",
         "parameters_that_are_used_again",
         "zero_stage_two_is_misused",
@@ -110,11 +111,14 @@ def test_checkpoints(nursery: Nursery, tmp_path: Path, name: str, disk: bool) ->
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(("name", "dtype"), [("AdamW", "float32"), ("AdamW", "bfloat16"), ("Muon", "float32")])
-def test_distributed_checkpoints(nursery: Nursery, tmp_path: Path, name: str, dtype: str) -> None:
-    """Saved by two ranks, resumed by these, by one and by three, with and without a mesh."""
+@pytest.mark.parametrize(
+    ("name", "dtype", "zero_stage"),
+    [("AdamW", "float32", 1), ("AdamW", "bfloat16", 2), ("Muon", "float32", 1), ("Muon", "float32", 2)],
+)
+def test_distributed_checkpoints(nursery: Nursery, tmp_path: Path, name: str, dtype: str, zero_stage: int) -> None:
+    """Saved by two ranks, resumed by these, by one and by three, in each stage and without a mesh."""
     path = f"Path({str(tmp_path)!r})"
-    run_ranks(nursery, tmp_path, 2, f"dealt.saved_by_dcp, {path}, {name!r}, torch.{dtype}")
+    run_ranks(nursery, tmp_path, 2, f"dealt.saved_by_dcp, {path}, {name!r}, torch.{dtype}, {zero_stage}")
     for world_size in (1, 3):
         run_ranks(nursery, tmp_path, world_size, f"dealt.resumed_by_dcp, {path}, {name!r}, torch.{dtype}")
 

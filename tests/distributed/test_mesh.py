@@ -102,7 +102,9 @@ def test_one_copy_for_a_node(nursery: Nursery, tmp_path: Path, world_size: int) 
     run_ranks(nursery, tmp_path, world_size, "meshed.one_copy_for_a_node")
 
 
-@pytest.mark.core(program=["writes", "buffers_are_the_first_ranks", "settings_that_differ"])
+@pytest.mark.core(
+    program=["writes", "buffers_are_the_first_ranks", "settings_that_differ", "nodes_that_differ", "ranks_that_differ"]
+)
 @pytest.mark.parametrize(
     "program",
     [
@@ -110,6 +112,8 @@ def test_one_copy_for_a_node(nursery: Nursery, tmp_path: Path, world_size: int) 
         "models_that_differ",
         "buffers_are_the_first_ranks",
         "settings_that_differ",
+        "nodes_that_differ",
+        "ranks_that_differ",
         "refusals",
         "few_descriptors",
         "groups_have_one_user",

@@ -299,8 +299,15 @@ class AveragedGradients:
 
     def _add_up(self, given: Round, gives: torch.Tensor, adds: torch.Tensor) -> list[Slot]:
         node, averaged = self._node, []
-        anywhere = gives.amax(0)
-        node.reduce_across(anywhere, "which gradients there are", largest=True)
+        said = torch.stack([gives.amax(0), adds[0], _ADDS - adds[0]])
+        node.reduce_across(said, "which gradients there are", largest=True)
+        anywhere = said[0]
+        uneven = (said[1] + said[2] > _ADDS).nonzero().flatten().tolist()
+        if uneven:
+            raise StateError(
+                f"parameter {given.slots[uneven[0]].name!r} has a gradient already on some nodes alone: set gradients"
+                " to None, or accumulate, on all ranks or on none"
+            )
         for index, slot in enumerate(given.slots):
             part = self._sums.part(slot.home.numel())
             if not anywhere[index] and not adds[0, index]:
@@ -362,10 +369,11 @@ class AveragedGradients:
         said[self._node.rank].copy_(mine)
         self._counters.post(_ARRIVED, number)
         self._counters.wait(_ARRIVED, number, "the end of its backward")
-        agreed = torch.stack(said).amax(0)
+        agreed = torch.cat([torch.stack(said).amax(0), self._common.seen()])
         self._node.reduce_across(agreed, "what came late", largest=True)
         self._counters.post(_SUMMED, number)
-        return agreed
+        self._common.check_nodes(agreed[len(mine) :])
+        return agreed[: len(mine)]
 
     def _show(self, homes: NodeGradients) -> None:
         """Averages become the homes' gradients. What this rank wrote to gradients before is in them."""

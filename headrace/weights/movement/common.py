@@ -24,6 +24,8 @@ from headrace.weights.rest.tiers import CheckpointRest, SharedRest
 
 __all__ = ["CommonHomes"]
 
+_WRITTEN, _TRAINED, _STEPS = "what was written into weights", "which parameters are trained", "optimizers' steps"
+
 
 class _Updates:
     """Updates of one block, of several optimizers maybe, each of which ends when it likes."""
@@ -76,6 +78,8 @@ class CommonHomes:
         self._places: dict[Block, int] = {}
         self._said: Counters | None = None  # for each block what was written, and after these its updates
         self._updates: dict[Block, _Updates] = {}
+        # What the ranks of this node have agreed on since the start, for other nodes to compare.
+        self._alike = {_WRITTEN: 0, _TRAINED: 0, _STEPS: 0}
         self.discards: list[Callable[[Iterable[Any]], None]] = []  # called when gradients of parameters are discarded
 
     def move_in(self, block: Block) -> None:
@@ -91,7 +95,8 @@ class CommonHomes:
                 () if self.node.across is None else (rest, *([] if rest.homes is None else [rest.homes.rest]))
             ):
                 part = shared.common[self.node.part(len(shared.common))]
-                distributed.broadcast(part, group_src=0, group=self.node.across)
+                with self.node.together(f"block {block.name!r}, as the first node has it"):
+                    distributed.broadcast(part, group_src=0, group=self.node.across)
             if self.node.across is not None:
                 self.node.meet(f"block {block.name!r}, as the first node has it")
             if self.node.across is not None or rest.homes is not None:
@@ -139,6 +144,8 @@ class CommonHomes:
                     " rank loads or computes the values, broadcast them first)"
                 )
         self._check_alike(blocks, written, said, what)
+        self._alike[_TRAINED] = said.of(0, 3 * len(blocks))
+        self._note(_WRITTEN, *((index, said.of(0, 2 * len(blocks) + index)) for index in written))
         for index in written:
             rest = blocks[index].rest
             if isinstance(rest, SharedRest):
@@ -195,6 +202,31 @@ class CommonHomes:
         block.agreed = block.look()
         for slot in block.slots if block.rest.homes is not None else ():
             slot.is_cast()  # which all ranks see, too
+
+    def note_step(self, alike: Sequence[int]) -> None:
+        """The ranks of this node agreed on an optimizer's step, of which they have that alike."""
+        self._note(_STEPS, *alike)
+
+    def _note(self, what: str, *values: object) -> None:
+        for value in values:
+            self._alike[what] = zlib.crc32(repr(value).encode(), self._alike[what])
+
+    def seen(self) -> torch.Tensor:
+        """What nodes compare, as bytes: where nodes differ, the largest of each byte is nobody's."""
+        agreed = torch.tensor(list(self._alike.values())).view(torch.uint8)
+        return torch.cat([agreed, 255 - agreed])
+
+    def check_nodes(self, largest: torch.Tensor) -> None:
+        """`largest`: of each byte of all nodes' `seen`. Raises StateError on all ranks where nodes differ."""
+        differ = (largest != self.seen()).view(2, len(self._alike), -1).any(-1).any(0).tolist()
+        for what, differs in zip(self._alike, differ, strict=True):
+            if differs:
+                raise StateError(
+                    f"nodes differ in {what}: each has a copy of the weights, and these are not the same any more (rank"
+                    f" {self.node.ranks[self.node.rank]} is on node {self.node.number} of {self.node.nodes}). Write,"
+                    " load, clip and step alike on all ranks of all nodes; end this run, and go on from its last"
+                    " checkpoint"
+                )
 
     def unwritten(self) -> list[Block]:
         """Blocks that nobody but headrace has written since."""
