@@ -146,6 +146,10 @@ def test_every_command_names_the_nearest_flag(line: str, says: str, capsys: pyte
     assert len(shown.splitlines()) == 1
 
 
+def test_flags_may_be_written_with_underscores(arguments: list[str], tmp_path: Path):
+    assert main([*arguments, "--learning_rate=0.1", "--no_packing", "--max_grad_norm", "1"]) == 0
+
+
 def test_a_value_after_two_dashes_is_no_flag(capsys: pytest.CaptureFixture[str]):
     assert main(["report", "--", "--htm"]) == 2
     assert "there is no run at --htm" in capsys.readouterr().err
