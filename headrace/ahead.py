@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from headrace.config import Size, parse_bytes
+from headrace.config import Size, parse_budget, parse_bytes
 from headrace.errors import HeadraceError
 from headrace.optim.eight_bit import RECORD_BYTES, RUN_ELEMENTS
 from headrace.planning.cost import (
@@ -342,9 +342,9 @@ def _resized(
 ) -> Hardware:
     fields: dict[str, Any] = {}
     if device_memory is not None:
-        fields["device_memory_bytes"] = parse_bytes(device_memory, name="device_memory")
+        fields["device_memory_bytes"] = parse_budget(device_memory, name="device_memory")
     if host_memory is not None:
-        fields["host_memory_bytes"] = parse_bytes(host_memory, name="host_memory")
+        fields["host_memory_bytes"] = parse_budget(host_memory, name="host_memory")
     if disk is not None and not isinstance(disk, bool):
         fields["disk_bytes"] = parse_bytes(disk, name="disk")
         if not machine.disk_read_bytes_per_second:

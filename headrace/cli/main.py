@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
@@ -55,12 +56,17 @@ def _parse(parser: Parser, arguments: list[str]) -> argparse.Namespace:
     ours = list(arguments)
     for index, argument in enumerate(itertools.takewhile(lambda argument: argument != "--", arguments)):
         name, equals, value = argument.partition("=")
+        if re.match(r"-\d", argument) and index and ours[index - 1] in known:
+            ours[index - 1 : index + 1] = [
+                "",
+                f"{ours[index - 1]}={argument}",
+            ]  # no flag: argparse would take it for one
         if name.startswith("--") and name not in known:
             dashed = name.replace("_", "-")
             if dashed not in known:
                 reader.error(f"there is no flag {name}{nearest(dashed, known)}")
             ours[index] = f"{dashed}{equals}{value}"
-    return parser.parse_args(ours)
+    return parser.parse_args([argument for argument in ours if argument])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """How does the command line plan a run? The arguments of `headrace plan`; several machines are shown side by side."""
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ _RATES = {
     "network-gbps": "10^9 bytes (not bits) per second of each node to others, each way",
     "tflops": "10^12 operations per second in matrix products of 16 bits",
 }
+_HUB_SECONDS = 5.0
 _TRAININGS = {"lora": "adapter"}  # other names
 
 
@@ -168,15 +170,19 @@ def _config(model: str) -> Any:
     if model.startswith(("/", ".", "~")) or model.endswith("/"):
         raise PlanInputError(f"there is no directory or file {model!r}; give a model's directory or its config.json")
     try:
+        from huggingface_hub import HfApi
         from transformers import AutoConfig  # here: it takes seconds to import, and a path does not need it
     except ModuleNotFoundError as error:
         raise PlanInputError(
             f"there is no file {model!r}; for names of models run: pip install 'transformers>=5'"
         ) from error
+    with contextlib.suppress(OSError, ValueError):
+        return AutoConfig.from_pretrained(model, trust_remote_code=False, local_files_only=True)
     try:
+        HfApi().model_info(model, timeout=_HUB_SECONDS)  # transformers would ask again and again
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # of several libraries
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise PlanInputError(
-            f"there is no directory or file {model!r}, and transformers can load no config of that name: {reason}"
+            f"there is no directory or file {model!r}, and no config of that name on the Hugging Face hub: {reason}"
         ) from error
