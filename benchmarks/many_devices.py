@@ -8,7 +8,7 @@ row says (docs/many_devices.md has the addresses); two rates are fitted, to one 
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,8 +107,11 @@ class Case:
         return headrace.plan(self.config, **(FORWARD | self.settings))
 
 
-def on(machine: str, nodes: int = 1, devices: int = 8, **settings: Any) -> dict[str, Any]:
-    return {"hardware": machine, "devices": devices, "nodes": nodes, **settings}
+def on(
+    machine: str, nodes: int = 1, devices: int = 8, figures: Mapping[str, Any] | None = None, **settings: Any
+) -> dict[str, Any]:
+    changed = headrace.Hardware.named(machine).changed(**figures or {})
+    return {"hardware": changed, "devices": devices, "nodes": nodes, **settings}
 
 
 def sized() -> Iterator[Case]:
@@ -168,11 +171,11 @@ def published() -> Iterator[tuple[str, str, Case, str]]:
 def _roundpipe() -> Iterator[tuple[str, str, Case, str]]:
     """Measured on 8 x 4090 and 8 x A800 in one paper, 8B, full fine-tuning."""
     source = "[RoundPipe][roundpipe]"
-    step = {"batch_size": 4, "sequence_length": 2048, "micro_batches": 8, "host_memory": "800GB"}
+    step: dict[str, Any] = {"batch_size": 4, "sequence_length": 2048, "micro_batches": 8, "host_memory": "800GB"}
     step |= {"method": "stream-weights,activations=recomputed"}
-    fast = step | {"flops_per_second": FITTED_4090}
+    fast = step | {"figures": {"flops": FITTED_4090}}
     little = step | {"micro_batches": 1}
-    slow_memory = fast | {"host_bytes_per_second": 150e9}
+    slow_memory = step | {"figures": {"flops": FITTED_4090, "host": "150GB/s"}}
     card = Case("", LLAMA_8B, "1 4090", on("8x4090", devices=1, **step))
     fast_card = Case("", LLAMA_8B, "1 4090 (a)", on("8x4090", devices=1, **fast))
     cards, fast_cards = (
@@ -189,7 +192,12 @@ def _roundpipe() -> Iterator[tuple[str, str, Case, str]]:
     yield "Megatron, pipeline, 8 4090", "16,412 tokens/s", cards, source
     yield "FSDP, ZeRO 3, 8 4090", "1,924 tokens/s", few, source
     yield "ZeRO-Infinity, 8 4090", "1,843 tokens/s", cards, source
-    a800 = {"peer_bytes_per_second": 160e9, "batch_size": 8, "sequence_length": 2048, "micro_batches": 4}
+    a800: dict[str, Any] = {
+        "figures": {"peers": "160GB/s"},
+        "batch_size": 8,
+        "sequence_length": 2048,
+        "micro_batches": 4,
+    }
     a800s = Case("", LLAMA_8B, "8 A800", on("8xa100", **a800))
     yield "FSDP, ZeRO 3, 8 A800", "29,148 tokens/s", a800s, source
     yield "RoundPipe, stale, 8 A800", "28,427 tokens/s", a800s, source
@@ -202,7 +210,8 @@ def scaling() -> Iterator[tuple[int, list[RunPlan]]]:
         plans = []
         for peer in ("none", "pcie"):
             for tokens in (4, 1):
-                settings = on("8x4090", devices=count, peer=peer, batch_size=tokens, sequence_length=2048)
+                asked: dict[str, Any] = {"figures": {"peer": peer}, "batch_size": tokens, "sequence_length": 2048}
+                settings = on("8x4090", devices=count, **asked)
                 plans.append(Case("8B", LLAMA_8B, "", settings).plan())
         yield count, plans
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from headrace.config import Size, parse_bytes
+from headrace.config import Size, parse_budget, parse_bytes
 from headrace.errors import HeadraceError
 from headrace.optim.eight_bit import RECORD_BYTES, RUN_ELEMENTS
 from headrace.planning.cost import (
@@ -23,11 +23,8 @@ from headrace.planning.cost import (
     Training,
     Work,
     all_devices,
-    nearest,
     plan_run,
     wanted,
-    with_drives,
-    with_peers,
 )
 from headrace.runtime.device import is_accelerator, resolve_device
 from headrace.runtime.host import available_host_bytes
@@ -35,7 +32,7 @@ from headrace.runtime.probe import dram_rate, link_rates, matmul_rates, update_r
 from headrace.runtime.probe_disk import disk_rates
 from headrace.shapes import shape_of
 
-__all__ = ["HardwareNotFound", "Probe", "cached_probe", "plan", "probe", "probed_rates"]
+__all__ = ["HardwareNotFound", "Probe", "cached_probe", "machine_of", "plan", "probe", "probed_rates"]
 
 MEASURED = "measured"
 
@@ -182,17 +179,6 @@ def plan(
     device_memory: Size | None = None,
     host_memory: Size | None = None,
     disk: Size | bool | None = None,
-    drive: str | None = None,
-    drives: int = 1,
-    link_bytes_per_second: float | None = None,
-    disk_bytes_per_second: float | None = None,
-    host_bytes_per_second: float | None = None,
-    device_bytes_per_second: float | None = None,
-    flops_per_second: float | None = None,
-    update_bytes_per_second: float | None = None,
-    peer: Literal["fabric", "pcie", "none"] | None = None,
-    peer_bytes_per_second: float | None = None,
-    network_bytes_per_second: float | None = None,
     devices: int | None = None,
     nodes: int = 1,
     training: Literal["full", "adapter", "inference"] = "full",
@@ -215,13 +201,7 @@ def plan(
       Default: "measured" if there is a measurement, otherwise "4090".
     - `batch_size`, `sequence_length`, `micro_batches`: one optimizer step of one replica.
     - `device_memory`, `host_memory`, `disk`: bytes or text such as "24GiB", instead of the machine's own; `disk=False`:
-      no disk. `drive`: "nvme-gen4", "nvme-gen5", "sata" or "hdd" instead of the machine's, `drives` of them.
-    - `link_bytes_per_second` (each way), `disk_bytes_per_second` (reading and writing), `host_bytes_per_second` (of
-      host memory), `device_bytes_per_second` (of device memory), `flops_per_second`, `update_bytes_per_second` (of host
-      memory that the optimizer's updates of all devices move together), `peer_bytes_per_second` (from each device to
-      the others of its node), `network_bytes_per_second` (of each node, each way): rates as reached in practice,
-      instead of the machine's own. `peer`: how devices of a node reach each other: "fabric" (NVLink, Infinity Fabric),
-      "pcie" (peer access over each one's link to the host) or "none" (through host memory).
+      no disk. Other rates and drives than the machine's: `Hardware.named("4090").changed(link="25GB/s")`.
     - `devices`: how many devices of each of the `nodes` are used; by default `tensor` times `pipeline`, or, with
       several nodes, all of the machine. After division by `tensor` and `pipeline`, the rest are data-parallel replicas:
       those of a node share one copy on the host, or all are sharded by a `zero_stage` of 1 to 3; `expert_parallel` of
@@ -241,24 +221,7 @@ def plan(
     devices without `devices`), and HardwareNotFound for a machine that is not known. A model that does not fit is not
     an error: see `RunPlan.fits`.
     """
-    machine = _machine(hardware)
-    if drive is not None:
-        machine = with_drives(machine, drive, drives)
-    elif drives != 1:
-        raise ValueError(f"drives={drives} of which drive? Give drive too, such as drive='nvme-gen4'")
-    rates = {
-        ("onload_bytes_per_second", "offload_bytes_per_second"): link_bytes_per_second,
-        ("disk_read_bytes_per_second", "disk_write_bytes_per_second"): disk_bytes_per_second,
-        ("dram_bytes_per_second", "update_bytes_per_second"): host_bytes_per_second,
-        ("device_bytes_per_second",): device_bytes_per_second,
-        ("flops_per_second",): flops_per_second,
-        ("update_bytes_per_second",): update_bytes_per_second,
-        ("collective_bytes_per_second",): peer_bytes_per_second,
-        ("node_bytes_per_second",): network_bytes_per_second,
-    }
-    given = {field: rate for fields, rate in rates.items() if rate is not None for field in fields}
-    machine = _resized(machine.changed(**given) if given else machine, device_memory, host_memory, disk)
-    machine = with_peers(machine, peer, peer_bytes_per_second)
+    machine = _resized(machine_of(hardware), device_memory, host_memory, disk)
     work = _one_of(Training, training, "training")
     shape = shape_of(model, work, adapter_rank, weight_bits)
     if tensor < 1 or pipeline < 1:
@@ -278,7 +241,6 @@ def plan(
     updates = work is not Training.NONE
     of_update = "of an update, which training='inference' has none of; leave it out"
     decodes = not updates and spread.devices == 1 and shape.expert_share > 0
-    many = devices is not None or spread.devices > nodes  # devices=1 is where a table of several numbers begins
     replicas = devices is not None or spread.data > 1
     _refuse_idle(
         ("adapter_rank", adapter_rank, work is Training.ADAPTER, "of training='adapter' alone; leave it out"),
@@ -286,7 +248,6 @@ def plan(
         ("state_dtype", None if own_state_bytes == 8 else state_dtype, updates, of_update),
         ("expert_hit_rate", expert_hit_rate, decodes, "of inference with experts on one device; leave it out"),
         ("zero_stage", zero_stage or None, replicas, "for several replicas; give devices, too, or leave it out"),
-        ("peer", peer, many, "for several devices; give devices, too, or leave it out"),
     )
     full_width = shape.weight_bytes >= 3.9 * shape.parameters
     return plan_run(
@@ -325,16 +286,16 @@ def _state_bytes(state_dtype: torch.dtype | str) -> float:
     return known[name]
 
 
-def _machine(hardware: Hardware | str | None) -> Hardware:
+def machine_of(hardware: Hardware | str | None) -> Hardware:
+    """The machine of that name, or "measured"; of none, the measured one, or else a 4090. Raises HardwareNotFound."""
     if isinstance(hardware, Hardware):
         return hardware
-    if hardware is None:
-        return cached_probe() if _cache_path().exists() else MACHINES["4090"]
-    if hardware == MEASURED:
+    if hardware == MEASURED or (hardware is None and _cache_path().exists()):
         return cached_probe()
-    if hardware not in MACHINES:
-        raise HardwareNotFound(f"hardware={hardware!r} is not known{nearest(hardware, MACHINES)}; give {_known()}")
-    return MACHINES[hardware]
+    try:
+        return Hardware.named("4090" if hardware is None else hardware)
+    except ValueError as error:
+        raise HardwareNotFound(f'{error} or "{MEASURED}"') from error
 
 
 def _resized(
@@ -342,9 +303,9 @@ def _resized(
 ) -> Hardware:
     fields: dict[str, Any] = {}
     if device_memory is not None:
-        fields["device_memory_bytes"] = parse_bytes(device_memory, name="device_memory")
+        fields["device_memory_bytes"] = parse_budget(device_memory, name="device_memory")
     if host_memory is not None:
-        fields["host_memory_bytes"] = parse_bytes(host_memory, name="host_memory")
+        fields["host_memory_bytes"] = parse_budget(host_memory, name="host_memory")
     if disk is not None and not isinstance(disk, bool):
         fields["disk_bytes"] = parse_bytes(disk, name="disk")
         if not machine.disk_read_bytes_per_second:

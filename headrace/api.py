@@ -23,7 +23,7 @@ from headrace.config import (
     activation_config,
     directory_of,
     modules_of,
-    parse_bytes,
+    parse_budget,
     prefetch_blocks,
 )
 from headrace.errors import StateError
@@ -92,8 +92,9 @@ def offload(
 
     - `device`: where to compute; default the current accelerator, or the CPU where there is none.
     - `device_memory`: ceiling in bytes for weights on the device (resident, visiting and arriving together) and for
-      buffers of modules. Gradients on their way out (those of two blocks at most) and activations come on top. Default:
-      what is free now, less a tenth; on the CPU, twice the weights, or half of what is free if that is less.
+      buffers of modules. An int, or text such as "8GiB", or "25%" of the weights; so is `host_memory`. Gradients on
+      their way out (those of two blocks at most) and activations come on top. Default: what is free now, less a tenth;
+      on the CPU, twice the weights, or half of what is free if that is less.
     - `host_memory`: ceiling in bytes for weights, gradients, activations and staging in host memory; what optimizers
       hold (`optimizer.held_bytes()`) comes on top. Default: what the machine and the cgroup leave free, less 15%.
     - `disk`: a directory, on a local drive, for blocks (and gradients) that do not fit in `host_memory`. It belongs to
@@ -136,10 +137,12 @@ def offload(
     Gradients of parameters come only from `backward()`: `torch.autograd.grad` and `backward(inputs=...)` do not find
     them, because the graph holds the copies on the device.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
     config = OffloadConfig(
         device=resolve_device(device),
-        device_memory_bytes=None if device_memory is None else parse_bytes(device_memory, name="device_memory"),
-        host_memory_bytes=None if host_memory is None else parse_bytes(host_memory, name="host_memory"),
+        device_memory_bytes=_budget("device_memory", device_memory, model),
+        host_memory_bytes=_budget("host_memory", host_memory, model),
         disk=directory_of(disk),
         checkpoint=Path(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint,
         blocks=blocks,
@@ -152,8 +155,6 @@ def offload(
         onload=onload,
         packed=packed,
     )
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
     refuse_watched(model)
     refuse_unmanageable(model, with_checkpoint=config.checkpoint is not None)
     if config.activations is not None:
@@ -161,6 +162,13 @@ def offload(
         if config.activations.tier == "disk" and config.disk is None:
             raise ValueError('activations with tier="disk" need a directory; give disk="/path/on/a/local/drive"')
     return Offloaded(model, config)
+
+
+def _budget(name: str, size: Size | None, model: nn.Module) -> int | None:
+    """In bytes; the weights are counted for a share of them alone, which not all models can be asked for."""
+    share = isinstance(size, str) and "%" in size
+    whole_bytes = sum(parameter.nbytes for parameter in model.parameters()) if share else 0
+    return None if size is None else parse_budget(size, name=name, whole_bytes=whole_bytes)
 
 
 class Offloaded(Accumulating, Observed, CopyControl, Handle):

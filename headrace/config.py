@@ -21,6 +21,7 @@ __all__ = [
     "directory_of",
     "format_bytes",
     "modules_of",
+    "parse_budget",
     "parse_bytes",
     "prefetch_blocks",
 ]
@@ -37,15 +38,22 @@ _UNITS = {
     "MIB": 2**20,
     "GIB": 2**30,
     "TIB": 2**40,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
 }
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*(-?[0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+_PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
+_LEAST_PLAIN = 1024  # a budget of fewer bytes, given as text without a unit, is one whose unit was forgotten
 
 Size = int | str
 BlocksSpec = Literal["auto"] | Size | Sequence[nn.Module | str]
 
 
 def parse_bytes(size: Size, *, name: str = "size") -> int:
-    """Bytes of `size`: an int of bytes, or text with a unit (B, KB, MB, GB, TB of 1000; KiB, MiB, GiB, TiB of 1024).
+    """Bytes of `size`: an int of bytes, or text with a unit (B, KB, MB, GB, TB of 1000; KiB, MiB, GiB, TiB of 1024,
+    or K, M, G, T for these).
 
     Raises TypeError when `size` is neither, ValueError when the text has no such form or the size is negative; both
     name the setting `name`.
@@ -56,10 +64,26 @@ def parse_bytes(size: Size, *, name: str = "size") -> int:
         match = _SIZE.fullmatch(size)
         if match is None or match[2].upper() not in _UNITS:
             raise ValueError(f'{name}={size!r} is not a size; give bytes as an int, or text such as "8GiB" or "500MB"')
-        return int(Fraction(match[1]) * _UNITS[match[2].upper()])  # exact, where a float would round
-    if size < 0:
+        nbytes = int(Fraction(match[1]) * _UNITS[match[2].upper()])  # exact, where a float would round
+    else:
+        nbytes = size
+    if nbytes < 0:
         raise ValueError(f"{name}={size} is negative; give a size of 0 bytes or more")
-    return size
+    return nbytes
+
+
+def parse_budget(size: Size, *, name: str, whole_bytes: int | None = None) -> int:
+    """Bytes of a budget: as `parse_bytes`, or with `whole_bytes` text such as "25%": that share of them."""
+    if isinstance(size, str):
+        if whole_bytes is not None and (percent := _PERCENT.fullmatch(size)):
+            return int(whole_bytes * Fraction(percent[1]) / 100)
+        if size.strip().isdigit() and 0 < int(size) < _LEAST_PLAIN:
+            raise ValueError(f'{name}={size!r} is {counted(int(size), "byte")}; did you mean "{size.strip()}GB"?')
+    try:
+        return parse_bytes(size, name=name)
+    except ValueError as error:
+        share = "" if whole_bytes is None else ', or a share of the weights such as "25%"'
+        raise ValueError(f"{error}{share}") from error
 
 
 def counted(number: int, noun: str) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 from headrace.checkpoint.directory import newest
 from headrace.checkpoint.manifest import MANIFEST, read_manifest
 from headrace.checkpoint.reading import SavedFile
+from headrace.cli.checks import Finding, Machine, findings
 from headrace.cli.symptoms import SYMPTOMS, matching
 from headrace.config import format_bytes
 from headrace.errors import HeadraceError
 from headrace.optim import kernel
-from headrace.runtime.checks import Finding, Machine, findings
 from headrace.runtime.device import resolve_device
 
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.config import counted, format_bytes, parse_bytes
+from headrace.config import counted, format_bytes, parse_budget
 from headrace.errors import HeadraceError
 
 if TYPE_CHECKING:
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from headrace import Offloaded
 
 EPILOG = """\
-Sizes are bytes or text such as 8GiB. Without --prompt, the prompt is read from standard input.
+Sizes are bytes, text such as 8GiB, or a share of the weights such as 25%. Without --prompt, the prompt is read
+from standard input.
 The text goes to standard output as it comes, and what was measured to standard error. Several prompts are written on
 together, and their texts come when all are done.
 """
@@ -245,8 +246,11 @@ def _in_template(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> str:
     return str(text)
 
 
-def _size(text: str | None, option: str) -> int | None:
-    return None if text is None else parse_bytes(text, name=option)
+def _size(text: str | None, option: str) -> str | None:
+    """As it is: a share is of weights that are read later. Raises ValueError for what is no size."""
+    if text is not None:
+        parse_budget(text, name=option, whole_bytes=0)
+    return text
 
 
 def _tokenizer(directory: Path) -> "PreTrainedTokenizerBase":

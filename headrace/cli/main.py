@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
@@ -15,7 +16,6 @@ from headrace.cli.noise import without_noise
 from headrace.cli.plan import add_plan_command
 from headrace.cli.probe import add_probe_command
 from headrace.cli.report import add_report_command
-from headrace.cli.run_recipe import add_run_recipe_command
 from headrace.cli.train import add_train_command, rewrite
 from headrace.errors import HeadraceError
 
@@ -41,7 +41,6 @@ def build_parser() -> Parser:
     add_probe_command(commands)
     add_report_command(commands)
     add_doctor_command(commands)
-    add_run_recipe_command(commands)
     parser.commands = commands.choices
     return parser
 
@@ -54,11 +53,20 @@ def _parse(parser: Parser, arguments: list[str]) -> argparse.Namespace:
     reader = parser.commands.get(command, parser)
     known = [option for action in reader._actions for option in action.option_strings]
     # Before argparse looks, which names what is missing first, such as the flag that was misspelt.
-    for argument in itertools.takewhile(lambda argument: argument != "--", arguments):
-        name = argument.partition("=")[0]
+    ours = list(arguments)
+    for index, argument in enumerate(itertools.takewhile(lambda argument: argument != "--", arguments)):
+        name, equals, value = argument.partition("=")
+        if re.match(r"-\d", argument) and index and ours[index - 1] in known:
+            ours[index - 1 : index + 1] = [
+                "",
+                f"{ours[index - 1]}={argument}",
+            ]  # no flag: argparse would take it for one
         if name.startswith("--") and name not in known:
-            reader.error(f"there is no flag {name}{nearest(name, known)}")
-    return parser.parse_args(arguments)
+            dashed = name.replace("_", "-")
+            if dashed not in known:
+                reader.error(f"there is no flag {name}{nearest(dashed, known)}")
+            ours[index] = f"{dashed}{equals}{value}"
+    return parser.parse_args([argument for argument in ours if argument])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

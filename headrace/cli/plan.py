@@ -1,11 +1,12 @@
 """How does the command line plan a run? The arguments of `headrace plan`; several machines are shown side by side."""
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
-from headrace.ahead import plan
+from headrace.ahead import machine_of, plan
 from headrace.errors import HeadraceError
 from headrace.planning.cost import DRIVES, METHODS, PEERS, RunPlan, compare_text
 
@@ -18,16 +19,7 @@ In the table of lanes (compute, copies each way, drive, update), the floor is th
 lane can take; "busy" is what the plan gives it.
 Exit codes: 0 planned and fits, 1 does not fit (the plan says what is missing), 2 the input cannot be used.
 """
-_RATES = {
-    "link-gbps": "10^9 bytes per second between host and device, each way",
-    "disk-gbps": "10^9 bytes per second that all drives read, and write",
-    "host-gbps": "10^9 bytes per second of host memory",
-    "device-gbps": "10^9 bytes per second of device memory",
-    "update-gbps": "10^9 bytes per second of host memory that updates of all devices move together",
-    "peer-gbps": "10^9 bytes per second of each device to the others of its node",
-    "network-gbps": "10^9 bytes (not bits) per second of each node to others, each way",
-    "tflops": "10^12 operations per second in matrix products of 16 bits",
-}
+_HUB_SECONDS = 5.0
 _TRAININGS = {"lora": "adapter"}  # other names
 
 
@@ -71,22 +63,27 @@ def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
         ("pipeline", int, 1, "stages of layers"),
         ("zero-stage", int, 0, "ZeRO stage of the replicas, 0 to 3 (default: 0)"),
         ("expert-parallel", int, 1, "replicas that share the experts of a layer (default: 1)"),
-        ("drives", int, 1, "how many of --drive (default: 1)"),
         ("optimizer-fraction", float, None, "the host's share of the optimizer's state and update, 0 to 1"),
         ("expert-hit-rate", float, None, "of the experts that decoding wants, the share on the device, 0 to 1"),
         ("adapter-rank", int, None, "rank of LoRA adapters (default: 16)"),
         ("weight-bits", float, None, "bits of a stored weight of the layers, such as 4.5"),
     ):
         parser.add_argument(f"--{option}", type=kind, default=default, metavar="N", help=text)
-    parser.add_argument("--drive", metavar="KIND", help=f"instead of the machine's: {', '.join(DRIVES)}")
     parser.add_argument(
         "--method",
         metavar="NAME",
         help=f"instead of the fastest: {', '.join(METHODS)}, or parts: weights=host,state=disk,activations=recomputed",
     )
-    parser.add_argument("--peer", metavar="KIND", help=f"how devices of a node reach each other: {', '.join(PEERS)}")
-    for option, text in _RATES.items():
-        parser.add_argument(f"--{option}", type=float, metavar="N", help=f"{text}, instead of the machine's")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIGURE=VALUE",
+        help="another figure of the machine; may be given several times: link=25GB/s (each way), disk=7GB/s (reads and"
+        " writes), host=60GB/s (its memory), update=50GB/s (the part that updates reach), device=900GB/s (its memory),"
+        " flops=150TFLOPS (products of 16 bits), peers=20GB/s (of each device to others of its node), network=10GB/s"
+        f" (of the node), peer={'|'.join(PEERS)}, drive={'|'.join(DRIVES)} or 2xhdd",
+    )
     for option, text in (
         ("device-memory", "of each device, instead of the machine's"),
         ("host-memory", "of the node, instead of the machine's"),
@@ -115,7 +112,7 @@ def _planned(model: Any, hardware: str | None, arguments: argparse.Namespace) ->
     try:
         return plan(
             model,
-            hardware=hardware,
+            hardware=machine_of(hardware).changed(**_figures(arguments.set)) if arguments.set else hardware,
             batch_size=arguments.batch_size,
             sequence_length=arguments.sequence_length,
             micro_batches=arguments.micro_batches,
@@ -136,17 +133,6 @@ def _planned(model: Any, hardware: str | None, arguments: argparse.Namespace) ->
             method=arguments.method,
             optimizer_fraction=arguments.optimizer_fraction,
             expert_hit_rate=arguments.expert_hit_rate,
-            drive=arguments.drive,
-            drives=arguments.drives,
-            link_bytes_per_second=_scaled(arguments.link_gbps, 1e9),
-            disk_bytes_per_second=_scaled(arguments.disk_gbps, 1e9),
-            host_bytes_per_second=_scaled(arguments.host_gbps, 1e9),
-            device_bytes_per_second=_scaled(arguments.device_gbps, 1e9),
-            flops_per_second=_scaled(arguments.tflops, 1e12),
-            update_bytes_per_second=_scaled(arguments.update_gbps, 1e9),
-            peer=arguments.peer,
-            peer_bytes_per_second=_scaled(arguments.peer_gbps, 1e9),
-            network_bytes_per_second=_scaled(arguments.network_gbps, 1e9),
         )
     except HeadraceError:
         raise
@@ -154,8 +140,15 @@ def _planned(model: Any, hardware: str | None, arguments: argparse.Namespace) ->
         raise PlanInputError(str(error)) from error
 
 
-def _scaled(value: float | None, unit: float) -> float | None:
-    return None if value is None else value * unit
+def _figures(given: list[str]) -> dict[str, str]:
+    """Of --set, by name."""
+    figures: dict[str, str] = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not equals:
+            raise PlanInputError(f"--set {each}: give FIGURE=VALUE, such as link=25GB/s")
+        figures[name] = value
+    return figures
 
 
 def _config(model: str) -> Any:
@@ -168,15 +161,19 @@ def _config(model: str) -> Any:
     if model.startswith(("/", ".", "~")) or model.endswith("/"):
         raise PlanInputError(f"there is no directory or file {model!r}; give a model's directory or its config.json")
     try:
+        from huggingface_hub import HfApi
         from transformers import AutoConfig  # here: it takes seconds to import, and a path does not need it
     except ModuleNotFoundError as error:
         raise PlanInputError(
             f"there is no file {model!r}; for names of models run: pip install 'transformers>=5'"
         ) from error
+    with contextlib.suppress(OSError, ValueError):
+        return AutoConfig.from_pretrained(model, trust_remote_code=False, local_files_only=True)
     try:
+        HfApi().model_info(model, timeout=_HUB_SECONDS)  # transformers would ask again and again
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # of several libraries
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise PlanInputError(
-            f"there is no directory or file {model!r}, and transformers can load no config of that name: {reason}"
+            f"there is no directory or file {model!r}, and no config of that name on the Hugging Face hub: {reason}"
         ) from error

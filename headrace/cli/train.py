@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.cli.config_file import with_config_file
-from headrace.cli.other_flags import in_our_words
 from headrace.cli.progress import BarProgress, LineProgress, NoProgress, describe_evaluation
 from headrace.config import counted, format_bytes
 from headrace.errors import TrainInputError
@@ -29,7 +28,6 @@ if nothing had happened. A second Ctrl-C ends it at once.
 On several devices: torchrun --nproc-per-node N -m headrace train ..., with --accumulate a multiple of N. A step is of
 --batch-size times --accumulate sequences on any number of ranks; --host-memory and --disk are for all ranks of a
 machine.
-Flags of DiffSynth-Studio and of Megatron for offloading are taken, with a note of what each one became.
 Exit codes: 0 trained and saved, 1 the training failed or memory ran out, 2 the input cannot be used,
 3 stopped on request after a checkpoint was saved, 130 stopped at once.
 """
@@ -69,12 +67,9 @@ def _form(setting: Declared) -> dict[str, Any]:
 
 
 def rewrite(arguments: list[str]) -> list[str]:
-    """The arguments of `headrace train` with those of a config file, and in our words."""
+    """The arguments of `headrace train` with those of a config file."""
     _refuse_twice(arguments)
-    arguments, notes = in_our_words(with_config_file(arguments))
-    for note in notes:
-        print(note, file=sys.stderr)
-    return arguments
+    return with_config_file(arguments)
 
 
 def _refuse_twice(arguments: list[str]) -> None:

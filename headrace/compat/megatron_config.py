@@ -163,7 +163,7 @@ class TrainingConfig(Settings):
 
 @dataclasses.dataclass(kw_only=True)
 class ConfigContainer(Settings):
-    """The settings of a run, by namespace: what a recipe returns. `model` may have a `provide()` that builds it."""
+    """The settings of a run, by namespace: what a recipe returns (`examples/run_recipe.py` runs one)."""
 
     model: CPUOffloadConfig
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)

@@ -51,7 +51,10 @@ def open_component(directory: Path) -> "tuple[ModelMixin, Checkpoint]":
     """The model that diffusers saved to a directory, its parameters on meta, and its files."""
     import diffusers  # here, because it is optional and takes seconds
 
-    config = json.loads((directory / "config.json").read_bytes())
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{directory / 'config.json'} cannot be read as JSON: {error}") from error
     model_class = _module_class(diffusers, config["_class_name"])
     if model_class is None:
         raise CheckpointError(

@@ -27,7 +27,7 @@ def count() -> int:
         affinity=system.available_cores(),
         machine=os.cpu_count() or 1,
         quota=_quota_cores(),
-        local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
+        local_ranks=int(told) if (told := os.environ.get("LOCAL_WORLD_SIZE", "")).isdigit() else 1,
     )
 
 

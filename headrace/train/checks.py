@@ -132,6 +132,9 @@ def _check_pairs(config: "TrainConfig") -> None:
             f"--disk reads the weights in {config.model} in place, in the dtype that they have; leave --dtype out, "
             "or save the model in that dtype first"
         )
+    output, scalars = config.output, config.tensorboard
+    if output is not None and scalars is not None and output.absolute() == scalars.absolute():
+        raise TrainInputError(f"--tensorboard and --output are both {output}; give --tensorboard {output / 'scalars'}")
     if config.lora_rank is not None and config.model is None:
         raise TrainInputError("--lora-rank adapts a model that is trained already; name one with --model")
 

@@ -1,13 +1,12 @@
 """What can a training run be told? Frozen settings; the command line has a flag for each, of the same name."""
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from headrace.config import parse_bytes
+from headrace.config import parse_budget
 from headrace.errors import TrainInputError
 from headrace.train import checks
 from headrace.train.settings import flag, setting
@@ -17,7 +16,6 @@ __all__ = ["DTYPES", "OPTIMIZERS", "TrainConfig"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adafactor", "muon")
 
-_PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 _WEIGHT_DTYPES = ("float32", "bfloat16")
 
 
@@ -297,12 +295,10 @@ class TrainConfig:
         value = getattr(self, name)
         if value is None:
             return None
-        if isinstance(value, str) and (percent := _PERCENT.fullmatch(value)):
-            return int(weight_bytes * float(percent[1]) / 100)
         try:
-            return parse_bytes(value, name=flag(name))
+            return parse_budget(value, name=flag(name), whole_bytes=weight_bytes)
         except (TypeError, ValueError) as error:
-            raise TrainInputError(f'{error}, or a share of the weights such as "25%"') from error
+            raise TrainInputError(str(error)) from error
 
     def compute_device(self) -> torch.device:
         """The device to compute on: the one named, else the machine's accelerator, else the CPU."""

@@ -213,6 +213,10 @@ def _check_directory(directory: Path) -> None:
         raise TrainInputError(
             f"model directory {directory} has no config.json; save a model there with save_pretrained"
         )
+    try:
+        json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise TrainInputError(f"{directory / 'config.json'} cannot be read as JSON: {error}") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -1,5 +1,6 @@
 """With which update rules does a run train? One of headrace.optim, or PyTorch's own in a plain run."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -69,6 +70,9 @@ class Optimizers:
 
 def _make(rule: str, parameters: Sequence[nn.Parameter], config: TrainConfig, *, plain: bool) -> torch.optim.Optimizer:
     own = named_values("optimizer_options", config.optimizer_options) if rule == config.optimizer else {}
+    known = [name for name in inspect.signature(_OURS[rule]).parameters if name != "params"]
+    if unknown := [name for name in own if name not in known]:
+        raise TrainInputError(f"--optimizer {rule} has no option {unknown[0]!r}; it has {', '.join(known)}")
     settings: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay, **own}
     exact = config.state_dtype == "float32" and all(parameter.dtype is torch.float32 for parameter in parameters)
     try:

@@ -109,7 +109,10 @@ def joined(config: TrainConfig) -> Iterator[World]:
 
 
 def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    told = os.environ.get("WORLD_SIZE", "1")
+    if not told.isdigit() or not int(told):
+        raise TrainInputError(f"WORLD_SIZE is {told!r} in the environment, and no number of ranks; unset it")
+    return int(told)
 
 
 def _check(config: TrainConfig, count: int) -> None:

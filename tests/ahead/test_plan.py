@@ -93,6 +93,21 @@ def test_a_missing_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         )
 
 
+def test_a_name_is_looked_up_on_the_hub_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def model_info(self: object, name: str, *, timeout: float) -> None:
+        asked.append((name, timeout))
+        raise OSError("the hub cannot be reached")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+    assert main(["plan", "nam"]) == 2
+    assert "no config of that name on the Hugging Face hub: the hub cannot be reached" in capsys.readouterr().err
+    assert asked == [("nam", 5.0)]
+
+
 @pytest.mark.extended
 def test_a_model_on_meta_is_planned_and_stays_there() -> None:
     config = transformers.LlamaConfig(**{key: LLAMA_70B[key] for key in LLAMA_70B if key != "model_type"})

@@ -35,14 +35,13 @@ def mixed() -> nn.Module:
 
 def test_a_buffer_is_carved_from_the_front(device: torch.device):
     buffer = PinnedBuffer(3 * PAGE_BYTES - 5, device)
-    assert (buffer.capacity, buffer.used, buffer.remaining) == (3 * PAGE_BYTES, 0, 3 * PAGE_BYTES)
+    assert (buffer.capacity, buffer.used) == (3 * PAGE_BYTES, 0)
     first, second = buffer.allocate(17), buffer.allocate(5000)
     assert first is not None
     assert second is not None
     assert second.data_ptr() - first.data_ptr() == 64
     assert buffer.used == 64 + 5120
     assert buffer.allocate(2 * PAGE_BYTES) is None
-    assert buffer.remaining == 3 * PAGE_BYTES - 64 - 5120
     assert buffer.pinned == (device.type != "cpu")
 
 
@@ -64,32 +63,19 @@ def test_a_pool_takes_what_frozen_parameters_and_buffers_need(device: torch.devi
         assert begin + nbytes <= following
 
 
-# There, a tensor larger than the chunks made the pool grow by as much again
-def test_chunks_hold_the_tensors_that_they_were_made_for(device: torch.device):
-    model = nn.ModuleList(nn.Linear(64, width, bias=False) for width in (64, 64, 64, 300, 64)).requires_grad_(False)
-    pool = PinnedArenaPool.from_model(model, max_chunk_size=2**20 // 16, min_chunk_size=PAGE_BYTES, device=device)
-    for parameter in model.parameters():
-        pool.allocate_like(parameter)
-    sizes = [64 * 64 * 4 * 3, 300 * 64 * 4, 64 * 64 * 4]
-    assert [chunk.capacity for chunk in pool.chunks] == [-(-size // PAGE_BYTES) * PAGE_BYTES for size in sizes]
-
-
 def test_a_pool_grows_when_it_is_full(device: torch.device):
     pool = PinnedArenaPool(PAGE_BYTES, min_chunk_size=2 * PAGE_BYTES, device=device)
     copies = [pool.allocate_like(torch.full((1000,), float(index))) for index in range(3)]
     assert [chunk.capacity for chunk in pool.chunks] == [PAGE_BYTES, 2 * PAGE_BYTES]
     assert [copied[0].item() for copied in copies] == [0, 1, 2]
-    pool.allocate_like(torch.zeros(5000), copy=False)
+    pool.allocate_like(torch.zeros(5000))
     assert pool.capacity == 3 * PAGE_BYTES + 5 * PAGE_BYTES
-    with pytest.raises(ValueError, match="min_chunk_size=0"):
-        PinnedArenaPool(1, min_chunk_size=0)
 
 
-def test_strides_are_kept_where_they_may_be(device: torch.device):
+def test_strides_are_kept(device: torch.device):
     pool = PinnedArenaPool(2**16, device=device)
     last = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    assert pool.allocate_like(last).is_contiguous()
-    kept = pool.allocate_like(last, require_contiguous=False)
+    kept = pool.allocate_like(last)
     assert kept.stride() == last.stride()
     assert torch.equal(kept, last)
 
@@ -194,7 +180,7 @@ def test_buffers_come_back_with_what_was_written(device: torch.device):
 def test_each_offloader_says_what_it_does_not_take(device: torch.device):
     with pytest.raises(ValueError, match="StaticParamOffloader takes parameters with requires_grad=False"):
         StaticParamOffloader(nn.Parameter(torch.zeros(2)), device)
-    with pytest.raises(ValueError, match="use StaticParamOffloader"):
+    with pytest.raises(ValueError, match="TrainableParamOffloader takes parameters with requires_grad=True"):
         TrainableParamOffloader(frozen(2), device)
     module = nn.Module()
     module.register_buffer("nothing", None)
@@ -204,5 +190,5 @@ def test_each_offloader_says_what_it_does_not_take(device: torch.device):
 
 def test_a_pool_for_another_device_is_refused(emulator: ModuleType):
     assert emulator.stats() is not None
-    with pytest.raises(ValueError, match="page-locked for cpu, and the target is emu:0"):
+    with pytest.raises(ValueError, match="memory is for cpu, and the target is emu:0"):
         StaticParamOffloader(frozen(2), "emu", PinnedArenaPool(64, device="cpu"))

@@ -1,6 +1,5 @@
-"""Do Megatron's settings make the optimizer and the offloading that they name, and does a recipe run as it did?"""
+"""Do Megatron's settings make the optimizer and the offloading that they name, and may they be overridden by texts?"""
 
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -8,17 +7,13 @@ import pytest
 import torch
 
 import headrace
-from headrace.cli.main import main
 from headrace.compat.megatron import (
     ConfigContainer,
     CPUOffloadConfig,
     HybridDeviceOptimizer,
     OptimizerConfig,
     apply,
-    find_recipe,
     override,
-    qwen3_30b_a3b_pretrain_config,
-    run_recipe,
 )
 from headrace.compat.sub_optimizers import TorchSteps
 from tests.activations.models import Stack, rows, step
@@ -29,21 +24,6 @@ from tests.support.compare import assert_same
 pytestmark = pytest.mark.core(device="emu")
 
 LAYERS = 6
-SMALL = [
-    "model.num_layers=3",
-    "model.hidden_size=32",
-    "model.moe_ffn_hidden_size=16",
-    "model.num_moe_experts=4",
-    "model.moe_router_topk=2",
-    "model.num_attention_heads=4",
-    "model.num_query_groups=2",
-    "model.kv_channels=8",
-    "model.vocab_size=64",
-    "model.seq_length=16",
-    "train.train_iters=3",
-    "train.global_batch_size=4",
-    "train.micro_batch_size=2",
-]
 
 
 @pytest.mark.emu("random:0")
@@ -195,112 +175,34 @@ def test_nothing_to_offload(device: torch.device) -> None:
         apply(config, model)
 
 
-# recipes --------------------------------------------------------------------------------------------------------------
-def small(*more: str) -> ConfigContainer:
-    config = qwen3_30b_a3b_pretrain_config()
-    override(config, [*SMALL, *more])
-    return config
-
-
-def test_the_recipe_is_that_model() -> None:
-    config = qwen3_30b_a3b_pretrain_config()
-    config.model.params_dtype = torch.bfloat16  # type: ignore[attr-defined]
-    with torch.device("meta"):
-        model = config.model.provide()  # type: ignore[attr-defined]
-    count = sum(parameter.numel() for parameter in model.parameters())
-    assert count == pytest.approx(30.5e9, rel=0.002)
-
-
-@pytest.mark.extended
+# overrides ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "overrides",
+    ("assignment", "text"),
     [
-        ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=0.5"],
-        ["cfg.optimizer.optimizer_cpu_offload=true", "optimizer.optimizer_offload_fraction=1.0"],
-        ["model.cpu_offloading=True", "model.cpu_offloading_num_layers=2"],
-        ["model.cpu_offloading=True", "model.cpu_offloading_num_layers=2", "model.cpu_offloading_weights=True"],
-        ["model.recompute_granularity=full", "model.cpu_offloading=True", "model.cpu_offloading_num_layers=1"],
+        ("optimizer.lr", "'optimizer.lr' is no override"),
+        ("optimizer.optimizer_cpu_offlod=True", "did you mean optimizer_cpu_offload"),
+        ("optimizer.optimizer_cpu_offload=yes", "give True or False"),
+        ("train.train_iters=many", "give a number, as 1 is"),
+        ("train.global_batch_size=3", "is no multiple of micro_batch_size=2"),
+        ("model.cpu_offloading_num_layers=48", "give 0 to 47"),
     ],
 )
-def test_a_recipe_trains_with_the_losses_of_the_plain_run(device: torch.device, overrides: list[str]) -> None:
-    plain = [each.loss for each in run_recipe(small())]
-    assert [each.loss for each in run_recipe(small(*overrides))] == plain
-    assert len(set(plain)) == 3
+def test_overrides_that_cannot_be(assignment: str, text: str) -> None:
+    config = ConfigContainer(model=CPUOffloadConfig(num_layers=48))
+    override(config, ["train.micro_batch_size=2", "train.global_batch_size=2", "model.cpu_offloading=True"])
+    with pytest.raises((ValueError, AttributeError), match=text):  # noqa: PT012 (when it is set, or checked)
+        override(config, [assignment])
+        config.validate()
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    recipe = ["run-recipe", "--recipe", "qwen3_30b_a3b_pretrain_config"]
-    half = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=0.5"]
-    assert main([*recipe, "--compare", *half, *SMALL]) == 0
-    shown = capsys.readouterr().out
-    assert "iteration 3/3: loss" in shown
-    assert shown.endswith("largest difference of a loss: 0\n")
-    file = tmp_path / "mine.py"
-    file.write_text("from headrace.compat.megatron import qwen3_30b_a3b_pretrain_config as mine\n")
-    assert main(["run-recipe", "--recipe", f"{file}:mine", *SMALL]) == 0
-
-
-def test_stages_of_a_recipe_are_said_to_have_no_effect(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    recipe = ["run-recipe", "--recipe", "qwen3_30b_a3b_pretrain_config", *SMALL]
-    assert main([*recipe, "model.pipeline_model_parallel_size=4"]) == 0
-    assert "model.pipeline_model_parallel_size=4: no effect: one process" in capsys.readouterr().err
-    assert main(recipe) == 0
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("error", [ValueError, AttributeError])
-def test_what_training_raises_is_no_wrong_command(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
-    def forward(*arguments: Any, **named: Any) -> None:
-        raise error("a fault of the model")
-
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr("transformers.Qwen3MoeForCausalLM.forward", forward)
-    with pytest.raises(error, match="a fault of the model"):
-        main(["run-recipe", "--recipe", "qwen3_30b_a3b_pretrain_config", *SMALL])
-
-
-def test_a_model_without_tokens_needs_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "from headrace.compat.megatron import ConfigContainer, CPUOffloadConfig\n"
-        "class Mine(CPUOffloadConfig):\n"
-        "    def provide(self):\n"
-        "        raise SystemExit('it was built')\n"
-        "def recipe():\n"
-        "    return ConfigContainer(model=Mine(num_layers=2))\n"
+def test_overrides_have_the_type_of_what_they_replace() -> None:
+    config = ConfigContainer(model=CPUOffloadConfig(num_layers=48))
+    override(
+        config, ["optimizer.lr=1e-4", "cfg.optimizer.main_grads_dtype=float32", "model.recompute_granularity=full"]
     )
-    assert main(["run-recipe", "--recipe", f"{file}:recipe"]) == 2
-    assert "Mine has no batch(index, samples)" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"CPUOffloadConfig has no provide\(\)"):
-        run_recipe(ConfigContainer(model=CPUOffloadConfig(num_layers=2)))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--recipe", "no_such_config"], "there is no recipe 'no_such_config'"),
-        (["--recipe", "run_recipe"], "there is no recipe 'run_recipe'; here is qwen3_30b_a3b_pretrain_config"),
-        (["--recipe", "qwen3_30b_pretrain_config"], "did you mean qwen3_30b_a3b_pretrain_config?"),
-        (["--recipe", "no.such.module:config"], "there is no module 'no.such.module'"),
-        (["--recipe", "nowhere.py:config"], "nowhere.py cannot be read"),
-        (["optimizer.lr"], "'optimizer.lr' is no override"),
-        (["optimizer.optimizer_cpu_offlod=True"], "did you mean optimizer_cpu_offload"),
-        (["optimizer.optimizer_cpu_offload=yes"], "give True or False"),
-        (["train.train_iters=many"], "give a number, as 20 is"),
-        (["train.global_batch_size=3", "train.micro_batch_size=2"], "is no multiple of micro_batch_size=2"),
-        (["model.cpu_offloading=True", "model.cpu_offloading_num_layers=48"], "give 0 to 47"),
-    ],
-)
-def test_commands_that_cannot_be_run(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = [] if "--recipe" in arguments else ["--recipe", "qwen3_30b_a3b_pretrain_config"]
-    assert main(["run-recipe", *recipe, *arguments]) == 2
-    assert text in capsys.readouterr().err
-
-
-def test_recipes_by_name() -> None:
-    assert find_recipe("qwen3_30b_a3b_pretrain_config") is qwen3_30b_a3b_pretrain_config
-    assert isinstance(OptimizerConfig().optimizer_for(parameters()), HybridDeviceOptimizer)
+    assert (config.optimizer.lr, config.optimizer.main_grads_dtype) == (1e-4, torch.float32)
+    assert config.model.recompute_granularity == "full"
+    override(config, ["optimizer.use_distributed_optimizer=true", "model.recompute_granularity=null"])
+    assert config.optimizer.use_distributed_optimizer is True
+    assert config.model.recompute_granularity is None
+    assert isinstance(config.optimizer.optimizer_for(parameters()), HybridDeviceOptimizer)

@@ -93,16 +93,16 @@ def test_gradients_of_a_shared_update_leave_once_a_step() -> None:
 @pytest.mark.parametrize(
     ("settings", "field", "value"),
     [
-        ({"link_bytes_per_second": 5e9}, "offload_bytes_per_second", 5e9),
-        ({"disk_bytes_per_second": 1e9}, "disk_write_bytes_per_second", 1e9),
-        ({"host_bytes_per_second": 9e9}, "update_rate", 9e9),
-        ({"device_bytes_per_second": 1e9}, "device_bytes_per_second", 1e9),
-        ({"flops_per_second": 1e13}, "flops_per_second", 1e13),
+        ({"link": "5GB/s"}, "offload_bytes_per_second", 5e9),
+        ({"disk": 1e9}, "disk_write_bytes_per_second", 1e9),
+        ({"host": "9 GB"}, "update_rate", 9e9),
+        ({"device": "1000MB/s"}, "device_bytes_per_second", 1e9),
+        ({"flops": "10TFLOPS"}, "flops_per_second", 1e13),
     ],
 )
-def test_own_rates(settings: dict[str, float], field: str, value: float) -> None:
+def test_own_rates(settings: dict[str, Any], field: str, value: float) -> None:
     method = "stream-weights,state=host,activations=kept"
-    plan = planned(method=method, **settings)
+    plan = planned(method=method, hardware=MACHINES["4090"].changed(**settings))
     assert getattr(plan.hardware, field) == value
     assert plan.hardware.sources.get(field, "given") == "given"
     # Slower than the machine's own, and so is the step, unless it is of the drives, which nothing uses here.
@@ -112,8 +112,9 @@ def test_own_rates(settings: dict[str, float], field: str, value: float) -> None
 
 def test_rates_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    rates = ["--link-gbps", "5", "--disk-gbps", "1", "--host-gbps", "9", "--device-gbps", "500", "--tflops", "10"]
-    asked = ["--method", "stream-weights", "--drive", "hdd", "--drives", "2"]
+    figures = ["link=5GB/s", "disk=1GB/s", "host=9GB/s", "device=500GB/s", "flops=10TFLOPS", "drive=2xhdd"]
+    rates = [word for figure in figures for word in ("--set", figure)]
+    asked = ["--method", "stream-weights"]
     assert main(["plan", str(tmp_path), "--hardware", "4090", "--json", *rates, *asked]) == 0
     printed = json.loads(capsys.readouterr().out)
     machine = printed["hardware"]
@@ -128,7 +129,10 @@ def test_rates_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.extended
 def test_slower_drives_take_longer_and_small_blocks_wait() -> None:
     """Blocks of 25 MB from a disk that turns: 10 ms each before the first byte, beside 104 ms of them."""
-    seconds = {drive: planned(method="stream-weights-from-disk", drive=drive) for drive in DRIVES}
+    seconds = {
+        drive: planned(method="stream-weights-from-disk", hardware=MACHINES["4090"].changed(drive=drive))
+        for drive in DRIVES
+    }
     order = ["nvme-gen5", "nvme-gen4", "sata", "hdd"]
     assert sorted(seconds, key=lambda drive: seconds[drive].step_seconds or 0) == order
     shares = seconds["hdd"].latency_share
@@ -197,7 +201,7 @@ def test_what_headrace_cannot_run_is_marked() -> None:
         assert dealt.not_run == (() if runs else (f"ZeRO stage {zero['zero_stage']} of 2 replicas",))
     copies = planned(hardware="8xh100", devices=2, nodes=2, method="stream-weights")
     assert copies.not_run == ()  # weights gathered, and gradients summed among devices
-    halves = planned(hardware="8x4090", devices=8, peer="pcie", method="stream-weights")
+    halves = planned(hardware=MACHINES["8x4090"].changed(peer="pcie"), devices=8, method="stream-weights")
     assert halves.not_run == ("gradients summed among devices",)  # and weights over own links
     assert "training weights of fewer than 16 bits" in planned(weight_bits=4.5).not_run[0]
     assert planned(weight_bits=4.5, training="adapter").not_run == ()
@@ -212,7 +216,7 @@ def test_what_headrace_cannot_run_is_marked() -> None:
 
 def test_bubbles_are_of_passes_alone() -> None:
     """Two stages of one micro-batch: each waits as long as the other computes, and no longer for the update."""
-    one = planned(hardware="8xh100", pipeline=2, method="none", flops_per_second=1e10)
+    one = planned(hardware=MACHINES["8xh100"].changed(flops=1e10), pipeline=2, method="none")
     assert one.run
     passes = sum(visit.compute_seconds for visit in one.run.visits.problem.visits)
     assert one.step_seconds == pytest.approx(one.run.step.seconds + passes)
@@ -235,15 +239,8 @@ def test_bubbles_are_of_passes_alone() -> None:
         ({"expert_hit_rate": 0.2}, "expert_hit_rate=0.2 is of inference with experts on one device"),
         ({"expert_hit_rate": 0.2, "training": "inference"}, "expert_hit_rate=0.2 is of inference with experts"),
         ({"zero_stage": 2}, "zero_stage=2 is for several replicas; give devices, too"),
-        ({"peer": "pcie"}, "peer='pcie' is for several devices; give devices, too"),
         ({"expert_parallel": 3, "devices": 4}, "expert=3 but there are 4 replicas"),
         ({"expert_parallel": 2, "devices": 2}, "expert=2 but opt has no experts that are known"),
-        ({"drive": "tape"}, "the catalogue has no drive 'tape'; it has nvme-gen4, nvme-gen5, sata, hdd"),
-        ({"drive": "nvme"}, "the catalogue has no drive 'nvme'; the nearest is nvme-gen"),
-        ({"drives": 2}, "drives=2 of which drive?"),
-        ({"drive": "hdd", "drives": 0}, "drives=0; give at least 1"),
-        ({"link_bytes_per_second": 0.0}, "onload_bytes_per_second is 0.0; it must be finite and above 0"),
-        ({"disk_bytes_per_second": -1.0}, "no speed of it"),
         ({"hardware": "NVIDIA H100 80GB HBM3"}, "is not known; the nearest is h100; give"),
         ({"hardware": "rtx-4090-ti"}, "the nearest is 4090; give"),
         ({"hardware": "xyz"}, "hardware='xyz' is not known; give 3090"),
@@ -252,3 +249,21 @@ def test_bubbles_are_of_passes_alone() -> None:
 def test_refusals(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         planned(**settings)
+
+
+@pytest.mark.parametrize(
+    ("figures", "message"),
+    [
+        ({"drive": "tape"}, "the catalogue has no drive 'tape'; it has nvme-gen4, nvme-gen5, sata, hdd"),
+        ({"drive": "nvme"}, "the catalogue has no drive 'nvme'; the nearest is nvme-gen"),
+        ({"drive": "0xhdd"}, "drives=0; give at least 1"),
+        ({"link": 0}, "onload_bytes_per_second is 0.0; it must be finite and above 0"),
+        ({"disk": "-1GB/s"}, "no speed of it"),
+        ({"network": "10Gb/s"}, "network='10Gb/s' is no rate; give one such as '25GB/s'"),
+        ({"flops": "10GB/s"}, "flops='10GB/s' is no rate; give one such as '300TFLOPS'"),
+        ({"lnik": "10GB/s"}, "a machine has no figure 'lnik'; give one of link, disk, host"),
+    ],
+)
+def test_figures_that_cannot_be(figures: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        MACHINES["4090"].changed(**figures)

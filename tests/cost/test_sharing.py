@@ -201,11 +201,12 @@ def test_a_load_waits_for_the_sum_over_nodes_of_all_gradients() -> None:
 @pytest.mark.extended
 def test_more_devices_hide_the_update_behind_fewer_tokens_of_each() -> None:
     """All of them update as much as one would, and each loads a part of what it did alone."""
-    settings = {"hardware": "8xh100", "method": "stream-weights"}
+    settings: dict[str, Any] = {"hardware": "8xh100", "method": "stream-weights"}
     one, eight = (headrace.plan(LLAMA_8B, **settings, devices=count).hiding_tokens for count in (1, 8))
     assert eight["update"] == pytest.approx(one["update"], rel=1e-6)
     assert eight["onload"] == pytest.approx(one["onload"] / 8, rel=1e-6)
-    assert headrace.plan(LLAMA_8B, **settings, devices=8, peer="none").hiding_tokens["onload"] == one["onload"]
+    settings["hardware"] = headrace.Hardware.named("8xh100").changed(peer="none")
+    assert headrace.plan(LLAMA_8B, **settings, devices=8).hiding_tokens["onload"] == one["onload"]
 
 
 PEERS = ({"peer": "none"}, {"peer": "pcie", "collective_bytes_per_second": 8e9}, {"peer": "fabric"})
@@ -346,8 +347,9 @@ def test_the_plan_of_many_nodes_is_the_golden_one(
 
 @pytest.mark.usefixtures("short_search")
 def test_what_bounds_and_who_shares_is_told() -> None:
-    settings = {"hardware": "8x4090", "devices": 8, "batch_size": 4, "host_memory": "800GB"}
-    plan = headrace.plan(SMALL, **settings, nodes=2, method="stream-weights", host_bytes_per_second=20e9)
+    machine = headrace.Hardware.named("8x4090").changed(host="20GB/s")
+    settings = {"hardware": machine, "devices": 8, "batch_size": 4, "host_memory": "800GB"}
+    plan = headrace.plan(SMALL, **settings, nodes=2, method="stream-weights")
     text = plan.to_text()
     assert "data 16, on 2 nodes" in text
     assert "copies    one on each of 2 nodes, shared by 8 devices; weights whole over each link;" in text
@@ -367,19 +369,21 @@ def test_what_bounds_and_who_shares_is_told() -> None:
         ({"devices": 0}, "devices=0; give at least 1"),
         ({"nodes": 0}, "nodes=0; give at least 1"),
         ({"nodes": -2, "devices": 8}, "nodes=-2; give at least 1"),
-        ({"nodes": 2, "network_bytes_per_second": 0}, "nodes=2 but the network of 8x4090 is not known; give network"),
-        ({"devices": 8, "peer": "usb"}, "peer='usb'; give one of fabric, pcie, none"),
-        ({"devices": 8, "peer": "fabric"}, "peer='fabric' of which speed"),
-        ({"devices": 8, "peer_bytes_per_second": 1e9}, "devices of 8x4090 do not reach each other; give peer too"),
-        ({"devices": 8, "peer": "fabric", "peer_bytes_per_second": 0}, "no speed of them"),
-        ({"nodes": 2, "network_bytes_per_second": -1}, "node_bytes_per_second is -1"),
+        ({"nodes": 2, "network": 0}, "nodes=2 but the network of 8x4090 is not known; give it"),
+        ({"devices": 8, "peer": "usb"}, "peer is 'usb'; give one of fabric, pcie, none"),
+        ({"devices": 8, "peer": "fabric"}, "no speed of them"),
+        ({"devices": 8, "peers": 1e9}, "devices of 8x4090 do not reach each other; give peer, too"),
+        ({"devices": 8, "peer": "fabric", "peers": 0}, "no speed of them"),
+        ({"nodes": 2, "network": -1}, "node_bytes_per_second is -1"),
         ({"nodes": 2, "devices": 3, "tensor": 4}, "devices=3 on each of 2 nodes cannot be cut into tensor times"),
-        ({"nodes": 3, "devices": 8, "update_bytes_per_second": float("nan")}, "update_bytes_per_second is nan"),
+        ({"nodes": 3, "devices": 8, "update": float("nan")}, "update_bytes_per_second is nan"),
     ],
 )
 def test_nonsense_is_refused(arguments: dict[str, Any], message: str) -> None:
+    figures = {name: value for name, value in arguments.items() if name in ("network", "peer", "peers", "update")}
+    asked = {name: value for name, value in arguments.items() if name not in figures}
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
-        headrace.plan(LLAMA_8B, hardware="8x4090", **arguments)
+        headrace.plan(LLAMA_8B, hardware=headrace.Hardware.named("8x4090").changed(**figures), **asked)
 
 
 def test_what_does_not_fit_says_how_much_for_the_node() -> None:

@@ -71,6 +71,39 @@ def test_lightning_goes_on_from_its_own_checkpoint(
     assert all(same(tensor, expected[key]) for key, tensor in tensors(model).items())
 
 
+RECIPE = "model.num_layers=3 model.hidden_size=32 model.moe_ffn_hidden_size=16 model.num_moe_experts=8"
+RECIPE += " model.vocab_size=64 train.train_iters=3 train.global_batch_size=4 train.micro_batch_size=2"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "optimizer.optimizer_cpu_offload=True optimizer.optimizer_offload_fraction=0.5",
+        "cfg.optimizer.optimizer_cpu_offload=true optimizer.optimizer_offload_fraction=1.0",
+        "model.cpu_offloading=True model.cpu_offloading_num_layers=2",
+        "model.recompute_granularity=full model.cpu_offloading=True model.cpu_offloading_num_layers=1",
+    ],
+)
+def test_a_recipe_trains_with_the_losses_of_the_plain_run(
+    overrides: str, at_examples: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = []
+    for more in ("", overrides):
+        given = ["--recipe", "qwen3_30b_a3b_pretrain_config", *RECIPE.split(), *more.split()]
+        monkeypatch.setattr("sys.argv", ["run_recipe", *given])
+        run_example("run_recipe", as_program=True)
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    assert len(set(shown[0].splitlines())) == 6
+
+
+def test_the_recipe_is_that_model(at_examples: None) -> None:
+    config = run_example("run_recipe", as_program=False)["qwen3_30b_a3b_pretrain_config"]()
+    with torch.device("meta"):
+        model = config.model.provide()
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(30.5e9, rel=0.002)
+
+
 @pytest.mark.parametrize("name", ["accelerate_loop", "text_to_image"])
 def test_as_a_program(
     name: str, at_examples: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

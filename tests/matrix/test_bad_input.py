@@ -51,8 +51,9 @@ def test_budget_below_the_largest_block(compute_device: torch.device) -> None:
     ("size", "error", "words"),
     [
         (-1, ValueError, ("device_memory=-1 is negative",)),
-        ("-1GiB", ValueError, ("device_memory='-1GiB'", "8GiB")),
-        ("lots", ValueError, ("device_memory='lots' is not a size", "8GiB")),
+        ("-1GiB", ValueError, ("device_memory=-1GiB is negative",)),
+        ("lots", ValueError, ("device_memory='lots' is not a size", "8GiB", "25%")),
+        ("24", ValueError, ("device_memory='24' is 24 bytes", '"24GB"')),
         ("8 parsecs", ValueError, ("device_memory='8 parsecs'",)),
         ("", ValueError, ("device_memory=''",)),
         (True, TypeError, ("device_memory is True",)),

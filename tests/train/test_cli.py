@@ -69,6 +69,14 @@ BAD_INPUTS = {
     "model missing": ("--model {}/nothing", "model directory {}/nothing does not exist"),
     "not a model": ("--model {}/directory", "model directory {}/directory has no config.json"),
     "budget not a size": ("--device-memory lots", "--device-memory='lots' is not a size"),
+    "budget without a unit": ("--device-memory 24", "--device-memory='24' is 24 bytes; did you mean \"24GB\"?"),
+    "budget negative": ("--device-memory -1GiB", "--device-memory=-1GiB is negative"),
+    "config broken": ("--model {}/broken", "{}/broken/config.json cannot be read as JSON"),
+    "scalars in the output": ("--tensorboard {0}/out", "--tensorboard and --output are both {0}/out"),
+    "no such option of the optimizer": (
+        "--optimizer-options foo=1",
+        "--optimizer adamw has no option 'foo'; it has lr",
+    ),
     "output not empty": ("--output {}/full", "output directory {}/full is not empty"),
     "output a file": ("--output {}/empty.txt", "output directory {}/empty.txt cannot be made"),
     "device unknown": ("--device abacus", "--device 'abacus' cannot be used"),
@@ -90,6 +98,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
 ):
     for directory in ("directory", "full/directory"):
         (tmp_path / directory).mkdir(parents=True)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text('{"model_type": ')
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "short.txt").write_text("short")
     if "--text" in extra:
@@ -144,6 +154,10 @@ def test_every_command_names_the_nearest_flag(line: str, says: str, capsys: pyte
     shown = capsys.readouterr().err
     assert says in shown
     assert len(shown.splitlines()) == 1
+
+
+def test_flags_may_be_written_with_underscores(arguments: list[str], tmp_path: Path):
+    assert main([*arguments, "--learning_rate=0.1", "--no_packing", "--max_grad_norm", "1"]) == 0
 
 
 def test_a_value_after_two_dashes_is_no_flag(capsys: pytest.CaptureFixture[str]):

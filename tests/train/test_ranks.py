@@ -186,6 +186,15 @@ def test_what_ranks_cannot_take_is_refused(
         train(TrainConfig(**{**small, "output": tmp_path / "out", "accumulate": 3, "compare_plain": 1}), progress)
 
 
+@pytest.mark.parametrize("told", ["abc", "", "-1", "0"])
+def test_a_number_of_ranks_that_is_none_is_refused(
+    small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: Recorder, told: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", told)
+    with pytest.raises(TrainInputError, match=f"WORLD_SIZE is '{told}' in the environment, and no number of ranks"):
+        train(TrainConfig(**{**small, "output": tmp_path / "out"}), progress)
+
+
 @pytest.mark.usefixtures("emu_device")
 def test_each_rank_has_a_device_of_its_own(
     small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: Recorder

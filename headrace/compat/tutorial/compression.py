@@ -1,55 +1,17 @@
-"""When does it pay to compress what goes to a drive, and how is one tensor compressed? Without loss, or refused."""
+"""How is one tensor compressed, without loss, and given back? Its bytes by significance, deflated, with a checksum."""
 
 import struct
-import time
-from dataclasses import dataclass
-from pathlib import Path
+import zlib
 
 import numpy as np
 import torch
 import xxhash
 
-from headrace.formulas import compression_break_even
-from headrace.memory.single import pack, unpack
-from headrace.runtime.probe_disk import disk_rates
-
-__all__ = ["CompressionTrial", "compress_parameter", "decompress_parameter", "try_compression"]
+__all__ = ["compress_parameter", "decompress_parameter"]
 
 _HEADER = struct.Struct("<8s24sQQ")  # magic, dtype, bytes of the tensor, their xxh3
 _MAGIC = b"headrace"
-_SAMPLE_BYTES = 4 << 20
-_MEASURED_BYTES = 32 << 20  # written and read to measure the drive
-
-
-@dataclass(frozen=True)
-class CompressionTrial:
-    """What a sample of one tensor showed: rates in bytes per second, `link_rate` of the slower direction."""
-
-    pays: bool
-    ratio: float
-    compress_rate: float
-    decompress_rate: float
-    link_rate: float
-
-
-def try_compression(tensor: torch.Tensor, directory: Path) -> CompressionTrial:
-    """Compresses a sample, measures the drive under `directory`, and decides by the break-even."""
-    raw = _bytes_of(tensor)[: _SAMPLE_BYTES // 16 * 16]
-    begun = time.perf_counter()
-    packed = pack(raw, tensor.itemsize) if raw.nbytes else None
-    compress_seconds = time.perf_counter() - begun
-    begun = time.perf_counter()
-    if packed is not None:
-        unpack(packed, raw.nbytes, tensor.itemsize)
-    decompress_seconds = time.perf_counter() - begun
-    directory = directory.expanduser()
-    directory.mkdir(parents=True, exist_ok=True)
-    rates = disk_rates(directory, file_bytes=_MEASURED_BYTES)
-    ratio = 1.0 if packed is None else raw.nbytes / len(packed)
-    compress, decompress = raw.nbytes / compress_seconds, raw.nbytes / max(decompress_seconds, 1e-9)
-    link = min(rates.read, rates.write)
-    pays = packed is not None and compression_break_even(max(1, raw.nbytes), ratio, compress, decompress, link).pays
-    return CompressionTrial(pays, ratio, compress, decompress, link)
+_ALL_BITS = 15  # of deflate's window
 
 
 def compress_parameter(tensor: torch.Tensor) -> bytes:
@@ -57,10 +19,14 @@ def compress_parameter(tensor: torch.Tensor) -> bytes:
 
     Raises TypeError for one that is not plain bytes (sparse, quantised, on meta).
     """
-    raw = _bytes_of(tensor)
-    packed = pack(raw, tensor.itemsize) if raw.nbytes else None
-    header = _HEADER.pack(_MAGIC, _name(tensor.dtype), raw.nbytes, xxhash.xxh3_64_intdigest(raw.numpy().data))
-    return header + (raw.numpy().tobytes() if packed is None else packed)
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise TypeError(f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} is not plain bytes")
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    planes = np.ascontiguousarray(raw.reshape(-1, tensor.itemsize).T)  # exponents repeat, mantissas do not
+    deflate = zlib.compressobj(1, zlib.DEFLATED, _ALL_BITS, 9, zlib.Z_RLE)
+    packed = deflate.compress(planes.data) + deflate.flush() if raw.nbytes else b""
+    header = _HEADER.pack(_MAGIC, _name(tensor.dtype), raw.nbytes, xxhash.xxh3_64_intdigest(raw.data))
+    return header + (packed if len(packed) < raw.nbytes else raw.tobytes())
 
 
 def decompress_parameter(
@@ -74,26 +40,21 @@ def decompress_parameter(
         raise ValueError(f"{len(compressed)} bytes are not what compress_parameter returned")
     _, name, nbytes, known = _HEADER.unpack_from(compressed)
     wanted = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(np.dtype(dtype)))
-    elements = int(np.prod(shape, dtype=np.int64))
-    if _name(wanted) != name or elements * wanted.itemsize != nbytes:
+    if _name(wanted) != name or int(np.prod(shape, dtype=np.int64)) * wanted.itemsize != nbytes:
         raise ValueError(
-            f"the compressed tensor has {nbytes} bytes of {name.rstrip(bytes(1)).decode()}; shape {tuple(shape)} of"
-            f" {wanted} has {elements * wanted.itemsize}: give its own shape and dtype"
+            f"the compressed tensor has {nbytes} bytes of {name.rstrip(bytes(1)).decode()}, not those of shape"
+            f" {tuple(shape)} of {wanted}: give its own shape and dtype"
         )
-    body = compressed[_HEADER.size :]
-    if len(body) == nbytes:
-        raw = torch.frombuffer(bytearray(body), dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
-    else:
-        raw = unpack(body, nbytes, wanted.itemsize)
-    if xxhash.xxh3_64_intdigest(raw.numpy().data) != known:
+    raw = np.frombuffer(compressed, np.uint8, offset=_HEADER.size)
+    try:
+        if raw.nbytes != nbytes:
+            raw = np.frombuffer(zlib.decompress(raw), np.uint8).reshape(wanted.itemsize, -1).T
+    except (zlib.error, ValueError) as error:
+        raise ValueError(f"{len(compressed)} compressed bytes are damaged: {error}") from error
+    raw = np.array(raw, order="C").reshape(-1)
+    if xxhash.xxh3_64_intdigest(raw.data) != known:
         raise ValueError(f"the {nbytes} bytes are not those that were compressed: a byte changed since")
-    return raw.view(wanted).view(tuple(shape))
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        raise TypeError(f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} is not plain bytes")
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return torch.from_numpy(raw).view(wanted).view(tuple(shape))
 
 
 def _name(dtype: torch.dtype) -> bytes:

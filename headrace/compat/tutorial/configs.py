@@ -92,7 +92,7 @@ class OffloadSystemConfig:
     - `prefetch_count`: `ensure_gpu` begins to load so many that follow; the GPU keeps room for them and one more.
     - `pin_memory`: memory of the CPU tier is page-locked. `num_io_threads`: threads that read and write the drive.
     - `nvme_path`: a directory on a local drive, used when something has room nowhere else.
-    - `use_compression`: blocks on disk are packed, without loss, if by measured rates that pays.
+    - `use_compression`: bfloat16 weights rest on disk in three quarters of their bytes, without loss.
     """
 
     gpu_memory_limit: int = 40 * (1024**3)

@@ -13,15 +13,14 @@ import torch
 from torch import nn
 
 from headrace.compat.tutorial.configs import OffloadTier
+from headrace.compat.tutorial.tensors import TieredTensors
 from headrace.memory.disk import DiskStore
 from headrace.memory.ledger import Ledger, Tier
-from headrace.memory.single import TieredTensors
 from headrace.runtime.device import is_accelerator, resolve_device
 from headrace.runtime.system import host_name
 
-__all__ = ["TIERS", "ManagedModel", "OwnDirectory", "device_of"]
+__all__ = ["ManagedModel", "OwnDirectory", "device_of"]
 
-TIERS = {Tier.DEVICE: OffloadTier.GPU, Tier.HOST: OffloadTier.CPU, Tier.DISK: OffloadTier.NVME}
 _PREFIX = "headrace-tensors-"
 _numbers = itertools.count()
 
@@ -85,7 +84,7 @@ class ManagedModel:
             return
         if restore:
             for name, parameter in self._parameters.items():
-                if self.tiers.location(name).tier is not Tier.DEVICE or parameter.device != self._devices[name]:
+                if self.tiers.location(name).tier is not OffloadTier.GPU or parameter.device != self._devices[name]:
                     parameter.data = self.tiers.take_out(name).to(self._devices[name])
         self._parameters = {}
         self.tiers.close()

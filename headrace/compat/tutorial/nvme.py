@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from headrace.compat.tutorial.configs import NVMeConfig
-from headrace.compat.tutorial.managed import TIERS, ManagedModel, OwnDirectory, device_of
+from headrace.compat.tutorial.managed import ManagedModel, OwnDirectory, device_of
+from headrace.compat.tutorial.tensors import TieredTensors
 from headrace.memory.ledger import Tier
-from headrace.memory.single import TieredTensors
 from headrace.runtime.device import resolve_device
 
 __all__ = ["NVMeOffloadManager"]
@@ -35,11 +35,9 @@ class NVMeOffloadManager(ManagedModel):
             blocks_in_flight=config.aio_queue_depth,
             pin=config.pin_memory,
         )
+        shapes = {name: (parameter.shape, parameter.dtype) for name, parameter in model.named_parameters()}
         super().__init__(model, tiers, Tier.DISK, directory)
-        self.param_info = {
-            name: (tensor.shape, tensor.dtype, tiers.location(name).offset)
-            for name, tensor in ((name, tiers.like(name)) for name in tiers.names)
-        }
+        self.param_info = {name: (*shapes[name], tiers.location(name).offset) for name in tiers.names}
 
     def prefetch(self, layer_names: Sequence[str]) -> list[str]:
         """Begins to load these parameters, and returns at once: the names for which the GPU has no room now."""
@@ -61,14 +59,14 @@ class NVMeOffloadManager(ManagedModel):
     @property
     def gpu_resident(self) -> set[str]:
         """Names of those that are on the GPU, or on their way."""
-        return {name for name in self.tiers.names if self.tiers.location(name).on_device}
+        return set(self.tiers.on_device)
 
     def get_memory_stats(self) -> dict[str, Any]:
         """Bytes on the GPU (held, at most since the beginning), the CPU (pinned blocks) and the drive; the share of the
         parameters that is not on the GPU; how many there are, and the tier in which each rests."""
         locations = {name: self.tiers.location(name) for name in self.tiers.names}
-        total = sum(location.nbytes for location in locations.values())
-        on_gpu = sum(location.nbytes for location in locations.values() if location.on_device)
+        total = sum(location.size for location in locations.values())
+        on_gpu = sum(locations[name].size for name in self.gpu_resident)
         return {
             "gpu_memory": on_gpu,
             "gpu_held": self.tiers.held_bytes(Tier.DEVICE),
@@ -77,5 +75,5 @@ class NVMeOffloadManager(ManagedModel):
             "nvme_memory": total,
             "offload_ratio": 1 - on_gpu / total if total > 0 else 0,
             "count": len(locations),
-            "tiers": {name: TIERS[location.tier].value for name, location in locations.items()},
+            "tiers": {name: location.tier.value for name, location in locations.items()},
         }

@@ -24,13 +24,16 @@ def pack_layers_sequentially(model: nn.Module, filepath: str | os.PathLike[str])
     for a dtype that safetensors does not have.
     """
     named = list(model.named_parameters())
+    order: list[dict[str, Any]] = []
     header: dict[str, Any] = {}
     at = 0
     for name, parameter in named:
         if parameter.dtype not in _NAMES or parameter.layout is not torch.strided:
             raise TypeError(f"{name!r}: safetensors files have no {parameter.layout} tensors of {parameter.dtype}")
-        shape, end = list(parameter.shape), at + parameter.nbytes
+        shape, end = tuple(parameter.shape), at + parameter.nbytes
         header[name] = {"dtype": _NAMES[parameter.dtype], "shape": shape, "data_offsets": [at, end]}
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        order.append({"name": name, "offset": at, "size": parameter.nbytes, "shape": shape, "dtype": dtype})
         at = end
     text = json.dumps(header).encode()
     text = text.ljust(-(-(8 + len(text)) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES - 8)
@@ -47,14 +50,6 @@ def pack_layers_sequentially(model: nn.Module, filepath: str | os.PathLike[str])
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
-    order = [
-        {
-            "name": name,
-            "offset": 8 + len(text) + header[name]["data_offsets"][0],
-            "size": parameter.nbytes,
-            "shape": tuple(parameter.shape),
-            "dtype": str(parameter.dtype).removeprefix("torch."),
-        }
-        for name, parameter in named
-    ]
+    for entry in order:
+        entry["offset"] += 8 + len(text)
     return order, at

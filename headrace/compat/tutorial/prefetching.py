@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
+from headrace.compat.tutorial.tensors import TieredTensors
 from headrace.errors import StateError
 from headrace.formulas import prefetch_depth
-from headrace.memory.single import TieredTensors
 from headrace.runtime.threads import OneThread
 
 __all__ = ["LayerPrefetcher", "compute_optimal_prefetch"]

@@ -1,17 +1,15 @@
 """How do tensors spread over GPU, CPU and drive, and come and go by name? In the first tier with room; limits hold."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import nn
 
-from headrace.compat.tutorial.compression import CompressionTrial, try_compression
 from headrace.compat.tutorial.configs import OffloadSystemConfig, OffloadTier, TensorLocation
-from headrace.compat.tutorial.managed import TIERS, ManagedModel, OwnDirectory, device_of
+from headrace.compat.tutorial.managed import ManagedModel, OwnDirectory, device_of
+from headrace.compat.tutorial.tensors import TIERS, TieredTensors
 from headrace.memory.ledger import Tier
-from headrace.memory.single import TieredTensors
 
 __all__ = ["UnifiedOffloadManager"]
 
@@ -21,7 +19,7 @@ Kind = Literal["parameter", "gradient", "optimizer_state"]
 class UnifiedOffloadManager(ManagedModel):
     """Parameters of `model`, and what `add` brings, in the first tier with room; see `OffloadSystemConfig`.
 
-    `device`: the GPU; default the model's accelerator, or this machine's. `compression`: what was tried, if asked for.
+    `device`: the GPU; default the model's accelerator, or this machine's.
     """
 
     def __init__(
@@ -30,10 +28,6 @@ class UnifiedOffloadManager(ManagedModel):
         self.config = config
         sizes = [parameter.nbytes for parameter in model.parameters()]
         wanted = (config.prefetch_count + 1) * max(sizes, default=0)
-        self.compression: CompressionTrial | None = None
-        if config.use_compression:
-            largest = max(model.parameters(), key=lambda parameter: parameter.nbytes)
-            self.compression = try_compression(largest, Path(config.nvme_path))
         directory = OwnDirectory(config.nvme_path, config.num_io_threads)
         tiers = TieredTensors(
             device_of(model, device),
@@ -41,7 +35,7 @@ class UnifiedOffloadManager(ManagedModel):
             host_bytes=config.cpu_memory_limit,
             open_disk=directory.open_store,
             visiting_bytes=min(wanted, config.gpu_memory_limit),
-            packs=self.compression is not None and self.compression.pays,
+            packs=config.use_compression,
             pin=config.pin_memory,
         )
         first = self._first(config.offload_parameters, config.parameter_offload_tier)
@@ -71,11 +65,7 @@ class UnifiedOffloadManager(ManagedModel):
     @property
     def locations(self) -> dict[str, TensorLocation]:
         """Where each tensor rests."""
-        found = {name: self.tiers.location(name) for name in self.tiers.names}
-        return {
-            name: TensorLocation(TIERS[one.tier], one.offset, one.nbytes, one.is_loading, one.is_saving)
-            for name, one in found.items()
-        }
+        return {name: self.tiers.location(name) for name in self.tiers.names}
 
     @property
     def gpu_used(self) -> int:
@@ -91,10 +81,10 @@ class UnifiedOffloadManager(ManagedModel):
         """For each tier: tensors that rest there and their bytes, and the bytes held there now and at most."""
         summary = {}
         for tier, shown in TIERS.items():
-            resting = [one for one in map(self.tiers.location, self.tiers.names) if one.tier is tier]
+            resting = [one for one in self.locations.values() if one.tier is shown]
             summary[shown.value] = {
                 "count": len(resting),
-                "bytes": sum(one.nbytes for one in resting),
+                "bytes": sum(one.size for one in resting),
                 "held_bytes": self.tiers.held_bytes(tier),
                 "peak_bytes": self.tiers.ledger.peak_bytes(tier),
             }

@@ -4,7 +4,7 @@ from headrace.planning.cost.catalogue import DEVICES, DRIVES, HOSTS, MACHINES, m
 from headrace.planning.cost.configs import is_counted, read_config, shape_of_config, stored_bits
 from headrace.planning.cost.hardware import PEERS, Hardware
 from headrace.planning.cost.modules import is_module, shape_of_module
-from headrace.planning.cost.nodes import all_devices, with_peers
+from headrace.planning.cost.nodes import all_devices
 from headrace.planning.cost.run_plan import RunPlan, plan_run
 from headrace.planning.cost.run_text import compare_text
 from headrace.planning.cost.shape import BlockKind, BlockShape, ModelShape
@@ -43,5 +43,4 @@ __all__ = [
     "stored_bits",
     "wanted",
     "with_drives",
-    "with_peers",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,18 @@ __all__ = ["FABRIC", "NO_PEERS", "OVER_LINK", "PEERS", "Hardware"]
 # the host (PCIe), or not at all: through host memory.
 FABRIC, OVER_LINK, NO_PEERS = "fabric", "pcie", "none"
 PEERS = (FABRIC, OVER_LINK, NO_PEERS)
+
+_RATES = {  # the fields that one figure stands for; where two have the same, the later one counts
+    "link": ("onload_bytes_per_second", "offload_bytes_per_second"),
+    "disk": ("disk_read_bytes_per_second", "disk_write_bytes_per_second"),
+    "host": ("dram_bytes_per_second", "update_bytes_per_second"),
+    "device": ("device_bytes_per_second",),
+    "flops": ("flops_per_second",),
+    "update": ("update_bytes_per_second",),
+    "peers": ("collective_bytes_per_second",),
+    "network": ("node_bytes_per_second",),
+}
+_RATE = re.compile(r"\s*(-?[0-9]+(?:\.[0-9]+)?)\s*([kKMGTP]?)(B|FLOPS?)(?:/s)?\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +116,52 @@ class Hardware:
         """Bytes per second of DRAM traffic that the update reaches when nothing else uses it."""
         return min(self.update_bytes_per_second or self.dram_bytes_per_second, self.dram_bytes_per_second)
 
-    def changed(self, **fields: Any) -> Hardware:
-        """The same machine with other figures, whose source is the caller."""
-        sources = {**self.sources, **dict.fromkeys(fields, "given")}
-        return dataclasses.replace(self, **fields, sources=sources)
+    def changed(self, **figures: Any) -> Hardware:
+        """The same machine with other figures, whose source is the caller: fields by name, or in short:
+
+        - `link`, `disk` (each way), `host` (memory, and updates in it), `update`, `device` (its memory), `peers` (from
+          each device to the others of the node), `network` (of the node, each way): rates such as "25GB/s", or bytes
+          per second; `flops`: such as "300TFLOPS". As reached in practice, not as sold.
+        - `drive`: "nvme-gen4", "nvme-gen5", "sata" or "hdd" in place of the machine's own drives, or several: "2xhdd".
+
+        Raises ValueError for a figure that does not exist or makes no sense.
+        """
+        machine, fields = self, {name: value for name, value in figures.items() if name not in (*_RATES, "drive")}
+        if "drive" in figures:
+            from headrace.planning.cost.catalogue import with_drives  # which is made of this
+
+            count, drive = re.fullmatch(r"(?:(-?[0-9]+)x)?(.*)", str(figures["drive"])).groups()  # type: ignore[union-attr]
+            machine = with_drives(self, drive, int(count or 1))
+        for name, targets in _RATES.items():
+            if name in figures:
+                fields |= dict.fromkeys(targets, _rate(name, figures[name]))
+        known = [field.name for field in dataclasses.fields(self)]
+        for name in fields:
+            if name not in known:
+                raise ValueError(
+                    f"a machine has no figure {name!r}; give one of {', '.join([*_RATES, 'drive', *known])}"
+                )
+        peer = fields.get("peer", self.peer)
+        if "peers" in figures and peer == NO_PEERS:
+            raise ValueError(
+                f"peers={figures['peers']!r} but devices of {self.name} do not reach each other; give peer, too: one of"
+                f" {', '.join(PEERS)}"
+            )
+        if peer == OVER_LINK != self.peer:
+            fields.setdefault(
+                "collective_bytes_per_second", fields.get(_RATES["link"][0], self.onload_bytes_per_second)
+            )
+        sources = {**machine.sources, **dict.fromkeys(fields, "given")}
+        return dataclasses.replace(machine, **fields, sources=sources)
+
+    @classmethod
+    def named(cls, name: str) -> Hardware:
+        """A machine of the catalogue, such as "4090" or "8xh100". Raises ValueError for any other."""
+        from headrace.planning.cost.catalogue import MACHINES, nearest  # which is made of this
+
+        if name not in MACHINES:
+            raise ValueError(f"hardware={name!r} is not known{nearest(name, MACHINES)}; give {', '.join(MACHINES)}")
+        return MACHINES[name]
 
     def to_json(self) -> str:
         return json.dumps({**dataclasses.asdict(self), "sources": dict(self.sources)}, indent=2) + "\n"
@@ -119,3 +174,14 @@ class Hardware:
             return cls(**fields)
         except (TypeError, ValueError) as error:
             raise ValueError(f"this is no hardware file of this version ({error}); run headrace probe again") from error
+
+
+def _rate(name: str, value: Any) -> float:
+    """A number, or text such as "25GB/s" and "300TFLOPS": units of 1000, of bytes and not of bits."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    found = _RATE.fullmatch(str(value))
+    if found is None or (found[3] == "B") == (name == "flops"):
+        example = "300TFLOPS" if name == "flops" else "25GB/s"
+        raise ValueError(f"{name}={value!r} is no rate; give one such as {example!r}")
+    return float(found[1]) * 1000.0 ** " KMGTP".index(found[2].upper() or " ")

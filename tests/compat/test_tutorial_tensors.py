@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.compat.tutorial import OffloadTier
+from headrace.compat.tutorial.tensors import TieredTensors
 from headrace.errors import BudgetError, DiskError, StateError
 from headrace.memory.disk import DiskStore
 from headrace.memory.disk.file import DirectFile
 from headrace.memory.ledger import Ledger, Tier
-from headrace.memory.single import TieredTensors
-from headrace.memory.single.placement import Room, tiers_for
 
 KIB = 1024
 Make = Callable[..., TieredTensors]
@@ -96,7 +96,7 @@ def test_a_tensor_that_is_loaded_ahead_stays_until_it_was_used(make: Make) -> No
     assert tensors.prefetch("d") == ["d"]  # `a` was asked for last, nobody has used the others
     tensors.get("b")
     assert tensors.prefetch("d") == []
-    assert [name for name in "abcd" if tensors.location(name).on_device] == ["b", "c", "d"]
+    assert tensors.on_device == ["b", "c", "d"]
 
 
 def test_an_own_reference_keeps_memory_and_is_counted(make: Make) -> None:
@@ -183,21 +183,13 @@ def test_bytes_that_changed_on_disk_are_found(make: Make, monkeypatch: pytest.Mo
     assert torch.equal(tensors.get("a").cpu(), value(0))
 
 
-def test_tiers_fill_in_order() -> None:
-    room = Room(
-        device=torch.device("cpu"),
-        device_bytes=100,
-        device_taken=10,
-        visiting_bytes=50,
-        host_bytes=3 * 4096,
-        host_taken=4096,
-        has_disk=True,
-    )
-    sizes = {"a": 30, "b": 30, "c": 5, "d": 100, "e": 99, "f": 90}
-    host, disk = Tier.HOST, Tier.DISK
-    assert tiers_for({"a": 30, "b": 60}, Tier.DEVICE, room) == {"a": Tier.DEVICE, "b": Tier.DEVICE}  # all fit
-    found = tiers_for(sizes, Tier.DEVICE, room)
-    assert found == {"a": Tier.DEVICE, "b": host, "c": Tier.DEVICE, "d": host, "e": host, "f": host}
-    assert set(tiers_for(sizes, Tier.DISK, room).values()) == {disk}
-    with pytest.raises(BudgetError, match="'g' needs 101 B on cpu when it is used; the limit there is 100 B"):
-        tiers_for({**sizes, "g": 101}, Tier.HOST, room)
+def test_tiers_fill_in_order(make: Make) -> None:
+    tensors = make(device_bytes=12 * KIB, visiting_bytes=4 * KIB, host_bytes=12 * KIB)
+    tensors.add({name: value(0, size * KIB) for name, size in {"a": 5, "b": 5, "c": 3, "d": 8, "e": 1}.items()})
+    cpu, gpu, nvme = OffloadTier.CPU, OffloadTier.GPU, OffloadTier.NVME
+    assert [tensors.location(name).tier for name in "abcde"] == [gpu, cpu, gpu, nvme, cpu]
+    with pytest.raises(BudgetError, match=r"'f' needs 13 KiB on .* when it is used; the limit there is 12 KiB"):
+        tensors.add({"f": value(0, 13 * KIB)}, Tier.HOST)
+    everything = make(device_bytes=12 * KIB, visiting_bytes=4 * KIB)
+    everything.add({name: value(0, 6 * KIB) for name in "ab"})
+    assert {everything.location(name).tier for name in "ab"} == {gpu}

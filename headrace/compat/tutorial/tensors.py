@@ -1,0 +1,418 @@
+"""How do single tensors rest in tiers and visit the device, each by its name? Limits hold, and values are kept.
+
+`headrace.offload()` moves blocks of a model by itself; this is the same memory, lanes and disk for code that says when.
+A tensor rests in one tier. One that does not rest on the device visits it: `prefetch` or `get` bring a copy, `put`
+gives it a new value where it rests. A copy that was written in place and has to make room goes back first.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from headrace.compat.tutorial.blocks import DiskBlocks, Rest
+from headrace.compat.tutorial.configs import OffloadTier, TensorLocation
+from headrace.config import format_bytes
+from headrace.errors import BudgetError, StateError
+from headrace.memory.arena import aligned, whole_pages
+from headrace.memory.buffers import references_beside
+from headrace.memory.disk import DiskStore
+from headrace.memory.ledger import Ledger, Tier
+from headrace.memory.packed import available
+from headrace.memory.pool import HostPool
+from headrace.runtime.lanes import Event, Lane, open_lanes
+from headrace.runtime.threads import Job, OneThread
+
+__all__ = ["TIERS", "TieredTensors"]
+
+TIERS = {Tier.DEVICE: OffloadTier.GPU, Tier.HOST: OffloadTier.CPU, Tier.DISK: OffloadTier.NVME}
+_PURPOSE = "weights"
+
+
+@dataclass(eq=False)
+class _Visit:
+    """A copy on the device, arrived or on its way."""
+
+    buffer: torch.Tensor
+    arrival: "Future[Event]"  # its end, once that is submitted
+    owner_version: int | None
+    used: int = 0  # when it was asked for last; 0: not yet
+    version: int = 0  # of the buffer when it had arrived
+
+    @property
+    def written(self) -> bool:
+        return bool(self.used) and self.buffer._version != self.version
+
+    @property
+    def failed(self) -> bool:
+        """Whether it could not be submitted. Waits for that."""
+        return self.arrival.exception() is not None
+
+    @property
+    def arrived(self) -> bool:
+        return self.arrival.done() and (self.failed or self.arrival.result().query())
+
+
+@dataclass(eq=False)
+class _Entry:
+    """One tensor. `home`: its uint8 bytes on the device or host; `owner`: who else writes to that memory."""
+
+    like: torch.Tensor  # on meta
+    tier: Tier
+    home: torch.Tensor | None = None
+    rest: Rest | None = None
+    owner: torch.Tensor | None = None
+    visit: _Visit | None = None
+    saved: Event | None = None  # the end of the last copy to `home`
+
+    def shaped(self, memory: torch.Tensor) -> torch.Tensor:
+        return memory.view(self.like.dtype).view(self.like.shape)
+
+
+class TieredTensors:
+    """Named tensors for `device`, in at most `device_bytes` there and `host_bytes` of host memory; None: no ceiling.
+
+    `open_disk` opens a store for those that rest on disk, when there is the first; this closes it. They pass through
+    `blocks_in_flight` blocks of `block_bytes` of host memory; with `packs` those of bfloat16 are packed on disk.
+    `visiting_bytes` of the device are kept for visits where not all tensors fit. `pin`: host memory is page-locked.
+    Not safe for several threads at once.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        device_bytes: int | None = None,
+        host_bytes: int | None = None,
+        open_disk: Callable[[Ledger], DiskStore] | None = None,
+        block_bytes: int = 1 << 20,
+        blocks_in_flight: int = 8,
+        visiting_bytes: int = 0,
+        packs: bool = False,
+        pin: bool = True,
+    ) -> None:
+        self.device, self.device_bytes, self.packs = device, device_bytes, packs and available()
+        self.ledger = Ledger(frozenset({_PURPOSE}), host_bytes)
+        self.disk: DiskBlocks | None = None
+        self._visiting_bytes = visiting_bytes
+        memory_device = device if pin else torch.device("cpu")
+        self._pool = HostPool(memory_device, self.ledger, _PURPOSE)
+        self._lanes, self._fetching = open_lanes(device), OneThread("headrace-fetch")
+        settings = self.ledger, memory_device, self._lanes, block_bytes, blocks_in_flight
+        self._open_disk = None if open_disk is None else partial(DiskBlocks, open_disk, *settings)
+        self._entries: dict[str, _Entry] = {}
+        self._leaving: list[torch.Tensor] = []  # device memory that a caller may still refer to
+        self._clock = itertools.count(1)
+        self._closed = False
+
+    # what is where -------------------------------------------------------------------------------------------------
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors, in the order in which they came."""
+        return list(self._entries)
+
+    def location(self, name: str) -> TensorLocation:
+        """Where that tensor is. Waits for nothing."""
+        entry = self._entry(name)
+        writes: list[Event] = [] if entry.rest is None else list(entry.rest.writes)
+        return TensorLocation(
+            TIERS[entry.tier],
+            offset=0 if entry.rest is None else entry.rest.extent.offset,
+            size=entry.like.nbytes,
+            is_loading=entry.visit is not None and not entry.visit.arrived,
+            is_saving=not all(event.query() for event in (*writes, entry.saved) if event is not None),
+        )
+
+    @property
+    def on_device(self) -> list[str]:
+        """Names of those that are there, or on their way."""
+        return [name for name, e in self._entries.items() if e.tier is Tier.DEVICE or e.visit is not None]
+
+    def held_bytes(self, tier: Tier) -> int:
+        """Bytes taken in that tier now: with copies that visit or that a caller still holds, and staging memory."""
+        for index in reversed(range(len(self._leaving))):
+            if not references_beside(self._leaving[index]):
+                self.ledger.add(Tier.DEVICE, _PURPOSE, -self._leaving.pop(index).nbytes)
+        return self.ledger.held_bytes(tier)
+
+    def place_of(self, name: str) -> torch.Tensor | None:
+        """The memory in which a tensor rests, shaped; None for one on disk."""
+        entry = self._entry(name)
+        return None if entry.home is None else entry.shaped(entry.home)
+
+    # tensors come and go ---------------------------------------------------------------------------------------------
+    def add(self, tensors: Mapping[str, torch.Tensor], first: Tier = Tier.DEVICE) -> None:
+        """Takes the values of `tensors`, from `first` on in the fastest tier with room. A tensor that is on the device
+        and rests there is not copied. Raises BudgetError before anything is taken, ValueError for a name that is there.
+        """
+        self._refuse_closed()
+        for name in tensors:
+            if name in self._entries:
+                raise ValueError(f"{name!r} is there already; give it a new value with put()")
+        sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+        tiers = self._tiers_for(sizes, first)
+        if self.disk is None and self._open_disk is not None and Tier.DISK in tiers.values():
+            self.disk = self._open_disk(max(sizes[name] for name, tier in tiers.items() if tier is Tier.DISK))
+            tiers = self._tiers_for(sizes, first)  # its blocks take host memory
+        if host_bytes := sum(aligned(sizes[name]) for name, tier in tiers.items() if tier is Tier.HOST):
+            self._pool.grow(host_bytes)
+        for name, tier in tiers.items():
+            tensor = tensors[name].detach()
+            entry = _Entry(torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format), tier)
+            if tier is Tier.DEVICE:
+                entry.home = _flat(tensor.to(self.device))
+                self.ledger.add(Tier.DEVICE, _PURPOSE, entry.like.nbytes)
+            elif tier is Tier.HOST:
+                memory = self._pool.take(sizes[name]).memory if sizes[name] else torch.empty(0, dtype=torch.uint8)
+                entry.home = memory.copy_(_flat(tensor))
+            elif self.disk is not None:
+                packs = self.packs and tensor.dtype == torch.bfloat16
+                entry.rest = self.disk.rest(name, sizes[name], _PURPOSE, packs=packs)
+                self._save(entry, _flat(tensor))
+            self._entries[name] = entry
+
+    def watch(self, name: str, owner: torch.Tensor) -> None:
+        """`owner` shares the memory in which a tensor rests; when it was written, copies on the device are too old."""
+        self._entry(name).owner = owner
+
+    def put(self, name: str, value: torch.Tensor) -> None:
+        """The tensor's new value, in place of what rests and visits. `value` may be written to once this returns.
+
+        Where it rests on disk, writing goes on in the background. Raises ValueError for another shape or dtype.
+        """
+        self._refuse_closed()
+        entry = self._entry(name)
+        if value.shape != entry.like.shape or value.dtype != entry.like.dtype:
+            raise ValueError(
+                f"{name!r} is {entry.like.dtype} of shape {tuple(entry.like.shape)}; the value given is {value.dtype}"
+                f" of shape {tuple(value.shape)}: give one like it"
+            )
+        if entry.visit is not None and not entry.visit.failed:
+            self._lanes.wait(entry.visit.arrival.result())
+        self._save(entry, _flat(value.detach()))
+        self._leave(entry)
+
+    def take_out(self, name: str) -> torch.Tensor:
+        """The tensor's value in memory of its own on the host."""
+        entry = self._entry(name)
+        if entry.visit is not None and entry.visit.written:
+            return entry.shaped(entry.visit.buffer).cpu().clone()
+        if entry.home is not None:
+            _wait_for(entry.saved)
+            return entry.shaped(entry.home.cpu().clone())
+        memory = torch.empty(entry.like.nbytes, dtype=torch.uint8, device="cpu")
+        self._bring(entry, memory).result().synchronize()
+        return entry.shaped(memory)
+
+    # visits ----------------------------------------------------------------------------------------------------------
+    def prefetch(self, names: Iterable[str]) -> list[str]:
+        """Begins to bring these to the device; returns those that have no room there now. Never waits for copies.
+
+        For room, copies leave that were used, are referred to by nobody else, and are not the last one.
+        """
+        self._refuse_closed()
+        entries = [(name, self._entry(name)) for name in names]
+        last = max((e.visit.used for e in self._entries.values() if e.visit is not None), default=0)
+        left = []
+        for name, entry in entries:
+            self._refresh(entry)
+            if entry.tier is not Tier.DEVICE and entry.visit is None:
+                if self._make_room(entry.like.nbytes, lambda visit: 0 < visit.used < last):
+                    entry.visit = self._begin(entry)
+                else:
+                    left.append(name)
+        return left
+
+    def get(self, name: str, *, ahead: int = 0) -> torch.Tensor:
+        """The tensor on the device; what is computed with it from now on comes after its arrival.
+
+        `ahead`: so many that follow it in order, the first ones after the last, are prefetched. Raises BudgetError when
+        it has no room beside what callers still refer to.
+        """
+        self._refuse_closed()
+        entry = self._entry(name)
+        if entry.tier is Tier.DEVICE and entry.home is not None:
+            place = entry.shaped(entry.home)
+        else:
+            place = entry.shaped(self._visiting(name, entry))
+        if ahead > 0:
+            travelling = [n for n, e in self._entries.items() if e.tier is not Tier.DEVICE or n == name]
+            at = travelling.index(name)
+            self.prefetch((travelling[at + 1 :] + travelling[:at])[:ahead])
+        return place
+
+    def let_go(self, name: str) -> None:
+        """The copy on the device is not needed any more. What was written to it goes where the tensor rests."""
+        self._send_back(self._entry(name))
+
+    def synchronize(self) -> None:
+        """Waits until nothing is under way. Raises DiskError for a write that failed and was not made good since."""
+        for entry in self._entries.values():
+            _wait_for(None if entry.visit is None else entry.visit.arrival.result())
+            _wait_for(entry.saved)
+        if self.disk is not None:
+            self.disk.synchronize()
+
+    def close(self) -> None:
+        """Waits for what is under way, well or not, and gives memory and disk back. Twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        self._fetching.shutdown(wait=True)
+        for entry in self._entries.values():
+            _wait_for(None if entry.visit is None or entry.visit.failed else entry.visit.arrival.result())
+            _wait_for(entry.saved)
+        self._lanes.close()
+        if self.disk is not None:
+            self.disk.close()
+
+    # inside ----------------------------------------------------------------------------------------------------------
+    def _entry(self, name: str) -> _Entry:
+        entry = self._entries.get(name)
+        if entry is None:
+            some = ", ".join(list(self._entries)[:3])
+            raise KeyError(f"no tensor {name!r} among {len(self._entries)} ({some}, ...); give a name of these")
+        return entry
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise StateError("these tensors were let go of by close(); make a new manager")
+
+    def _tiers_for(self, sizes: Mapping[str, int], first: Tier) -> dict[str, Tier]:
+        """The tier of each tensor of so many bytes: the fastest from `first` on that has room, in their order."""
+        limit, host_limit, host_taken = self.device_bytes, self.ledger.host_budget_bytes, self.held_bytes(Tier.HOST)
+        on_device, on_host, tiers = self.held_bytes(Tier.DEVICE), 0, {}
+        fits = limit is None or (first is Tier.DEVICE and on_device + sum(sizes.values()) <= limit)
+        resting = None if limit is None else limit - (0 if fits else self._visiting_bytes)
+        for name, nbytes in sizes.items():
+            host_wanted = host_taken + whole_pages(on_host + aligned(nbytes))
+            if first is Tier.DEVICE and (resting is None or on_device + nbytes <= resting):
+                tiers[name], on_device = Tier.DEVICE, on_device + nbytes
+            elif first is not Tier.DISK and (host_limit is None or host_wanted <= host_limit):
+                tiers[name], on_host = Tier.HOST, on_host + aligned(nbytes)
+            elif self._open_disk is not None:
+                tiers[name] = Tier.DISK
+            else:
+                raise BudgetError(
+                    f"{name!r} needs {format_bytes(nbytes)}: no room within {limit} bytes of {self.device} and"
+                    f" {host_limit} of host memory, and no directory on a disk; raise a limit, or give a directory"
+                )
+            if tiers[name] is not Tier.DEVICE and limit is not None and nbytes > limit:
+                raise BudgetError(
+                    f"{name!r} needs {format_bytes(nbytes)} on {self.device} when it is used; the limit there is"
+                    f" {format_bytes(limit)}; raise it to at least {format_bytes(nbytes, at_least=True)}"
+                )
+        return tiers
+
+    def _bring(self, entry: _Entry, buffer: torch.Tensor) -> "Future[Event]":
+        """Submits filling `buffer` with what rests."""
+        after = self._lanes.mark()
+        if entry.rest is not None and self.disk is not None:
+            return self._fetching.submit(self.disk.fetch, entry.rest, buffer, after)
+        submitted: Job[Event] = Job()
+        if entry.home is not None:
+            submitted.set_result(self._lanes.copy(Lane.ONLOAD, [(buffer, entry.home)], after).done)
+        return submitted
+
+    def _save(self, entry: _Entry, source: torch.Tensor) -> None:
+        """uint8 `source` becomes what rests; whoever writes to it after this returns does so later."""
+        if entry.rest is not None and self.disk is not None:
+            read = self.disk.spill(entry.rest, source, self._lanes.mark())
+        elif entry.home is None or source.data_ptr() == entry.home.data_ptr():
+            return
+        elif entry.home.device == source.device:
+            _wait_for(entry.saved)
+            if entry.visit is not None and not entry.visit.failed:
+                entry.visit.arrival.result().synchronize()  # it reads what is written now
+            entry.home.copy_(source)
+            return
+        elif entry.tier is Tier.DEVICE:
+            entry.home.copy_(source)
+            return
+        else:
+            read = entry.saved = self._lanes.copy(Lane.OFFLOAD, [(entry.home, source)], self._lanes.mark()).done
+        if source.device.type == "cpu":
+            read.synchronize()
+        self._lanes.wait(read)
+
+    def _refresh(self, entry: _Entry) -> None:
+        """Lets go of a copy that is older than what rests."""
+        visit = entry.visit
+        if visit is not None and entry.owner is not None and visit.owner_version != entry.owner._version:
+            self._lanes.wait(visit.arrival.result())
+            if visit.written:
+                raise StateError("a tensor was written where it rests and on the device; put() the value that holds")
+            self._leave(entry)
+
+    def _visiting(self, name: str, entry: _Entry) -> torch.Tensor:
+        self._refresh(entry)
+        if entry.visit is None and not self._make_room(entry.like.nbytes, lambda visit: True):
+            raise self._no_room(name, entry)
+        visit = entry.visit = entry.visit or self._begin(entry)
+        try:
+            self._lanes.wait(visit.arrival.result())
+        except BaseException:
+            self._leave(entry)
+            raise
+        if not visit.used:
+            visit.version = visit.buffer._version
+        visit.used = next(self._clock)
+        return visit.buffer
+
+    def _begin(self, entry: _Entry) -> _Visit:
+        """Submits bringing a tensor to the device; there is room."""
+        version = None if entry.owner is None else entry.owner._version
+        with torch.inference_mode(False):  # whose tensors count no versions
+            buffer = torch.empty(entry.like.nbytes, dtype=torch.uint8, device=self.device)
+        self.ledger.add(Tier.DEVICE, _PURPOSE, buffer.nbytes)
+        return _Visit(buffer, self._bring(entry, buffer), version)
+
+    def _send_back(self, entry: _Entry) -> None:
+        """The copy leaves; what was written to it is saved. One that did not arrive is none."""
+        if entry.visit is not None and not entry.visit.failed:
+            self._lanes.wait(entry.visit.arrival.result())
+            if entry.visit.written:
+                self._save(entry, entry.visit.buffer)
+        self._leave(entry)
+
+    def _leave(self, entry: _Entry) -> None:
+        if entry.visit is not None:
+            self._leaving.append(entry.visit.buffer)
+            entry.visit = None
+
+    def _make_room(self, nbytes: int, may_leave: Callable[[_Visit], bool]) -> bool:
+        """Whether there is room on the device for so many bytes more, after copies left that may."""
+        limit = math.inf if self.device_bytes is None else self.device_bytes
+        while self.held_bytes(Tier.DEVICE) + nbytes > limit:
+            visiting = [(e, e.visit) for e in self._entries.values() if e.visit is not None and may_leave(e.visit)]
+            visiting.sort(key=lambda one: one[1].used or next(self._clock))  # those that nobody used yet stay longest
+            leaves = next((e for e, visit in visiting if visit.failed or not references_beside(visit.buffer)), None)
+            if leaves is None:
+                return False
+            del visiting
+            self._send_back(leaves)
+        return True
+
+    def _no_room(self, name: str, entry: _Entry) -> BudgetError:
+        held = [n for n, e in self._entries.items() if e.visit is not None]
+        return BudgetError(
+            f"{name!r} needs {format_bytes(entry.like.nbytes)} on {self.device} beside"
+            f" {format_bytes(self.ledger.held_bytes(Tier.DEVICE))} that are held; the limit is"
+            f" {format_bytes(self.device_bytes or 0)}. In use: {', '.join(held[:4]) or 'none'}, and"
+            f" {len(self._leaving)} copies that were let go of but are still referred to (a graph of autograd does"
+            " that, too). Offload what is not needed and drop references to it, or raise the limit"
+        )
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes: uint8, (nbytes,)."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _wait_for(event: Event | None) -> None:
+    if event is not None:
+        event.synchronize()
