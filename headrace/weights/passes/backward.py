@@ -15,7 +15,7 @@ import torch
 
 from headrace.errors import StateError
 from headrace.planning import Phase
-from headrace.runtime.autograd import EndOfBackward, running_function, unseen, without_overrides
+from headrace.runtime.autograd import EndOfBackward, backward_task, running_function, unseen, without_overrides
 from headrace.runtime.tensors import tensors_in
 from headrace.runtime.threads import on_own_thread
 from headrace.weights.model.slot import REMOVED, Slot
@@ -70,6 +70,8 @@ class Backward:
         self._ending: Callable[[], EndOfBackward | None] = lambda: None  # gone when autograd is done with it
         self._computing_again = contextlib.ExitStack()  # functions may be called again in it
         self._within: dict[Slot, str] = {}  # that an autograd Function computes with now, and its name
+        self._task = -1  # of autograd, the outermost one
+        self._given_within: list[Slot] = []  # parameters that nested ones had gradients for
         self.settling = threading.RLock()  # one that raised may end on autograd's thread, during the next pass
         self.refused = False  # the model was let go of
         self.ended = 0  # how many have
@@ -154,6 +156,9 @@ class Backward:
                 slot.leaf.grad = None
                 return
             (self.batch_sums or self._gradients).take(slot)
+        if backward_task() != self._task and slot.leaf.gave_up is None:
+            slot.leaf.gave_up = slot.name
+            self._given_within.append(slot)
 
     def begin(self) -> None:
         """One begins that consists of several."""
@@ -182,6 +187,7 @@ class Backward:
         self._gradients.abandon()  # what is left of a backward whose end was interrupted
         self._site = None
         self._within.clear()
+        self._task = backward_task()
         present = object()
         end = EndOfBackward(functools.partial(self._ended, present))
         end.queue()
@@ -214,6 +220,7 @@ class Backward:
 
     def _finish(self, *, completed: bool) -> None:
         self._computing_again.close()
+        self._forget_nested()
         self._present = None
         self.ended += 1
         if self._site is not None:
@@ -238,8 +245,14 @@ class Backward:
     def _bind_for_calls(self) -> None:
         self._standing.reset([call.blocks for call in self._calls])
 
+    def _forget_nested(self) -> None:
+        for slot in self._given_within:
+            slot.leaf.gave_up = None
+        self._given_within.clear()
+
     def undo(self) -> None:
         """Nothing of it is under way any more."""
+        self._forget_nested()
         self._site = None
         if self._present is not None:
             self._present = None
