@@ -109,6 +109,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
                 torch.autograd.graph.increment_version([tensor for tensor in into if not tensor.is_inference()])
                 for handle in handles:
                     handle.refresh()
+            for handle in handles:
+                handle.settled_blocks("headrace.load")  # what a drive did not take is told here
         for state in states:
             state.load(converted)
         for module, value in modules:
@@ -272,6 +274,7 @@ class _State:
         if isinstance(self._optimizer, HostOptimizer):
             pairs = zip(numbers, parameters, strict=True)
             self._optimizer.fill({parameter: on_disk[number] for number, parameter in pairs if on_disk.get(number)})
+            self._optimizer.wait_for_disk()
 
     def _of_others(self, parameters: Mapping[int, torch.Tensor], converted: Mapping[int, SavedTensor]) -> set[int]:
         """The numbers of parameters whose state other ranks keep, and whose values here do not come out of it."""
