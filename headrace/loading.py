@@ -325,7 +325,7 @@ class _State:
             for name, value in entries.items() if streams and isinstance(entries, Mapping) else ():
                 if not isinstance(value, torch.Tensor) or value.nbytes <= SMALL_BYTES:
                     continue
-                if torch.ops.aten.is_non_overlapping_and_dense(value):  # all of ours are
+                if _is_as_in_file(value):  # all of ours are
                     first = self._saved.content.offset(value)
                     like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
                     at = PlaceInFile(first, like.numel() * like.itemsize)
@@ -348,8 +348,8 @@ class _State:
     def _in_memory(self, value: Any, name: str, places: list[Place]) -> Any:
         """The same tree with tensors that `places` fill."""
         if isinstance(value, torch.Tensor):
-            if not torch.ops.aten.is_non_overlapping_and_dense(value):
-                return value.clone()  # of another program: ours have none
+            if not _is_as_in_file(value):
+                return value.resolve_conj().resolve_neg().clone()  # of another program: ours have none
             filled = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
             at = PlaceInFile(self._saved.content.offset(value), value.numel() * value.itemsize)
             if at.nbytes:
@@ -360,6 +360,11 @@ class _State:
         if isinstance(value, list | tuple):
             return type(value)([self._in_memory(entry, f"{name}.{i}", places) for i, entry in enumerate(value)])
         return value
+
+
+def _is_as_in_file(tensor: torch.Tensor) -> bool:
+    """Whether its bytes in the file, in their order, are its elements."""
+    return torch.ops.aten.is_non_overlapping_and_dense(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _convert(optimizer: HostOptimizer, parameter: torch.Tensor, saved: SavedTensor, state: dict[str, Any]) -> None:
