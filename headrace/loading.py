@@ -17,16 +17,17 @@ from torch.optim import Optimizer
 
 from headrace.checkpoint.adapters import with_names_of
 from headrace.checkpoint.contents import Contents, SavedOptimizer, SavedTensor, own_contents
-from headrace.checkpoint.destinations import filling
+from headrace.checkpoint.destinations import filling, in_turn
 from headrace.checkpoint.directory import restore_interrupted
 from headrace.checkpoint.foreign import foreign_contents
 from headrace.checkpoint.manifest import EXTRA, MANIFEST
-from headrace.checkpoint.model import EXTRA_STATE, plain_name, tensors_of, unwrapped
+from headrace.checkpoint.model import EXTRA_STATE, check_model, plain_name, tensors_of, unwrapped
 from headrace.checkpoint.optimizers import Optimizers, check_sound, is_loaded_otherwise, plain_optimizers
 from headrace.checkpoint.random_state import restore_random_state
 from headrace.checkpoint.reading import Place, PlaceInFile, SavedFile, read_all
 from headrace.checkpoint.running import wait_for_running
 from headrace.checkpoint.sources import SMALL_BYTES
+from headrace.checkpoint.torn import is_written
 from headrace.errors import CheckpointError
 from headrace.live import handles_of
 from headrace.memory.disk import TensorAtRest, origin_of
@@ -56,8 +57,10 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     MiB if weights rest on disk, and room for a tensor that has to be converted.
 
     Raises CheckpointError when the checkpoint is damaged, naming file and tensor, or does not fit the model or the
-    optimizer; StateError within a forward or backward; DiskError when a drive fails.
+    optimizer; StateError within a forward or backward; DiskError when a drive fails. After an error that came when
+    tensors were being written, calls of the model and `save` raise StateError until a later `load` has brought all.
     """
+    check_model(model)
     directory = Path(path).expanduser().absolute()
     optimizers = plain_optimizers(optimizer)
     handles = handles_of(model)
@@ -70,7 +73,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     if (directory / ".metadata").is_file():
         from headrace.checkpoint.distributed import load_distributed  # here: it takes half a second
 
-        load_distributed(directory, _places_of(model), optimizers)
+        load_distributed(directory, _places_of(model), optimizers, is_written(model, directory))
         return None
     with contextlib.ExitStack() as stack:
         is_own = any((directory / name).exists() for name in (MANIFEST, EXTRA))
@@ -95,21 +98,25 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
                 block.make_writable(keeps=not all(loaded))
                 for slot in block.slots:
                     slot.touch()
+        stack.enter_context(is_written(model, directory))
         with torch.no_grad():
+            into = [tensor for one in wanted for tensor in one.into]
             try:
-                read_all(_work(wanted))
+                with in_turn(into):
+                    read_all(_work(wanted))
             finally:
                 # Memory was written past PyTorch; autograd and optimizers are to see that.
-                into = [tensor for one in wanted for tensor in one.into if not tensor.is_inference()]
-                torch.autograd.graph.increment_version(into)
+                torch.autograd.graph.increment_version([tensor for tensor in into if not tensor.is_inference()])
                 for handle in handles:
                     handle.refresh()
+            for handle in handles:
+                handle.settled_blocks("headrace.load")  # what a drive did not take is told here
         for state in states:
             state.load(converted)
-    for module, value in modules:
-        module.set_extra_state(value)
-    if optimizers and contents.random is not None:
-        restore_random_state(contents.random)
+        for module, value in modules:
+            module.set_extra_state(value)
+        if optimizers and contents.random is not None:
+            restore_random_state(contents.random)
     return contents.extra
 
 
@@ -267,6 +274,7 @@ class _State:
         if isinstance(self._optimizer, HostOptimizer):
             pairs = zip(numbers, parameters, strict=True)
             self._optimizer.fill({parameter: on_disk[number] for number, parameter in pairs if on_disk.get(number)})
+            self._optimizer.wait_for_disk()
 
     def _of_others(self, parameters: Mapping[int, torch.Tensor], converted: Mapping[int, SavedTensor]) -> set[int]:
         """The numbers of parameters whose state other ranks keep, and whose values here do not come out of it."""
@@ -317,7 +325,7 @@ class _State:
             for name, value in entries.items() if streams and isinstance(entries, Mapping) else ():
                 if not isinstance(value, torch.Tensor) or value.nbytes <= SMALL_BYTES:
                     continue
-                if torch.ops.aten.is_non_overlapping_and_dense(value):  # all of ours are
+                if _is_as_in_file(value):  # all of ours are
                     first = self._saved.content.offset(value)
                     like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
                     at = PlaceInFile(first, like.numel() * like.itemsize)
@@ -340,8 +348,8 @@ class _State:
     def _in_memory(self, value: Any, name: str, places: list[Place]) -> Any:
         """The same tree with tensors that `places` fill."""
         if isinstance(value, torch.Tensor):
-            if not torch.ops.aten.is_non_overlapping_and_dense(value):
-                return value.clone()  # of another program: ours have none
+            if not _is_as_in_file(value):
+                return value.resolve_conj().resolve_neg().clone()  # of another program: ours have none
             filled = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
             at = PlaceInFile(self._saved.content.offset(value), value.numel() * value.itemsize)
             if at.nbytes:
@@ -352,6 +360,11 @@ class _State:
         if isinstance(value, list | tuple):
             return type(value)([self._in_memory(entry, f"{name}.{i}", places) for i, entry in enumerate(value)])
         return value
+
+
+def _is_as_in_file(tensor: torch.Tensor) -> bool:
+    """Whether its bytes in the file, in their order, are its elements."""
+    return torch.ops.aten.is_non_overlapping_and_dense(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _convert(optimizer: HostOptimizer, parameter: torch.Tensor, saved: SavedTensor, state: dict[str, Any]) -> None:

@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 from headrace.checkpoint.directory import NewDirectory, check_keep, remove_older, write_whole
 from headrace.checkpoint.files import literal, torch_file, weight_files
 from headrace.checkpoint.manifest import EXTRA, MANIFEST, FileRecord, Manifest
-from headrace.checkpoint.model import SavedModel, saved_model
+from headrace.checkpoint.model import SavedModel, check_model, saved_model
 from headrace.checkpoint.optimizers import Optimizers, optimizer_file, plain_optimizers, state_of_optimizer
 from headrace.checkpoint.random_state import random_state
 from headrace.checkpoint.running import set_running, settle_running
+from headrace.checkpoint.torn import check_whole
 from headrace.checkpoint.writing import LEAST_BYTES, Writing
 from headrace.config import Size, format_bytes, parse_bytes
 from headrace.errors import CheckpointError
@@ -112,10 +113,12 @@ def save(
 
     Gradients are not saved: save after `optimizer.step()`.
 
-    Raises StateError within a forward or backward, DiskError when the drive fails or is full, CheckpointError for what
-    cannot be saved (tensors on meta, sparse or lazy; objects in `extra`), ValueError and TypeError for arguments that
-    make no sense. In all these cases nothing has been changed: a checkpoint that was there is still there.
+    Raises StateError within a forward or backward and after a `load` that failed midway, DiskError when the drive fails
+    or is full, CheckpointError for what cannot be saved (tensors on meta, sparse or lazy; objects in `extra`),
+    ValueError and TypeError for arguments that make no sense. In all these cases nothing has been changed: a checkpoint
+    that was there is still there.
     """
+    check_model(model)
     path = Path(path).expanduser().absolute()
     path = path.resolve() if path.is_symlink() else path
     if keep is not None:
@@ -129,6 +132,7 @@ def save(
             " least, so give that, or leave it out"
         )
     optimizers = plain_optimizers(optimizer)
+    check_whole(model)
     handles = handles_of(model)
     blocks = [block for handle in handles for block in handle.settled_blocks("headrace.save")]
     settle_running()

@@ -111,15 +111,14 @@ def remove_older(path: Path, keep: int) -> None:
     """Of the checkpoints beside `path`, named alike but for the number at the end, the `keep` newest stay."""
     stem, own = _split(path.name)
     try:
-        beside = _numbered(path.parent)
+        older = [
+            other
+            for other in _numbered(path.parent)
+            if _split(other.name)[0] == stem and _split(other.name)[1] < own and (other / MANIFEST).is_file()
+        ]
     except OSError as error:
         warnings.warn(f"older checkpoints beside {path} stay: {error.strerror}", RuntimeWarning, stacklevel=2)
         return
-    older = [
-        other
-        for other in beside
-        if _split(other.name)[0] == stem and _split(other.name)[1] < own and (other / MANIFEST).is_file()
-    ]
     older.sort(key=lambda other: _split(other.name)[1])
     for other in older[: max(0, len(older) - keep + 1)]:
         # Renamed first, for good: half a checkpoint must not look like one.

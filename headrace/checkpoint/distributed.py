@@ -7,6 +7,7 @@ import math
 import pickle
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,16 @@ _OPTIMIZERS = re.compile(
 )  # the optimizer's prefix, a parameter's number or name, an entry
 
 
-def load_distributed(path: Path, state: Mapping[str, torch.Tensor], optimizers: Sequence[Optimizer]) -> None:
-    """Into the tensors of a model's state_dict, and one optimizer. Raises CheckpointError when they do not fit."""
+def load_distributed(
+    path: Path,
+    state: Mapping[str, torch.Tensor],
+    optimizers: Sequence[Optimizer],
+    is_written: AbstractContextManager[None],
+) -> None:
+    """Into the tensors of a model's state_dict, and one optimizer; within `is_written` these change.
+
+    Raises CheckpointError when they do not fit.
+    """
     found = DataReader(path).read_metadata().state_dict_metadata
     besides = next((key for key in found if EXTRA_STATE in key), None)
     if besides is not None:
@@ -41,9 +50,10 @@ def load_distributed(path: Path, state: Mapping[str, torch.Tensor], optimizers: 
     if len(optimizers) > 1:
         raise CheckpointError(f"{path}: load the optimizers one by one, with torch.distributed.checkpoint's own call")
     states = [_OptimizerState(path, state, optimizer, found) for optimizer in optimizers]
-    _load(path, weights)
-    for one in states:
-        one.load()
+    with is_written:
+        _load(path, weights)
+        for one in states:
+            one.load()
 
 
 def _weights(path: Path, state: Mapping[str, torch.Tensor], found: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from torch import nn
 from headrace.checkpoint.adapters import adapter_names
 from headrace.checkpoint.sources import check_plain, nbytes_of
 
-__all__ = ["EXTRA_STATE", "SavedModel", "plain_name", "saved_model", "tensors_of", "unwrapped"]
+__all__ = ["EXTRA_STATE", "SavedModel", "check_model", "plain_name", "saved_model", "tensors_of", "unwrapped"]
 
 _STATISTICS_BYTES = 1 << 20
 EXTRA_STATE = "_extra_state"  # ends the name of what `get_extra_state` of a module gave, of any kind
@@ -60,6 +60,12 @@ def plain_name(name: str) -> str:
 
 def _state_of(model: nn.Module) -> dict[str, Any]:
     return {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+
+
+def check_model(model: object) -> None:
+    """Raises TypeError for what is none."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give the nn.Module whose weights the checkpoint holds")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -1,5 +1,6 @@
 """How do a checkpoint's bytes come back? Pieces are read past the page cache, checked, and put where they belong."""
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -114,9 +115,10 @@ class SavedFile:
             self.piece(index, memory, self.path.name)
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file. Where that fails nothing is lost: it was only read."""
         self._kept.clear()
-        self._file.close()
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def read_all(

@@ -106,7 +106,7 @@ class AdamW(_AdamSteps, torch.optim.AdamW):
     ) -> None:
         super().__init__(
             params,
-            options=Options(**options),
+            options=Options.of(self, options),
             lr=lr,
             betas=betas,
             eps=eps,
@@ -134,7 +134,7 @@ class Adam(_AdamSteps, torch.optim.Adam):
     ) -> None:
         super().__init__(
             params,
-            options=Options(**options),
+            options=Options.of(self, options),
             lr=lr,
             betas=betas,
             eps=eps,

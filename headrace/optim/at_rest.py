@@ -192,6 +192,11 @@ class StateAtRest(Optimizer):
         """These tensors are the parameters' state from now on, beside what `load_state_dict` loaded of it."""
         raise NotImplementedError
 
+    def wait_for_disk(self) -> None:
+        """The host waits until state that rests on disk is there. Raises DiskError where a drive did not take it."""
+        if self._disk is not None:
+            self._disk.synchronize()
+
     def synchronize(self) -> None:
         """The host waits for updates that are under way."""
         raise NotImplementedError

@@ -171,7 +171,7 @@ class Adafactor(MatrixOptimizer, torch.optim.Adafactor):
     ) -> None:
         super().__init__(
             params,
-            options=_float32_state(Options(**options), "Adafactor"),
+            options=_float32_state(Options.of(self, options), "Adafactor"),
             lr=lr,
             beta2_decay=beta2_decay,
             eps=eps,
@@ -257,7 +257,7 @@ class Muon(MatrixOptimizer, torch.optim.Muon):
             raise ValueError("Muon got no matrix to update; use headrace.optim.AdamW for these parameters")
         super().__init__(
             by_muon,
-            options=_float32_state(Options(**options), "Muon"),
+            options=_float32_state(Options.of(self, options), "Muon"),
             lr=lr,
             weight_decay=weight_decay,
             momentum=momentum,

@@ -92,6 +92,14 @@ class Options:
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm={self.max_grad_norm!r} is not a positive number; None clips nothing")
 
+    @classmethod
+    def of(cls, optimizer: object, given: Given) -> "Options":
+        """Those of an optimizer. Raises TypeError for what it has no argument for."""
+        unknown = next((name for name in given if name not in Given.__annotations__), None)
+        if unknown is not None:
+            raise TypeError(f"{type(optimizer).__name__}.__init__() got an unexpected keyword argument {unknown!r}")
+        return cls(**given)
+
     @property
     def moment_dtype(self) -> torch.dtype:
         """The dtype of moments; torch.uint8 stands for 8 bits, where a parameter takes them."""

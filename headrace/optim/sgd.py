@@ -35,7 +35,7 @@ class SGD(ElementOptimizer, torch.optim.SGD):
     ) -> None:
         super().__init__(
             params,
-            options=Options(**options),
+            options=Options.of(self, options),
             lr=lr,
             momentum=momentum,
             dampening=dampening,
@@ -96,7 +96,7 @@ class Lion(ElementOptimizer, _LionGroups):
         **options: Unpack[Given],
     ) -> None:
         super().__init__(
-            params, options=Options(**options), lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize
+            params, options=Options.of(self, options), lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize
         )
 
     def _rule(self, group: dict[str, Any], step: float) -> LionRule:

@@ -36,6 +36,7 @@ __all__ = [
     "check_version",
     "data_of",
     "function_modes",
+    "grad_of",
     "has_storage",
     "hooks_are_enabled",
     "in_backward",
@@ -180,6 +181,8 @@ has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
 # The property `data` of tensors, for classes that have another: `data_of.__get__(tensor)`, `data_of.__set__(tensor,
 # value)`. Relies on both taking a tensor of any class, and on leaving no trace in `_version`.
 data_of: Any = torch.Tensor.data
+# The property `grad`, likewise.
+grad_of: Any = torch.Tensor.grad
 # `make_subclass(cls, tensor, requires_grad)`: a tensor of that class over the same memory, without `cls.__new__`.
 # Relies on it counting the same versions as `tensor`.
 make_subclass: Any = torch.Tensor._make_subclass

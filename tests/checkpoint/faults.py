@@ -1,4 +1,4 @@
-"""What may happen at each system call of a save? It fails, or the process is killed, or the power is lost."""
+"""What may happen at each system call of a save or a load? It fails, the process is killed, or the power is lost."""
 
 import ctypes
 import errno
@@ -7,16 +7,19 @@ import io
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 import headrace
 from headrace.checkpoint import directory
 from headrace.runtime.system import libc
+from tests.checkpoint.runs import Run, run
+from tests.support.compare import assert_same
 
 EVERY = int(
     os.environ.get("EVERY_CALL", "3")
@@ -26,7 +29,7 @@ _CALLS = [
     (os, name)
     for name in (
         *("open", "close", "mkdir", "rmdir", "rename", "link", "symlink", "unlink", "scandir", "listdir"),
-        *("stat", "lstat", "fstat", "fsync", "pwritev", "posix_fallocate", "utime", "chmod"),
+        *("stat", "lstat", "fstat", "fsync", "pwritev", "pread", "preadv", "posix_fallocate", "utime", "chmod"),
     )
 ] + [(io, "open"), (fcntl, "flock")]
 
@@ -39,6 +42,7 @@ def at_each_call(happens: Callable[[str], None], *, exchanges: bool = True) -> I
     """
 
     within = threading.local()  # calls that `happens` makes are not told
+    one_at_a_time = threading.Lock()
 
     def told(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def made(*arguments: Any, **named: Any) -> Any:
@@ -46,7 +50,8 @@ def at_each_call(happens: Callable[[str], None], *, exchanges: bool = True) -> I
                 return call(*arguments, **named)
             within.a_call = True
             try:
-                happens(name)
+                with one_at_a_time:
+                    happens(name)
                 return call(*arguments, **named)
             except OSError:
                 if name == "close":
@@ -197,3 +202,86 @@ class Watched:
         again = torch.nn.Linear(8, 8)
         headrace.load(newest, again)
         return next(n for n in (0, 1) if all(map(torch.equal, self.weights[n], again.parameters())))
+
+
+KINDS: dict[str, dict[str, Any]] = {  # of optimizers
+    "AdamW": {},
+    "amsgrad": {"amsgrad": True},
+    "8bit": {"state_dtype": "8bit"},
+    "split": {"dtype": torch.bfloat16},
+    "full": {"dtype": torch.bfloat16, "master_form": "full"},
+    "SGD": {"optimizer": "SGD", "momentum": 0.9},
+    "Lion": {"optimizer": "Lion"},
+    "Adafactor": {"optimizer": "Adafactor"},
+    "Muon": {"optimizer": "Muon"},
+}
+
+
+class Saved:
+    """A run that has saved its first step under `directory`, and has taken another. Each is the same as all others."""
+
+    def __init__(self, kind: str, place: str) -> None:
+        self.kind, self.place = kind, place
+        self.values: list[list[torch.Tensor]] = []  # saved first, and next
+
+    @contextmanager
+    def begun(self, directory: Path) -> Iterator[Run]:
+        with run(self.place, directory / "tiers", **KINDS[self.kind]) as one:
+            one.step()
+            headrace.save(directory / "runs" / "step-1", one.model, one.optimizer)
+            first = one.values()
+            one.step()
+            self.values = self.values or [first, one.values()]
+            yield one
+
+    def save(self, one: Run, directory: Path, *, wait: bool) -> bool:
+        """Saves the second step, in the place of the first or beside steps. Whether that went well."""
+        number = 1 if wait else 2
+        try:
+            saving = headrace.save(directory / "runs" / f"step-{number}", one.model, one.optimizer, keep=1, wait=wait)
+        except Exception:
+            return False
+        if not wait:
+            with suppress(Exception):  # its own reads and writes may be what fails
+                one.step()
+        try:
+            saving.wait()
+        except Exception:
+            return False
+        return True
+
+    def holds(self, directory: Path) -> int:
+        """Which values the newest checkpoint there has: 0 for the first, 1 for the next."""
+        newest = headrace.checkpoint.newest(directory / "runs")
+        assert newest is not None
+        with run("device", directory / "other", seed=1, **KINDS[self.kind]) as again:
+            headrace.load(newest, again.model, again.optimizer)
+            found = again.values()
+        return next(n for n in (1, 0) if all(map(torch.equal, self.values[n], found)))
+
+    def load(self, one: Run, directory: Path) -> bool:
+        """Loads the first step. Whether that went well; else the run is as it was, or says that it is not."""
+        try:
+            headrace.load(directory / "runs" / "step-1", one.model, one.optimizer)
+        except Exception:
+            return False
+        return True
+
+    def is_loaded(self, one: Run, directory: Path, *, well: bool) -> None:
+        """After a `load` that went `well`, or not; which is repeated then."""
+        if not well:
+            try:
+                is_whole = all(map(torch.equal, one.values(), self.values[1]))
+            except headrace.HeadraceError:
+                is_whole = False
+            if not is_whole:
+                with pytest.raises(headrace.StateError):
+                    one.step()
+            try:
+                headrace.load(directory / "runs" / "step-1", one.model, one.optimizer)
+            except headrace.DiskError:  # of a drive that took none of the weights: it is not written to again
+                assert self.place == "disk"
+                return
+        assert_same(one.values(), self.values[0])
+        one.step()
+        assert_same(one.values(), self.values[1])

@@ -34,6 +34,8 @@ FILES = ["model.safetensors", "optimizer.pt", "extra.pt", "headrace.json"]
 @pytest.mark.parametrize("name", FILES)
 def test_a_flipped_byte_anywhere_is_told(saved: tuple[Run, Path], name: str) -> None:
     one, path = saved
+    wanted = one.values()
+    one.step()
     sound = (path / name).read_bytes()
     chance = random.Random(name)
     for place in [0, len(sound) - 1, *(chance.randrange(len(sound)) for _ in range(40))]:
@@ -43,8 +45,6 @@ def test_a_flipped_byte_anywhere_is_told(saved: tuple[Run, Path], name: str) -> 
         with pytest.raises(headrace.CheckpointError, match=name.replace(".", r"\.")):
             headrace.load(path, one.model, one.optimizer)
     (path / name).write_bytes(sound)
-    wanted = one.values()
-    one.step()
     headrace.load(path, one.model, one.optimizer)
     assert_same(one.values(), wanted)
 
@@ -110,6 +110,49 @@ def test_a_drive_that_fails_leaves_the_checkpoint_of_before(
     assert_same(one.values(), wanted)
 
 
+@pytest.mark.parametrize("place", ["device", "host", "disk"])
+def test_a_model_that_was_loaded_in_part_is_used_by_nobody(tmp_path: Path, place: str) -> None:
+    state = tmp_path / "step-0" / "optimizer.pt"
+    with run(place, tmp_path) as one:
+        one.step()
+        headrace.save(tmp_path / "step-0", one.model, one.optimizer)
+        begun = one.values()
+        one.step()
+        sound = state.read_bytes()
+        middle = len(sound) // 2
+        state.write_bytes(sound[:middle] + bytes([sound[middle] ^ 1]) + sound[middle + 1 :])
+        with pytest.raises(headrace.CheckpointError, match="checksum"):
+            headrace.load(tmp_path / "step-0", one.model, one.optimizer)
+        state.write_bytes(sound)
+        for use in (
+            one.step,
+            lambda: one.model.layers[0](torch.ones(1, 64)),
+            lambda: headrace.save(tmp_path / "step-0", one.model),
+        ):
+            with pytest.raises(headrace.StateError, match=r"step-0 failed midway.*headrace\.load"):
+                use()
+        headrace.load(tmp_path / "step-0", one.model, one.optimizer)
+        assert_same(one.values(), begun)
+        one.step()
+
+
+def test_an_older_checkpoint_that_cannot_be_looked_at_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new one is whole by then, so its save has not failed."""
+    model, stat = torch.nn.Linear(2, 2), os.stat
+    headrace.save(tmp_path / "step-1", model)
+
+    def fails_there(path: Any, **how: Any) -> os.stat_result:
+        if str(path) == str(tmp_path / "step-1" / "headrace.json"):
+            fails()
+        return stat(path, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", fails_there)
+        with pytest.warns(RuntimeWarning, match="older checkpoints beside .* stay"):
+            headrace.save(tmp_path / "step-2", model, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
+
+
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_a_save_that_fails_last_of_all_changes_nothing(tmp_path: Path, exchanges: bool) -> None:
     """The directory beside it is flushed when the two have changed places already."""
@@ -127,7 +170,7 @@ def test_a_save_that_fails_last_of_all_changes_nothing(tmp_path: Path, exchanges
 @pytest.mark.extended
 @pytest.mark.parametrize("on", [False, True])
 @pytest.mark.parametrize("exchanges", [True, False])
-@pytest.mark.filterwarnings("ignore:older checkpoints", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore:(the )?older checkpoint", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_whichever_call_fails_there_is_what_was_there_or_what_is_saved(
     tmp_path: Path, exchanges: bool, on: bool
 ) -> None:
@@ -194,6 +237,10 @@ def test_bad_input_is_told(saved: tuple[Run, Path], tmp_path: Path) -> None:
         headrace.save(tmp_path / "step-3", one.model, keep=0)
     with pytest.raises(TypeError, match="optimizer is a dict"):
         headrace.save(tmp_path / "step-3", one.model, {"lr": 1})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model is a NoneType; give"):
+        headrace.load(tmp_path / "step-2", None, one.optimizer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model is a NoneType; give"):
+        headrace.save(tmp_path / "step-3", None, one.optimizer)  # type: ignore[arg-type]
     with pytest.raises(headrace.CheckpointError, match="nowhere"):
         headrace.load(tmp_path / "nowhere", one.model)
     with torch.device("meta"):

@@ -533,3 +533,21 @@ def test_hooks_of_an_optimizers_state_dict_are_called(tmp_path: Path, kind: str)
         optimizer, _ = with_hooks(headrace.optim.SGD(narrow.parameters(), lr=0.1, momentum=0.9))
         with pytest.raises(headrace.CheckpointError, match="has hooks for load_state_dict"):
             headrace.load(tmp_path / "one", narrow, optimizer)
+
+
+def test_conjugated_views_in_files_of_torch(tmp_path: Path) -> None:
+    """Their bytes have other signs than their values."""
+    model, again = (torch.nn.Linear(4, 4, dtype=torch.complex64) for _ in range(2))
+    optimizer, other = (torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (model, again))
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.randn_like(parameter).conj()
+    tree = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}
+    torch.save({**tree, "pytorch-lightning_version": "2.0"}, tmp_path / "last.ckpt")
+    headrace.load(tmp_path / "last.ckpt", again, other)
+    for one, loaded in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(other.state[loaded]["momentum_buffer"], optimizer.state[one]["momentum_buffer"])
+    torch.save({"weight": model.weight.detach().conj()}, tmp_path / "pytorch_model.bin")
+    with torch.device("meta"):
+        absent = torch.nn.Linear(4, 4, bias=False, dtype=torch.complex64)
+    with pytest.raises(headrace.CheckpointError, match=r"'weight' is not contiguous .*, or a conjugated"):
+        headrace.offload(absent, device="cpu", device_memory="1MiB", checkpoint=tmp_path)

@@ -236,38 +236,43 @@ def test_hooks_of_backward_see_homes(compute_device: torch.device) -> None:
 
 
 class CallingBackward(torch.autograd.Function):
-    """A projection whose backward calls backward() itself, with the weight that it has saved."""
+    """A projection whose backward calls backward() itself, with the weight that it has saved or kept."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gives: str) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.weight = weight if "kept" in gives else None
+        ctx.save_for_backward(x, *([] if "kept" in gives else [weight]))
         ctx.gives = gives
         return x @ weight.t()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
+        x, weight = ctx.saved_tensors if ctx.weight is None else (*ctx.saved_tensors, ctx.weight)
         x = x.detach().requires_grad_()
         with torch.enable_grad():
             y = x @ weight.t()
         if ctx.gives == "torch.autograd.grad":
             return *torch.autograd.grad(y, (x, weight), *gradients), None
         torch.autograd.backward(y, *gradients)
-        return x.grad, weight.grad, None
+        return x.grad, None if "no" in ctx.gives else weight.grad, None
 
 
-def test_a_function_that_calls_backward_with_what_it_has_saved_is_refused(compute_device: torch.device) -> None:
+@pytest.mark.parametrize("gives", ["weight.grad", "weight.grad of the kept one"])
+def test_a_function_that_calls_backward_with_what_it_has_saved_is_refused(
+    compute_device: torch.device, gives: str
+) -> None:
     def calling(gives: str, model: Handing, x: Tensor) -> Tensor:
         return CallingBackward.apply(x, model.head.weight, gives)  # type: ignore[no-untyped-call]
 
-    model = seeded(Handing, partial(calling, "weight.grad"))
+    model = seeded(Handing, partial(calling, gives))
     with (
         headrace.offload(model, device=compute_device, device_memory=weight_bytes(model) // 2),
         pytest.raises(headrace.StateError, match=r"CallingBackward.* calls backward\(\) for .*'head.weight'.*grad"),
     ):
         train(model, batches(compute_device))
-    grad = partial(calling, "torch.autograd.grad")
-    assert_exact(lambda: seeded(Handing, grad), lambda model: train(model, batches(compute_device)), compute_device)
+    for sound in ("torch.autograd.grad", "no gradient of the kept one"):
+        use = partial(calling, sound)
+        assert_exact(lambda: seeded(Handing, use), lambda model: train(model, batches(compute_device)), compute_device)  # noqa: B023
 
 
 def test_a_checkpoint_may_be_given_a_weight_that_its_function_uses_too(compute_device: torch.device) -> None:

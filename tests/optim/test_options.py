@@ -62,3 +62,9 @@ def test_the_doctor_says_that_the_kernel_is_missing(capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out
     assert "the native optimizer kernel is missing, so updates on the host take 4 to 40 times as long" in shown
     assert "fix: install a C++ compiler" in shown
+
+
+@pytest.mark.parametrize("name", sorted(headrace.optim.__all__))
+def test_an_argument_that_nobody_has_is_told_as_the_optimizers_own(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{name}.__init__\(\) got an unexpected keyword argument 'nonsense'"):
+        getattr(headrace.optim, name)([torch.nn.Parameter(torch.ones(2, 2))], nonsense=1)

@@ -17,6 +17,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import headrace
+from headrace.memory.arena import Arena
+from headrace.runtime.autograd import in_backward
+from headrace.weights.movement import batch_sums
 from tests.support.compare import assert_same, assert_same_gradients, assert_same_weights
 from tests.support.loops import random_batches
 from tests.support.models import Layer, Stack, seeded
@@ -101,6 +104,25 @@ def test_weights_come_once_for_any_number(count: int) -> None:
     stats = other.stats()
     assert stats.onload_bytes <= 2 * 5 * model.nbytes
     assert stats.offload_bytes == sum(p.nbytes for p in trained.parameters())
+
+
+def test_no_host_memory_is_made_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of a weight of two blocks wait there, one of each block and micro-batch; locking pages would stall."""
+    made: list[bool] = []
+
+    class Seen(Arena):
+        def __init__(self, *given: Any) -> None:
+            made.append(in_backward())
+            super().__init__(*given)
+
+    def tied() -> nn.Module:
+        model = Model()
+        model.layers[3].up.weight = model.layers[0].up.weight
+        return model
+
+    monkeypatch.setattr(batch_sums, "Arena", Seen)
+    assert_equals_the_loop(tied, square)
+    assert made == [False] * (3 * 2 * COUNT)
 
 
 @pytest.mark.core(together=4)

@@ -106,8 +106,11 @@ def torch_records(path: str) -> list[TensorRecord]:
     records = []
     for name, tensor in tree.items():
         if isinstance(tensor, torch.Tensor):
-            if not tensor.is_contiguous():
-                raise CheckpointError(f"{name!r} is not contiguous in {path}; save it anew, as a safetensors file")
+            if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+                raise CheckpointError(
+                    f"{name!r} is not contiguous in {path}, or a conjugated or negated view; save it anew, as a"
+                    " safetensors file"
+                )
             shape, nbytes = tuple(tensor.shape), tensor.numel() * tensor.element_size()
             records.append(TensorRecord(name, path, tensor.dtype, shape, content.offset(tensor), nbytes))
     return records

@@ -15,7 +15,15 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from headrace.errors import StateError
-from headrace.runtime.autograd import data_of, make_subclass, no_override, without_overrides
+from headrace.runtime.autograd import (
+    FunctionNode,
+    data_of,
+    grad_of,
+    make_subclass,
+    no_override,
+    running_node,
+    without_overrides,
+)
 from headrace.runtime.pending import OWNER, name_of
 
 __all__ = [
@@ -207,6 +215,21 @@ class Leaf(nn.Parameter):
 
     handed_out: bool
     owner: "weakref.ref[Any]"  # the Owner of its home, which has it as `home`
+    gave_up: str | None = None  # the parameter's name, where a backward within a backward had a gradient for it
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        function = None if self.gave_up is None else running_node()
+        if isinstance(function, FunctionNode):
+            raise StateError(
+                f"{function.name()} calls backward() for parameter {self.gave_up!r} and reads its `.grad`: that"
+                " gradient leaves the device; use torch.autograd.grad(output, [..., weight]) there, and return that"
+            )
+        return grad_of.__get__(self)  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        grad_of.__set__(self, value)
 
     @property
     def data(self) -> torch.Tensor:

@@ -13,6 +13,7 @@ from headrace.runtime.autograd import without_overrides
 from headrace.runtime.lanes import Lane, Lanes, Transfer
 from headrace.weights.meter import Meter
 from headrace.weights.model.slot import Slot
+from headrace.weights.movement.block import Block
 from headrace.weights.movement.gradients import Gradients
 from headrace.weights.movement.staged import sum_of_rows
 
@@ -33,8 +34,9 @@ class BatchSums:
     """Gradients of one backward over `count` micro-batches. `number`: whose gradients come now.
 
     Parameters in `apart` get gradients in several blocks (tied weights): a loop would add up those of one micro-batch
-    first. So what each micro-batch has given them waits in host memory. Those `one_by_one` among them get each by a
-    backward of its own (reentrant checkpoints), and a loop adds each to what is there.
+    first. So what each micro-batch has given them waits in host memory, which is made here: locking pages would stall
+    backward. `apart` says how many blocks each has. Those `one_by_one` among them get each by a backward of its own
+    (reentrant checkpoints), and a loop adds each to what is there.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class BatchSums:
         ledger: Ledger,
         meter: Meter,
         count: int,
-        apart: Collection[Slot],
+        apart: Mapping[Slot, int],
         one_by_one: Collection[Slot],
     ) -> None:
         self.number = 0
@@ -57,6 +59,9 @@ class BatchSums:
         self._of_rows: set[Slot] = set()  # of which some micro-batch had rows alone there: each gradient goes by itself
         self._waiting: list[dict[Slot, list[_Part]]] = [{} for _ in range(count)]  # of each micro-batch
         self._leaving: list[Transfer] = []  # which compute has not waited for
+        # One block of a table whose rows travel alone gives a gradient of rows, of which nobody knows how many.
+        dense = {slot: count * (blocks - _is_table(slot)) for slot, blocks in apart.items()}
+        self._room = {slot: [self._arena(_nbytes(slot)) for _ in range(parts)] for slot, parts in dense.items()}
 
     def take(self, slot: Slot, gradient: torch.Tensor) -> None:
         """The leaf has a gradient of the present micro-batch."""
@@ -119,6 +124,7 @@ class BatchSums:
                     rows, gradients = sum_of_rows(of_rows)
                     self._gradients.add_on_host(slot, torch.cat(gradients), rows)
             waiting.clear()
+        self._room.clear()
 
     def _add(self, slot: Slot, part: _Part) -> None:
         if part.transfer is None:
@@ -133,14 +139,26 @@ class BatchSums:
             return
         with torch.no_grad(), without_overrides():
             gradient = gradient.contiguous()
-            arena = Arena(gradient.nbytes, self._lanes.device, self._ledger, _PURPOSE)
+            fits = rows is None and gradient.nbytes <= _nbytes(slot) and self._room.get(slot)
+            arena = fits.pop() if fits else self._arena(gradient.nbytes)
             host = arena.tensor(0, gradient.nbytes, gradient.dtype).view(gradient.shape)
             transfer = self._lanes.copy(Lane.OFFLOAD, [(host, gradient)], self._lanes.mark())
             self._meter.offloaded(transfer, slot.name)
             self._leaving.append(transfer)
             self._waiting[self.number].setdefault(slot, []).append(_Part(host, rows, transfer))
 
+    def _arena(self, nbytes: int) -> Arena:
+        return Arena(nbytes, self._lanes.device, self._ledger, _PURPOSE)
+
 
 def bytes_apart(uses: Mapping[Slot, int], count: int) -> int:
     """Host memory for gradients of parameters that so many blocks use, of `count` micro-batches each, at most."""
-    return count * sum(blocks * whole_pages(slot.home.numel() * slot.dtype.itemsize) for slot, blocks in uses.items())
+    return count * sum(blocks * whole_pages(_nbytes(slot)) for slot, blocks in uses.items())
+
+
+def _is_table(slot: Slot) -> bool:
+    return isinstance(slot.unit, Block) and slot.unit.row_bytes > 0
+
+
+def _nbytes(slot: Slot) -> int:
+    return slot.home.numel() * slot.dtype.itemsize

@@ -15,7 +15,7 @@ import torch
 
 from headrace.errors import StateError
 from headrace.planning import Phase
-from headrace.runtime.autograd import EndOfBackward, unseen, without_overrides
+from headrace.runtime.autograd import EndOfBackward, backward_task, grad_of, unseen, without_overrides
 from headrace.runtime.tensors import tensors_in
 from headrace.runtime.threads import on_own_thread
 from headrace.weights.model.home import Leaf
@@ -71,6 +71,8 @@ class Backward:
         self._ending: Callable[[], EndOfBackward | None] = lambda: None  # gone when autograd is done with it
         self._computing_again = contextlib.ExitStack()  # functions may be called again in it
         self._within: dict[Slot, str] = {}  # that an autograd Function computes with now, and its name
+        self._task = -1  # of autograd, the outermost one
+        self._given_within: list[Slot] = []  # parameters that nested ones had gradients for
         self.settling = threading.RLock()  # one that raised may end on autograd's thread, during the next pass
         self.refused = False  # the model was let go of
         self.ended = 0  # how many have
@@ -167,6 +169,7 @@ class Backward:
         self._gradients.abandon()  # what is left of a backward whose end was interrupted
         self.site = None
         self._within.clear()
+        self._task = backward_task()
         present = object()
         end = EndOfBackward(functools.partial(self._ended, present))
         end.queue()
@@ -199,6 +202,7 @@ class Backward:
 
     def _finish(self, *, completed: bool) -> None:
         self._computing_again.close()
+        self._forget_nested()
         self._present = None
         self.ended += 1
         if self.site is not None:
@@ -223,9 +227,15 @@ class Backward:
     def _bind_for_calls(self) -> None:
         self._standing.reset([call.blocks for call in self._calls])
 
+    def _forget_nested(self) -> None:
+        for slot in self._given_within:
+            slot.leaf.gave_up = None
+        self._given_within.clear()
+
     def undo(self) -> None:
         """Nothing of it is under way any more."""
         self.site = None
+        self._forget_nested()
         if self._present is not None:
             self._present = None
             self._executor.abandon_cycle()
@@ -256,12 +266,15 @@ def _take_gradient(backward: "weakref.ref[Backward]", leaf: Leaf) -> None:
         )
     with without_overrides():
         if not slot.home.requires_grad:  # frozen since, which autograd asks its own leaves
-            slot.leaf.grad = None
+            grad_of.__set__(leaf, None)
             return
-        gradient = slot.leaf.grad
-        slot.leaf.grad = None
+        gradient = grad_of.__get__(leaf)
+        grad_of.__set__(leaf, None)
         if gradient is None:
             return
         if gradient.requires_grad:
             refuse_graph(slot, gradient)
         (self.batch_sums or self._gradients).take(slot, gradient)
+    if backward_task() != self._task and leaf.gave_up is None:
+        leaf.gave_up = slot.name
+        self._given_within.append(slot)

@@ -220,8 +220,8 @@ class LayerMajor:
                 self._computed_again.setdefault(block, set()).add(function)
 
     # between ----------------------------------------------------------------------------------------------------------
-    def _apart(self, members: Sequence[_Member]) -> tuple[set[Slot], set[Slot]]:
-        """Parameters that get gradients in several groups; and those of them that reentrant checkpoints give them to.
+    def _apart(self, members: Sequence[_Member]) -> tuple[dict[Slot, int], set[Slot]]:
+        """Parameters that get gradients in several groups, and in how many; those that reentrant checkpoints give them.
 
         Raises CannotCutError for others than the model's that do, and where these take more host memory than there is.
         """
@@ -263,7 +263,7 @@ class LayerMajor:
                 f"gradients of weights that several blocks use would take {nbytes:,} bytes of host memory for {count}"
                 " micro-batches"
             )
-        return set(apart), set(one_by_one)
+        return apart, set(one_by_one)
 
     def _staying(self, *, any_of_them: bool) -> Iterable[Slot]:
         """Trained parameters that stay on the device and that several checkpoints may use, which nobody sees: those of

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from headrace.errors import StateError
-from headrace.runtime.autograd import tree_flatten, tree_map_only, without_overrides
+from headrace.runtime.autograd import grad_of, tree_flatten, tree_map_only, without_overrides
 from headrace.weights.model.compound import AwayCompound, compound_of
 from headrace.weights.model.home import GONE, AwayLeaf, Home, home_of, owner_of
 
@@ -77,7 +77,6 @@ _IN_PLACE_OPERATORS = frozenset((
     "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__setitem__",
 ))
 # fmt: on
-_grad: Any = torch.Tensor.grad  # may be written in place next, and an update reads it
 _USE_OF_PROPERTY = dict.fromkeys(("T", "mT", "H", "mH", "real", "imag"), Use.COMPUTE) | dict.fromkeys(
     ("device", "dtype", "is_cuda", "is_cpu"), Use.LOOK
 )
@@ -230,7 +229,7 @@ def _torch_function(_cls: type, func: Any, _types: Any, args: Any = (), kwargs: 
     kwargs = kwargs or {}
     with without_overrides():
         use = _use_of(func, args, kwargs)
-        if _waits and (use in (Use.COMPUTE, Use.WRITE) or func == _grad.__get__):
+        if _waits and (use in (Use.COMPUTE, Use.WRITE) or func == grad_of.__get__):
             tree_map_only(Home, _waited_for, (args, kwargs))
         if use is None or _last_lender() is None:
             return func(*args, **kwargs)

@@ -1,0 +1,54 @@
+"""What if a load fails in the middle? The model says so when it is used, until a later load has brought all of it."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from headrace.errors import StateError
+
+__all__ = ["check_whole", "is_written"]
+
+
+class _Torn:
+    """A hook of each module, before its forward."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def __call__(self, *_: Any) -> None:
+        raise StateError(self.why)
+
+
+@contextlib.contextmanager
+def is_written(model: nn.Module, path: Path) -> Iterator[None]:
+    """While `model`, and what belongs to it, gets what is in `path`. What fails meanwhile leaves it torn."""
+    try:
+        yield
+    except BaseException as error:
+        _forget(model)
+        torn = _Torn(
+            f"headrace.load of {path} failed midway ({type(error).__name__}): weights and optimizer may be those of"
+            " before in part; load a checkpoint with headrace.load, this one or another, before you go on"
+        )
+        for module in model.modules():
+            module.register_forward_pre_hook(torn, prepend=True)
+        raise
+    _forget(model)
+
+
+def check_whole(model: nn.Module) -> None:
+    """Raises StateError for a model that a load left torn."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, _Torn):
+                hook()
+
+
+def _forget(model: nn.Module) -> None:
+    for module in model.modules():
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _Torn)]:
+            del hooks[key]
