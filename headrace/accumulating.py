@@ -1,15 +1,14 @@
-"""How does a step go through several micro-batches? The part of the handle that lets each weight come once."""
+"""How does a step go through several micro-batches? Together, so that each weight comes once; else one by one."""
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from headrace.activation_offloading import ActivationOffloading
-from headrace.errors import StateError
 from headrace.memory.ledger import Ledger
 from headrace.runtime.lanes import Lanes
 from headrace.weights.meter import Meter
@@ -21,78 +20,50 @@ from headrace.weights.passes.layer_major import LayerMajor
 from headrace.weights.passes.module_states import ModuleStates
 from headrace.weights.passes.stretches import CannotCutError
 
-__all__ = ["Accumulating"]
+__all__ = ["MicroBatches"]
 
 T = TypeVar("T")
 
 
-class Accumulating:
-    """Forward and backward of several micro-batches."""
+class MicroBatches:
+    """Forward and backward of several micro-batches of one model."""
 
-    _attachment: Attachment | None
-    _engine: Engine
-    activations: ActivationOffloading | None
-    _gradients: Any
-    _lanes: Lanes
-    _ledger: Ledger
-    _meter: Meter
-    _goes_together: set[object]  # loss functions for which modules note nothing
-    _why_in_a_loop: dict[tuple[object, int], str]  # of loss functions and so many micro-batches, as was found out
+    def __init__(
+        self,
+        engine: Engine,
+        gradients: Gradients | AveragedGradients,
+        attachment: Attachment,
+        activations: ActivationOffloading | None,
+        lanes: Lanes,
+        ledger: Ledger,
+        meter: Meter,
+    ) -> None:
+        self._engine = engine
+        self._gradients = gradients
+        self._attachment = attachment
+        self._activations = activations
+        self._lanes, self._ledger, self._meter = lanes, ledger, meter
+        self._goes_together: set[object] = set()  # loss functions for which modules note nothing
+        # Of loss functions and so many micro-batches, as was found out.
+        self._why_in_a_loop: dict[tuple[object, int], str] = {}
 
-    def _check_between_passes(self, what: str) -> None:
-        raise NotImplementedError
-
-    def forward_backward(
-        self, micro_batches: Iterable[T], loss_function: Callable[[T], torch.Tensor], *, together: int | None = None
+    def compute(
+        self, batches: Sequence[T], together: int, loss_function: Callable[[T], torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Gradients of `sum(loss_function(batch) for batch in micro_batches)`: the losses, detached, one for each.
-
-        `loss_function` calls the model and returns a tensor with one element, such as
-        `lambda batch: model(**batch).loss / len(batches)`. Losses and gradients have the same bits as after
-
-            for batch in micro_batches:
-                loss_function(batch).backward()
-
-        but in forward and in backward, each block computes all micro-batches before the next block comes. So weights
-        cross each link once for all of them, and a block's gradient leaves once. What autograd saves is kept for all
-        micro-batches at once: use gradient checkpointing, `activations`, or both; or give `together`: how many go
-        through a block at once, such as `headrace.plan(...).method.together`. The next group follows when one is done.
-
-        Each `loss_function(batch)` runs on a thread of its own, one at a time. The first micro-batch draws the same
-        random numbers (dropout, from PyTorch's default generators) as in the loop; the others draw different ones, from
-        the same distribution. If a model cannot be cut between blocks, or keeps something that other micro-batches
-        would see, the loop is used instead, and a warning says so: then `loss_function` is called again for
-        micro-batches that it was called for before. Variables of its own, through which it shares something among
-        micro-batches, are not noticed.
-
-        Raises ValueError if there is no micro-batch or no loss, StateError within a pass, and whatever `loss_function`
-        raises; gradients are then those of the groups of `together` micro-batches that were done before.
-        """
-        self._check_between_passes("forward_backward()")
-        attachment = self._attachment
-        if attachment is None:
-            raise StateError("forward_backward() was called after remove(); call the model")
-        batches = list(micro_batches)
-        if not batches:
-            raise ValueError("micro_batches is empty; give at least one")
-        if together is not None and (not isinstance(together, int) or together < 1):
-            raise ValueError(
-                f"together={together!r}; give how many micro-batches go through a block at once, at least 1"
-            )
-        count = together or len(batches)
-        firsts = range(0, len(batches), count)
-        groups = [self._group(attachment, batches[first : first + count], first, loss_function) for first in firsts]
+        """Losses, detached; `together` micro-batches go through a block at once."""
+        firsts = range(0, len(batches), together)
+        groups = [self._group(batches[first : first + together], first, loss_function) for first in firsts]
         return [loss for group in groups for loss in group]
 
     def _group(
-        self, attachment: Attachment, batches: list[T], first: int, loss_function: Callable[[T], torch.Tensor]
+        self, batches: Sequence[T], first: int, loss_function: Callable[[T], torch.Tensor]
     ) -> list[torch.Tensor]:
         """`first`: the number of the first of them."""
         computations = [partial(_loss_of, loss_function, batch, first + at) for at, batch in enumerate(batches)]
         known = _code_of(loss_function)
         why = self._why_in_a_loop.get((known, len(batches))) or self._why_not_now()
         if why is None and len(batches) > 1:
-            states = None if known in self._goes_together else ModuleStates(attachment.modules())
+            states = None if known in self._goes_together else ModuleStates(self._attachment.modules())
             try:
                 losses = self._together(batches, computations, states)
             except CannotCutError as error:
@@ -113,23 +84,6 @@ class Accumulating:
             )
         return [_in_turn(compute) for compute in computations]
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """With `mesh`: a backward inside it averages nothing over the ranks; the next one outside averages all.
-
-        Like DistributedDataParallel's `no_sync`. Parameters' `grad` does not change; each rank keeps its own sums on
-        its host. `zero_grad()` of the model or of an optimizer of headrace discards them; `p.grad = None` by hand does
-        not, as they are not there. Raises StateError without `mesh`.
-        """
-        gradients = self._gradients
-        if not isinstance(gradients, AveragedGradients):
-            raise StateError("no_sync() is for a model on several ranks; give headrace.offload(model, mesh=mesh)")
-        before, gradients.synchronises = gradients.synchronises, False
-        try:
-            yield
-        finally:
-            gradients.synchronises = before
-
     def _together(
         self,
         batches: Sequence[Any],
@@ -137,8 +91,9 @@ class Accumulating:
         states: ModuleStates | None,
     ) -> list[torch.Tensor]:
         """`states`: what modules have noted before, for a loss function that is new."""
-        together = LayerMajor(self._engine, self._gradients, self._lanes, self._ledger, self._meter, states)
-        activations = self.activations
+        gradients: Any = self._gradients  # those of one process
+        together = LayerMajor(self._engine, gradients, self._lanes, self._ledger, self._meter, states)
+        activations = self._activations
         in_forward = contextlib.nullcontext() if activations is None else activations.together(batches)
         in_backward = contextlib.nullcontext() if activations is None else activations.one_backward()
         return together.run(computations, in_forward, in_backward)

@@ -1,21 +1,24 @@
 """How is a model offloaded? `offload()` wires the layers together, and `Offloaded` is the handle on the result."""
 
 import contextlib
+import dataclasses
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
 from headrace import live
-from headrace.accumulating import Accumulating
+from headrace.accumulating import MicroBatches
 from headrace.activation_offloading import ActivationOffloading
 from headrace.activations.targets import check_targets
 from headrace.activations.watched import refuse_watched
+from headrace.ahead import probed_rates
 from headrace.config import (
     BlocksSpec,
     OffloadConfig,
@@ -24,18 +27,19 @@ from headrace.config import (
     directory_of,
     modules_of,
     parse_budget,
+    parse_bytes,
     prefetch_blocks,
 )
 from headrace.errors import StateError
 from headrace.memory.disk import Checkpoint, StagingRing
-from headrace.memory.ledger import Ledger
-from headrace.observed import Observed
+from headrace.memory.ledger import Ledger, Tier
 from headrace.optim.optimizer import HostOptimizer
 from headrace.planning import Plan
+from headrace.report import Planned, Report, RunRecord, Stats
 from headrace.runtime.device import is_accelerator, resolve_device
 from headrace.runtime.grad_scaler import make_grad_scaler_wait
 from headrace.runtime.handle import Handle
-from headrace.runtime.lanes import open_lanes
+from headrace.runtime.lanes import Lane, open_lanes
 from headrace.runtime.node import Node
 from headrace.runtime.pace import Pace
 from headrace.runtime.pending import unit_of
@@ -48,7 +52,6 @@ from headrace.weights.model.places import Member
 from headrace.weights.movement.averaging import AveragedGradients
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.common import CommonHomes
-from headrace.weights.movement.control import CopyControl
 from headrace.weights.movement.executor import Executor
 from headrace.weights.movement.gathering import Gathers
 from headrace.weights.movement.gradients import Gradients
@@ -64,6 +67,9 @@ from headrace.weights.rest.materialize import Materialized, materialize
 from headrace.weights.rest.placement import Placement, Shelf
 
 __all__ = ["Offloaded", "offload"]
+
+T = TypeVar("T")
+_LEAST_WINDOW_BYTES = 4096  # each copy of so few bytes takes longer than they do
 
 
 def offload(
@@ -171,12 +177,11 @@ def _budget(name: str, size: Size | None, model: nn.Module) -> int | None:
     return None if size is None else parse_budget(size, name=name, whole_bytes=whole_bytes)
 
 
-class Offloaded(Accumulating, Observed, CopyControl, Handle):
+class Offloaded(Handle):
     """The handle on an offloaded model, made by `offload()`. As a context manager it calls `remove()` at the end."""
 
     def __init__(self, model: nn.Module, config: OffloadConfig) -> None:
         self._given = config
-        self._goes_together, self._why_in_a_loop = set(), {}
         self._start(model)
 
     def _start(self, model: nn.Module) -> None:
@@ -314,11 +319,186 @@ class Offloaded(Accumulating, Observed, CopyControl, Handle):
             store = self._shelf.private_store("activations") if config.activations.tier == "disk" else None
             resources = self._lanes, self._ledger, store, self._meter.lane_use
             self.activations = ActivationOffloading(model, config.activations, *resources)
+        self._micro_batches = MicroBatches(self._engine, gradients, self._attachment, self.activations, *metered)
 
     @property
     def plan(self) -> Plan | None:
         """The plan that is followed now, or was last; None before the first pass is over."""
         return self._executor.plan
+
+    def forward_backward(
+        self, micro_batches: Iterable[T], loss_function: Callable[[T], torch.Tensor], *, together: int | None = None
+    ) -> list[torch.Tensor]:
+        """Gradients of `sum(loss_function(batch) for batch in micro_batches)`: the losses, detached, one for each.
+
+        `loss_function` calls the model and returns a tensor with one element, such as
+        `lambda batch: model(**batch).loss / len(batches)`. Losses and gradients have the same bits as after
+
+            for batch in micro_batches:
+                loss_function(batch).backward()
+
+        but in forward and in backward, each block computes all micro-batches before the next block comes. So weights
+        cross each link once for all of them, and a block's gradient leaves once. What autograd saves is kept for all
+        micro-batches at once: use gradient checkpointing, `activations`, or both; or give `together`: how many go
+        through a block at once, such as `headrace.plan(...).method.together`. The next group follows when one is done.
+
+        Each `loss_function(batch)` runs on a thread of its own, one at a time. The first micro-batch draws the same
+        random numbers (dropout, from PyTorch's default generators) as in the loop; the others draw different ones, from
+        the same distribution. If a model cannot be cut between blocks, or keeps something that other micro-batches
+        would see, the loop is used instead, and a warning says so: then `loss_function` is called again for
+        micro-batches that it was called for before. Variables of its own, through which it shares something among
+        micro-batches, are not noticed.
+
+        Raises ValueError if there is no micro-batch or no loss, StateError within a pass, and whatever `loss_function`
+        raises; gradients are then those of the groups of `together` micro-batches that were done before.
+        """
+        self._check_between_passes("forward_backward()")
+        if self._attachment is None:
+            raise StateError("forward_backward() was called after remove(); call the model")
+        batches = list(micro_batches)
+        if not batches:
+            raise ValueError("micro_batches is empty; give at least one")
+        if together is not None and (not isinstance(together, int) or together < 1):
+            raise ValueError(
+                f"together={together!r}; give how many micro-batches go through a block at once, at least 1"
+            )
+        return self._micro_batches.compute(batches, together or len(batches), loss_function)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """With `mesh`: a backward inside it averages nothing over the ranks; the next one outside averages all.
+
+        Like DistributedDataParallel's `no_sync`. Parameters' `grad` does not change; each rank keeps its own sums on
+        its host. `zero_grad()` of the model or of an optimizer of headrace discards them; `p.grad = None` by hand does
+        not, as they are not there. Raises StateError without `mesh`.
+        """
+        gradients = self._gradients
+        if not isinstance(gradients, AveragedGradients):
+            raise StateError("no_sync() is for a model on several ranks; give headrace.offload(model, mesh=mesh)")
+        before, gradients.synchronises = gradients.synchronises, False
+        try:
+            yield
+        finally:
+            gradients.synchronises = before
+
+    @contextlib.contextmanager
+    def copies_paused(self) -> Iterator[None]:
+        """A context in which the link is left to others: weights are loaded when a pass needs them, and none ahead.
+
+        Entering it waits until copies that are under way have arrived. Outside a pass, nothing is copied then; within
+        one, only what its computation needs: weights on demand, and its own gradients and activations. Loads that were
+        put off start when the context is left. Enter it in the thread that calls the model, as often as you like.
+        Raises StateError after `remove()`.
+        """
+        self._check_offloaded("copies_paused()")
+        self._executor.pause()
+        try:
+            self._wait_for_copies()
+            yield
+        finally:
+            self._executor.resume(loads=self._attachment is not None)
+
+    def limit_copies(self, bytes_per_second: Size | None, *, window_seconds: float = 0.1) -> None:
+        """Limits the rate at which weights come to the device from now on, averaged over any `window_seconds`.
+
+        The ceiling holds for weights from host memory and from disk alike: any window of that length carries at most
+        `bytes_per_second * window_seconds` bytes, if no tensor with gaps between its elements is larger. Passes wait
+        longer, and give the same results. Gradients and activations are not limited. None removes the limit. Raises
+        TypeError or ValueError for an invalid rate or window, StateError after `remove()`.
+        """
+        self._check_offloaded("limit_copies()")
+        rate = None if bytes_per_second is None else parse_bytes(bytes_per_second, name="bytes_per_second")
+        if isinstance(window_seconds, bool) or not isinstance(window_seconds, int | float):
+            raise TypeError(f"window_seconds={window_seconds!r} is a {type(window_seconds).__name__}; give seconds")
+        if rate is not None and not (_LEAST_WINDOW_BYTES <= rate * window_seconds < math.inf):
+            raise ValueError(
+                f"bytes_per_second={bytes_per_second!r} with window_seconds={window_seconds!r} let"
+                f" {rate * window_seconds:g} bytes through in a window; give both so that it is at least"
+                f" {_LEAST_WINDOW_BYTES} (None lifts the limit, and copies_paused() keeps the link free)"
+            )
+        self._wait_for_copies()
+        self._pace.limit(rate, window_seconds)
+
+    def refresh(self) -> None:
+        """Renews the device's copies of parameters, after writes that cannot be noticed (through a kept `p.data`)."""
+        for block in self._blocks():
+            for slot in block.slots:
+                slot.touch()
+        self._executor.homes_changed()
+
+    def _check_offloaded(self, what: str) -> None:
+        if self._attachment is None:
+            raise StateError(f"{what} came after remove(): the model is offloaded no more, and nothing is copied")
+
+    def _wait_for_copies(self) -> None:
+        """The host waits until the lanes are empty."""
+        for block in self._blocks():
+            if block.arrival is not None:
+                block.arrival.done.synchronize()
+        for lane in Lane:
+            self._lanes.copy(lane, (), self._lanes.mark()).done.synchronize()
+
+    def stats(self, *, wait_for_updates: bool = True) -> Stats:
+        """What was moved and held since the beginning or the last `reset_stats()`. Waits for passes and updates."""
+        stall_seconds, compute_seconds = self._meter.seconds()
+        if self.activations is not None:  # whose waits are within the visits
+            waited = min(compute_seconds, self.activations.stall_seconds())
+            stall_seconds, compute_seconds = stall_seconds + waited, compute_seconds - waited
+        return Stats(
+            device_peak_bytes=self._ledger.budgeted_peak_bytes,
+            device_budget_bytes=self._budgets.device_bytes,
+            device_gradient_peak_bytes=self._ledger.peak_bytes(Tier.DEVICE, "gradients"),
+            host_bytes=self._ledger.held_bytes(Tier.HOST),
+            host_peak_bytes=self._ledger.peak_bytes(Tier.HOST),
+            disk_bytes=self._ledger.held_bytes(Tier.DISK),
+            onload_bytes=self._meter.onload_bytes,
+            offload_bytes=self._meter.offload_bytes,
+            fetch_bytes=self._meter.fetch_bytes,
+            spill_bytes=self._meter.spill_bytes,
+            onloads=self._meter.onloads,
+            demand_onloads=self._meter.demand_onloads,
+            stall_seconds=stall_seconds,
+            compute_seconds=compute_seconds,
+            steps=self._meter.steps,
+            skipped_steps=self._meter.skipped_steps,
+            not_finite_steps=self._steps.not_finite_steps(wait=wait_for_updates),
+            **self._meter.others() | self._ledger.locked(),
+        )
+
+    def reset_stats(self) -> None:
+        """Resets counters and peaks."""
+        self._meter.reset()
+        self._steps.reset()
+        self._ledger.reset_peaks()
+        if self.activations is not None:
+            self.activations.reset_stats()
+
+    def report(self) -> Report:
+        """The stats, and the last step against the plan: `print` it, or see its `to_html`, `to_png` and `to_trace`."""
+        activations = self.activations
+        moved, waited = ([], []) if activations is None else (activations.moved(), activations.waited())
+        return Report(
+            RunRecord(
+                device=str(self._device),
+                stats=self.stats(),
+                spans=tuple(self._meter.spans(moved, waited)),
+                samples=tuple(self._meter.samples()),
+                planned=None if self.plan is None else Planned(**dataclasses.asdict(self.plan.predicted)),
+                rates=probed_rates(self._device),
+                activations=() if activations is None else activations.summary(),
+                ranks=() if self._way is None else (self._way.row,),
+            )
+        )
+
+    def timeline(self, path: str | os.PathLike[str]) -> None:
+        """Writes the last cycle as a Chrome trace (chrome://tracing, Perfetto): visits, stalls and copies by lane.
+
+        Raises StateError before the first cycle is over, OSError when the file cannot be written.
+        """
+        report = self.report()
+        if not report.record.spans:
+            raise StateError("no pass over the model is complete yet, so there is no timeline; run a step first")
+        report.to_trace(path)
 
     def synchronize(self) -> None:
         """The host waits until every copy, write and update for this model is done, and all other work of the device.

@@ -141,7 +141,7 @@ class EndOfBackward:
 # being objects of `torch.autograd.function.BackwardCFunction`, and on hooks that are registered on a node while it
 # computes being called after it.
 running_node: Callable[[], Any] = torch._C._current_autograd_node
-FunctionNode = torch.autograd.function.BackwardCFunction
+FunctionNode: Any = torch.autograd.function.BackwardCFunction
 
 
 # Whether the backward that this thread runs goes through a node of the graph, is to or has. Relies on nodes in Python
