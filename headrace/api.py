@@ -69,7 +69,7 @@ from headrace.weights.rest.placement import Placement, Shelf
 __all__ = ["Offloaded", "offload"]
 
 T = TypeVar("T")
-_LEAST_WINDOW_BYTES = 4096  # each copy of so few bytes takes longer than they do
+_LEAST_BYTES = 4096  # in a window of limited copies: each of so few bytes takes longer than they do
 
 
 def offload(
@@ -410,11 +410,11 @@ class Offloaded(Handle):
         rate = None if bytes_per_second is None else parse_bytes(bytes_per_second, name="bytes_per_second")
         if isinstance(window_seconds, bool) or not isinstance(window_seconds, int | float):
             raise TypeError(f"window_seconds={window_seconds!r} is a {type(window_seconds).__name__}; give seconds")
-        if rate is not None and not (_LEAST_WINDOW_BYTES <= rate * window_seconds < math.inf):
+        if rate is not None and not (_LEAST_BYTES <= rate * window_seconds < math.inf):
             raise ValueError(
                 f"bytes_per_second={bytes_per_second!r} with window_seconds={window_seconds!r} let"
-                f" {rate * window_seconds:g} bytes through in a window; give both so that it is at least"
-                f" {_LEAST_WINDOW_BYTES} (None lifts the limit, and copies_paused() keeps the link free)"
+                f" {rate * window_seconds:g} bytes through in a window; give both so that it is {_LEAST_BYTES} at least"
+                " (None lifts the limit, and copies_paused() keeps the link free)"
             )
         self._wait_for_copies()
         self._pace.limit(rate, window_seconds)

@@ -51,23 +51,20 @@ class Pace:
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
         self._limit: _Limit | None = None
+        self.is_limited = False
         self._thread: OneThread | None = None
         self._one_at_a_time = threading.Lock()
         self._ended: deque[tuple[float, int]] = deque()  # when pieces ended, and their bytes
 
     def limit(self, bytes_per_second: float | None, window_seconds: float) -> None:
         """From now on; None: no limit. Nothing may be under way."""
+        self.is_limited = bytes_per_second is not None
         if bytes_per_second is None:
             self._limit = None
             return
         self._limit = _Limit(max(1, int(bytes_per_second * window_seconds)), window_seconds)
         if self._thread is None:
             self._thread = OneThread("headrace-pace")
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether there is a limit."""
-        return self._limit is not None
 
     def submit(self, lane: Lane, copies: Sequence[Copy], after: Event) -> tuple[Transfer | LateTransfer, Event]:
         """Submits copies, within the limit, and never blocks. Also returns their end."""

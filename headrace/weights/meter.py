@@ -134,20 +134,20 @@ class Meter:
     def expert_given_up(self, transfer: Transfer) -> None:
         """One left the device, for host memory beside a disk."""
         self.expert_kept_bytes += transfer.nbytes
-        self._keep(transfer, "expert")
+        self.arrived(transfer, "expert")
 
     def experts_used(self, count: int) -> None:
         """So many experts are wanted by one call of their module, whether they are there or not."""
         self.expert_uses += count
 
     def arrived(self, transfer: Transfer | LateTransfer, what: str = "") -> None:
-        """Compute was told to wait for the onload of block `what`."""
-        self._keep(transfer, what)
+        """A transfer of `what` is kept for timelines: of a block's onload when compute is told to wait for it."""
+        self.last_transfers.append(Moved(transfer.lane, what, transfer.nbytes, transfer.begun, transfer.done))
 
     def offloaded(self, transfer: Transfer, what: str = "") -> None:
         """Copies of the gradients `what` to the host were submitted."""
         self.offload_bytes += transfer.nbytes
-        self._keep(transfer, what)
+        self.arrived(transfer, what)
 
     def fetched(self, nbytes: int) -> None:
         """Bytes were read from disk."""
@@ -252,6 +252,3 @@ class Meter:
         """How long the last onloads, or gathers, took on their lane; waits until they are done."""
         loads = [(size, begun, done) for on, _, size, begun, done in self.last_transfers if on is lane and size]
         return LinkSpeed([(size, self._lanes.seconds(begun, done)) for size, begun, done in loads])
-
-    def _keep(self, transfer: Transfer | LateTransfer, what: str) -> None:
-        self.last_transfers.append(Moved(transfer.lane, what, transfer.nbytes, transfer.begun, transfer.done))

@@ -9,8 +9,8 @@ import torch
 import headrace
 from headrace.memory.buffers import DeviceBuffers
 from headrace.weights.movement.block import Block
+from headrace.weights.movement.leaves import Leaves
 from headrace.weights.movement.residency import Residency
-from headrace.weights.passes.backward import Backward
 from headrace.weights.passes.call import Call
 from headrace.weights.passes.engine import Engine
 from tests.support.compare import assert_same_gradients
@@ -58,8 +58,8 @@ def steps(model: torch.nn.Module, batch: torch.Tensor) -> None:
         ("copy", True),
         ("copies_in", True),
         ("_submit", True),
-        ("point_leaves", False),
-        ("point_leaves", True),
+        ("point", False),
+        ("point", True),
         ("release", False),
     ],
 )
@@ -74,7 +74,7 @@ def test_the_next_step_is_right(
     with headrace.offload(model, device=compute_device, device_memory=BUDGET_BYTES) as handle:
         step(model, batch).backward()
         model.zero_grad()
-        owners: dict[str, Any] = {"_submit": Residency, "copies_in": Block, "point_leaves": Block}
+        owners: dict[str, Any] = {"_submit": Residency, "copies_in": Block, "point": Leaves}
         owners["release"] = DeviceBuffers
         with monkeypatch.context() as patch:
             interrupts = Interrupts(patch, owners.get(where, type(handle._lanes)), where, at=at, after=after)
@@ -95,7 +95,7 @@ def test_the_next_step_is_right(
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(
-    ("owner", "name"), [(Call, "__init__"), (Engine, "_claim"), (Backward, "is_held"), (Call, "begin_pass")]
+    ("owner", "name"), [(Call, "__init__"), (Engine, "_claim"), (Engine, "pause_method"), (Call, "begin_pass")]
 )
 def test_another_thread_may_call_the_model_next(
     compute_device: torch.device, owner: Any, name: str, after: bool, monkeypatch: pytest.MonkeyPatch

@@ -51,7 +51,8 @@ def loaded(block: Block) -> torch.Tensor:
     """A buffer with what the block's homes hold, made as a load makes it."""
     buffer = torch.zeros(block.nbytes, dtype=torch.uint8)
     block.buffer = buffer
-    block.point_leaves([layout.view(buffer) for layout in block.layouts])
+    block.loaded = -1
+    block.leaves.point([layout.view(buffer) for layout in block.layouts])
     for destination, source in block.copies_in():
         destination.copy_(source.detach())
     return buffer
@@ -191,7 +192,8 @@ def test_a_changed_shape_is_refused(slot: Slot) -> None:
 
 def test_an_absent_leaf_is_nan_of_the_right_shape_and_no_memory(slot: Slot) -> None:
     slot.block.buffer = None
-    slot.block.point_leaves(None)
+    slot.block.loaded = -1
+    slot.block.leaves.point(None)
     assert slot.leaf.shape == (2, 3)
     with without_overrides():
         assert slot.leaf.isnan().all()

@@ -22,13 +22,6 @@ class Addresses:
         self._in_order: list[tuple[int, int, Block]] = []
         self.first, self.last = 0, -1  # what lies in a buffer lies between these, and is not empty
 
-    def may_have(self, tensor: torch.Tensor) -> bool:
-        """Whether `block_of` is worth asking: False where it would give None."""
-        if not has_storage(tensor):  # sparse, or of a function transform
-            return False
-        address = tensor.data_ptr()
-        return self.first <= address < self.last or not address
-
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """The block in whose buffer `tensor` lies; None for any other tensor."""
         if not has_storage(tensor):

@@ -103,12 +103,14 @@ class Block:
         self._addresses: list[int] = []
         self.see_homes()
         self.compounds = list(dict.fromkeys(member.compound for member in members if member.compound is not None))
-        self._leaves = Leaves(self.slots, self.compounds)
+        self.leaves = Leaves(self.slots, self.compounds)
         self.slots_by_offset = sorted(self.slots, key=lambda slot: slot.layout.offset)
         self.slot_offsets = [slot.layout.offset for slot in self.slots_by_offset]
         self.places = Places(
             [(place, slot) for member, slot in zip(members, self.slots, strict=True) for place in member.places]
         )
+        # The modules' attributes become the leaves; `adopts`: what took the place of homes becomes the home first.
+        self.bind: Callable[..., None] = self.places.bind
         self._own_references = self._references()  # to the memory of homes, beside which nobody has any yet
         self._flushed = self.generation if self.rest.filled else -1  # the generation that the files have; -1: none
         self._flushed_ranges: Sequence[Range] | None = None  # of which alone that is known; None: of all
@@ -120,15 +122,15 @@ class Block:
         if new not in _NEXT[was]:
             raise StateError(f"block {self.name!r} is {was.name} and cannot become {new.name}")
         if new is Presence.PRESENT:  # which it is with all of its leaves, also where Ctrl-C keeps some from following
-            self._leaves.are(present=True)
+            self.leaves.are(present=True)
         self.presence = new
         if was is Presence.PRESENT:
-            self._leaves.are(present=False)
+            self.leaves.are(present=False)
 
     def lost(self) -> None:
         """A copy was broken off: the block is ABSENT, whatever it was before."""
         self.presence = Presence.ABSENT
-        self._leaves.are(present=False)
+        self.leaves.are(present=False)
 
     def look(self) -> int:
         """The generation of what the homes hold now: another number than before where one of them may have changed.
@@ -171,7 +173,7 @@ class Block:
         slot.generation = self.generation
         if written:
             self._written = self.generation
-        self._leaves.touched()
+        self.leaves.touched()
         if self.users:
             self.places.hide_leaves()  # modules that are asked for one have it brought once more
         if self._homes[self.slots.index(slot)] is not slot.home:
@@ -246,11 +248,6 @@ class Block:
         fetch = Fetch(pieces, nbytes, generation, flush, way)
         self.read_until(fetch)
         return fetch
-
-    def point_leaves(self, views: Sequence[torch.Tensor] | None) -> None:
-        """Leaves become `views` of a buffer; without, NaN of the right shape, of no memory and read-only."""
-        self.loaded = -1
-        self._leaves.point(views)
 
     def read_until(self, done: Event) -> None:
         """The homes are being read, and may not be written before `done`."""
@@ -400,20 +397,16 @@ class Block:
         self._flushed, self._flushed_ranges = self.look(), None
 
     # binding ----------------------------------------------------------------------------------------------------------
-    def bind(self, *, adopts: bool) -> None:
-        """The modules' attributes become the leaves; `adopts`: what took the place of homes becomes the home first."""
-        self.places.bind(adopts=adopts)
-
     def unbind(self) -> None:
         """The modules' attributes become the homes again."""
         if self.keep_leaf_writes():
-            self._leaves.are_no_longer_handed_out()
+            self.leaves.are_no_longer_handed_out()
         self.places.unbind()
 
     def keep_leaf_writes(self) -> bool:
         """What was written to leaves is the homes', too, before these are read, or either goes. Whether any may be."""
         with without_overrides():
-            if not self._leaves.may_be_written():
+            if not self.leaves.may_be_written():
                 return False
             if self.buffer is not None and self.presence is Presence.PRESENT:
                 self.wait_until_free()
@@ -421,7 +414,7 @@ class Block:
                 for slot in self.slots:
                     if slot.keep_leaf_writes(self.buffer):
                         self._changed_alike(slot)
-            self._leaves.writes_are_kept()
+            self.leaves.writes_are_kept()
         return True
 
     def _changed_alike(self, slot: Slot) -> None:
@@ -460,11 +453,11 @@ class Block:
         """Whether nothing speaks against its eviction: no visit, nobody who keeps a leaf that was lent, and no view of
         its buffer, whose memory would only be held on (by a node of backward that is just being computed).
         """
-        if self.users and (not self.may_be_taken_back or self._leaves.are_kept(self.places.references)):
+        if self.users and (not self.may_be_taken_back or self.leaves.are_kept(self.places.references)):
             return False
         if self.buffer is None:
             return True
-        views = self._leaves.views
+        views = self.leaves.views
         for destination, _ in () if self.arrival is None else self.arrival.copies:
             views += destination is not self.buffer
         return references_beside(self.buffer) <= views

@@ -261,7 +261,9 @@ class Executor:
         if block.buffer is None and self._residency.fits(block):
             self._residency.reserve(block)
         if block.buffer is not None and not block.is_current:
-            if self._pauses or block.being_updated or self._put_off:  # loads keep the order in which they are needed
+            if (
+                self._pauses or self._put_off or (block.updates and block.being_updated)
+            ):  # loads keep the order in which they are needed
                 self._put_off[block] = None
             else:
                 self._residency.renew(block)

@@ -98,10 +98,6 @@ class Residency:
         """The blocks that have a buffer."""
         return self.addresses.blocks()
 
-    def _hold(self, block: Block) -> None:
-        self.held_bytes += block.nbytes
-        self._residents_bytes += block.nbytes if block.index < 0 else 0
-
     def fits(self, block: Block) -> bool:
         """Whether the block can be onloaded without an eviction."""
         return self.held_bytes + block.nbytes <= self.budget_bytes
@@ -116,11 +112,13 @@ class Residency:
         self.intact = False
         with plain_tensors():
             buffer = self._buffers.allocate(block.nbytes)
-            self._hold(block)
+            self.held_bytes += block.nbytes
+            self._residents_bytes += block.nbytes if block.index < 0 else 0
             try:
                 self.addresses.add(block, buffer)
                 block.buffer = buffer
-                block.point_leaves(self._buffers.views(buffer, block.kind, block.layouts))
+                block.loaded = -1
+                block.leaves.point(self._buffers.views(buffer, block.kind, block.layouts))
                 block.allocated = self._lanes.mark()  # what used this memory before is ordered before the copy
                 block.becomes(Presence.RESERVED)
             except BaseException:
@@ -250,7 +248,8 @@ class Residency:
 
     def _let_go(self, block: Block, buffer: torch.Tensor) -> None:
         with plain_tensors():
-            block.point_leaves(None)
+            block.loaded = -1
+            block.leaves.point(None)
         self.addresses.remove(block)
         self.held_bytes -= block.nbytes
         self._residents_bytes -= block.nbytes if block.index < 0 else 0
@@ -368,14 +367,13 @@ class Residency:
                 block.lost()
                 block.arrival = None
                 with plain_tensors():
-                    block.point_leaves(None)
+                    block.leaves.point(None)
                 block.buffer = None
                 if buffer is not None:
                     self._buffers.release(buffer)
         self.addresses.reset(held)
-        self.held_bytes = self._residents_bytes = 0
-        for block in held:
-            self._hold(block)
+        self.held_bytes = sum(block.nbytes for block in held)
+        self._residents_bytes = sum(block.nbytes for block in held if block.index < 0)
         self.held_bytes += self.packed_loads.held_bytes + (0 if self.beside is None else self.beside.held_bytes)
         self._buffers.rebook(self.held_bytes)
         self.intact = True

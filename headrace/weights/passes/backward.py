@@ -67,7 +67,7 @@ class Backward:
         self._calls = calls
         self._recover = recover
         self.site: Site | None = None  # that it is at
-        self._present: object | None = None  # the one under way
+        self.present: object | None = None  # the one under way
         self._ending: Callable[[], EndOfBackward | None] = lambda: None  # gone when autograd is done with it
         self._computing_again = contextlib.ExitStack()  # functions may be called again in it
         self._within: dict[Slot, str] = {}  # that an autograd Function computes with now, and its name
@@ -83,12 +83,12 @@ class Backward:
     @property
     def is_under_way(self) -> bool:
         """Whether one has begun, and nobody has found that it is over."""
-        return self._present is not None
+        return self.present is not None
 
     @property
     def is_held(self) -> bool:
         """Whether autograd still has it."""
-        return self._present is not None and self._ending() is not None
+        return self.present is not None and self._ending() is not None
 
     def watch_output(self, site: Site, output: Any) -> None:
         """The gradient of an output comes before any unpack of the site: an early word that its backward begins.
@@ -98,7 +98,7 @@ class Backward:
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None and not hasattr(tensor, WATCHED):
                 setattr(tensor, WATCHED, True)
-                tensor.register_hook(unseen(lambda _gradient: self.reach(site)))
+                tensor.register_hook(functools.partial(_reach, self, site))
 
     def reach(self, site: Site) -> None:
         """Something of the site's forward is needed: its blocks come, and those of the last site may go."""
@@ -164,7 +164,7 @@ class Backward:
 
     def _begin(self) -> None:
         """Once for the outermost one: nested ones (reentrant checkpoints) end inside of it."""
-        if self._present is not None:
+        if self.present is not None:
             return
         self._gradients.abandon()  # what is left of a backward whose end was interrupted
         self.site = None
@@ -173,7 +173,7 @@ class Backward:
         present = object()
         end = EndOfBackward(functools.partial(self._ended, present))
         end.queue()
-        self._present, self._ending = present, weakref.ref(end)
+        self.present, self._ending = present, weakref.ref(end)
         self._progress.becomes(PassState.BACKWARD)
         self._executor.begin_backward()
         self._standing.begin()
@@ -189,7 +189,7 @@ class Backward:
         if not completed and on_own_thread():
             return
         with self.settling:
-            if present is not self._present:
+            if present is not self.present:
                 return
             try:
                 self._finish(completed=completed)
@@ -203,7 +203,7 @@ class Backward:
     def _finish(self, *, completed: bool) -> None:
         self._computing_again.close()
         self._forget_nested()
-        self._present = None
+        self.present = None
         self.ended += 1
         if self.site is not None:
             release(self.site.blocks)
@@ -236,8 +236,8 @@ class Backward:
         """Nothing of it is under way any more."""
         self.site = None
         self._forget_nested()
-        if self._present is not None:
-            self._present = None
+        if self.present is not None:
+            self.present = None
             self._executor.abandon_cycle()
         self.drop_gradients()
 
@@ -251,12 +251,18 @@ class Backward:
 
 
 @unseen
+def _reach(backward: Backward, site: Site, _gradient: torch.Tensor) -> None:
+    """The hook of a site's output. Called by autograd, on the thread of the device."""
+    backward.reach(site)
+
+
+@unseen
 def _take_gradient(backward: "weakref.ref[Backward]", leaf: Leaf) -> None:
     """The gradient of a leaf is complete, as far as is known. Called by autograd, on the thread of the device."""
     self, slot = backward(), leaf.owner()
     if self is None or slot is None or slot.on_gradient is None:  # the model was let go of
         return
-    if self._present is None:  # a block that saves nothing is never unpacked
+    if self.present is None:  # a block that saves nothing is never unpacked
         self._begin()
     if slot in self._within:
         raise StateError(

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from headrace.runtime.autograd import has_storage
 from headrace.runtime.tensors import map_tensors, tensors_in
 from headrace.weights.model.home import Home, Leaf
 from headrace.weights.movement.residency import Residency
@@ -40,8 +41,10 @@ class Handover:
         """
 
         addresses = self._residency.addresses
-        if type(output) is torch.Tensor and not addresses.may_have(output):
-            return output
+        if type(output) is torch.Tensor and has_storage(output):
+            address = output.data_ptr()
+            if address and not addresses.first <= address < addresses.last:
+                return output
 
         def outlives(tensor: torch.Tensor) -> bool:
             if isinstance(tensor, Leaf):

@@ -22,7 +22,11 @@ class Updates:
 
     def changed(self) -> None:
         """Updates began or ended: while there are any, torch functions that take a home wait for its own."""
-        pending = any(block.being_updated for blocks in self._blocks for block in blocks if block.updates)
+        pending = False
+        for blocks in self._blocks:
+            for block in blocks:
+                if block.updates and block.being_updated:
+                    pending = True
         if pending and not self._guarded:
             self._guard.enter_context(waiting_for_homes(Slot.wait_for_updates))
         elif self._guarded and not pending:
