@@ -88,7 +88,7 @@ def offload(
     activations: bool | Mapping[str, Any] = False,
     mesh: Any = None,
     onload: Literal["own", "gather", "auto"] = "own",
-    packed: bool = True,
+    packed: bool | Literal["disk"] = "disk",
 ) -> "Offloaded":
     """Makes the weights of `model` visit `device` block by block as it computes. In place; training and inference.
 
@@ -131,8 +131,9 @@ def offload(
       three or more ranks, gradients are then summed in the order of that group's collective. "auto": both are tried,
       the faster one is used, and the report says which.
     - `packed`: frozen bfloat16 weights that come again and again are kept packed as well, without loss, where that is
-      quicker: those from disk in `disk`, and those from host memory, for an accelerator with Triton, in what the host
-      budget leaves. Three quarters of the bytes are read, or cross the link, then. False: not.
+      quicker: three quarters of their bytes are read from disk then. True: those from host memory as well, for an
+      accelerator with Triton, in what the host budget leaves, so that three quarters of their bytes cross the link; no
+      accelerator has been measured with that yet. False: neither.
 
     Raises BudgetError when a budget is too small, LayoutError for parameters that cannot travel (on meta, sparse, or
     trained tensor subclasses), StateError for a model that is offloaded already, is wrapped for data-parallel training,
@@ -240,7 +241,7 @@ class Offloaded(Handle):
         if materialized is not None:
             materialized.checkpoint.log = self._meter.disk_log
         among = self._ledger, self._meter, placement, config.disk, materialized, self._node
-        self._shelf = Shelf(config.device, *among, packed=config.packed)
+        self._shelf = Shelf(config.device, *among, packed=config.packed is not False)
         reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if materialized is not None:
             reading = materialized.checkpoint.reading(budgets.reading_bytes, self._ledger)
@@ -281,7 +282,10 @@ class Offloaded(Handle):
         self._gathers: Gathers | None = None
         if self._common is not None and self._way is not None and self._way.gathers:
             self._gathers = Gathers(self._common, lambda: self._made, self._pace, self._meter, self._ledger)
-        among, packs = (self._pace, self._ledger, self._meter, self._fetching, self._gathers), self._shelf.packs
+        among, packs = (
+            (self._pace, self._ledger, self._meter, self._fetching, self._gathers),
+            self._shelf.packs and config.packed is True,
+        )
         self._residency = Residency(config.device, self._budgets.weights_bytes, *among, packed=packs)
         self._executor = Executor(streamed, self._residency, self._lanes, self._meter, config.prefetch_blocks)
         if config.disk is not None:

@@ -126,11 +126,11 @@ class OffloadConfig:
     activations: "ActivationConfig | None" = None
     mesh: Any = None  # a DeviceMesh
     onload: Literal["own", "gather", "auto"] = "own"
-    packed: bool = True
+    packed: bool | Literal["disk"] = "disk"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.packed, bool):
-            raise TypeError(f"packed={self.packed!r} is neither True nor False")
+        if not isinstance(self.packed, bool) and self.packed != "disk":
+            raise TypeError(f'packed={self.packed!r} is neither True nor False, nor "disk"')
         if not self.blocks or (isinstance(self.blocks, str) and not self.blocks.strip()):
             raise ValueError(
                 f'blocks={self.blocks!r} names no blocks; give "auto", a size such as "64MiB", or some of the modules'

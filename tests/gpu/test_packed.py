@@ -48,7 +48,7 @@ def test_passes_are_the_plain_runs(accelerator: torch.device, monkeypatch: pytes
     with torch.no_grad():
         want = model.to(accelerator)(inputs).cpu()
         model.to("cpu")
-        with headrace.offload(model, device=accelerator, device_memory=BUDGET) as handle:
+        with headrace.offload(model, device=accelerator, device_memory=BUDGET, packed=True) as handle:
             for _ in range(30):
                 handle.reset_stats()
                 assert torch.equal(model(inputs).cpu(), want)

@@ -306,5 +306,5 @@ def test_what_could_not_be_written_is_not_read(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_setting_that_makes_no_sense() -> None:
-    with pytest.raises(TypeError, match="packed='yes' is neither True nor False"):
+    with pytest.raises(TypeError, match="packed='yes' is neither True nor False, nor"):
         headrace.offload(frozen(), packed="yes")  # type: ignore[arg-type]

@@ -71,19 +71,21 @@ def wait_for_packing(handle: headrace.Offloaded) -> None:
 
 
 def offload(model: nn.Module, device: torch.device, **settings: object) -> headrace.Offloaded:
-    return headrace.offload(model, device=device, **({"device_memory": BUDGET} | settings))
+    return headrace.offload(model, device=device, **({"device_memory": BUDGET, "packed": True} | settings))
 
 
 def test_three_quarters_of_the_bytes_cross(device: torch.device) -> None:
     model = frozen()
     with torch.no_grad():
         want = model(inputs())
-    for packed in (False, True):
+    for packed in ("disk", False, True):
         with offload(model, device, packed=packed) as handle:
             stats = passes(model, handle, want)
             assert stats.device_peak_bytes <= BUDGET
-            assert stats.onload_bytes == stats.onload_packed_bytes + (0 if packed else stats.onloads * LAYER_BYTES)
-            if packed:
+            assert stats.onload_bytes == stats.onload_packed_bytes + (
+                0 if packed is True else stats.onloads * LAYER_BYTES
+            )
+            if packed is True:
                 assert stats.onload_unpacked_bytes == stats.onloads * LAYER_BYTES > 0
                 assert 0.75 < stats.onload_packed_bytes / stats.onload_unpacked_bytes < 0.752
                 assert 3.7 * LAYER_BYTES < stats.host_bytes - LAYERS * LAYER_BYTES < 4.6 * LAYER_BYTES
