@@ -282,10 +282,8 @@ class Offloaded(Handle):
         self._gathers: Gathers | None = None
         if self._common is not None and self._way is not None and self._way.gathers:
             self._gathers = Gathers(self._common, lambda: self._made, self._pace, self._meter, self._ledger)
-        among, packs = (
-            (self._pace, self._ledger, self._meter, self._fetching, self._gathers),
-            self._shelf.packs and config.packed is True,
-        )
+        among = self._pace, self._ledger, self._meter, self._fetching, self._gathers
+        packs = self._shelf.packs and config.packed is True
         self._residency = Residency(config.device, self._budgets.weights_bytes, *among, packed=packs)
         self._executor = Executor(streamed, self._residency, self._lanes, self._meter, config.prefetch_blocks)
         if config.disk is not None:
