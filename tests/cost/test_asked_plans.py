@@ -261,6 +261,7 @@ def test_refusals(settings: dict[str, Any], message: str) -> None:
         ({"disk": "-1GB/s"}, "no speed of it"),
         ({"network": "10Gb/s"}, "network='10Gb/s' is no rate; give one such as '25GB/s'"),
         ({"flops": "10GB/s"}, "flops='10GB/s' is no rate; give one such as '300TFLOPS'"),
+        ({"devices": "8"}, "devices='8' is no number; text is for link, disk"),
         ({"lnik": "10GB/s"}, "a machine has no figure 'lnik'; give one of link, disk, host"),
     ],
 )

@@ -28,7 +28,13 @@ class _Settled:
     """The end of a request, well or not: who waits for its memory has nothing to do with its fault."""
 
     def __init__(self, request: Request) -> None:
-        self.synchronize, self.query = request.settle, request.query
+        self._request = request
+
+    def synchronize(self) -> None:
+        self._request.settle()
+
+    def query(self) -> bool:
+        return self._request.query()
 
 
 class DiskBlocks:
@@ -66,10 +72,12 @@ class DiskBlocks:
         goes on then: `rest.writes`."""
         for request in rest.writes:  # blocks change their size, and the store orders what has the same
             request.settle()
-        rest.writes, read = [], after
+        rest.writes = []
+        read: Event = after
         try:
             for first, nbytes in self._blocks(rest):
-                slot, gone = self._acquire(), None
+                slot = self._acquire()
+                gone: Event | None = None
                 try:
                     memory = slot.memory[:nbytes]
                     read = gone = self._lanes.copy(Lane.OFFLOAD, [(memory, source[first : first + nbytes])], after).done

@@ -135,12 +135,12 @@ class Hardware:
         for name, targets in _RATES.items():
             if name in figures:
                 fields |= dict.fromkeys(targets, _rate(name, figures[name]))
-        known = [field.name for field in dataclasses.fields(self)]
-        for name in fields:
+        short, known = [*_RATES, "drive", "peer"], [field.name for field in dataclasses.fields(self)]
+        for name, value in fields.items():
             if name not in known:
-                raise ValueError(
-                    f"a machine has no figure {name!r}; give one of {', '.join([*_RATES, 'drive', *known])}"
-                )
+                raise ValueError(f"a machine has no figure {name!r}; give one of {', '.join([*short, *known])}")
+            if isinstance(value, str) and name not in ("peer", "name"):
+                raise ValueError(f"{name}={value!r} is no number; text is for {', '.join(short)}")
         peer = fields.get("peer", self.peer)
         if "peers" in figures and peer == NO_PEERS:
             raise ValueError(
