@@ -100,8 +100,8 @@ class DiskState:
         self._ledger = Ledger()
         self._store = DiskStore(own, self._ledger)
         self._ring = StagingRing(CHUNK_ELEMENTS * MOST_BYTES_PER_ELEMENT, SLOTS, torch.device("cpu"), self._ledger)
-        self._extents: dict[Any, dict[str, tuple[Extent, torch.dtype]]] = {}
-        self._written: dict[Any, dict[str, None]] = {}  # names of the tensors whose extents hold anything
+        self._extents: dict[Any, dict[tuple[str, torch.dtype], Extent]] = {}  # for good: the disk is not given back
+        self._written: dict[Any, dict[str, torch.dtype]] = {}  # the tensors whose extents hold anything
         self._chunks: dict[Any, int] = {}  # elements of the parts in which these were written last
         self._busy = threading.Lock()
         weakref.finalize(self, _close, self._store, own)
@@ -162,7 +162,7 @@ class DiskState:
                         raise
                     self._ring.release(slot, _All(self._write(slot, load)) if writes else None)
                 for one in wanted if writes else ():
-                    self._written.setdefault(one.key, {}).update(dict.fromkeys(one.dtypes))
+                    self._written.setdefault(one.key, {}).update(one.dtypes)
             except BaseException:
                 self._failed = True
                 raise
@@ -184,7 +184,7 @@ class DiskState:
 
     def fetch(self, key: Any, elements: int) -> dict[str, torch.Tensor]:
         """The tensors of a parameter, flat, copied into host memory."""
-        dtypes = {name: self._extents[key][name][1] for name in self.holds(key)}
+        dtypes = dict(self._written.get(key, {}))
         fetched = {
             name: torch.empty(eight_bit.nbytes(elements, dtype), dtype=torch.uint8, device="cpu").view(dtype)
             for name, dtype in dtypes.items()
@@ -200,8 +200,8 @@ class DiskState:
     def at_rest(self, key: Any, elements: int) -> dict[str, TensorAtRest]:
         """The tensors of a parameter, flat, to be read while nothing is written to them."""
         found = {}
-        for name in self.holds(key):
-            extent, dtype = self._extents[key][name]
+        for name, dtype in self._written.get(key, {}).items():
+            extent = self._extents[key][name, dtype]
             like = torch.empty(eight_bit.nbytes(elements, dtype) // dtype.itemsize, dtype=dtype, device="meta")
             origin = self._store.origin(extent, eight_bit.nbytes(self._chunks[key], dtype))
             found[name] = TensorAtRest(like, partial(self._read_bytes, origin))
@@ -227,14 +227,14 @@ class DiskState:
         """The tensors of a parameter as memory, flat, read from disk as it is touched; until `take_back`."""
         self._end_parts(key)
         lent = {}
-        for name in self.holds(key):
-            extent, dtype = self._extents[key][name]
+        for name, dtype in self._written.get(key, {}).items():
+            extent = self._extents[key][name, dtype]
             lent[name] = self._store.mapping(extent, 0, eight_bit.nbytes(elements, dtype)).view(dtype)
         return lent
 
     def take_back(self, key: Any) -> None:
         """What was lent is read and written directly again."""
-        for extent, _ in self._extents.get(key, {}).values():
+        for extent in self._extents.get(key, {}).values():
             self._store.to_direct(extent).synchronize()
 
     def _loads(self, wanted: Sequence[Wanted]) -> Iterator[list[tuple[Part, list[_Stretch]]]]:
@@ -277,18 +277,16 @@ class DiskState:
         Those have an order and checksums of their own, so they are waited for and not asked any more.
         """
         self.synchronize()
-        for extent, _ in self._extents.get(key, {}).values():
+        for extent in self._extents.get(key, {}).values():
             self._store.to_mapping(extent).synchronize()
 
     def _extents_of(self, one: Wanted) -> dict[str, Extent]:
         known = self._extents.setdefault(one.key, {})
         for name, dtype in one.dtypes.items():
-            if name not in known or known[name][1] != dtype:
-                extent = self._store.allocate(
-                    f"{name} of a parameter", eight_bit.nbytes(one.elements, dtype), "optimizer"
-                )
-                known[name] = (extent, dtype)
-        return {name: known[name][0] for name in one.dtypes}
+            if (name, dtype) not in known:
+                nbytes = eight_bit.nbytes(one.elements, dtype)
+                known[name, dtype] = self._store.allocate(f"{name} of a parameter", nbytes, "optimizer")
+        return {name: known[name, dtype] for name, dtype in one.dtypes.items()}
 
     def _read(self, load: list[tuple[Part, list[_Stretch]]]) -> tuple[Slot, list[tuple[Part, list[_Stretch]]], _All]:
         slot = self._ring.acquire()

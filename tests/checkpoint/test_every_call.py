@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.checkpoint.faults import EVERY, KINDS, Flushed, Nth, Saved, at_each_call, fails
-from tests.support.nursery import Nursery
+from tests.distributed.struck import held
+from tests.support.nursery import Nursery, run_ranks, start_ranks
 
 pytestmark = [
     pytest.mark.extended,
@@ -137,3 +139,28 @@ def test_the_power_is_lost_at_a_call(
     held = [saved.holds(directory) for directory in left]
     assert held == sorted(held)
     put_down(f"power {kind} {place} {wait=}", len(left))
+
+
+# On disk a step of the struck rank would fail beside the save, and end the run of both.
+@pytest.mark.parametrize("struck", [0, 1])
+@pytest.mark.parametrize(("what", "place"), [("save", "host"), ("load", "host"), ("load", "disk")])
+def test_a_call_of_one_of_two_ranks_fails(tmp_path: Path, nursery: Nursery, what: str, struck: int, place: str) -> None:
+    run_ranks(
+        nursery, tmp_path, 2, f"struck.saves_and_loads, {str(tmp_path)!r}, {what!r}, {struck}, {place!r}, 0, {STEP}"
+    )
+    put_down(f"two ranks {what} {struck=} {place}", int((tmp_path / f"points-{struck}").read_text()))
+
+
+@pytest.mark.parametrize("struck", [0, 1])
+def test_one_of_two_ranks_is_killed_at_a_call(tmp_path: Path, nursery: Nursery, struck: int) -> None:
+    for number in itertools.count(step=STEP):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        call = f"struck.is_killed_in_saving, {str(directory)!r}, {struck}, {number}"
+        for one in start_ranks(nursery, directory, 2, call):
+            one.wait()
+        found, either = held(directory), torch.load(directory / "values.pt")
+        assert any(all(map(torch.equal, found, values)) for values in either)
+        if (directory / "survived").exists():
+            break
+    put_down(f"one of two ranks killed {struck=}", number // STEP)

@@ -388,3 +388,17 @@ def test_parameters_may_exchange_their_state(how: str, name: str, tmp_path: Path
                     state[first][key], state[second][key] = state[second][key], state[first][key]
             optimizer.step()
     assert_same(ours, theirs)
+
+
+def test_state_of_changing_dtypes_takes_disk_once_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that goes from `float()` to `double()` and back: extents are not given back."""
+    taken: list[int] = []
+    allocate = DiskStore.allocate
+    monkeypatch.setattr(DiskStore, "allocate", lambda *given: (taken.append(given[2]), allocate(*given))[1])
+    state = disk_state.DiskState(tmp_path)
+    for number in range(3):
+        for dtype in (torch.float32, torch.float64):
+            value = torch.full((20_000,), number, dtype=dtype)
+            state.keep("weight", 20_000, {"exp_avg": value})
+            assert torch.equal(state.fetch("weight", 20_000)["exp_avg"], value)
+    assert taken == [80_000, 160_000]
