@@ -15,7 +15,7 @@ from headrace.errors import StateError
 from headrace.memory.arena import aligned
 from headrace.memory.disk import Request
 from headrace.memory.ledger import Ledger, Tier
-from headrace.runtime.autograd import backward_task, without_overrides, without_transforms
+from headrace.runtime.autograd import backward_task, grad_of, without_overrides, without_transforms
 from headrace.runtime.holders import gradient_is_shared
 from headrace.runtime.lanes import Copy, Event, Lane, Lanes, Transfer
 from headrace.runtime.pending import Unit
@@ -247,7 +247,7 @@ class Gradients:
             for slot, gradient in arrived.items():
                 home = slot.home
                 if home.grad is None and home.grad_dtype == gradient.dtype:
-                    home.grad = gradient
+                    grad_of.__set__(home, gradient)
                 else:
                     accumulate(home, gradient)
             self._arrivals.end(completed=True)
