@@ -45,7 +45,7 @@ def child(directory: Path, host_memory: str, device_memory: str, rounds: int) ->
     )
     tokens = torch.arange(16).view(1, -1)
     model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-    store = handle._shelf.store
+    store = handle._tiers.store
     assert store is not None
 
     def timed(run: Callable[[], None]) -> float:

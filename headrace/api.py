@@ -64,7 +64,7 @@ from headrace.weights.passes.steps import OptimizerSteps
 from headrace.weights.rest.budgets import Budgets
 from headrace.weights.rest.fetching import Fetching
 from headrace.weights.rest.materialize import Materialized, materialize
-from headrace.weights.rest.placement import Placement, Shelf
+from headrace.weights.rest.placement import HostTiers, Placement
 
 __all__ = ["Offloaded", "offload"]
 
@@ -241,7 +241,7 @@ class Offloaded(Handle):
         if materialized is not None:
             materialized.checkpoint.log = self._meter.disk_log
         among = self._ledger, self._meter, placement, config.disk, materialized, self._node
-        self._shelf = Shelf(config.device, *among, packed=config.packed is not False)
+        self._tiers = HostTiers(config.device, *among, packed=config.packed is not False)
         reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if materialized is not None:
             reading = materialized.checkpoint.reading(budgets.reading_bytes, self._ledger)
@@ -254,7 +254,7 @@ class Offloaded(Handle):
                 self._attachment = None
             for block in self._made:
                 block.release()
-            self._shelf.close()
+            self._tiers.close()
             raise
         self._steps = OptimizerSteps(
             self._engine,
@@ -283,25 +283,25 @@ class Offloaded(Handle):
         if self._common is not None and self._way is not None and self._way.gathers:
             self._gathers = Gathers(self._common, lambda: self._made, self._pace, self._meter, self._ledger)
         among = self._pace, self._ledger, self._meter, self._fetching, self._gathers
-        packs = self._shelf.packs and config.packed is True
+        packs = self._tiers.packs and config.packed is True
         self._residency = Residency(config.device, self._budgets.weights_bytes, *among, packed=packs)
         self._executor = Executor(streamed, self._residency, self._lanes, self._meter, config.prefetch_blocks)
         if config.disk is not None:
-            self._shelf.room = Room(
+            self._tiers.room = Room(
                 self._blocks,
                 self._residency,
                 self._executor,
                 self._ledger,
                 self._open_fetching,
-                self._shelf.has_room,
+                self._tiers.has_room,
                 self._budgets.ranks,
             )
         gradients: Gradients | AveragedGradients
         metered = self._lanes, self._ledger, self._meter
         if self._common is None:
-            gradients = Gradients(*metered, self._shelf, config.grad_dtype)
+            gradients = Gradients(*metered, self._tiers, config.grad_dtype)
         else:
-            gradients = AveragedGradients(*metered, self._common, self._shelf, config.grad_dtype, gathers=self._gathers)
+            gradients = AveragedGradients(*metered, self._common, self._tiers, config.grad_dtype, gathers=self._gathers)
         self._gradients = gradients
         buffers = ModuleBuffers(config.device, self._ledger)
         self._engine = Engine(
@@ -318,7 +318,7 @@ class Offloaded(Handle):
         self._attachment.keep_alive(self)
         self.activations: ActivationOffloading | None = None  # the handle on the model's activations
         if config.activations is not None:
-            store = self._shelf.private_store("activations") if config.activations.tier == "disk" else None
+            store = self._tiers.private_store("activations") if config.activations.tier == "disk" else None
             resources = self._lanes, self._ledger, store, self._meter.lane_use
             self.activations = ActivationOffloading(model, config.activations, *resources)
         self._micro_batches = MicroBatches(self._engine, gradients, self._attachment, self.activations, *metered)
@@ -511,7 +511,7 @@ class Offloaded(Handle):
         for block in self._blocks():
             if block.arrival is not None:
                 block.arrival.done.synchronize()
-        self._shelf.synchronize()
+        self._tiers.synchronize()
         if is_accelerator(self._config.device):
             torch.accelerator.synchronize(self._config.device)
 
@@ -546,7 +546,7 @@ class Offloaded(Handle):
 
     def manages(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter is one of this model's."""
-        return getattr(unit_of(parameter), "manager", None) is self._shelf
+        return getattr(unit_of(parameter), "manager", None) is self._tiers
 
     def note_checkpoint(self, saving: Checkpointed) -> None:
         """The stats count it."""
@@ -563,7 +563,7 @@ class Offloaded(Handle):
         if self._attachment is None:
             return
         with contextlib.ExitStack() as steps:  # the last one first
-            steps.callback(self._shelf.close)
+            steps.callback(self._tiers.close)
             steps.callback(self._lanes.close)
             steps.callback(self._pace.close)
             if self._gathers is not None:
@@ -588,7 +588,7 @@ class Offloaded(Handle):
             steps.callback(self._engine.updates.wait)
 
     def _block(self, name: str, members: Sequence[Member]) -> Block:
-        block = Block(name, members, self._config.device, self._shelf, self._config.param_dtype)
+        block = Block(name, members, self._config.device, self._tiers, self._config.param_dtype)
         self._made.append(block)
         if self._common is not None:
             self._common.move_in(block)
@@ -605,7 +605,7 @@ class Offloaded(Handle):
 
     def forked(self) -> None:
         """In a process that was forked: its parent has the threads, and the files."""
-        self._shelf.forked()
+        self._tiers.forked()
         for block in self._blocks():
             block.forked()
 

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from typing import NamedTuple
 
 from headrace.activations.decisions import Basis
-from headrace.runtime.lanes import Among, Lane, Lanes, LateTransfer, Tick, Transfer
+from headrace.runtime.lanes import CollectiveLane, Lane, Lanes, LateTransfer, Tick, Transfer
 from headrace.runtime.link import LaneUse, LinkSpeed
 from headrace.runtime.spans import Moved, Span, Waited, cut_by, spans_of
 
@@ -35,7 +35,7 @@ class ActivationMeter:
         # Since the first forward after a backward; and what came before that, up to the backward.
         self._passes: deque[_Pass] = deque(maxlen=_REMEMBERED_PASSES)
         self._last_passes: tuple[_Pass, ...] = ()
-        self._copies: dict[Lane | Among, deque[Moved]] = {lane: deque(maxlen=_REMEMBERED) for lane in Lane}
+        self._copies: dict[Lane | CollectiveLane, deque[Moved]] = {lane: deque(maxlen=_REMEMBERED) for lane in Lane}
         self.spill_seconds_per_byte = self.fetch_seconds_per_byte = 0.0  # the best that was seen; 0: no disk
         self.reset()
 

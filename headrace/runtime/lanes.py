@@ -23,7 +23,7 @@ from headrace.runtime.device import is_accelerator
 from headrace.runtime.threads import Job, OneThread
 
 __all__ = [
-    "Among",
+    "CollectiveLane",
     "Copy",
     "Event",
     "Lane",
@@ -50,7 +50,7 @@ class Lane(StrEnum):
     OFFLOAD = "offload"  # device to host; its own, because the link carries both directions at once
 
 
-class Among(StrEnum):
+class CollectiveLane(StrEnum):
     """A lane on which the devices of several ranks send each other what they hold."""
 
     GATHER = "gather"  # each its range, and all get all
@@ -71,7 +71,7 @@ class Event(Protocol):
 class Transfer:
     """Copies in flight: what holds their memory alive until the owner lets go, and the event of their end."""
 
-    lane: Lane | Among
+    lane: Lane | CollectiveLane
     copies: tuple[Copy, ...]
     nbytes: int
     begun: Tick
@@ -88,7 +88,7 @@ class LateTransfer:
 
     copies: tuple[Copy, ...] = ()  # it keeps none itself
 
-    def __init__(self, lane: Lane | Among, nbytes: int, submitted: "Future[Transfer]") -> None:
+    def __init__(self, lane: Lane | CollectiveLane, nbytes: int, submitted: "Future[Transfer]") -> None:
         self.lane = lane
         self.nbytes = nbytes
         self._submitted = submitted
@@ -127,7 +127,7 @@ class Lanes(ABC):
         """Submits copies that start when `after` is reached and the lane is free. Never blocks."""
 
     @abstractmethod
-    def together(self, lane: Among, job: Callable[[], None], nbytes: int, after: Event) -> Transfer:
+    def together(self, lane: CollectiveLane, job: Callable[[], None], nbytes: int, after: Event) -> Transfer:
         """Submits a collective over `nbytes`, which `job` calls, that starts when `after` is reached.
 
         For a thread of ours, one for each lane: it may block.
@@ -191,7 +191,7 @@ class StreamLanes(Lanes):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._streams: dict[Lane | Among, torch.Stream] = {lane: torch.Stream(device=device) for lane in Lane}
+        self._streams: dict[Lane | CollectiveLane, torch.Stream] = {lane: torch.Stream(device=device) for lane in Lane}
         self._unpacking: torch.Stream | None = None
 
     def mark(self) -> Event:
@@ -208,7 +208,7 @@ class StreamLanes(Lanes):
                 nbytes += source.nbytes
         return Transfer(lane, tuple(copies), nbytes, begun, self._tick_on(stream))
 
-    def together(self, lane: Among, job: Callable[[], None], nbytes: int, after: Event) -> Transfer:
+    def together(self, lane: CollectiveLane, job: Callable[[], None], nbytes: int, after: Event) -> Transfer:
         if lane not in self._streams:
             self._streams[lane] = torch.Stream(device=self.device)
         stream = self._streams[lane]
@@ -339,7 +339,7 @@ class ThreadLanes(Lanes):
         self._last[lane] = submitted = self._threads[lane].submit(job)
         return Transfer(lane, tuple(copies), nbytes, _JobEvent(begun), _JobEvent(submitted))
 
-    def together(self, lane: Among, job: Callable[[], None], nbytes: int, after: Event) -> Transfer:
+    def together(self, lane: CollectiveLane, job: Callable[[], None], nbytes: int, after: Event) -> Transfer:
         begun: Job[float] = Job()
         done: Job[float] = Job()
         after.synchronize()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from headrace.runtime.lanes import Among, Lane, Lanes, Tick
+from headrace.runtime.lanes import CollectiveLane, Lane, Lanes, Tick
 
 __all__ = ["Moved", "Sample", "Span", "Wait", "Waited", "cut_by", "spans_of"]
 
@@ -48,7 +48,7 @@ class Wait(NamedTuple):
 class Moved(NamedTuple):
     """Copies that were submitted together."""
 
-    lane: Lane | Among
+    lane: Lane | CollectiveLane
     what: str
     nbytes: int
     begun: Tick

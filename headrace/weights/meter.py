@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from headrace.memory.disk import Access, DiskLog
 from headrace.memory.ledger import Ledger
 from headrace.planning import Phase
-from headrace.runtime.lanes import Among, Lane, Lanes, LateTransfer, Tick, Transfer
+from headrace.runtime.lanes import CollectiveLane, Lane, Lanes, LateTransfer, Tick, Transfer
 from headrace.runtime.link import LaneUse, LinkSpeed
 from headrace.runtime.spans import Moved, Sample, Span, Waited, cut_by, spans_of
 
@@ -248,7 +248,7 @@ class Meter:
             self._stall_seconds += timing.stall_seconds
             self._compute_seconds += timing.compute_seconds
 
-    def link(self, lane: Lane | Among = Lane.ONLOAD) -> "LinkSpeed":
+    def link(self, lane: Lane | CollectiveLane = Lane.ONLOAD) -> "LinkSpeed":
         """How long the last onloads, or gathers, took on their lane; waits until they are done."""
         loads = [(size, begun, done) for on, _, size, begun, done in self.last_transfers if on is lane and size]
         return LinkSpeed([(size, self._lanes.seconds(begun, done)) for size, begun, done in loads])

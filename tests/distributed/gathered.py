@@ -231,7 +231,7 @@ def reads_from_disk(directory: str, device: str, trains_all: bool) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         handle.synchronize()
-        stats, store = handle.stats(), handle._shelf.store
+        stats, store = handle.stats(), handle._tiers.store
         read = read_bytes() - before
         if world == 2:
             assert_same_weights(model, single)
@@ -265,7 +265,7 @@ def what_the_drive_changed_is_noticed(directory: str, trains_all: bool = False) 
         distributed.barrier()
         if rank == 0:
             offset = rest._disk.extent.offset + block.nbytes * 3 // 4
-            os.pwrite(handle._shelf.store._file.descriptor, b"something else", offset)  # type: ignore[union-attr]
+            os.pwrite(handle._tiers.store._file.descriptor, b"something else", offset)  # type: ignore[union-attr]
         distributed.barrier()
         expected: Any = (DiskError, "are not those that were written") if rank else (RankError, "rank 1 has .*its ")
         with pytest.raises(expected[0], match=expected[1]):

@@ -36,7 +36,7 @@ def on_disk(directory: str, host_bytes: int = 2**16) -> dict[str, Any]:
 
 def spill_bytes(handle: Offloaded) -> int:
     """Bytes on the drive of the one file that the ranks have, as the file system counts."""
-    store = handle._shelf.store
+    store = handle._tiers.store
     assert store is not None
     status = os.fstat(store._file.descriptor)
     files: list[Any] = [None] * distributed.get_world_size()
@@ -111,9 +111,9 @@ def activations_rest_there(directory: str, device: str, onload: str) -> None:
         if world == 2:
             assert_same_weights(model, single)
         assert handle.activations is not None
-        stats, own = handle.activations.stats(), handle._shelf.private_store("activations")
+        stats, own = handle.activations.stats(), handle._tiers.private_store("activations")
         assert own is not None
-        assert own is not handle._shelf.store
+        assert own is not handle._tiers.store
         assert stats.spill_bytes > 4 * LAYERS * 2 * 5 * WIDTH * 4  # an input of each layer, at least
         assert stats.spill_bytes // 2 < stats.fetch_bytes <= stats.spill_bytes
         assert 0 < stats.host_peak_bytes <= 2**15
@@ -145,7 +145,7 @@ def one_copy_for_a_node(directory: str) -> None:
             model, device="cpu", device_memory="4MiB", host_memory=host_bytes, disk=where, mesh=mesh
         ) as handle:
             model(torch.ones(1, WIDE)).sum().backward()
-            store, stats = handle._shelf.store, handle.stats()
+            store, stats = handle._tiers.store, handle.stats()
             assert store is not None
             found.append(os.fstat(store._file.descriptor).st_blocks * 512)
             peak_bytes = stats.host_peak_bytes if mesh is None else whole(stats.host_peak_bytes)

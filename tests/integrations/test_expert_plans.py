@@ -158,7 +158,7 @@ def test_even_routing_reads_what_is_planned(compute_device: torch.device, tmp_pa
     limit = budget(model, 12)
     host = sum(p.nbytes for p in model.parameters()) * 3 // 4
     with headrace.offload(model, device=compute_device, device_memory=limit, host_memory=host, disk=tmp_path) as handle:
-        host_bytes = handle._shelf._placement.experts_bytes
+        host_bytes = handle._tiers._placement.experts_bytes
         write(model, 2)
         handle.reset_stats()
         for _ in range(3):

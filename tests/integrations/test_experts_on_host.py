@@ -60,15 +60,15 @@ def on_disk(model: Any, tier: str, path: Path) -> tuple[Any, dict[str, Any]]:
 
 def host_slots(handle: Any) -> int:
     slices = handle._executor.slices
-    if slices._given_up is not None:
-        return int(slices._given_up._room)
+    if slices._host_cache is not None:
+        return int(slices._host_cache._room)
     return sum(bank.slots for bank in set(slices._host_banks.values()))
 
 
 def found_on_host(handle: Any) -> int:
     """How often an expert was there; on the CPU, in slots of either kind."""
     stats = handle.stats()
-    if handle._executor.slices._given_up is not None:
+    if handle._executor.slices._host_cache is not None:
         return int(stats.expert_host_loads)
     return int(stats.expert_uses - stats.expert_loads + stats.expert_host_loads)
 
@@ -278,7 +278,7 @@ def test_what_needs_host_memory_gets_it(compute_device: torch.device, tmp_path: 
     with headrace.offload(model, device=compute_device, device_memory=limit, **options) as handle:
         assert_same(answer(model, prompt, tokens=4), answer(plain, prompt, tokens=4))
         held_bytes = handle.stats().host_bytes
-        assert handle._shelf.make_room(options["host_memory"] - held_bytes + one_bytes)
+        assert handle._tiers.make_room(options["host_memory"] - held_bytes + one_bytes)
         assert handle.stats().host_bytes == held_bytes - EXPERTS * one_bytes
         assert host_slots(handle) == 0
         before = handle.stats()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import headrace.api
-from headrace.runtime.lanes import Among, Copy, Event, Lane, Lanes, Tick, Transfer
+from headrace.runtime.lanes import CollectiveLane, Copy, Event, Lane, Lanes, Tick, Transfer
 
 _COMPUTE_TICKS = 1000  # of one layer, in each direction
 _BYTES_PER_TICK = 8  # of a copy
@@ -66,8 +66,8 @@ class RecordingLanes(Lanes):
     def __init__(self, device: torch.device, log: LaneLog) -> None:
         super().__init__(device)
         self._log = log
-        self._ends = dict.fromkeys([*Lane, *Among], 0)
-        self._counts = dict.fromkeys([*Lane, *Among], 0)
+        self._ends = dict.fromkeys([*Lane, *CollectiveLane], 0)
+        self._counts = dict.fromkeys([*Lane, *CollectiveLane], 0)
 
     def mark(self) -> Event:
         return _Moment(self._log, f"compute {len(self._log.lines)}", self._log.clock)
@@ -78,11 +78,13 @@ class RecordingLanes(Lanes):
             destination.copy_(source)
         return self._transfer(lane, tuple(copies), nbytes, after, f"{nbytes} bytes in {len(copies)}")
 
-    def together(self, lane: Among, job: Callable[[], None], nbytes: int, after: Event) -> Transfer:
+    def together(self, lane: CollectiveLane, job: Callable[[], None], nbytes: int, after: Event) -> Transfer:
         job()
         return self._transfer(lane, (), nbytes, after, f"{nbytes} bytes together")
 
-    def _transfer(self, lane: Lane | Among, copies: tuple[Copy, ...], nbytes: int, after: Any, what: str) -> Transfer:
+    def _transfer(
+        self, lane: Lane | CollectiveLane, copies: tuple[Copy, ...], nbytes: int, after: Any, what: str
+    ) -> Transfer:
         self._counts[lane] += 1
         name = f"{lane.value} {self._counts[lane]}"
         self._log.note(f"{name}: {what} after {after.name}")

@@ -19,7 +19,7 @@ from headrace.weights.model.places import Member, Place
 from headrace.weights.model.slot import Slot
 from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.leaves import Leaves
-from headrace.weights.rest.placement import Placement, Shelf
+from headrace.weights.rest.placement import HostTiers, Placement
 
 CPU = torch.device("cpu")
 
@@ -41,8 +41,8 @@ def block_of(*parameters: nn.Parameter, ledger: Ledger | None = None, param_dtyp
     """A block whose places are a list of the parameters."""
     container = list(parameters)
     members = [Member(f"p{index}", one, [Place(container, index)]) for index, one in enumerate(parameters)]
-    shelf = Shelf(CPU, ledger or Ledger(), Meter(open_lanes(CPU)), Placement(), None)
-    block = Block("block", members, CPU, shelf, param_dtype)
+    tiers = HostTiers(CPU, ledger or Ledger(), Meter(open_lanes(CPU)), Placement(), None)
+    block = Block("block", members, CPU, tiers, param_dtype)
     block.container = container  # type: ignore[attr-defined]
     return block
 

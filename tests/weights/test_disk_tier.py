@@ -18,7 +18,7 @@ from headrace.memory.disk import DirectFile
 from headrace.memory.ledger import Ledger, Tier
 from headrace.runtime.lanes import open_lanes
 from headrace.weights.meter import Meter
-from headrace.weights.rest.placement import DiskGradients, Placement, Shelf
+from headrace.weights.rest.placement import DiskGradients, HostTiers, Placement
 from tests.support.compare import Outcome, assert_same, assert_same_gradients, assert_same_models, assert_same_weights
 from tests.support.held import weight_bytes
 from tests.support.loops import adamw, loss_of, steps
@@ -384,13 +384,13 @@ def test_parameters_of_no_bytes_are_trained_with_the_others(compute_device: torc
 def test_gradients_with_less_room_than_whole_pages_rest_on_disk(tmp_path: Path):
     device, ledger = torch.device("cpu"), Ledger(frozenset(), 24 << 10)
     meter = Meter(open_lanes(device), ledger)
-    shelf = Shelf(device, ledger, meter, Placement(gradient_bytes=8 << 10), tmp_path)
+    tiers = HostTiers(device, ledger, meter, Placement(gradient_bytes=8 << 10), tmp_path)
     ledger.add(Tier.HOST, "weights", 5 << 10)
-    memory = shelf.gradient_memory("layers.0", 64)  # a page, and 16 KiB that they pass through
+    memory = tiers.gradient_memory("layers.0", 64)  # a page, and 16 KiB that they pass through
     assert isinstance(memory, DiskGradients)
     ledger.add(Tier.HOST, "weights", -1 << 10)
-    assert isinstance(shelf.gradient_memory("layers.1", 64), Arena)
-    shelf.close()
+    assert isinstance(tiers.gradient_memory("layers.1", 64), Arena)
+    tiers.close()
 
 
 @pytest.mark.parametrize("kept", [None, "layers.0.", "layers.1."])

@@ -39,7 +39,7 @@ from headrace.weights.movement.node_gradients import (
     refuse_hooks,
     there_is,
 )
-from headrace.weights.rest.placement import Shelf
+from headrace.weights.rest.placement import HostTiers
 
 __all__ = ["AveragedGradients"]
 
@@ -58,14 +58,14 @@ class AveragedGradients:
         ledger: Ledger,
         meter: Meter,
         common: CommonHomes,
-        shelf: Shelf,
+        tiers: HostTiers,
         grad_dtype: torch.dtype | None,
         *,
         gathers: Gathers | None = None,
     ) -> None:
         """`gathers`: devices add gradients up among themselves, too, and a part of the sums leaves each."""
         self._lanes, self._ledger, self._meter = lanes, ledger, meter
-        self._common, self._node, self._shelf, self._grad_dtype = common, common.node, shelf, grad_dtype
+        self._common, self._node, self._tiers, self._grad_dtype = common, common.node, tiers, grad_dtype
         self._homes: dict[Slot, NodeGradients] = {}
         self._counters = Counters(self._node, 2)
         self._sums: Sums = (DeviceSums if gathers else HostSums)(self._node, lanes, meter, self._dtype)
@@ -102,7 +102,7 @@ class AveragedGradients:
                 wanted = [slot for slot in block.slots if slot.home.requires_grad and slot not in self._homes]
                 if wanted:
                     ends = offsets_of([slot.home.numel() * self._dtype(slot).itemsize for slot in wanted])
-                    arena = self._shelf.common_gradient_memory(self._node, block.name, ends[-1])
+                    arena = self._tiers.common_gradient_memory(self._node, block.name, ends[-1])
                     homes = NodeGradients(arena, arena.own_view(), dict(zip(wanted, ends, strict=False)))
                     self._homes |= dict.fromkeys(wanted, homes)
 
@@ -115,7 +115,7 @@ class AveragedGradients:
         if largest_bytes > self._half_bytes:
             self._halves, self._half_bytes = [], 0
             node, nbytes = self._node, self._node.size * largest_bytes
-            self._shelf.make_room(2 * whole_pages(nbytes))
+            self._tiers.make_room(2 * whole_pages(nbytes))
             where = self._lanes.device, self._ledger, _PURPOSE
             self._halves = [SharedArena(node, nbytes, *where, by_ranks=True) for _ in range(2)]
             self._half_bytes = largest_bytes

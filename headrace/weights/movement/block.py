@@ -22,7 +22,7 @@ from headrace.weights.model.slot import Layout, Slot
 from headrace.weights.movement.leaves import AbsentLeaves, Leaves
 from headrace.weights.rest.fetching import Fetch, Way
 from headrace.weights.rest.pieces import Range
-from headrace.weights.rest.placement import Shelf
+from headrace.weights.rest.placement import HostTiers
 
 __all__ = ["Block", "Presence"]
 
@@ -56,7 +56,7 @@ class Block:
         name: str,
         members: Sequence[Member],
         device: torch.device,
-        shelf: Shelf,
+        tiers: HostTiers,
         param_dtype: torch.dtype | None = None,
     ) -> None:
         self.name = name
@@ -85,10 +85,10 @@ class Block:
         parameters = [member.parameter for member in members]
         layouts, self.nbytes = lay_out(parameters, param_dtype)
         self.layouts, self.kind = layouts, _KINDS.setdefault(tuple(layouts), len(_KINDS))
-        self.rest = shelf.rest_for(name, parameters, layouts, self.nbytes)
-        self._shelf = shelf
-        self.packed = shelf.packed_copy(name)
-        self.manager: object = shelf  # each offloaded model has one
+        self.rest = tiers.rest_for(name, parameters, layouts, self.nbytes)
+        self._tiers = tiers
+        self.packed = tiers.packed_copy(name)
+        self.manager: object = tiers  # each offloaded model has one
         absent = AbsentLeaves(device)
         self.slots = [
             Slot(member.name, member.parameter, layout, rest, absent.of(layout), self._before_touch, self._before_write)
@@ -331,7 +331,7 @@ class Block:
         """The block moves to the disk tier, from host memory or a checkpoint. Its memory goes with its last user."""
         self.wait_until_free()
         before, memory_is_kept, was_loaded = self.rest, self.memory_is_kept, self.look() == self.loaded
-        rest, keeps = self._shelf.hand_on(self.name, self.nbytes, self.rest, self.slots, keeps=keeps)
+        rest, keeps = self._tiers.hand_on(self.name, self.nbytes, self.rest, self.slots, keeps=keeps)
         for slot, place in zip(self.slots, rest.places([slot.layout for slot in self.slots]), strict=True):
             slot.move_to(place, keeps=keeps)
         self.rest, self._flushed, self._flushed_ranges = rest, -1, None
@@ -426,7 +426,7 @@ class Block:
             self.loaded = self.generation
 
     def _before_touch(self) -> None:
-        self._shelf.in_place.handed_out(self)
+        self._tiers.in_place.handed_out(self)
         self.keep_leaf_writes()
         self.wait_until_free()
         before_write(slot.home for slot in self.slots)

@@ -12,7 +12,7 @@ import torch
 
 from headrace.memory.arena import aligned
 from headrace.runtime.device_group import DeviceGroup
-from headrace.runtime.lanes import Among, Copy, Event, Lane, Lanes, LateTransfer, Transfer
+from headrace.runtime.lanes import CollectiveLane, Copy, Event, Lane, Lanes, LateTransfer, Transfer
 from headrace.runtime.node import Node
 from headrace.runtime.threads import Job
 from headrace.weights.meter import Meter
@@ -92,7 +92,9 @@ class DeviceSums:
         copies: list[Copy] = []
         begin, done = 0, packed.full
         for dtype, rows in packed.rows.items() if gives.any() else ():
-            moved = self._lanes.together(Among.REDUCE, self._reduction(rows, given.block.name), rows.nbytes, done)
+            moved = self._lanes.together(
+                CollectiveLane.REDUCE, self._reduction(rows, given.block.name), rows.nbytes, done
+            )
             self._meter.arrived(moved, given.block.name)
             own = rows[self._node.rank]
             packed.sums[dtype] = given.given(self._node.rank, begin, len(own), dtype)

@@ -22,7 +22,7 @@ from headrace.memory.ledger import Ledger, Tier
 from headrace.planning import Plan
 from headrace.runtime.counters import Counters
 from headrace.runtime.device_group import DeviceGroup
-from headrace.runtime.lanes import Among, Copy, Event, Lane, LateTransfer, Transfer
+from headrace.runtime.lanes import CollectiveLane, Copy, Event, Lane, LateTransfer, Transfer
 from headrace.runtime.pace import Pace, Submitted
 from headrace.runtime.threads import OneThread
 from headrace.weights.meter import Meter
@@ -57,7 +57,7 @@ class Gathered(LateTransfer):
     """A block on its way from all ranks."""
 
     def __init__(self, nbytes: int, submitted: "Future[Transfer]", others_come: Callable[[], None]) -> None:
-        super().__init__(Among.GATHER, nbytes, submitted)
+        super().__init__(CollectiveLane.GATHER, nbytes, submitted)
         self._others_come = others_come
 
     @property
@@ -240,12 +240,12 @@ class Gathers:
             self._counters.wait(_ENTERED, number, what, in_pass=False)
             rows = buffer[:end].view(self._node.size, -1) if end else None
             moved = self._lanes.together(
-                Among.GATHER, lambda: None if rows is None else self._group.gather(rows, what), end, here
+                CollectiveLane.GATHER, lambda: None if rows is None else self._group.gather(rows, what), end, here
             )
             self._meter.arrived(brought, name)
             if others:
                 late = self._lanes.copy(Lane.ONLOAD, others, moved.done)
-                moved = Transfer(Among.GATHER, (), moved.nbytes, moved.begun, late.done)
+                moved = Transfer(CollectiveLane.GATHER, (), moved.nbytes, moved.begun, late.done)
         except BaseException as error:
             self._counters.break_off(error)
             raise

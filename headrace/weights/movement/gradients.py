@@ -30,8 +30,8 @@ from headrace.weights.model.slot import Slot
 from headrace.weights.movement.arrivals import Arrivals, tell_of_failure, tell_watchers
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.gradient_memory import Additions, HostGradient, Staging
-from headrace.weights.movement.staged import Rest, Staged, add_up, laid_out_like, rest_of, sum_of_rows
-from headrace.weights.rest.placement import GradientMemory, Shelf
+from headrace.weights.movement.staged import Remainder, Staged, add_up, laid_out_like, rest_of, sum_of_rows
+from headrace.weights.rest.placement import GradientMemory, HostTiers
 
 __all__ = ["Gradients", "refuse_graph"]
 
@@ -44,15 +44,15 @@ class Gradients:
     """Gradients of all blocks, between the leaf that received them and the home that keeps them."""
 
     def __init__(
-        self, lanes: Lanes, ledger: Ledger, meter: Meter, shelf: Shelf, grad_dtype: torch.dtype | None
+        self, lanes: Lanes, ledger: Ledger, meter: Meter, tiers: HostTiers, grad_dtype: torch.dtype | None
     ) -> None:
         self._lanes = lanes
         self._ledger = ledger
-        self._shelf = shelf
+        self._tiers = tiers
         self._meter = meter
         self._grad_dtype = grad_dtype
         self._memory: dict[Slot, HostGradient] = {}
-        self._staging = Staging(lanes.device, ledger, shelf.most_staged_bytes)
+        self._staging = Staging(lanes.device, ledger, tiers.most_staged_bytes)
         # Complete on the device, not submitted yet; of a table, the gradient may be that of some rows.
         self._ready: list[tuple[Slot, Sequence[torch.Tensor], torch.Tensor | None]] = []
         self._ready_bytes = 0
@@ -84,7 +84,7 @@ class Gradients:
                 if slots:
                     sizes = [aligned(slot.home.numel() * self.dtype(slot).itemsize) for slot in slots]
                     wanted.append((block, slots, sizes))
-            self._shelf.check_gradients(sum(sum(sizes) for _, _, sizes in wanted))
+            self._tiers.check_gradients(sum(sum(sizes) for _, _, sizes in wanted))
             self._make(wanted)
 
     def _renew_memory(self, block: Block) -> list[Slot]:
@@ -110,16 +110,16 @@ class Gradients:
 
     def _make(self, wanted: "list[tuple[Block, list[Slot], list[int]]]") -> None:
         for block, slots, sizes in wanted:
-            memory = self._shelf.gradient_memory(block.name, sum(sizes))
-            make = partial(_more_memory, self._shelf, self._staging, block.name)
+            memory = self._tiers.gradient_memory(block.name, sum(sizes))
+            make = partial(_more_memory, self._tiers, self._staging, block.name)
             for index, slot in enumerate(slots):
                 self._memory[slot] = HostGradient(slot, self.dtype(slot), memory, sum(sizes[:index]), make)
             largest_bytes = max(sum(sizes), block.nbytes)
             self._staging.grow(min(largest_bytes, _SEND_BYTES) if block.row_bytes else largest_bytes)
-        short_bytes = self._shelf.short_staging_bytes
+        short_bytes = self._tiers.short_staging_bytes
         if short_bytes is not None and not self._ledger.has_room(self._staging.missing_bytes):
             self._staging.limit(short_bytes)
-            self._shelf.make_room(self._staging.missing_bytes)
+            self._tiers.make_room(self._staging.missing_bytes)
 
     def add_on_host(self, slot: Slot, gradient: torch.Tensor, rows: torch.Tensor | None) -> None:
         """As `take`, at once, of what is in host memory already."""
@@ -300,7 +300,7 @@ class Gradients:
     def _submit_ready(self) -> None:
         """Copies out the gradients that are complete, in several transfers where staging memory is short."""
         direct: list[Copy] = []
-        staged: list[Staged | Rest] = []
+        staged: list[Staged | Remainder] = []
         self._ledger.add(Tier.DEVICE, _PURPOSE, self._ready_bytes)
         ready, self._ready, self._ready_bytes = self._ready, [], 0
         what = ready[0][0].name if ready else ""
@@ -360,7 +360,7 @@ class Gradients:
         of_each = rows.split([len(source) for source in sources])
         return ((source, target, of) for source, of in zip(sources, of_each, strict=True))
 
-    def _send(self, direct: list[Copy], staged: list[Staged | Rest], what: str) -> None:
+    def _send(self, direct: list[Copy], staged: list[Staged | Remainder], what: str) -> None:
         copies = direct + [(one.piece, one.source) for one in staged if isinstance(one, Staged)]
         if not copies:
             return
@@ -427,6 +427,6 @@ def refuse_graph(slot: Slot, gradient: torch.Tensor) -> None:
         )
 
 
-def _more_memory(shelf: Shelf, staging: Staging, name: str, nbytes: int) -> GradientMemory:
+def _more_memory(tiers: HostTiers, staging: Staging, name: str, nbytes: int) -> GradientMemory:
     """For a gradient beside others; a function, as a method would tie the memory to what has it."""
-    return shelf.gradient_memory(name, nbytes, missing_bytes=staging.missing_bytes)
+    return tiers.gradient_memory(name, nbytes, missing_bytes=staging.missing_bytes)

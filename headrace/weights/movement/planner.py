@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Sequence
 
 from headrace.planning import Phase, Plan, Problem, Visit, make_plan
-from headrace.runtime.lanes import Among
+from headrace.runtime.lanes import CollectiveLane
 from headrace.weights.meter import Meter
 from headrace.weights.movement.block import Block
 from headrace.weights.movement.residency import Residency
@@ -58,7 +58,7 @@ class Planner:
     def _problem(self, trace: Trace, changed: frozenset[int], in_parts_bytes: int, rows_bytes: int) -> Problem:
         link, among = self._meter.link(), None
         if self._residency.gathers is not None and any(phase is Phase.BACKWARD for _, phase in trace.visits):
-            among = self._meter.link(Among.GATHER)
+            among = self._meter.link(CollectiveLane.GATHER)
         budget_bytes = self._residency.streaming_budget_bytes
         largest = self._largest_bytes(trace)
         budget_bytes -= min(in_parts_bytes, budget_bytes - largest)

@@ -28,7 +28,7 @@ __all__ = ["Residency"]
 NextUse = Callable[[Block], float]  # the larger, the later a block is needed again; infinity: not in sight
 
 
-class Beside(Protocol):
+class OtherTenant(Protocol):
     """What stays on the device beside blocks, within their budget."""
 
     @property
@@ -66,7 +66,7 @@ class Residency:
         self.gathers = gathers  # None: no rank helps another
         self.fetch_from(fetching)
         self.packed_loads = PackedLoads(device, pace.lanes, ledger, meter, wanted=packed)
-        self.beside: Beside | None = None  # what blocks share the budget with
+        self.beside: OtherTenant | None = None  # what blocks share the budget with
         self._buffers = DeviceBuffers(device, ledger, budget_bytes)
         # Of the copies that compute was told to wait for, and the host was not: the last one in the order in which they
         # were submitted, with its number there; and those that came from disk, in an order of their own.

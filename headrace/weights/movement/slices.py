@@ -20,7 +20,7 @@ from headrace.weights.meter import Meter
 from headrace.weights.model.experts import SlicePart, slice_parts
 from headrace.weights.movement.banks import Arrival, Bank, banks_in_host
 from headrace.weights.movement.block import Block
-from headrace.weights.movement.given_up import FEWEST_SLOTS, GivenUp
+from headrace.weights.movement.host_experts import FEWEST_SLOTS, HostExpertCache
 from headrace.weights.movement.residency import Residency
 from headrace.weights.rest.fetching import Fetch, Target, Way
 from headrace.weights.rest.pieces import Range
@@ -49,7 +49,7 @@ class Slices:
         self.slot_bytes = max((nbytes for _, nbytes in layouts.values()), default=0)
         self._banks: list[Bank] = []  # on the device
         self._host_banks: dict[Block, Bank] = {}  # in host memory, where that is the device: of these blocks
-        self._given_up: GivenUp | None = None  # what host memory keeps where it is not; None: nothing
+        self._host_cache: HostExpertCache | None = None  # what host memory keeps where it is not; None: nothing
         self.unfinished: list[Callable[[], object]] = []  # give modules back what they had before stand-ins for weights
         residency.beside = self
 
@@ -93,7 +93,7 @@ class Slices:
             return
         if is_accelerator(self._lanes.device):
             among = self._lanes, self._residency.ledger, self._meter
-            self._given_up = GivenUp(nbytes, self.slot_bytes, len(layers), *among)
+            self._host_cache = HostExpertCache(nbytes, self.slot_bytes, len(layers), *among)
         else:
             banks, slots = self._sizes()
             self._host_banks = banks_in_host(
@@ -102,10 +102,10 @@ class Slices:
 
     def leave_host(self) -> None:
         """No more, and the memory is free. Not during a pass."""
-        if self._given_up is not None:
+        if self._host_cache is not None:
             self._residency.pace.wait()
-            self._given_up.wait()
-            self._given_up = None
+            self._host_cache.wait()
+            self._host_cache = None
         for bank in set(self._host_banks.values()):
             self._leave(bank)
 
@@ -175,8 +175,8 @@ class Slices:
         return new
 
     def _let_go(self, bank: Bank) -> None:
-        if self._given_up is not None:
-            self._lanes.wait(self._given_up.all_left())
+        if self._host_cache is not None:
+            self._lanes.wait(self._host_cache.all_left())
         self._residency.take_back(bank.buffer)
 
     def block_of(self, key: Key) -> Block:
@@ -244,8 +244,8 @@ class Slices:
         host_bank = self._host_banks.get(block, bank)
         if host_bank is not bank:
             host_bank.keeping.used(block.index, experts, passing=bank.passing)
-        if self._given_up is not None and block.is_fetched:
-            self._given_up.used(block.index, experts, passing=bank.passing)
+        if self._host_cache is not None and block.is_fetched:
+            self._host_cache.used(block.index, experts, passing=bank.passing)
 
     def _fill_host(self, block: Block, bank: Bank, experts: Iterable[int]) -> None:
         """What passes through the device stays in the block's bank in host memory, too, as long as that has slots."""
@@ -306,7 +306,7 @@ class Slices:
 
     def _load(self, block: Block, expert: int, bank: Bank, slot: int, wanted: Collection[Key]) -> None:
         key = block.index, expert
-        host, kept = self._given_up, None
+        host, kept = self._host_cache, None
         if host is not None and block.is_fetched:
             kept = host.take(key, bank.generation_of(block), passing=bank.passing)
         self._empty(bank, slot, wanted)
@@ -362,9 +362,9 @@ class Slices:
         if (read := bank.read.pop(slot, None)) is not None:
             read.synchronize()
         key = bank.expert_in(slot)
-        if self._given_up is not None and key is not None and (block := self.block_of(key)).is_fetched:
+        if self._host_cache is not None and key is not None and (block := self.block_of(key)).is_fetched:
             with plain_tensors(), torch.no_grad():
-                self._given_up.keep(key, bank.generation_of(block), bank.memory(slot, self.slot_bytes), wanted)
+                self._host_cache.keep(key, bank.generation_of(block), bank.memory(slot, self.slot_bytes), wanted)
         bank.forget(slot)
 
     def _settle(self, bank: Bank, slot: int) -> None:

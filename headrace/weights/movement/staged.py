@@ -9,7 +9,7 @@ import torch
 from headrace.memory.disk import Request
 from headrace.weights.rest.placement import DiskGradients
 
-__all__ = ["Rest", "Staged", "add_up", "laid_out_like", "rest_of", "sum_of_rows"]
+__all__ = ["Remainder", "Staged", "add_up", "laid_out_like", "rest_of", "sum_of_rows"]
 
 
 class Staged(NamedTuple):
@@ -33,7 +33,7 @@ class Staged(NamedTuple):
         )
 
 
-class Rest(NamedTuple):
+class Remainder(NamedTuple):
     """What a gradient of some rows leaves of the target: zero there, or added to what the target holds."""
 
     target: torch.Tensor
@@ -44,17 +44,17 @@ class Rest(NamedTuple):
 
 def rest_of(
     target: torch.Tensor, rows: torch.Tensor, disk: DiskGradients | None, *, adds: bool, large: bool
-) -> list[Rest]:
+) -> list[Remainder]:
     """What is to be done beside these rows. `large`: each row is worth a call, so no row is written twice.
 
     A zero that is added makes +0 of -0. Small rows, of tables, have none: their sums begin at +0.
     """
     if large:
-        return [Rest(target, sorted(set(range(len(target))).difference(rows.tolist())), adds, disk)]
-    return [] if adds else [Rest(target, None, adds, disk)]
+        return [Remainder(target, sorted(set(range(len(target))).difference(rows.tolist())), adds, disk)]
+    return [] if adds else [Remainder(target, None, adds, disk)]
 
 
-def add_up(staged: "list[Staged | Rest]", under_way: list[Request]) -> list[Request]:
+def add_up(staged: "list[Staged | Remainder]", under_way: list[Request]) -> list[Request]:
     """On the host lane: staged gradients are added to, or cast into, their destinations.
 
     Returns the writes to disk that this begins: they read the staging memory. `under_way`: all that may not have ended,
@@ -73,7 +73,7 @@ def add_up(staged: "list[Staged | Rest]", under_way: list[Request]) -> list[Requ
                 for write in under_way:  # maybe of what is added to
                     write.settle()
                 on_disk[one.disk] += one.target.nbytes
-            if isinstance(one, Rest):
+            if isinstance(one, Remainder):
                 _add_zeros(one)
             elif one.rows is not None:
                 _add_rows(one.target, one.rows, one.piece, adds=one.adds)
@@ -93,7 +93,7 @@ def _add_rows(target: torch.Tensor, rows: torch.Tensor, piece: torch.Tensor, *, 
     target.index_copy_(0, rows, piece.to(target.dtype))
 
 
-def _add_zeros(rest: Rest) -> None:
+def _add_zeros(rest: Remainder) -> None:
     for part in [rest.target] if rest.rows is None else [rest.target[row] for row in rest.rows]:
         if rest.adds:
             part.add_(0.0)

@@ -26,7 +26,7 @@ from headrace.weights.movement.block import Block, Presence
 from headrace.weights.movement.executor import Executor
 from headrace.weights.movement.gradients import Gradients, refuse_graph
 from headrace.weights.movement.residency import Residency
-from headrace.weights.passes.binding import Standing, bind, release
+from headrace.weights.passes.binding import PassBindings, bind, release
 from headrace.weights.passes.call import Call
 from headrace.weights.passes.lending import Lending
 from headrace.weights.passes.site import Site
@@ -48,7 +48,7 @@ class Backward:
     def __init__(
         self,
         progress: Progress,
-        standing: Standing,
+        bindings: PassBindings,
         residency: Residency,
         executor: Executor,
         gradients: Gradients | AveragedGradients,
@@ -58,7 +58,7 @@ class Backward:
         recover: Callable[[], None],
     ) -> None:
         self._progress = progress
-        self._standing = standing
+        self._bindings = bindings
         self._residency = residency
         self._executor = executor
         self._gradients = gradients
@@ -176,7 +176,7 @@ class Backward:
         self.present, self._ending = present, weakref.ref(end)
         self._progress.becomes(PassState.BACKWARD)
         self._executor.begin_backward()
-        self._standing.begin()
+        self._bindings.begin()
         self._updates.changed()
         self._computing_again.enter_context(lending_leaves(self._lending))
 
@@ -209,7 +209,7 @@ class Backward:
             release(self.site.blocks)
             self.site = None
         self._lending.end_of_visit()
-        self._standing.end()
+        self._bindings.end()
         if completed:
             self._gradients.leave_block()
             self._executor.end_cycle()
@@ -225,7 +225,7 @@ class Backward:
             self._updates.changed()
 
     def _bind_for_calls(self) -> None:
-        self._standing.reset([call.blocks for call in self._calls])
+        self._bindings.reset([call.blocks for call in self._calls])
 
     def _forget_nested(self) -> None:
         for slot in self._given_within:
@@ -244,7 +244,7 @@ class Backward:
     def drop_gradients(self) -> None:
         """What an unfinished backward computed, also where autograd had set it and an interrupt kept it from us."""
         with without_overrides():
-            for block in (*self._standing.blocks, *self._standing.residents):
+            for block in (*self._bindings.blocks, *self._bindings.residents):
                 for slot in block.slots:
                     slot.leaf.grad = None
         self._gradients.abandon()

@@ -8,7 +8,7 @@ from headrace.weights.movement.block import Block
 from headrace.weights.movement.executor import Executor
 from headrace.weights.movement.residency import Residency
 
-__all__ = ["Bindable", "Standing", "bind", "release"]
+__all__ = ["Bindable", "PassBindings", "bind", "release"]
 
 
 class Bindable(Protocol):
@@ -41,7 +41,7 @@ def release(blocks: Iterable[Bindable]) -> None:
         block.users -= 1
 
 
-class Standing:
+class PassBindings:
     """What is bound from the beginning of a pass, or of a backward, to its end: residents and buffers.
 
     And all blocks, in a forward without gradients where everything is there and nothing has to come or go: then the

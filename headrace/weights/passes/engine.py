@@ -25,7 +25,7 @@ from headrace.weights.movement.executor import Executor
 from headrace.weights.movement.gradients import Gradients
 from headrace.weights.movement.residency import Residency
 from headrace.weights.passes.backward import Backward
-from headrace.weights.passes.binding import Standing, bind, release
+from headrace.weights.passes.binding import PassBindings, bind, release
 from headrace.weights.passes.call import Call, MethodCall
 from headrace.weights.passes.handles import SavedTensors, pop_left_over, saving_is_left_to_autograd
 from headrace.weights.passes.handover import Handover
@@ -76,12 +76,12 @@ class Engine:
         self._methods: dict[int, MethodCall] = {}  # the innermost of each thread, outside of passes
         self.lending = Lending(executor, residency, self.calls, self.progress, self._methods)
         self._handover = Handover(device, residency)
-        self.standing = Standing(self.blocks, self.residents, buffers, residency, executor)
+        self.bindings = PassBindings(self.blocks, self.residents, buffers, residency, executor)
         self.updates = Updates(self.blocks, self.residents)
         self._claims: dict[str, int] = {}  # the thread whose outermost call is under way
         self._backward = Backward(
             self.progress,
-            self.standing,
+            self.bindings,
             residency,
             executor,
             gradients,
@@ -315,7 +315,7 @@ class Engine:
             self._gradients.prepare([*self.residents, *self.blocks])
         with without_overrides():  # a look at a home is our own
             self._executor.begin_pass(name)
-            self.standing.begin(forward_on=self.progress.thread)
+            self.bindings.begin(forward_on=self.progress.thread)
 
     def forward_together(self, together: "LayerMajor", count: int, forward: Callable[[], None]) -> None:
         """A pass in which `forward` calls the model for `count` micro-batches, which take turns at blocks."""
@@ -363,7 +363,7 @@ class Engine:
         """The outermost call ends: what its copies read of homes has been read, so homes may be written."""
         self.progress.state = PassState.BROKEN_OFF  # unless nothing interrupts this
         with without_overrides():
-            self.standing.end()
+            self.bindings.end()
         self._executor.end_pass()
         self._residency.wait_for_consumed_reads()
         self.progress.state = PassState.BETWEEN
@@ -383,7 +383,7 @@ class Engine:
                 method.break_off()
                 lending_leaves(self.lending).begin()
             self.lending.forget()
-            self.standing.reset(())
+            self.bindings.reset(())
             self._residency.mend((*self.blocks, *self.residents))
             self._backward.undo()
             self.progress.state = PassState.AT_REST

@@ -37,10 +37,10 @@ from headrace.weights.movement.slices import Slices
 from headrace.weights.passes.picked import Picked, picked_of
 from headrace.weights.passes.site import Site
 
-__all__ = ["Handle", "SavedTensors", "is_checkpointed", "pop_left_over", "saving_is_left_to_autograd"]
+__all__ = ["SavedTensors", "WeightHandle", "is_checkpointed", "pop_left_over", "saving_is_left_to_autograd"]
 
 
-class Handle(NamedTuple):
+class WeightHandle(NamedTuple):
     """A view of a weight that autograd saved, without its memory."""
 
     block: Block
@@ -125,7 +125,7 @@ class SavedTensors:
 
     @unseen
     def _pack(self, tensor: torch.Tensor) -> Any:
-        packed: Handle | Picked | _Wrapper | None
+        packed: WeightHandle | Picked | _Wrapper | None
         if type(tensor) is torch.Tensor or not is_wrapper(tensor):
             picks = self._slices.travel
             address = tensor.data_ptr() if has_storage(tensor) else -1
@@ -142,13 +142,13 @@ class SavedTensors:
         # Detached: an output that is saved by the very node that made it would keep the graph alive for good.
         return _Saved(tensor.detach(), tensor._version)
 
-    def _pack_weight(self, tensor: torch.Tensor) -> Handle | Picked | None:
+    def _pack_weight(self, tensor: torch.Tensor) -> WeightHandle | Picked | None:
         """The handle of what lies in a block, or in a bank of experts; None for any other."""
         block = self._addresses.block_of(tensor)
         if block is not None:
             dtype, offset = tensor.dtype, tensor.storage_offset()
             slot = block.slots_by_offset[bisect_right(block.slot_offsets, offset * dtype.itemsize) - 1]
-            return Handle(
+            return WeightHandle(
                 block,
                 slot,
                 slot.loaded_token,
@@ -173,10 +173,10 @@ class SavedTensors:
             if not isinstance(part, torch.Tensor):  # a DTensor's mesh
                 inner[name] = part
                 continue
-            packed: Handle | Picked | _Wrapper | None
+            packed: WeightHandle | Picked | _Wrapper | None
             packed = self._pack_wrapper(part) if is_wrapper(part) else self._pack_weight(part)
             inner[name] = _Saved(part.detach(), part._version) if packed is None else packed
-        if not any(isinstance(packed, Handle | Picked | _Wrapper) for packed in inner.values()):
+        if not any(isinstance(packed, WeightHandle | Picked | _Wrapper) for packed in inner.values()):
             return None
         return _Wrapper(type(wrapper), inner, context, wrapper.size(), wrapper.stride())
 
@@ -189,7 +189,7 @@ class SavedTensors:
             if packed.tensor._version != packed.version:
                 check_version(packed.tensor, packed.version)
             return packed.tensor
-        if isinstance(packed, Handle | Picked):
+        if isinstance(packed, WeightHandle | Picked):
             if packed.recompute is not None:
                 _compute_again(packed.recompute)
                 backward.reach(site)
@@ -221,7 +221,7 @@ class SavedTensors:
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
         wrapped: _Wrapper = packed
-        kinds = Handle | Picked | _Wrapper | _Saved
+        kinds = WeightHandle | Picked | _Wrapper | _Saved
         inner = {name: self._unpack(part) if isinstance(part, kinds) else part for name, part in wrapped.inner.items()}
         wrapper: torch.Tensor
         wrapper = wrapped.kind.__tensor_unflatten__(inner, wrapped.context, wrapped.size, wrapped.stride)
@@ -296,7 +296,7 @@ def check_unchanged(slot: Slot, before: Token) -> None:
     )
 
 
-def _refuse_own_write(handle: Handle) -> None:
+def _refuse_own_write(handle: WeightHandle) -> None:
     slot = handle.slot
     raise WeightChangedError(
         f"parameter {slot.name!r} was modified in place by the model itself after forward had used it (version"

@@ -63,7 +63,7 @@ class Site:
         its blocks, or inside of a pass that has all blocks of the model bound. Most calls are such ones.
         """
         engine = self.engine
-        if engine.standing.straight_for == get_ident():
+        if engine.bindings.straight_for == get_ident():
             return not self.main or self._needs_no_visit()
         calls = engine.calls
         if not calls or not self._may_be_inside or calls[-1].thread != get_ident():

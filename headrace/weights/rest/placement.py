@@ -25,7 +25,7 @@ from headrace.weights.rest.materialize import Materialized
 from headrace.weights.rest.packing import PackedCopy
 from headrace.weights.rest.tiers import CheckpointRest, DiskRest, Homes, HostRest, Rest, SharedRest
 
-__all__ = ["Placement", "Shelf", "place", "ring_size"]
+__all__ = ["HostTiers", "Placement", "place", "ring_size"]
 
 _CHUNK_BYTES = 8 * 2**20  # a request of this size has a drive's full speed
 _SMALLEST_CHUNK_BYTES = 2**12
@@ -122,7 +122,7 @@ class HostRoom(Protocol):
         """Whether the host budget has room for `nbytes` more, at once or after blocks have moved to disk."""
 
 
-class Shelf:
+class HostTiers:
     """Makes the memory in which blocks and gradients rest, as a placement says.
 
     `disk`: the directory of the disk tier, if there is one; it is opened when it is needed. `materialized`: parameters

@@ -16,12 +16,12 @@ from headrace.runtime.lanes import Event, Lane, Lanes
 from headrace.runtime.pace import Submitted
 from headrace.weights.meter import Meter
 
-__all__ = ["FEWEST_SLOTS", "GivenUp"]
+__all__ = ["FEWEST_SLOTS", "HostExpertCache"]
 
 FEWEST_SLOTS = 2  # one expert leaves the host while another takes its place
 
 
-class GivenUp:
+class HostExpertCache:
     """`nbytes` of slots of `slot_bytes` in host memory, at least FEWEST_SLOTS, for experts of so many layers.
 
     An expert is of the generation that its block's homes had when it came to the device: of another one it is nothing.
