@@ -48,7 +48,7 @@ def decompress_parameter(
     raw = np.frombuffer(compressed, np.uint8, offset=_HEADER.size)
     try:
         if raw.nbytes != nbytes:
-            raw = np.frombuffer(zlib.decompress(raw), np.uint8).reshape(wanted.itemsize, -1).T
+            raw = np.frombuffer(zlib.decompress(raw.data), np.uint8).reshape(wanted.itemsize, -1).T
     except (zlib.error, ValueError) as error:
         raise ValueError(f"{len(compressed)} compressed bytes are damaged: {error}") from error
     raw = np.array(raw, order="C").reshape(-1)
