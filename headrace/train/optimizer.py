@@ -70,9 +70,6 @@ class Optimizers:
 
 def _make(rule: str, parameters: Sequence[nn.Parameter], config: TrainConfig, *, plain: bool) -> torch.optim.Optimizer:
     own = named_values("optimizer_options", config.optimizer_options) if rule == config.optimizer else {}
-    known = [name for name in inspect.signature(_OURS[rule]).parameters if name != "params"]
-    if unknown := [name for name in own if name not in known]:
-        raise TrainInputError(f"--optimizer {rule} has no option {unknown[0]!r}; it has {', '.join(known)}")
     settings: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay, **own}
     exact = config.state_dtype == "float32" and all(parameter.dtype is torch.float32 for parameter in parameters)
     try:
@@ -90,7 +87,13 @@ def _make(rule: str, parameters: Sequence[nn.Parameter], config: TrainConfig, *,
         return _OURS[rule](parameters, **settings)
     except (TypeError, ValueError) as error:
         if own and not isinstance(error, headrace.HeadraceError):
-            raise TrainInputError(f"--optimizer {rule} with {' '.join(config.optimizer_options)}: {error}") from error
+            named = [
+                one for one in inspect.signature(_OURS[rule]).parameters.values() if one.kind is not one.VAR_KEYWORD
+            ]
+            raise TrainInputError(
+                f"--optimizer {rule} with {' '.join(config.optimizer_options)}: {error}; options are"
+                f" {', '.join(one.name for one in named if one.name != 'params')}"
+            ) from error
         raise
 
 

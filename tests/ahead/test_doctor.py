@@ -10,10 +10,11 @@ import psutil
 import pytest
 import torch
 
+from headrace.cli import checks
 from headrace.cli.checks import Machine, findings
 from headrace.cli.main import build_parser, main
 from headrace.cli.symptoms import SYMPTOMS
-from headrace.runtime import checks, page_locks
+from headrace.runtime import page_locks
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

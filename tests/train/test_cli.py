@@ -75,7 +75,7 @@ BAD_INPUTS = {
     "scalars in the output": ("--tensorboard {0}/out", "--tensorboard and --output are both {0}/out"),
     "no such option of the optimizer": (
         "--optimizer-options foo=1",
-        "--optimizer adamw has no option 'foo'; it has lr",
+        "; options are lr, betas, eps, weight_decay",
     ),
     "output not empty": ("--output {}/full", "output directory {}/full is not empty"),
     "output a file": ("--output {}/empty.txt", "output directory {}/empty.txt cannot be made"),
