@@ -371,8 +371,8 @@ class Offloaded(Handle):
         """With `mesh`: a backward inside it averages nothing over the ranks; the next one outside averages all.
 
         Like DistributedDataParallel's `no_sync`. Parameters' `grad` does not change; each rank keeps its own sums on
-        its host. `zero_grad()` of the model or of an optimizer of headrace discards them; `p.grad = None` by hand does
-        not, as they are not there. Raises StateError without `mesh`.
+        its host. `zero_grad()` and `p.grad = None` discard them; `p.grad.zero_()` does not, where it finds None.
+        Raises StateError without `mesh`.
         """
         gradients = self._gradients
         if not isinstance(gradients, AveragedGradients):

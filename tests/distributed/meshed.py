@@ -220,7 +220,7 @@ def what_layers_write_counts() -> None:
 
 
 def no_sync_is_forgotten_with_its_gradients() -> None:
-    """`zero_grad()` discards what waits to be averaged; so does a backward that raises."""
+    """`zero_grad()` and `p.grad = None` discard what waits to be averaged; so does a backward that raises."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     model, single = Model(), Model()
     with offloaded(model) as handle:
@@ -234,6 +234,13 @@ def no_sync_is_forgotten_with_its_gradients() -> None:
                 model(batch(rank, 1)).backward()
                 same_gradients(model, single)
                 model.zero_grad()
+        with handle.no_sync():
+            model(batch(rank, 0)).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+        model(batch(rank, 1)).backward()
+        same_gradients(model, single)
+        model.zero_grad()
         if rank == 0:
             model.layers[3].linear.weight.requires_grad_(False)  # type: ignore[union-attr,operator]
         with pytest.raises(StateError, match="train other parameters than"):

@@ -68,6 +68,9 @@ class Owner(Protocol):
     def before_write(self) -> None:
         """The home is about to be written in place."""
 
+    def discard_gradient(self) -> None:
+        """The home's gradient is about to be set to None."""
+
     def watch_node(self) -> None:
         """Somebody may hook into the node of autograd's graph that accumulates the home's gradient."""
 
@@ -94,6 +97,11 @@ class Home(nn.Parameter):
         owner.touch()
         owner.give(value)
         data_of.__set__(self, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "grad" and value is None:
+            owner_of(self).discard_gradient()
+        super().__setattr__(name, value)
 
     def point(self, value: torch.Tensor) -> None:
         """`self.data = value`, unnoticed."""

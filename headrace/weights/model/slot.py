@@ -133,6 +133,11 @@ class Slot:
         """Whether somebody may have hooks that see a gradient before it is accumulated, or as it is."""
         return self.node_is_watched or bool(self.home._backward_hooks)
 
+    def discard_gradient(self) -> None:
+        """As in Owner: what waits to be averaged over ranks goes, too."""
+        if self.unit is not None and self.unit.common is not None:
+            self.unit.common.discard([self.home])
+
     def watch_node(self) -> None:
         """As in Owner: from now on autograd accumulates the gradient."""
         self.node_is_watched = True
