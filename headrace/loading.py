@@ -274,7 +274,6 @@ class _State:
         if isinstance(self._optimizer, HostOptimizer):
             pairs = zip(numbers, parameters, strict=True)
             self._optimizer.fill({parameter: on_disk[number] for number, parameter in pairs if on_disk.get(number)})
-            self._optimizer.wait_for_disk()
 
     def _of_others(self, parameters: Mapping[int, torch.Tensor], converted: Mapping[int, SavedTensor]) -> set[int]:
         """The numbers of parameters whose state other ranks keep, and whose values here do not come out of it."""

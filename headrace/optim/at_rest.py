@@ -189,13 +189,11 @@ class StateAtRest(Optimizer):
         super().__setstate__(state)
 
     def fill(self, state: Mapping[torch.Tensor, Mapping[str, TensorAtRest]]) -> None:
-        """These tensors are the parameters' state from now on, beside what `load_state_dict` loaded of it."""
-        raise NotImplementedError
+        """These tensors are the parameters' state from now on, beside what `load_state_dict` loaded of it.
 
-    def wait_for_disk(self) -> None:
-        """The host waits until state that rests on disk is there. Raises DiskError where a drive did not take it."""
-        if self._disk is not None:
-            self._disk.synchronize()
+        Waits until all that rests on disk is there. Raises DiskError where a drive did not take it.
+        """
+        raise NotImplementedError
 
     def synchronize(self) -> None:
         """The host waits for updates that are under way."""

@@ -310,6 +310,8 @@ class ElementOptimizer(HostOptimizer):
         places = self._places()
         for parameter, tensors in state.items():
             self._fill(parameter, places[parameter][1], tensors)
+        if self._disk is not None:
+            self._disk.synchronize()
 
     def _fill(self, parameter: torch.Tensor, group: dict[str, Any], tensors: Mapping[str, TensorAtRest]) -> None:
         weights = self._weights_of(parameter)

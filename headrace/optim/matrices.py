@@ -137,6 +137,8 @@ class MatrixOptimizer(HostOptimizer):
             self.entries[parameter].update({name: one.load() for name, one in tensors.items()})
             if self._disk is not None and parameter.device.type == "cpu":
                 self._spill(self._disk, parameter, self._weights_of(parameter), self.entries[parameter])
+        if self._disk is not None:
+            self._disk.synchronize()
 
     def _forget_weights(self) -> None:
         super()._forget_weights()
